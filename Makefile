@@ -47,7 +47,7 @@ if [ "$$(cat "$(VENV)/$(firstword $(1))" 2>/dev/null)" != "$$wanted" ]; then \
 fi
 endef
 
-.PHONY: help run test crossed check site setup setup-dev
+.PHONY: help run test crossed check site size setup setup-dev
 
 help:
 	@echo "make run [ARGS='RUN.yaml key=value ...']  set up, then train; without ARGS the quick start"
@@ -55,6 +55,7 @@ help:
 	@echo "make crossed [N=200 SEED=1]               drawn runs beside one process and the plain reference"
 	@echo "make check                                formatting, lint, types"
 	@echo "make site                                 the documentation as a site, in build/site; every link is checked"
+	@echo "make size                                 lines of code by room"
 	@echo "make setup                                set up only"
 	@echo "Variables: PYTHON=python3.12 chooses the Python; an active virtual environment is used as it is."
 
@@ -85,6 +86,9 @@ check: setup-dev
 	@"$(VENV)/bin/python" -m mypy
 
 # In an environment of its own, which needs nothing of lockstep.
+size:
+	@"$(PYTHON)" benchmarks/size.py
+
 site: SITE := build/docs-environment
 site:
 	@test -x $(SITE)/bin/mkdocs || { "$(PYTHON)" -m venv $(SITE) && $(SITE)/bin/python -m pip install -q $$("$(PYTHON)" -c "import tomllib; \

@@ -39,10 +39,10 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import Strategy, strategy_class
-from lockstep.tasks.models.models import load_config
+from lockstep.tasks.models.model_configs import load_config
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 Weights = dict[str, torch.Tensor]
 

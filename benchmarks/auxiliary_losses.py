@@ -22,7 +22,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from families import families, run_of
 
-from lockstep.tasks.models import auxiliary_losses, models, small_models
+from lockstep.tasks.models import auxiliary_losses, model_configs, small_models
 
 HEADS = ("causal", "seq2seq", "classification", "token_classification", "masked", "question_answering")
 
@@ -58,7 +58,7 @@ def tried(head: str, family: str) -> dict[str, Any]:
     line: dict[str, Any] = {"head": head, "family": family}
     try:
         run = run_of("causal", family, Path("."), "single")
-        config = models.load_config(run)
+        config = model_configs.load_config(run)
     except Exception as caught:
         return line | {"usual": f"{type(caught).__name__}: {' '.join(str(caught).split())[:100]}"}
     with torch.random.fork_rng([]):

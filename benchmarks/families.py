@@ -30,9 +30,9 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.strategy import checked_strategy
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
+from lockstep.training.resolve import resolve_strategy
 
 TASKS: dict[str, dict[str, Any]] = {
     "classification": {"name": "classification"},
@@ -129,7 +129,7 @@ def families(head: str) -> list[str]:
     """The model types that transformers has such a head for."""
     from transformers.models.auto import modeling_auto
 
-    from lockstep.tasks.models.models import HEADS
+    from lockstep.tasks.models.model_configs import HEADS
 
     return sorted(getattr(modeling_auto, HEADS[head][1]))
 
@@ -188,7 +188,7 @@ def run_of(head: str, family: str, folder: Path, strategy: str) -> Run:
 
 def trained(world: World, run: Run) -> dict[str, Any]:
     """What two steps and an evaluation come to, on rank 0 and elsewhere."""
-    strategy = checked_strategy(run, world.size)(run, world)
+    strategy = resolve_strategy(run, world.size)(run, world)
     task_class = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     strategy.build(task)

@@ -23,10 +23,10 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import strategy_class
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.guard import Guard
+from lockstep.training.sdc_check import SdcCheck
 
 
-def built(path: str, overrides: list[str], every: int) -> tuple[Guard, StepLoader, Any]:
+def built(path: str, overrides: list[str], every: int) -> tuple[Any, StepLoader, Any]:
     """One process; what trains its steps, the steps, and the strategy."""
     run = load(path, [*overrides, "strategy.name=single", "launch.processes=1", f"sdc_check.every={every}"])
     task_class: Any = plugins.find("tasks", run.task.name)
@@ -35,7 +35,7 @@ def built(path: str, overrides: list[str], every: int) -> tuple[Guard, StepLoade
     strategy.build(task)
     feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     session: Any = SimpleNamespace(run=run, world=world, feed=feed, strategy=strategy)
-    return Guard(session), feed, strategy
+    return SdcCheck(session) if every else strategy, feed, strategy
 
 
 def took(call: Any) -> float:
@@ -57,7 +57,9 @@ def main() -> None:
     steps = []
     for number in range(args.steps):
         batch = feed.make(number)
-        steps.append((took(lambda b=batch: plain.trained(b, 1e-4)), took(lambda b=batch: guarded.trained(b, 1e-4))))
+        steps.append(
+            (took(lambda b=batch: plain.train_step(b, 1e-4)), took(lambda b=batch: guarded.train_step(b, 1e-4)))
+        )
     hashes, parts = StateHash(strategy.world), strategy.sharded_state_dict()
     hashes.of(parts)
     hashed = statistics.median(took(lambda: hashes.of(parts)) for _ in range(5))
@@ -65,7 +67,7 @@ def main() -> None:
     numbers = sum(tensor.numel() for tensor in parts.values())
     print(f"a step: {statistics.median(a for a, _ in steps):.3f} s; with sdc_check.every=1 {ratio:.2f} times as long")
     print(f"a hash of {numbers / 1e6:.1f}M numbers: {hashed:.3f} s")
-    print(f"no alarm in {args.steps} guarded steps: {args.steps * plain._run.micro_batches} micro-batches")
+    print(f"no alarm in {args.steps} guarded steps: {args.steps * plain.run.micro_batches} micro-batches")
 
 
 if __name__ == "__main__":

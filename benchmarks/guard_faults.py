@@ -31,7 +31,8 @@ from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.strategy import strategy_class
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.guard import Corrupted, Guard, drawn
+from lockstep.training.errors import CorruptionDetected
+from lockstep.training.sdc_check import SdcCheck, drawn
 
 KINDS = ("nothing", "activations", "gradients", "messages", "weights")
 RATE = 0.5  # of steps in which something is injected
@@ -132,7 +133,7 @@ def rank_of(rank: int, ranks: int, meet: str, kind: str, steps: int, results: An
     strategy.build(task)
     feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     session: Any = SimpleNamespace(run=run, world=world, feed=feed, strategy=strategy)
-    guard, injected = Guard(session), Injected(kind, run, world, strategy)
+    guard, injected = SdcCheck(session), Injected(kind, run, world, strategy)
     counts = dict.fromkeys(("injected", "could_be_seen", "found", "named_rightly", "false_alarms"), 0)
     for step in range(steps):
         injected.arm(step)
@@ -142,8 +143,8 @@ def rank_of(rank: int, ranks: int, meet: str, kind: str, steps: int, results: An
         sampled = fault is not None and (kind in ("weights", "messages") or fault[1] == drawn(run, step))
         counts["could_be_seen"] += sampled
         try:
-            guard.trained(feed.make(step), 1e-3)
-        except Corrupted as caught:
+            guard.train_step(feed.make(step), 1e-3)
+        except CorruptionDetected as caught:
             wrong = (
                 f"says that rank {fault[0]} on" if caught.sound and fault else f"those of rank {(fault or [0])[0]} on"
             )
@@ -152,7 +153,7 @@ def rank_of(rank: int, ranks: int, meet: str, kind: str, steps: int, results: An
             counts["false_alarms"] += not sampled
             if not caught.sound and fault is not None:
                 level(world, strategy, (fault[0] + 1) % ranks)
-                guard.trained(feed.make(step), 1e-3)
+                guard.train_step(feed.make(step), 1e-3)
     if world.is_main:
         results.put(counts)
     strategy.close()

@@ -23,11 +23,9 @@ from harness import run_on
 from torch import Tensor
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.config.plugins import find
 from lockstep.config.quick_start import QUICK_START
 from lockstep.config.run import Run, load
 from lockstep.data.batch import StepBatch, StepResult
-from lockstep.data.prepare import prepare
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.distributed.world import World
@@ -36,6 +34,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.trackers import Trackers
 from lockstep.training.loop import train
+from lockstep.training.resolve import for_rank
 from lockstep.training.session import Sinks, build_session
 
 SLEEP_S = 0.02
@@ -73,7 +72,7 @@ class Waits(Strategy):
 class NoCheckpoints(Checkpoints):
     """Disk speed is not what is measured."""
 
-    def save(self, step: int, strategy: Strategy) -> None: ...
+    def save(self, step: int, strategy: object, scores: object = None, state: object = None) -> None: ...
 
 
 class Numbers(Sinks):
@@ -88,14 +87,14 @@ class Numbers(Sinks):
             self.usage.ask(step)
 
     def advance(self, step: int) -> None:
-        if (found := self.usage.found()) is not None:
+        if (found := self.usage.take()) is not None:
             self.log(found[0], "system", found[1])
 
 
 def overhead_ms(world: World, run: Run) -> float:
     """Milliseconds a step outside the step."""
-    prepared = prepare(run, find("tasks", run.task.name))
-    session = build_session(run, world, prepared)
+    job = for_rank(run, world)
+    session, prepared = build_session(job, world), job.data
     assert isinstance(session.strategy, Waits)
     with tempfile.TemporaryDirectory() as folder:
         trackers = Trackers(run.model_copy(update={"output": folder}), 0, {}, print, print, world.is_main)
@@ -104,7 +103,7 @@ def overhead_ms(world: World, run: Run) -> float:
         session.feed.make(0)  # what only the first batch costs is not the loop's
         world.barrier()
         start = time.perf_counter()
-        train(replace(session, checkpoints=none, sinks=sinks), 0)
+        train(replace(session, checkpoints=none, sinks=sinks), session.new_state())
         took = time.perf_counter() - start
         trackers.close("done")
     return (took - session.strategy.waited) / session.feed.total * 1e3

@@ -23,7 +23,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from families import TASKS, families, run_of
 
 from lockstep.config.run import RunError
-from lockstep.tasks.models import models, padding
+from lockstep.tasks.models import model_configs, padding
 
 
 def tried(head: str, family: str, folder: Path) -> dict[str, Any]:
@@ -31,9 +31,9 @@ def tried(head: str, family: str, folder: Path) -> dict[str, Any]:
     instead = None
     try:
         run = run_of(head, family, folder, "single")
-        config = models.load_config(run)
+        config = model_configs.load_config(run)
         instead = padding.tried_ahead(run, head, config) if head == "causal" else None
-        if (entry := models.leaves_out_layers(config)) is not None:
+        if (entry := model_configs.leaves_out_layers(config)) is not None:
             setattr(config, entry, 0.0)  # the usual config of some; a run may set it to 0, too
         why = padding.trial(run, head, config)
     except (RunError, Exception) as error:

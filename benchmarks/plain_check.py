@@ -18,7 +18,6 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
 import torch
 from families import TASKS, families, run_of, write_data
 
@@ -27,43 +26,38 @@ from lockstep.config.overrides import overrides_of
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.strategy import checked_strategy
 from lockstep.training import plain_check, plain_sides
 from lockstep.training.data_loader import StepLoader
+from lockstep.training.resolve import resolve_strategy
 
 
 def measured(run: Run) -> dict[str, Any]:
     """The largest relative differences of loss and gradient, in float32 and in the run's precision; or why it is not
     compared."""
     world = World(run)
-    strategy = checked_strategy(run, 1)(run, world)
+    strategy = resolve_strategy(run, 1)(run, world)
     task_class: Any = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     strategy.build(task)
     strategy.dry_run(StepLoader(run, task, strategy.own_micro_batches(), world.device).longest())
     sides = plain_sides.sides_of(run, task, strategy)
     found: dict[str, Any] = {"padded": task.padded_because}
-    exact = plain_check.Tolerance(-1.0, -1.0)  # every number is looked at
-    ways = {"fp32": False} if plain_check.takes_float32(run) else {}
+    ways = {"fp32": False} if plain_check.takes_float32(run, task) else {}
     ways |= {run.precision: True} if run.precision != "fp32" else {}
+    groups = plain_check.groups_of(sides)
+    plain = {name: plain_check.plain_numbers(sides, places) for name, places in groups.items()}
     for way, on in ways.items():
-        losses, gradients = [0.0], [0.0]
-        for name, places in plain_check.groups_of(sides).items():
-            own = plain_check.own_numbers(sides, places, strategy.autocast(on))
-            plain = plain_check.plain_numbers(sides, places)
-            for each in plain_check.compared(name, own, plain, exact):
-                (losses if "loss" in each.what or "targets" in each.what else gradients).append(each.relative)
-            gradients.append(of_weights(own, plain))
-        found |= {f"loss {way}": max(losses), f"gradient {way}": max(gradients)}
+        apart = [
+            plain_check.apart(plain_check.own_numbers(sides, places, strategy.autocast(on)), plain[name])
+            for name, places in groups.items()
+        ]
+        found |= {f"loss {way}": max(x.loss for x in apart), f"gradient {way}": max(x.gradient for x in apart)}
+    if run.precision != "fp32":  # which tolerances are made of
+        rounded = plain_check.half_precision(sides, groups, plain)
+        found |= {"loss by half precision": rounded.loss, "gradient by half precision": rounded.gradient}
     found["stopped"] = [str(each) for each in plain_check.differences(sides, strategy)][:2]
     strategy.close()
     return found
-
-
-def of_weights(own: plain_check.Numbers, plain: plain_check.Numbers) -> float:
-    """The largest difference in one weight, beside the whole gradient."""
-    both = [(own.gradient.get(name, (0.0, 0.0)), found) for name, found in plain.gradient.items()]
-    return max(float(np.abs(np.subtract(*pair)).max()) for pair in both) / max(plain.norm, 1e-30)
 
 
 def tried(head: str, family: str, folder: Path, settings: list[str], timeout_s: int) -> dict[str, Any]:

@@ -34,6 +34,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+BADGE = re.compile(r"^\[!\[.*\]\(https://img\..*\)\]\(.*\)\n", re.M)  # nothing is loaded from elsewhere
+# A picture with a form for dark pages, as GitHub reads it. The theme wants two images.
+PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">\s*</picture>')
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     def moved(link: re.Match[str]) -> str:
         place, anchor = _place(link[1], page.file.src_uri), link[2] or ""
@@ -47,7 +52,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             target = posixpath.relpath(place, "docs")
         return posixpath.relpath(target, posixpath.dirname(page.file.src_uri) or ".") + anchor
 
-    return LINK.sub(moved, markdown)
+    return LINK.sub(moved, PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", BADGE.sub("", markdown)))
 
 
 def _place(link: str, page: str) -> str:

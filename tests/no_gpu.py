@@ -261,9 +261,9 @@ def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[A
 
     from lockstep.config import plugins
     from lockstep.data.prepare import prepare
-    from lockstep.strategies.strategy import checked_strategy
     from lockstep.tools.planner.fake_world import FakeWorld
     from lockstep.training.data_loader import StepLoader
+    from lockstep.training.resolve import resolve_strategy
 
     ranks, rank = case["ranks"], case["rank"]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -271,7 +271,7 @@ def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[A
     run = tiny(*case["keys"], "launch.device=cuda")
     task_class: Any = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
-    found = checked_strategy(run, ranks)
+    found = resolve_strategy(run, ranks)
     world = FakeWorld(run).on_machines(case["per_node"])
     assert world.device == DEVICE, world.device
     with numbers, WATCH:
@@ -322,7 +322,7 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
     with numbers, WATCH, ExitStack() as stack:
         build(task, strategy, stack)
         if "planted" in case:
-            strategy.before_update = planted
+            strategy.observer = planting()
         waits = []
         for step, batch in enumerate(batches):
             batch = batch.to(DEVICE)
@@ -338,6 +338,17 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
             waits.append(dict(WATCH.waits))
             assert result.loss.device == result.grad_norm.device == DEVICE
     return {"waits": waits, "scalars": WATCH.scalars, "operations": WATCH.operations}
+
+
+def planting() -> Any:
+    """An observer that does what no step may do."""
+    from lockstep.strategies.observer import StepObserver
+
+    class Planting(StepObserver):
+        def reduced(self, gradient: Any) -> None:
+            planted()
+
+    return Planting()
 
 
 def planted() -> None:

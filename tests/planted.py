@@ -9,7 +9,7 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.tasks.task import Task
-from lockstep.training.guard import drawn
+from lockstep.training.sdc_check import drawn
 
 STEP, MICRO_BATCH = 6, 3  # as fingerprints count steps
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"

@@ -5,7 +5,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness import build, digest, tiny
@@ -14,9 +13,9 @@ from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run
 from lockstep.distributed import job_record
 from lockstep.distributed.world import World
-from lockstep.training import loop, rank
+from lockstep.training import hooks, rank
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.session import Session
+from lockstep.training.train_state import TrainState
 
 SHARD = "shard-00001-of-00001.safetensors"
 
@@ -77,17 +76,17 @@ def disk(folder: Path, kilobytes: int) -> Iterator[None]:
 def trained(run: Run, after: int = 0, event: Callable[[], None] = lambda: None) -> tuple[int, str]:
     """A whole run in this process, as its only rank; once `after` updates are done, and what was being saved is, the
     event happens. Returns its status, and what it said."""
-    real = loop.between_steps
+    real = hooks.SaveInFlight.after_step
 
-    def disturbed(session: Session, guard: Any, meter: Any, profiler: Any, step: int, *others: bool) -> bool:
-        if step == after:
-            session.checkpoints.settle()
+    def disturbed(hook: hooks.SaveInFlight, state: TrainState, last: bool) -> bool:
+        if state.step == after:
+            hook.session.checkpoints.settle()
             event()
-        return real(session, guard, meter, profiler, step, *others)
+        return real(hook, state, last)
 
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
-        patch.setattr(loop, "between_steps", disturbed)
+        patch.setattr(hooks.SaveInFlight, "after_step", disturbed)
         run.folder.mkdir(parents=True, exist_ok=True)
         job_record.write(run.folder, job_record.here("local", 1))
         status = rank.main(run)

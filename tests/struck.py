@@ -101,13 +101,13 @@ class Striking:
         self.come_to("agreed")
         return found
 
-    def update(self, *arguments: Any) -> Any:
+    def optimizer_step(self, *arguments: Any) -> Any:
         self.come_to("update")
-        found = super().update(*arguments)  # type: ignore[misc]
+        found = super().optimizer_step(*arguments)  # type: ignore[misc]
         self.come_to("updated")
         return found
 
-    def made(self, *arguments: Any) -> Any:
+    def apply_gradient(self, *arguments: Any) -> Any:
         if self.unheard:  # as if contact had been lost once all have what the update needs
             self.unheard, meet = False, self.world.barrier
 
@@ -118,7 +118,7 @@ class Striking:
                 raise RuntimeError("Connection closed by peer (by a test)")
 
             self.world.barrier = barrier
-        found = super().made(*arguments)  # type: ignore[misc]
+        found = super().apply_gradient(*arguments)  # type: ignore[misc]
         self.come_to("late")
         return found
 
@@ -130,8 +130,8 @@ class Striking:
         self.come_to("saving")
         return super().sharded_state_dict()  # type: ignore[misc]
 
-    def regroup(self) -> None:
-        super().regroup()  # type: ignore[misc]
+    def attach_group(self) -> None:
+        super().attach_group()  # type: ignore[misc]
         self.look(self.step if self.due >= 0 or hasattr(self, "step") else 0)
         self.come_to("meeting")
 

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.tasks.models import auxiliary_losses, models, small_models
+from lockstep.tasks.models import auxiliary_losses, model_configs, models, small_models
 from lockstep.tasks.models.decoding import Decoding
 
 ROUTED = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -74,7 +74,7 @@ TAKEN = [
 def test_a_model_whose_loss_is_the_cross_entropy_is_taken(family: str, head: str, config: dict[str, Any]) -> None:
     run = run_of(family, config)
     with torch.random.fork_rng([]):
-        small = small_models.smaller(models.load_config(run), head)
+        small = small_models.smaller(model_configs.load_config(run), head)
         assert any(tried(run, head, each) for each in small)  # and not taken because nothing could be tried
     auxiliary_losses.check(run, head)
 
@@ -112,7 +112,7 @@ def test_a_term_of_no_known_name_is_refused_too(monkeypatch: pytest.MonkeyPatch)
         return found
 
     run = run_of("llama", GROUPED)
-    config = models.load_config(run)
+    config = model_configs.load_config(run)
     assert auxiliary_losses.auxiliary_term(run, "causal", config) is None
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", planted)
     said = auxiliary_losses.auxiliary_term(run, "causal", config)
@@ -127,7 +127,7 @@ def test_a_config_that_cannot_be_tried_is_judged_by_its_entry(monkeypatch: pytes
     monkeypatch.setattr(small_models, "small", unknown)
     for config, refused in ((ROUTED | ASKED, True), (ROUTED, False)):
         run = run_of("mixtral", config)
-        said = auxiliary_losses.auxiliary_term(run, "causal", models.load_config(run))
+        said = auxiliary_losses.auxiliary_term(run, "causal", model_configs.load_config(run))
         assert (said is not None and "output_router_logits: true" in said) == refused
 
 

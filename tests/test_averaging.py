@@ -23,10 +23,10 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.sharded import Given
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.averaging import Averaged
-from lockstep.strategies.strategy import checked_strategy
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 from lockstep.training.model_stats import memory
+from lockstep.training.resolve import resolve_strategy
 
 STEPS = 3
 EMA = "average.ema=0.9"
@@ -85,7 +85,7 @@ def test_what_cannot_be_averaged_is_refused(overrides: list[str], wanted: str) -
     if "zero" in overrides[-1]:
         pytest.importorskip("deepspeed")
     with pytest.raises(RunError, match=wanted):
-        checked_strategy(tiny(*overrides), 2)
+        resolve_strategy(tiny(*overrides), 2)
 
 
 @pytest.mark.parametrize(

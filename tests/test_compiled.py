@@ -19,9 +19,9 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks, compiled
 from lockstep.strategies.exact.optim import learning_rate
-from lockstep.strategies.strategy import checked_strategy
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
+from lockstep.training.resolve import resolve_strategy
 
 COMPILE = "model.compile=true"
 SEVERAL = ("ddp", "allreduce", "fsdp2", "hf_accelerate", "hf_trainer", "pipeline")
@@ -285,7 +285,7 @@ def test_deepspeed(name: str) -> None:
     options = {"deepspeed": {"zero_stage": 2}} if name == "hf_accelerate" else {}
     run = tiny(COMPILE, strategy={"name": name, "options": options})
     with pytest.raises(RunError, match=r"model\.compile: DeepSpeed"):
-        checked_strategy(run, 1)
+        resolve_strategy(run, 1)
 
 
 def test_a_layer_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

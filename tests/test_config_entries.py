@@ -20,7 +20,7 @@ from lockstep.checkpoint.manifest import changed, newest_first
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.tasks.models import config_entries, inert_entries, models, small_models
+from lockstep.tasks.models import config_entries, inert_entries, model_configs, small_models
 
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}
 DEEPSEEK = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "head_dim": 8}
@@ -49,11 +49,11 @@ def run_of(family: str, config: dict[str, Any]) -> Run:
 )
 def test_an_entry_that_the_class_does_not_know_is_refused(family: str, config: dict[str, Any], said: str) -> None:
     with pytest.raises(RunError, match=said.replace("?", r"\?")):
-        models.load_config(run_of(family, config))
+        model_configs.load_config(run_of(family, config))
 
 
 def text_families(*heads: str) -> list[str]:
-    named = {name for head in heads for name in getattr(modeling_auto, models.HEADS[head][1])}
+    named = {name for head in heads for name in getattr(modeling_auto, model_configs.HEADS[head][1])}
     return sorted(named & set(CONFIG_MAPPING))
 
 
@@ -78,7 +78,7 @@ def all_entries_taken(family: str) -> int:
     return len(entries)
 
 
-@pytest.mark.parametrize("heads", [("seq2seq",), slow(tuple(models.HEADS))])
+@pytest.mark.parametrize("heads", [("seq2seq",), slow(tuple(model_configs.HEADS))])
 def test_no_legal_entry_is_refused_in_any_family(heads: tuple[str, ...]) -> None:
     counts = {family: all_entries_taken(family) for family in text_families(*heads)}
     assert sum(count > 8 for count in counts.values()) > 0.8 * len(counts), counts
@@ -98,13 +98,13 @@ def test_what_a_family_derives_from_entries_follows(
     family: str, entries: dict[str, Any], derived: dict[str, Any]
 ) -> None:
     kind: Any = CONFIG_MAPPING[family]
-    found = models.load_config(run_of(family, entries))
+    found = model_configs.load_config(run_of(family, entries))
     assert found.to_dict() == kind(**entries).to_dict()
     assert {name: getattr(found, name) for name in derived} == derived
     config_entries.set_entries(one_by_one := kind(), entries)
     assert {name: getattr(one_by_one, name) for name in derived} != derived  # what was made before
-    assert models.derives(run_of(family, entries))
-    assert not models.derives(run_of(family, entries | derived)) or family == "t5"  # T5 takes no `is_gated_act`
+    assert model_configs.derives(run_of(family, entries))
+    assert not model_configs.derives(run_of(family, entries | derived)) or family == "t5"  # T5 takes no `is_gated_act`
 
 
 def test_a_model_from_scratch_computes_what_transformers_computes() -> None:
@@ -116,7 +116,7 @@ def test_a_model_from_scratch_computes_what_transformers_computes() -> None:
     one_by_one.num_decoder_layers = 1
     inputs = small_models.examples("seq2seq", *small_models.BATCHES[0])
     found = []
-    for wanted in (models.load_config(run), kind(**config), one_by_one):
+    for wanted in (model_configs.load_config(run), kind(**config), one_by_one):
         wanted.vocab_size, wanted.decoder_start_token_id = small_models.TOKENS, small_models.START
         model: Any = small_models.small(run, "seq2seq", wanted, None)
         with torch.no_grad():

@@ -56,10 +56,9 @@ def test_run_files_load_and_can_be_planned(path: Path, capsys: pytest.CaptureFix
 
 def test_every_command_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs/commands.md").read_text()
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    assert main(["--help"]) == 0
     listed = capsys.readouterr().out.partition("COMMAND")[2]
-    for name in commands.NAMES:
+    for name in commands.HELP:
         assert name in listed
         assert f"lockstep {name}" in text
 

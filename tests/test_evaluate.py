@@ -11,7 +11,7 @@ from lockstep.config.run import Run
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 SIZE = 7  # 100 examples are 15 batches: not a multiple of 2 or 4 ranks, and the last one is short
 

@@ -9,7 +9,7 @@ from test_fsdp2 import steps_of
 
 from lockstep.config.run import RunError
 from lockstep.strategies.pipeline import Pipeline
-from lockstep.tasks.models import models
+from lockstep.tasks.models import model_configs, models
 
 BART = {
     "d_model": 32,
@@ -64,7 +64,7 @@ def test_a_tied_decoder_has_the_same_bits_in_shards() -> None:
 @pytest.mark.parametrize(("family", "value"), [("funnel", 2), ("modernbert-decoder", "two")])
 def test_an_entry_that_a_config_does_not_take_is_refused(family: str, value: Any) -> None:
     with pytest.raises(RunError, match=rf"model\.config\.num_hidden_layers: {value!r} will not do"):
-        models.load_config(tiny(model={"type": family, "config": {"num_hidden_layers": value}}))
+        model_configs.load_config(tiny(model={"type": family, "config": {"num_hidden_layers": value}}))
 
 
 T5GEMMA = {
@@ -74,7 +74,7 @@ T5GEMMA = {
 
 
 def config_of(family: str, entries: dict[str, Any]) -> Any:
-    return models.load_config(tiny(model={"type": family, "config": entries}))
+    return model_configs.load_config(tiny(model={"type": family, "config": entries}))
 
 
 def test_a_config_within_a_config_takes_entries() -> None:
@@ -125,7 +125,7 @@ def test_the_parts_of_a_model_have_the_tokenizer_s_vocabulary(tmp_path: Path) ->
     }
     model.config.save_pretrained(tmp_path)
     source = {"source": str(tmp_path), "config": {"decoder": {"attention_dropout": 0.5}}}
-    again: Any = models.load_config(tiny(model=source))
+    again: Any = model_configs.load_config(tiny(model=source))
     assert (again.decoder.attention_dropout, again.encoder.attention_dropout) == (0.5, 0.0)
     assert again.decoder.hidden_size == 32
 

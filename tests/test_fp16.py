@@ -22,8 +22,9 @@ from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.exact import scaling
 from lockstep.strategies.exact.scaling import HIGHEST, INTERVAL, LOWEST, START, LossScale
-from lockstep.strategies.strategy import NotFinite, Strategy, checked_strategy
+from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.training.data_loader import StepLoader
+from lockstep.training.resolve import resolve_strategy
 
 HERE = str(Path(__file__).parent)
 FINE, INF = torch.tensor(1.0), torch.tensor(float("inf"))
@@ -243,4 +244,4 @@ def test_a_loss_that_is_not_finite_is_what_it_is_in_fp32(what: str, wanted: str)
 def test_deepspeed_is_refused(name: str) -> None:
     pytest.importorskip("deepspeed")
     with pytest.raises(RunError, match="precision: fp16, but DeepSpeed"):
-        checked_strategy(tiny(f"strategy.name={name}", "precision=fp16"), 2)
+        resolve_strategy(tiny(f"strategy.name={name}", "precision=fp16"), 2)

@@ -18,9 +18,10 @@ from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.strategies.fsdp2_step import FSDP2Step
-from lockstep.strategies.strategy import checked_strategy, strategy_class
+from lockstep.strategies.strategy import strategy_class
 from lockstep.training import model_stats
 from lockstep.training.data_loader import StepLoader
+from lockstep.training.resolve import resolve_strategy
 
 STEP = {"name": "fsdp2", "options": {"gather": "step"}}
 PIECE = {"name": "fsdp2", "options": {"gather": "piece"}}
@@ -118,13 +119,13 @@ def test_a_run_may_change_between_the_two_ways(precision: str, tmp_path: Path) -
 def test_what_is_said_is_done(strategy: dict, found: type | None) -> None:
     """And an option of FSDP's asks for FSDP, as `exact: false` does."""
     run = tiny(strategy={"name": "fsdp2"} | strategy)
-    assert checked_strategy(run, 2) is (found or FSDP2)
+    assert resolve_strategy(run, 2) is (found or FSDP2)
     assert not strategy_class(run).needs_memory_to_resolve(run)
 
 
 def decided(run: Run, processes: int, memory: int) -> str:
     assert strategy_class(run).needs_memory_to_resolve(run)
-    return FSDP2.decided(run, processes, 100, 100, memory).strategy.options["gather"]
+    return FSDP2.resolve_options(run, processes, 100, 100, memory).strategy.options["gather"]
 
 
 def test_else_what_fits_into_half_of_the_memory() -> None:
@@ -160,7 +161,7 @@ def test_the_smallest_memory_decides_for_all_ranks() -> None:
 )
 def test_what_cannot_work_is_refused(options: dict, said: str) -> None:
     with pytest.raises(RunError, match=said):
-        checked_strategy(tiny(strategy={"name": "fsdp2", "options": options}), 4)
+        resolve_strategy(tiny(strategy={"name": "fsdp2", "options": options}), 4)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -155,7 +155,7 @@ def test_a_disk_that_is_full_once_the_export_is_there(tmp_path: Path) -> None:
         run = run_in(tmp_path / "disk/out")
         with pytest.MonkeyPatch.context() as patch:
             real = rank.write_summary
-            patch.setattr(rank, "concluded", lambda *given: (fill(tmp_path / "disk", 0), real(*given))[1])
+            patch.setattr(rank, "write_summary", lambda *given: (fill(tmp_path / "disk", 0), real(*given))[1])
             status, said = trained(run)
         record = job_record.read(run.folder)
         assert status == 0

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.config.run import Run
 from lockstep.distributed.world import PLAIN, World
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 pytestmark = pytest.mark.processes
 

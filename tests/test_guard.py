@@ -17,7 +17,8 @@ from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.guard import Corrupted, Guard, drawn
+from lockstep.training.errors import CorruptionDetected
+from lockstep.training.sdc_check import SdcCheck, drawn
 
 STEPS = 6
 Fault = Callable[[Any, World, int], None]  # of a strategy, a rank, a step that comes
@@ -28,19 +29,19 @@ def guarded(world: World, run: Run, fault: Fault | None = None) -> dict[str, Any
     task, strategy = build(run, world)
     feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     session: Any = SimpleNamespace(run=run, world=world, feed=feed, strategy=strategy)
-    guard, found = Guard(session), {}
+    guard, found = SdcCheck(session) if run.sdc_check.every else strategy, {}
     for step in range(STEPS):
         if fault is not None:
             fault(strategy, world, step)
         try:
-            guard.trained(feed.make(step), 1e-3)
-        except Corrupted as caught:
+            guard.train_step(feed.make(step), 1e-3)
+        except CorruptionDetected as caught:
             found[step] = str(caught)
             if not caught.sound:
                 break
     state = strategy.state_dict()
     strategy.close()
-    return {"found": found, "digest": digest(state) if world.is_main else None, "retried": guard.retried}
+    return {"found": found, "digest": digest(state) if world.is_main else None, "retried": getattr(guard, "retried", 0)}
 
 
 # -- no false alarm --------------------------------------------------------------------------------------------------
@@ -140,8 +141,8 @@ def test_one_process_alone_sees_a_gradient_that_comes_out_otherwise_the_second_t
     task, strategy = build(run, World(run))
     feed = StepLoader(run, task, strategy.own_micro_batches(), strategy.world.device)
     session: Any = SimpleNamespace(run=run, world=strategy.world, feed=feed, strategy=strategy)
-    guard, seen = Guard(session), list[int]()
-    guard.trained(feed.make(0), 1e-3)  # the control: nothing is found
+    guard, seen = SdcCheck(session), list[int]()
+    guard.train_step(feed.make(0), 1e-3)  # the control: nothing is found
 
     def hear(gradient: torch.Tensor) -> torch.Tensor:
         seen.append(0)
@@ -149,8 +150,8 @@ def test_one_process_alone_sees_a_gradient_that_comes_out_otherwise_the_second_t
 
     strategy.named["transformer.h.1.mlp.c_fc.weight"].register_hook(hear)
     before = digest(strategy.state_dict())
-    with pytest.raises(Corrupted, match="is not the same where"):
-        guard.trained(feed.make(1), 1e-3)
+    with pytest.raises(CorruptionDetected, match="is not the same where"):
+        guard.train_step(feed.make(1), 1e-3)
     assert digest(strategy.state_dict()) == before
     strategy.close()
 

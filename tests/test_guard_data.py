@@ -11,7 +11,7 @@ from harness import TINY, run_on
 from test_guard import STEPS, Planted, guarded, wrong_gradient
 
 from lockstep.config.run import Run, load
-from lockstep.training.guard import drawn
+from lockstep.training.sdc_check import drawn
 
 pytestmark = pytest.mark.processes
 

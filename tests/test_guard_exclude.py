@@ -15,8 +15,8 @@ from marks import slow
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
 from lockstep.distributed import evicted_hosts
-from lockstep.training.eviction import check, leaving
-from lockstep.training.guard import third_of
+from lockstep.training.eviction import check, decide_eviction
+from lockstep.training.sdc_check import third_of
 
 HERE = str(Path(__file__).parent)
 MACHINES = ("launch.name=torchrun", "launch.machines=2:4", "launch.rendezvous=h:1", "launch.max_restarts=2")
@@ -96,7 +96,7 @@ def test_who_leaves(
     more: tuple[str, ...], hosts: str, wrong: list[int], told: list[int], said: str, out: list[int]
 ) -> None:
     run = load(None, [*EXCLUDE, *(() if more == RANKS else MACHINES), *more], TINY)
-    words, leaves = leaving(run, list(hosts), wrong, told)
+    words, leaves = decide_eviction(run, list(hosts), wrong, told)
     assert words.startswith(said)
     assert leaves == out
 

@@ -18,11 +18,10 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 
 from lockstep.checkpoint.export import PushFailed, PushPatience, push
 from lockstep.cli import main
-from lockstep.config.plugins import find
 from lockstep.config.run import RunError, load
-from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.training import rank as worker
+from lockstep.training.resolve import for_rank
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -53,7 +52,7 @@ def train_in(world: World, folder: str, values: dict, address: str | None = None
     os.chdir(folder)
     if address is not None:
         at_loopback(address, WRITER)
-    return worker.work(load(None, [], values), world)
+    return worker.work(for_rank(load(None, [], values), world), world)
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +285,7 @@ def no_token_among_ranks(world: World, folder: str) -> str:
     os.environ.pop("HF_TOKEN", None)
     run = tiny(output=f"{folder}/out", hub={"push_to": "user/x"})
     try:
-        worker.finished_already(run, world, prepare(run, find("tasks", run.task.name)))
+        worker.finished_already(for_rank(run, world), world)
     except RunError as refused:
         return str(refused)
     return "not refused"

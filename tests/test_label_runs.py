@@ -16,7 +16,7 @@ from lockstep.distributed.world import World
 from lockstep.tasks import own_metrics
 from lockstep.tasks.classification import Classification
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import scored
+from lockstep.training.evaluation import evaluate_with_tables
 
 OWN = "metrics=[own_scores.order,own_scores.mean_of_predictions,own_scores.drawing]"
 
@@ -29,7 +29,7 @@ def trained(world: World, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
         feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         batches = [feed.make(step) for step in range(4)]
         results = [strategy.train_step(batch, 5e-3) for batch in batches]
-        scores, tables = scored(run, world, task, strategy, task.splits["validation"])
+        scores, tables = evaluate_with_tables(run, world, task, strategy, task.splits["validation"])
         counted = [sum(task.targets_in_batch(micro.targets) for micro in batch.micro_batches) for batch in batches]
         found[kind] = {
             "loss": [float(result.loss) for result in results],
@@ -131,7 +131,7 @@ def test_functions_are_tried_on_what_they_will_be_given(kind: str, folder: Path)
     (tried,) = own_scores.SEEN
     world = World(run)
     task, strategy = build(run, world)
-    scored(run, world, task, strategy, task.splits["validation"])
+    evaluate_with_tables(run, world, task, strategy, task.splits["validation"])
     strategy.close()
     for dummy_predictions, real in zip(tried, own_scores.SEEN[1], strict=True):
         assert dummy_predictions.dtype == real.dtype

@@ -24,7 +24,7 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models.decoding import Decoding, by_forward
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 
 @settings(max_examples=60, deadline=None)

@@ -15,10 +15,11 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.memory import tensor_bytes
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.param_groups import undecayed
-from lockstep.strategies.strategy import checked_strategy
+from lockstep.strategies.observer import GradientRecorder
 from lockstep.tasks.models import storage_dtype
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
+from lockstep.training.resolve import resolve_strategy
 
 LOW = ("model.dtype=bfloat16", "precision=bf16", "data.padding=batch")
 WITHOUT = (*LOW, "optim.master_weights=false")
@@ -101,13 +102,11 @@ def beside_float32(world: World, run: Run) -> tuple[float, float, bool]:
         foreach=False,
     )
 
-    def hear(gradients: dict[str, torch.Tensor]) -> None:
-        for name, gradient in gradients.items():
-            theirs[name].grad = gradient.clone()
-
-    strategy.observe = hear
+    strategy.observer = recorder = GradientRecorder(world)
     for t in range(4):
         strategy.train_step(feed.make(t), 1e-3)
+        for name, gradient in recorder.gradients.items():
+            theirs[name].grad = gradient
         torch.nn.utils.clip_grad_norm_(list(theirs.values()), run.optim.max_grad_norm)
         other.step()
     state = strategy.state_dict()
@@ -192,7 +191,7 @@ REFUSED = [
 @pytest.mark.parametrize(("overrides", "said"), REFUSED)
 def test_what_does_not_go_together_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(RunError, match=said) as caught:
-        checked_strategy(tiny(*overrides), 2)
+        resolve_strategy(tiny(*overrides), 2)
     assert "\n" not in str(caught.value)
 
 

@@ -9,16 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed import TCPStore
 
-from lockstep.checkpoint.progress import Progress
-from lockstep.data.batch import StepResult
 from lockstep.distributed import membership
 from lockstep.distributed.membership import Generation, MemberAddress, Membership, Roster
 from lockstep.launchers.processes.elastic_ranks import Ranks
-from lockstep.training.recovery import membership_message
-from lockstep.training.train_state import TrainState
+from lockstep.training.elastic.recovery import membership_message
 
 there: list[Membership] = []
 
@@ -285,24 +281,6 @@ def test_when_training_is_over_a_loss_is_another_matter(store: Any) -> None:
     assert roll.ready(["a"])
     a.over()
     assert not roll.ready(["a"])
-
-
-def test_where_a_rank_stands() -> None:
-    stand = TrainState(7)
-    assert not stand.open
-    stand.reopen()  # that update is of another start
-    assert not stand.open
-    meter = {"lines": 1}
-    stand.updated(8, StepResult(torch.zeros(()), torch.zeros(())), 0.1, meter, Progress(), changes=True)
-    assert stand.open
-    meter["lines"] = 0  # a line was written
-    assert stand.meter == {"lines": 1}
-    assert stand.meter is not stand.meter  # whoever goes on from there may be broken off again
-    stand.closed()
-    assert not stand.open
-    stand.reopen(saves=True)
-    assert stand.open
-    assert stand.saves
 
 
 def test_what_became_of_ranks_in_words() -> None:

@@ -26,7 +26,7 @@ from lockstep.distributed.consistency_check import facts
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import share
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 # -- the order -------------------------------------------------------------------------------------------------------
 

@@ -28,9 +28,9 @@ from lockstep.track.best import Best
 from lockstep.track.console import Console
 from lockstep.training import fingerprints
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loss_spike import Spikes
 from lockstep.training.recording import Recording, Step
 from lockstep.training.recording import read as read_recording
+from lockstep.training.throughput import Spikes
 
 HERE = str(Path(__file__).parent)
 BAD_STEP = 7

@@ -104,14 +104,14 @@ def test_a_step_is_divided_once_whatever_it_is_cut_into(case: str, cut: list[int
     logits.requires_grad_()
     parts = list(zip(logits.split(cut), targets.split(cut), strict=True))
     blank = (logits[:1], torch.full_like(targets[:1], IGNORED))  # as a rank has where examples are few
-    divisor = sum(objective.counted(part) for _, part in parts)
+    divisor = sum(objective.targets_in_batch(part) for _, part in parts)
     loss = sum(objective.loss_sum(*part) for part in [*parts, blank]) / divisor
     (gradient,) = torch.autograd.grad(loss, logits)
     whole = wanted(logits, targets)
     (true,) = torch.autograd.grad(whole, logits)
     assert float(loss.detach()) == pytest.approx(float(whole.detach()), rel=1e-5)
     assert torch.allclose(gradient, true.float(), rtol=1e-4, atol=1e-7)
-    assert objective.counted(blank[1]) == 0
+    assert objective.targets_in_batch(blank[1]) == 0
 
 
 @pytest.mark.parametrize("case", LOSSES)
@@ -121,7 +121,7 @@ def test_what_divides_a_step_is_known_before_it_is_computed(case: str) -> None:
     objective, (logits, targets) = made(**options), drawn(kind)
     columns: Any = SimpleNamespace(flat=lambda name: targets.numpy())
     divisor = objective.count(columns, np.arange(40))
-    assert divisor == objective.counted(targets)
+    assert divisor == objective.targets_in_batch(targets)
     assert float(objective.loss_sum(logits, targets)) / divisor == pytest.approx(
         float(wanted(logits, targets)), rel=1e-5
     )
@@ -130,7 +130,7 @@ def test_what_divides_a_step_is_known_before_it_is_computed(case: str) -> None:
 def test_the_control_a_mean_of_weighted_means_is_another_loss() -> None:
     objective, (logits, targets) = made(class_weights="balanced"), drawn("one")
     parts = list(zip(logits.split(10), targets.split(10), strict=True))
-    means = [float(objective.loss_sum(*part)) / objective.counted(part[1]) for part in parts]
+    means = [float(objective.loss_sum(*part)) / objective.targets_in_batch(part[1]) for part in parts]
     whole = float(functional.cross_entropy(logits, targets, BALANCED))
     assert abs(np.mean(means) / whole - 1) > 1e-2
 
@@ -138,7 +138,8 @@ def test_the_control_a_mean_of_weighted_means_is_another_loss() -> None:
 def test_sums_of_weights_are_exact() -> None:
     """In whatever order they are added up: each is a multiple of a power of two."""
     objective, (_, targets) = made(class_weights={"a": 0.1, "b": 1 / 3, "c": 7.7}), drawn("one")
-    sums = {sum(objective.counted(part) for part in targets[torch.randperm(40)].split(size)) for size in (1, 3, 7, 40)}
+    shuffled = ((size, targets[torch.randperm(40)]) for size in (1, 3, 7, 40))
+    sums = {sum(map(objective.targets_in_batch, values.split(size))) for size, values in shuffled}
     assert len(sums) == 1
 
 

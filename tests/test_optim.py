@@ -15,7 +15,7 @@ from lockstep.config.optim import OptimSection
 from lockstep.config.run import Run, RunError, load
 from lockstep.strategies.exact import optim, param_groups
 from lockstep.strategies.optimizers.optimizer import rule
-from lockstep.strategies.strategy import checked_strategy
+from lockstep.training.resolve import resolve_strategy
 
 BERT = BertConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=1, intermediate_size=8)
 
@@ -331,7 +331,7 @@ def test_the_control_a_bare_kernel_hangs_on_the_cut() -> None:
 )
 def test_what_cannot_be_updated_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(RunError) as caught:
-        checked_strategy(run_of(*words), 2)
+        resolve_strategy(run_of(*words), 2)
     assert said in str(caught.value)
 
 
@@ -340,7 +340,7 @@ def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytes
     with pytest.raises(
         RunError, match=r"adamw_8bit needs bitsandbytes, .*pip install 'lockstep-train\[quantization\]'"
     ):
-        checked_strategy(run_of("optim=adamw_8bit", "strategy=single"), 1)
+        resolve_strategy(run_of("optim=adamw_8bit", "strategy=single"), 1)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
-from lockstep.strategies.strategy import checked_strategy
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
+from lockstep.training.resolve import resolve_strategy
 
 pytestmark = pytest.mark.processes
 
@@ -91,7 +91,7 @@ def trained(world: World, runs: list[Run], others: list[Run | None]) -> list[dic
     another strategy."""
     found = []
     for run, other in zip(runs, others, strict=True):
-        checked_strategy(run, world.size)
+        resolve_strategy(run, world.size)
         task, strategy = build(run, world)
         feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         strategy.dry_run(feed.longest())

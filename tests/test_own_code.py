@@ -19,7 +19,8 @@ from lockstep.tasks.classification import Classification
 from lockstep.tools.verify import compare, findings
 from lockstep.training import recording
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
+from lockstep.training.resolve import for_rank
 
 dice = random.Random(5)  # for `own_generators`
 
@@ -179,7 +180,7 @@ def recorded(world: World, run: Run, own: bool) -> int:
         if own:  # as if nothing brought them together
             patch.setattr("lockstep.strategies.exact.statistics.averaged", lambda model: {})
             patch.setattr("lockstep.strategies.strategy.Strategy.dry_run", lambda *_: None)
-        return recording.record(run, world, "2")
+        return recording.record(for_rank(run, world), world, "2")
 
 
 @pytest.mark.processes

@@ -21,7 +21,7 @@ from lockstep.tasks import length_curves, own_metrics
 from lockstep.tasks.models.qa_spans import normal
 from lockstep.track.report import predictions
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate, scored
+from lockstep.training.evaluation import evaluate, evaluate_with_tables
 
 # kind -> the function that is given its predictions, and what its numbers are called by the task itself
 TOKENS = ("tokens", {"own_accuracy": "accuracy"})
@@ -71,7 +71,7 @@ def scores(world: World, runs: dict[str, Run]) -> Both:
         feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         for step in range(3):
             strategy.train_step(feed.make(step), 1e-2)
-        found[kind], tables[kind] = scored(run, world, task, strategy, task.splits["validation"])
+        found[kind], tables[kind] = evaluate_with_tables(run, world, task, strategy, task.splits["validation"])
         strategy.close()
     return found, tables
 
@@ -134,7 +134,7 @@ def test_functions_are_tried_on_what_they_will_be_given(kind: str, folder: Path)
     ((tried, true),) = own_scores.SEEN
     world = World(run)
     task, strategy = build(run, world)
-    scored(run, world, task, strategy, task.splits["validation"])
+    evaluate_with_tables(run, world, task, strategy, task.splits["validation"])
     strategy.close()
     for dummy_predictions, real in zip((tried, true), own_scores.SEEN[1], strict=True):
         assert dummy_predictions.dtype == real.dtype

@@ -16,8 +16,9 @@ LINES = dict.fromkeys(EXAMPLES, 60) | {"translation": 105}  # with the number wo
 
 def works(world: World, run: Run) -> int:
     from lockstep.training.rank import work
+    from lockstep.training.resolve import for_rank
 
-    return work(run, world)
+    return work(for_rank(run, world), world)
 
 
 def test_they_are_short() -> None:

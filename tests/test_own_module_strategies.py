@@ -15,9 +15,9 @@ from torch import nn
 from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies import strategy as strategies
 from lockstep.strategies.engines import layers
 from lockstep.tasks.module import Module
+from lockstep.training.resolve import resolve_strategy
 
 pytestmark = pytest.mark.processes
 
@@ -31,8 +31,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def works(world: World, run: Run) -> int:
     from lockstep.training.rank import work
+    from lockstep.training.resolve import for_rank
 
-    return work(run, world)
+    return work(for_rank(run, world), world)
 
 
 def trained(here: Path, code: str, name: str, ranks: int, *overrides: str, **values: Any) -> dict[str, torch.Tensor]:
@@ -112,9 +113,9 @@ def test_a_pipeline_cuts_a_row_of_modules(here: Path) -> None:
     alone = trained(here, MEAN, "single", 1)
     assert same(trained(here, MEAN, "pipeline", 2), alone)
     with pytest.raises(RunError, match=r"is an nn\.Sequential, and Net is none"):
-        strategies.checked_strategy(job(here, NET, strategy={"name": "pipeline"}), 2)
+        resolve_strategy(job(here, NET, strategy={"name": "pipeline"}), 2)
     with pytest.raises(RunError, match="2 layers"):
-        strategies.checked_strategy(job(here, MEAN, strategy={"name": "pipeline"}), 3)
+        resolve_strategy(job(here, MEAN, strategy={"name": "pipeline"}), 3)
 
 
 def test_blocks_are_found_by_size_or_named(here: Path) -> None:

@@ -10,6 +10,7 @@ from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.tools.verify import compare, findings
 from lockstep.training import recording
+from lockstep.training.resolve import for_rank
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +22,7 @@ SAID = {
 
 
 def recorded(world: World, run: Run) -> int:
-    return recording.record(run, world, "2")
+    return recording.record(for_rank(run, world), world, "2")
 
 
 def of(model: str, strategy: str, ranks: int, folder: Path) -> Path:

@@ -50,8 +50,9 @@ def job(here: Path, code: str, **values: Any) -> Run:
 
 def works(world: World, run: Run) -> int:
     from lockstep.training.rank import work
+    from lockstep.training.resolve import for_rank
 
-    return work(run, world)
+    return work(for_rank(run, world), world)
 
 
 def weights_of(run: Run) -> dict[str, torch.Tensor]:

@@ -15,9 +15,9 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.optim import learning_rate
-from lockstep.strategies.strategy import checked_strategy
 from lockstep.tasks.models import chunked_loss
 from lockstep.training.data_loader import StepLoader
+from lockstep.training.resolve import resolve_strategy
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -97,7 +97,7 @@ def run_of(folder: Path, name: str, kind: str, *keys: str) -> Run:
 def check(run: Run, ranks: int) -> None:
     """What is refused before any process starts. Errors: `RunError`."""
     chunked_loss.check(run, here=True)
-    checked_strategy(run, ranks)
+    resolve_strategy(run, ranks)
     blocks.check(run, here=True)
 
 

@@ -18,11 +18,12 @@ from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import cuts, layers
 from lockstep.strategies.exact.optim import learning_rate
+from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.tasks.classification import Classification
-from lockstep.tasks.models import models
+from lockstep.tasks.models import model_configs
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 FOUR = "model.config.n_layer=4"
 FEWER = "micro_batches=4"  # where their number is not what is asked about: half as much to compute
@@ -121,7 +122,7 @@ class Language(Classification):
     def model(self, empty: bool = False) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
-        return self.made(AutoModelForCausalLM, models.load_config(self.run), empty)
+        return self.made(AutoModelForCausalLM, model_configs.load_config(self.run), empty)
 
     def made(self, kind: Any, config: Any, empty: bool) -> nn.Module:
         config.vocab_size, config.pad_token_id = len(self.tokenizer), self.tokenizer.pad_token_id
@@ -259,14 +260,13 @@ def test_a_state_goes_from_one_strategy_to_another_and_back() -> None:
 
 
 def evaluated(world: World, run: Run) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics after a step, and what `observe` heard in it."""
+    """Metrics after a step, and the gradient of that step."""
     task, strategy = build(run, world)
-    heard: dict[str, Tensor] = {}
-    strategy.observe = lambda gradients: heard.update({k: v.clone() for k, v in gradients.items()})
+    strategy.observer = recorder = GradientRecorder(world)
     strategy.train_step(StepLoader(run, task, strategy.own_micro_batches(), world.device).make(0), 1e-2)
     found = evaluate(run, world, task, strategy, task.splits["validation"])
     strategy.close()
-    return found, heard
+    return found, recorder.gradients
 
 
 @cache

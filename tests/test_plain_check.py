@@ -18,25 +18,30 @@ from marks import slow
 from safetensors.torch import load_file, save_file
 from saving import trained
 from task_runs import TASKS, make
+from test_padding import GROUPED
 
 from lockstep.checkpoint.export import write_export
 from lockstep.checkpoint.exported import damage
 from lockstep.config.exit_status import FAILED
+from lockstep.config.plugins import find
 from lockstep.config.run import Run
 from lockstep.data import raw_rows
+from lockstep.data.prepare import prepare
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.world import World
+from lockstep.plain.rows import NotCovered
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import adapters, chunked_loss, quantized, unpadded
 from lockstep.tasks.task import Task
-from lockstep.training import export_check, plain_check
-from lockstep.training.loop import TrainingFailed
+from lockstep.training import export_check, plain_check, plain_sides
+from lockstep.training.errors import TrainingFailed
 from lockstep.training.plain_causes import cause
 from lockstep.training.plain_check import differences
 from lockstep.training.plain_sides import sides_of
-from lockstep.training.session import build_session, prepare_and_join
+from lockstep.training.resolve import for_rank
+from lockstep.training.session import build_session, join_ranks
 
 ONE = ("strategy.name=single", "launch.processes=1")
 
@@ -275,6 +280,74 @@ def test_tokens_that_are_others_are_named() -> None:
     assert "The tokens of example" in cause(sides, strategy)
 
 
+def test_half_precision_hides_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing can be computed in float32: how far both may be apart is what bfloat16 makes of the plain path."""
+    monkeypatch.setattr(plain_check, "takes_float32", lambda *_: False)
+    run = tiny(*ONE, "precision=bf16")
+    task, strategy = build(run, World(run))
+    sides = sides_of(run, task, strategy)
+    assert differences(sides, strategy) == []
+    block = strategy.model.get_submodule("transformer.h.0.mlp")
+    block.register_forward_hook(lambda module, inputs, found: found * 1.1)
+    assert differences(sides, strategy)[0].of.endswith("in bf16")
+
+
+def checked(run: Run) -> tuple[str, str]:
+    """What a run is told before its first step, and why it must not begin."""
+    world = World(run)
+    try:
+        return plain_check.check(build_session(for_rank(run, world), world), cause), ""
+    except TrainingFailed as caught:
+        return "", str(caught)
+    finally:
+        world.close()
+
+
+def test_the_first_micro_batch_is_that_of_the_first_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = tiny(*ONE, "batch_size=8", "micro_batches=2", f"output={tmp_path}")
+    groups = list[Any]()
+    looked = plain_check.groups_of
+    monkeypatch.setattr(plain_check, "groups_of", lambda sides: groups.append((sides, looked(sides))) or looked(sides))
+    said, _ = checked(run)
+    assert "of the first micro-batch and others" in said
+    world = World(run)
+    session = build_session(for_rank(run, world), world)
+    rows = session.feed.make(0).micro_batches[0].inputs["input_ids"].tolist()
+    sides, found = groups[0]
+    for place in found["the first micro-batch"]:
+        tokens = sides.examples[place]["input_ids"]
+        assert any(row[: len(tokens)] == tokens for row in rows)
+    assert len(found["the first micro-batch"]) == plain_check.EXAMPLES
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("raised", "stops"), [(KeyError("nobody foresaw it"), True), (NotCovered("task.name: no"), False)]
+)
+def test_an_error_of_the_plain_path_names_the_key(
+    raised: Exception, stops: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise raised
+
+    monkeypatch.setattr(plain_check, "batch_loss", fails)
+    said, why = checked(tiny(*ONE, f"output={tmp_path}"))
+    assert ("KeyError: 'nobody foresaw it'" in why and "verify.plain=false" in why) == stops
+    assert ("not compared with a plain computation: task.name: no" in said) != stops
+
+
+def test_a_tokenizer_that_an_export_would_not_have_is_refused(tmp_path: Path) -> None:
+    """transformers loads the tokenizer of some families by the family's class, whatever was saved."""
+    run = make(tmp_path, "documents", *ONE, "task.samples=0", "model.type=qwen2", f"model.config={json.dumps(GROUPED)}")
+    task = find("tasks", run.task.name)(run, prepare(run, find("tasks", run.task.name)))
+    job = plain_sides.job_of(run, task)
+    examples = job.encode(job.splits["train"])
+    with pytest.raises(plain_sides.OtherTokens, match=r"every qwen2 as a Qwen2Tokenizer.*Give tokenizer\.source"):
+        plain_sides.check_tokenizer(run, task, job, examples)
+    gpt2 = run.model_copy(update={"model": run.model.model_copy(update={"type": "gpt2", "config": {}})})
+    plain_sides.check_tokenizer(gpt2, task, job, examples)
+
+
 # -- what is left behind -----------------------------------------------------------------------------------------------
 
 
@@ -379,7 +452,7 @@ def test_a_run_whose_export_is_wrong_is_not_finished(tmp_path: Path) -> None:
     """Nothing takes such an export for one, and the same command writes it again."""
     run = tiny(*ONE, "steps=2", "checkpoint.every=1", f"output={tmp_path / 'out'}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_check, "exported_losses", lambda *_: [1.0, 2.0, 3.0])  # of three examples
+        patch.setattr(export_check, "exported_losses", lambda *_: ([1.0, 2.0, 3.0], 0.0))  # of three examples
         status, said = trained(run)
     assert (status, "the export is not what was trained" in said) == (FAILED, True)
     assert damage(run.folder) == "export.json is missing"
@@ -390,7 +463,9 @@ def test_a_run_whose_export_is_wrong_is_not_finished(tmp_path: Path) -> None:
 
 def started(world: World, run: Run, broken: bool) -> tuple[str, bool]:
     """What a rank is told before its first step, and whether it may go on."""
-    session = build_session(run, world, prepare_and_join(run, world))
+    job = for_rank(run, world)
+    join_ranks(job, world)
+    session = build_session(job, world)
     if broken:
         unpadded.Layout._biased = lambda layout, seen: None  # type: ignore[method-assign,assignment]
     try:

@@ -19,6 +19,7 @@ from lockstep.launchers import start
 from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import strategy_class
 from lockstep.tools.import_config.import_config import FILL_IN
+from lockstep.training import resolve
 
 
 @pytest.fixture
@@ -197,7 +198,7 @@ def test_a_job_that_needs_more_memory_than_there_is_would_fail(
 def test_what_init_has_left_to_be_filled_in_is_refused(
     launcher: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert start.FILL_IN == FILL_IN
+    assert resolve.FILL_IN == FILL_IN
     launch = (
         f"launch={{name: {launcher}, role: 'arn:aws:iam::123456789012:role/x', s3: s3://bucket/p, region: eu-west-1,"
     )

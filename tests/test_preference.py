@@ -21,7 +21,7 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=4")
 PAIR = {"prompt": "the dog", "chosen": "sees a cat", "rejected": "runs"}

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 from harness import digest, run_on, tiny
 
-from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
-from lockstep.data.prepare import prepare
 from lockstep.distributed.profiling import Profiler
 from lockstep.distributed.world import World
 from lockstep.track.report.report import write_report
 from lockstep.training.loop import train
+from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session
 
 
@@ -76,8 +75,8 @@ def test_the_key_is_checked_and_no_part_of_the_arithmetic() -> None:
 
 def weights(world: World, run: Run) -> str:
     """Of a job, trained by the loop itself to its end."""
-    session = build_session(run, world, prepare(run, find("tasks", run.task.name)))
-    train(session, 0)
+    session = build_session(for_rank(run, world), world)
+    train(session, session.new_state())
     found = digest(session.strategy.state_dict())
     session.strategy.close()
     return found

@@ -19,10 +19,10 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.strategy import checked_strategy
 from lockstep.tasks.models import quantized, storage_dtype
 from lockstep.training import model_stats
 from lockstep.training.data_loader import StepLoader
+from lockstep.training.resolve import resolve_strategy
 
 WIDE = {
     "documents": ["model.config.n_embd=64"],
@@ -240,14 +240,14 @@ def _library(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
 def test_what_does_not_go_together_is_refused(overrides: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _library(monkeypatch, there=True)
     with pytest.raises(RunError, match=said) as caught:
-        checked_strategy(tiny(*overrides, model=MODEL), 2)
+        resolve_strategy(tiny(*overrides, model=MODEL), 2)
     assert "\n" not in str(caught.value)
 
 
 def test_without_the_library_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _library(monkeypatch, there=False)
     with pytest.raises(RunError, match=r"lockstep-train\[quantization\]"):
-        checked_strategy(tiny(model=MODEL), 1)
+        resolve_strategy(tiny(model=MODEL), 1)
 
 
 def test_a_kind_that_there_is_not_is_refused() -> None:

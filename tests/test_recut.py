@@ -9,9 +9,9 @@ import torch
 
 from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.tensor_slices import Incomplete, PeerReader, TensorSlice
-from lockstep.training.loop import TrainingFailed
-from lockstep.training.peer_checkpoints import PeerCheckpoints, neighbours
-from lockstep.training.reshard import best
+from lockstep.training.elastic.peer_checkpoints import PeerCheckpoints, neighbours
+from lockstep.training.elastic.reshard import newest_complete
+from lockstep.training.errors import TrainingFailed
 from lockstep.training.train_state import TrainState
 
 ZERO = ("strategy.name=zero2", "launch.on_rank_failure=continue")
@@ -33,17 +33,17 @@ def test_each_copy_is_on_another_host_where_that_can_be(hosts: list[str]) -> Non
 
 def test_the_newest_state_that_is_whole_is_taken() -> None:
     copies = [(COPIED, [0, 2], 3), ((6, 2, "copied"), [0, 2], 3)]
-    assert best([[(LIVE, [0], 2)], [(LIVE, [1], 2)], []]) == LIVE
-    assert best([[(LIVE, [0], 3), *copies], [(LIVE, [2], 3), (COPIED, [1, 0], 3)]]) == COPIED
+    assert newest_complete([[(LIVE, [0], 2)], [(LIVE, [1], 2)], []]) == LIVE
+    assert newest_complete([[(LIVE, [0], 3), *copies], [(LIVE, [2], 3), (COPIED, [1, 0], 3)]]) == COPIED
     # the last copy had not arrived everywhere
-    assert best([[(LIVE, [0], 3), *copies], [((6, 2, "copied"), [1, 0], 3)]]) == (6, 2, "copied")
+    assert newest_complete([[(LIVE, [0], 3), *copies], [((6, 2, "copied"), [1, 0], 3)]]) == (6, 2, "copied")
 
 
 def test_what_nobody_holds_is_named() -> None:
     with pytest.raises(TrainingFailed, match=r"share 1 of 3 of the state is lost with every rank that held it"):
-        best([[(LIVE, [0], 3), (COPIED, [0, 2], 3)]])
+        newest_complete([[(LIVE, [0], 3), (COPIED, [0, 2], 3)]])
     with pytest.raises(TrainingFailed, match="no rank that is left holds the training state"):
-        best([[], []])
+        newest_complete([[], []])
 
 
 class Alone:
@@ -97,21 +97,19 @@ def test_one_that_is_alone_keeps_a_copy_before_another_comes_in(torn: bool) -> N
     session: Any = SimpleNamespace(
         run=load(None, ["model.type=gpt2", "data.source=builtin/emotion", "launch.replicate_every=1", *ZERO]),
         world=world,
-        strategy=SimpleNamespace(torn=torn, sharded_state_dict=lambda: state),
-        checkpoints=SimpleNamespace(progress=None, meter={}),
-        fingerprints=SimpleNamespace(kept=list),
+        strategy=SimpleNamespace(update_incomplete=torn, sharded_state_dict=lambda: state),
     )
-    copies, stand = PeerCheckpoints(session), TrainState(9)
-    copies.form(session, stand)
-    copies.after_step(stand)
-    assert copies.part() == []  # nobody could use them
-    copies.before_more(stand)
+    copies, state_of_training = PeerCheckpoints(session), TrainState(session.run, 20, step=9)
+    copies.form(session, state_of_training)
+    copies.after_step(state_of_training)
+    assert copies.detach_group() == []  # nobody could use them
+    copies.before_join(state_of_training)
     if not torn:
-        assert copies.part() == []
+        assert copies.detach_group() == []
         return
     state["model.w"] += 1  # what comes after it
-    (version,) = copies.part()
-    assert best([[(version.key, list(version.shares), version.count)], []]) == (9, 3, "copied")
+    (version,) = copies.detach_group()
+    assert newest_complete([[(version.key, list(version.shares), version.count)], []]) == (9, 3, "copied")
     pieces = {place.name: piece for place, piece in version.shares[0].items()}
     assert pieces.keys() == state.keys()
     assert torch.equal(pieces["model.w"], torch.arange(6.0).view(2, 3))

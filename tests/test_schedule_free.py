@@ -9,7 +9,8 @@ from saving import Job, run_in
 
 from lockstep.checkpoint.storage import Files
 from lockstep.training.checkpoint_model import evaluated
-from lockstep.training.loop import Interrupted, evaluate, samples, scored
+from lockstep.training.errors import EvaluationInterrupted
+from lockstep.training.evaluation import evaluate, evaluate_with_tables, generate_samples
 
 WORDS = ("optim=schedule_free", "optim.learning_rate=1e-2")
 
@@ -43,9 +44,9 @@ def test_evaluations_leave_no_trace_in_training(tmp_path: Path) -> None:
     scores = evaluate(other.run, other.world, other.task, other.strategy, columns, rows)
     again = evaluate(other.run, other.world, other.task, other.strategy, columns, rows)
     assert scores == again
-    samples(other.task, other.strategy, other.world)
-    with pytest.raises(Interrupted):
-        scored(other.run, other.world, other.task, other.strategy, columns, stop=lambda: True)
+    generate_samples(other.task, other.strategy, other.world)
+    with pytest.raises(EvaluationInterrupted):
+        evaluate_with_tables(other.run, other.world, other.task, other.strategy, columns, stop=lambda: True)
     other.strategy.exported()
     with straight.strategy.averaged():
         inside = evaluate(straight.run, straight.world, straight.task, straight.strategy, columns, rows)

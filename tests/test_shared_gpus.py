@@ -8,7 +8,7 @@ from lockstep.config.quick_start import QUICK_START
 from lockstep.config.run import RunError, load
 from lockstep.distributed.world import pick_device
 from lockstep.launchers.local import Local, processes_of
-from lockstep.strategies.strategy import checked_strategy
+from lockstep.training.resolve import resolve_strategy
 
 FOUR = "launch.processes_per_gpu=4"
 
@@ -60,13 +60,13 @@ def test_the_quick_start_runs_on_a_machine_with_one(monkeypatch: pytest.MonkeyPa
 )
 def test_what_cannot_share(keys: tuple[str, ...], said: str) -> None:
     with pytest.raises(RunError, match=f"launch.processes_per_gpu: .*{said}"):
-        checked_strategy(tiny(*keys, FOUR, "launch.device=cuda"), 2)
+        resolve_strategy(tiny(*keys, FOUR, "launch.device=cuda"), 2)
     for place in ("auto", "cpu"):  # where there is no GPU, nothing is shared
-        checked_strategy(tiny(*keys, FOUR, f"launch.device={place}"), 2)
+        resolve_strategy(tiny(*keys, FOUR, f"launch.device={place}"), 2)
 
 
 @pytest.mark.usefixtures("gpus")
 def test_fsdp2_gathers_once_a_step_then() -> None:
     run = tiny("strategy.name=fsdp2", "strategy.options.gather=step", FOUR, "launch.device=auto")
     run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": {}})})
-    assert checked_strategy(run, 2).__name__ == "FSDP2Step"
+    assert resolve_strategy(run, 2).__name__ == "FSDP2Step"

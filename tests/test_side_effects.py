@@ -167,8 +167,9 @@ def test_what_no_strategy_can_keep_is_refused(name: str, tmp_path: Path) -> None
 
 def works(world: World, run: Run) -> int:
     from lockstep.training.rank import work
+    from lockstep.training.resolve import for_rank
 
-    return work(run, world)
+    return work(for_rank(run, world), world)
 
 
 def trained(run: Run, ranks: int) -> dict[str, torch.Tensor]:

@@ -22,8 +22,7 @@ from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
 from lockstep.track.console import _of_sources
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import Meter
-from lockstep.training.source_losses import SourceLosses
+from lockstep.training.throughput import Meter, SourceLosses
 
 CALM = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 NO_SOURCE = "data.source=null"

@@ -15,7 +15,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.native import Native
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 

@@ -19,7 +19,7 @@ from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import scored
+from lockstep.training.evaluation import evaluate_with_tables
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -84,7 +84,7 @@ def trained(world: World, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
         task, strategy = build(run, world)
         feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         results = [strategy.train_step(feed.make(step), 5e-3) for step in range(2)]
-        scores, _ = scored(run, world, task, strategy, task.splits["validation"])
+        scores, _ = evaluate_with_tables(run, world, task, strategy, task.splits["validation"])
         state = strategy.state_dict()
         strategy.close()
         found[kind] = {

@@ -23,11 +23,11 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.batch import IGNORED
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.strategy import checked_strategy
 from lockstep.tasks.models.bleu import SIZES, Overlap
 from lockstep.tasks.models.decoding import Decoding, by_forward, by_transformers
 from lockstep.tasks.translation import Translation
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
+from lockstep.training.resolve import resolve_strategy
 
 pytest.importorskip("sacrebleu")
 from sacrebleu.metrics.bleu import BLEU
@@ -165,9 +165,9 @@ def test_every_rank_translates_its_part_and_scores_are_those_of_the_corpus(
 def test_beams_that_a_strategy_cannot_search_with_are_refused(tmp_path: Path) -> None:
     run = teach(tmp_path, "pipeline", "task.beams=2", "strategy.options.stages=2")
     with pytest.raises(RunError, match="decodes greedily only"):
-        checked_strategy(run, 2)
+        resolve_strategy(run, 2)
     nothing_written = teach(tmp_path, "pipeline", "task.beams=2", "task.bleu=false", "task.samples=0")
-    assert checked_strategy(nothing_written, 2)
+    assert resolve_strategy(nothing_written, 2)
 
 
 def test_greedy_by_forward_is_greedy_by_transformers(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from marks import slow
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.strategies.strategy import checked_strategy
 from lockstep.training.data_loader import StepLoader
+from lockstep.training.resolve import resolve_strategy
 
 ODD = "task.name=odd_models.Task"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -153,4 +153,4 @@ def test_weights_that_some_pieces_use_are_an_error_of_zero() -> None:
 def test_engines_that_cannot_leave_out_layers_say_so_before_any_process_starts(name: str) -> None:
     marian = {"type": "marian", "config": {"encoder_layerdrop": 0.1}}
     with pytest.raises(RunError, match=r"model\.config\.encoder_layerdrop"):
-        checked_strategy(tiny(f"strategy.name={name}", model=marian), 2)
+        resolve_strategy(tiny(f"strategy.name={name}", model=marian), 2)

@@ -15,6 +15,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.exact.gradient import Gradient, NotFinite, Part
 from lockstep.strategies.exact.reduction import clip_
 from lockstep.strategies.exact.sparse_rows import DenseRows
+from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 from lockstep.training.data_loader import StepLoader
@@ -68,10 +69,10 @@ def test_a_norm_that_is_no_number_makes_no_update(norm: float) -> None:
     losses = torch.ones(4)
     skipping: Any = SimpleNamespace(run=SimpleNamespace(on_nonfinite="skip"))
     stopping: Any = SimpleNamespace(run=SimpleNamespace(on_nonfinite="stop"))
-    assert Strategy.usable(skipping, 3, losses, torch.tensor(2.0))  # the control
-    assert not Strategy.usable(skipping, 3, losses, torch.tensor(norm))
+    assert Strategy.check_finite(skipping, 3, losses, torch.tensor(2.0))  # the control
+    assert not Strategy.check_finite(skipping, 3, losses, torch.tensor(norm))
     with pytest.raises(NotFinite):
-        Strategy.usable(stopping, 3, losses, torch.tensor(norm))
+        Strategy.check_finite(stopping, 3, losses, torch.tensor(norm))
 
 
 def test_rows_of_one_step_are_gone_in_the_next() -> None:
@@ -90,11 +91,10 @@ def stepped(run: Run, steps: int = 2) -> tuple[Single, list[float], dict[str, Te
     """The strategy after some steps, their norms, and the last gradient before clipping."""
     task, strategy = build(run, World(run))
     assert isinstance(strategy, Single)
-    seen: dict[str, Tensor] = {}
-    strategy.observe = lambda gradient: seen.update({name: each.clone() for name, each in gradient.items()})
+    strategy.observer = recorder = GradientRecorder(strategy.world)
     feed = StepLoader(run, task, strategy.own_micro_batches(), strategy.world.device)
     norms = [float(strategy.train_step(feed.make(step), 1e-3).grad_norm) for step in range(steps)]
-    return strategy, norms, seen
+    return strategy, norms, recorder.gradients
 
 
 def still(*overrides: str) -> Run:

@@ -13,6 +13,7 @@ from lockstep.distributed.world import World
 from lockstep.tools.verify import compare, findings, tell
 from lockstep.track.console import Console
 from lockstep.training import recording
+from lockstep.training.resolve import for_rank
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 def recorded(world: World, run: Run) -> int:
-    return recording.record(run, world, "3")
+    return recording.record(for_rank(run, world), world, "3")
 
 
 def of(folder: Path, ranks: int, *overrides: str) -> Path:

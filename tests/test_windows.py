@@ -25,9 +25,9 @@ from lockstep.checkpoint.manifest import changed
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.tasks.models import models, padding, unpadded
+from lockstep.tasks.models import model_configs, models, padding, unpadded
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 WINDOW = 5  # tokens; below most of LENGTHS
 HEADS_OF_16 = GROUPED | {"head_dim": 16}
@@ -68,7 +68,7 @@ def config_of(family: str, window: int) -> Any:
 
 def made(family: str, window: int, attention: str) -> nn.Module:
     torch.manual_seed(0)
-    auto = getattr(transformers, models.HEADS[FAMILIES[family][0]][0])
+    auto = getattr(transformers, model_configs.HEADS[FAMILIES[family][0]][0])
     model: nn.Module = auto.from_config(config_of(family, window), attn_implementation=attention).eval()
     if attention == unpadded.NAME:
         unpadded.install(model)
@@ -237,6 +237,17 @@ def test_a_language_model_of_an_encoders_family_looks_back_only(tmp_path: Path, 
     assert torch.equal(one[:, :5], other[:, :5])
     assert not torch.equal(one[:, 5], other[:, 5])
     assert ("task.name" in revisions_of(run)) == (task == "preference")  # which let it read ahead once
+
+
+def test_sliding_layers_without_a_window_are_refused(tmp_path: Path) -> None:
+    """Qwen2 has none until it is switched on, and transformers' masks end in an error."""
+    run = make(
+        tmp_path, "documents", "task.samples=0", "model.type=qwen2", f"model.config={json.dumps(GROUPED | TURNS)}"
+    )
+    with pytest.raises(RunError, match=r"model\.config\.layer_types: sliding_attention.*use_sliding_window: true"):
+        models.check(run, "causal")
+    windows = GROUPED | TURNS | {"use_sliding_window": True, "sliding_window": 4}
+    models.check(make(tmp_path, "documents", "model.type=qwen2", f"model.config={json.dumps(windows)}"), "causal")
 
 
 # -- a run -----------------------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.zero import Zero
 from lockstep.strategies.exact.optim import learning_rate
+from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import strategy_class as class_of
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 pytestmark = [
     pytest.mark.processes,
@@ -34,10 +35,11 @@ def trained(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
     task, strategy = build(run, world)
     feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     gradients: list[dict[str, torch.Tensor]] = []
-    strategy.observe = lambda found: gradients.append({k: v.clone() for k, v in found.items()})
+    strategy.observer = recorder = GradientRecorder(world)
     results, scores = [], []
     for t in range(steps):
         results.append(strategy.train_step(feed.make(t), learning_rate(run.optim, t, steps)))
+        gradients.append(recorder.gradients)
         if t in (2, steps - 1):
             scores.append(evaluate(run, world, task, strategy, task.splits["validation"])["loss"])
     export = strategy.export()

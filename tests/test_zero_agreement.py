@@ -15,7 +15,7 @@ from lockstep.cli import main
 from lockstep.config.run import RunError
 from lockstep.strategies.engines import known_bad
 from lockstep.strategies.engines.zero_agreement import check, keeps_bf16_weights, remaining
-from lockstep.strategies.strategy import checked_strategy
+from lockstep.training.resolve import resolve_strategy
 
 ORDINARY: dict[str, Any] = {  # as transformers' documentation has it
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
@@ -185,7 +185,7 @@ def test_a_run_does_not_start_with_such_a_version(
         importlib.metadata, "version", lambda package: "0.18.2" if package == "deepspeed" else found(package)
     )
     with pytest.raises(RunError, match=rf"strategy\.name: {name} with deepspeed 0\.18\.2: .*DeepSpeed#7718"):
-        checked_strategy(run_of(options, name), 2)
+        resolve_strategy(run_of(options, name), 2)
 
 
 def test_no_such_version_is_installed_by_pip() -> None:

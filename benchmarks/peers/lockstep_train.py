@@ -19,8 +19,10 @@ from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run, load
 from lockstep.distributed.memory import keep_freed_memory
 from lockstep.distributed.world import World
-from lockstep.training.loop import evaluate, train
-from lockstep.training.session import Sinks, build_session, prepare_and_join
+from lockstep.training.evaluation import evaluate
+from lockstep.training.loop import train
+from lockstep.training.resolve import for_rank
+from lockstep.training.session import Sinks, build_session, join_ranks
 
 
 def run_of(args: argparse.Namespace, extra: argparse.Namespace, folder: str) -> Run:
@@ -70,7 +72,7 @@ def without_type(config: dict) -> dict:
 class NoCheckpoints(Checkpoints):
     """The peers write none either."""
 
-    def save(self, step: int, strategy: object, scores: object = None) -> None: ...
+    def save(self, step: int, strategy: object, scores: object = None, state: object = None) -> None: ...
 
 
 class Steps(Sinks):
@@ -98,13 +100,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = run_of(args, extra, folder)
         world = World(run)
-        prepared = prepare_and_join(run, world)
-        session = build_session(run, world, prepared)
+        job = for_rank(run, world)
+        join_ranks(job, world)
+        session = build_session(job, world)
         keep_freed_memory()  # as `dry_run.try_a_step` does
         meter = Meter(session.strategy.model, args, *examples(args))
-        checkpoints = NoCheckpoints(run, world, prepared, session.feed.total)
+        checkpoints = NoCheckpoints(run, world, job.data, session.feed.total)
         Path(folder).mkdir(exist_ok=True)
-        train(replace(session, checkpoints=checkpoints, sinks=Steps(meter)), 0)
+        train(replace(session, checkpoints=checkpoints, sinks=Steps(meter)), session.new_state())
         score = None
         if args.evaluate:
             score = evaluate(run, world, session.task, session.strategy, session.task.splits["validation"])["accuracy"]

@@ -7,7 +7,8 @@ imports neither torch nor anything else: each name is fetched when it is first u
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from lockstep._version import __version__ as __version__
+
 __all__ = [
     "Event",
     "JobFailed",

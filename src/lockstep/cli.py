@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import difflib
 import errno
 import gc
 import importlib
 import os
 import sys
 import warnings
-from types import ModuleType
 from typing import TextIO
 
-from lockstep import __version__
-from lockstep.config.renamed_keys import RenamedKey
-from lockstep.config.run import RunError
+from lockstep._version import __version__
+from lockstep.config.errors import RunError
 from lockstep.tools import commands
-from lockstep.tools.commands import run_file
-from lockstep.track.console import error, speak_to_nobody, strike_tracebacks
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,37 +27,44 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments is None:
         atexit.register(gc.freeze)  # the end of a process is no time to look for garbage among thousands of modules
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["--version"]:
+        print(f"lockstep {__version__}")
+        return 0
+    if not words or words[0] in ("-h", "--help"):
+        print(commands.overview())
+        return 0 if words else 2
+    if (name := words[0]) not in commands.HELP:
+        near = difflib.get_close_matches(name, commands.HELP, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        print(f"lockstep: unknown command {name!r}; {hint}`lockstep --help` lists them all", file=sys.stderr)
+        return 2
+    return _command(name, words[1:])
+
+
+def _command(name: str, words: list[str]) -> int:
+    """Run one command. The modules that it takes are imported here, and not by `lockstep --help`."""
+    from lockstep.config.renamed_keys import RenamedKey
+    from lockstep.tools.commands import run_file
+    from lockstep.track.console import error, speak_to_nobody, strike_tracebacks
+
     strike_tracebacks()
     warnings.showwarning = _note
     warnings.simplefilter("once", RenamedKey)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings about sockets come with stacks of C++
-    parser = argparse.ArgumentParser(
-        prog="lockstep",
-        description="Train text transformers: the same weights on one process or many, bit for bit.",
-    )
-    parser.add_argument("--version", action="store_true", help="print the version")
-    listed = parser.add_subparsers(dest="command", metavar="COMMAND")
-    modules: dict[str, ModuleType] = {}
-    for name in commands.NAMES:
-        modules[name] = module = importlib.import_module(f"lockstep.tools.commands.{name}")
-        module.arguments(command := listed.add_parser(name, help=module.HELP, description=module.HELP))
-        if words[:1] == [name] and takes_run_file(command):
-            words = [name, *run_file.joined(command, words[1:])]
+    module = importlib.import_module(f"lockstep.tools.commands.{name}")
+    parser = argparse.ArgumentParser(prog=f"lockstep {name}", description=commands.HELP[name])
+    module.arguments(parser)
+    if takes_run_file(parser):
+        words = run_file.joined(parser, words)
     known, rest = parser.parse_known_args(words)
-    if known.version:
-        print(f"lockstep {__version__}")
-        return 0
-    if known.command is None:
-        parser.print_help()
-        return 2
     try:
         if hasattr(known, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
             known.overrides, rest = [*known.overrides, *rest], []  # argparse takes none behind another option
         if hasattr(known, "words") and not any(word.startswith("-") for word in rest):
             known.words, rest = [*known.words, *rest], []  # nor these
         if rest:
-            raise RunError(f"unknown argument {rest[0]!r}; see lockstep {known.command} --help")
-        status = modules[known.command].main(known)
+            raise RunError(f"unknown argument {rest[0]!r}; see lockstep {name} --help")
+        status = module.main(known)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # `| head` has seen enough
@@ -94,6 +98,8 @@ def _note(
     line: str | None = None,
 ) -> None:
     """Print a former name of a key as a note, and any other warning as Python does."""
+    from lockstep.config.renamed_keys import RenamedKey
+
     if issubclass(category, RenamedKey):
         print(f"lockstep: note: {message}", file=sys.stderr)
     else:

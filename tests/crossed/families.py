@@ -110,7 +110,7 @@ def make_model(folder: Path, head: str, family: str, entries: dict[str, Any], to
     import torch
     import transformers
 
-    from lockstep.tasks.models.models import HEADS
+    from lockstep.tasks.models.model_configs import HEADS
 
     tokens = transformers.AutoTokenizer.from_pretrained(tokenizer)
     config = transformers.CONFIG_MAPPING[family](**entries)

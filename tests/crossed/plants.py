@@ -65,7 +65,7 @@ def unscored_row() -> None:
     """An evaluation scores an example twice, and another one not at all."""
     import numpy
 
-    from lockstep.training import loop
+    from lockstep.training import evaluation
 
     class Numpy:
         """numpy, but for the order of an evaluation."""
@@ -78,15 +78,19 @@ def unscored_row() -> None:
             order[-1] = order[0]
             return order
 
-    loop.np = Numpy()  # type: ignore[assignment]
+    evaluation.np = Numpy()  # type: ignore[assignment]
 
 
 def late_refusal() -> None:
     """What a strategy cannot is found out by its ranks."""
-    from lockstep.strategies import strategy
-    from lockstep.training import session
+    from lockstep.strategies.strategy import strategy_class
+    from lockstep.training import resolve
 
-    right = strategy.checked_strategy
-    strategy.checked_strategy = lambda run, processes: strategy.strategy_class(run)  # type: ignore[assignment]
-    session.strategies = type("Strategies", (), {"__getattr__": lambda self, name: getattr(strategy, name)})()
-    type(session.strategies).checked_strategy = staticmethod(right)  # type: ignore[attr-defined]
+    right, of_rank = resolve.resolve_strategy, resolve.for_rank
+
+    def for_rank(*what: Any, **how: Any) -> Any:
+        resolve.resolve_strategy = right
+        return of_rank(*what, **how)
+
+    resolve.resolve_strategy = lambda run, processes: strategy_class(run)  # type: ignore[assignment]
+    resolve.for_rank = for_rank  # type: ignore[assignment]

@@ -138,11 +138,12 @@ def _trained(meet: str, overrides: list[str], stop: int, how: str, keep: bool, s
     from lockstep.config.run import load
     from lockstep.distributed.world import World
     from lockstep.training import rank as worker
+    from lockstep.training.resolve import for_rank
 
     run = load("run.yaml", overrides)
     with _watching(seen, stop, how, keep):
         world = World(run, meet)
-        status = worker.work(run, world)
+        status = worker.work(for_rank(run, world), world)
         world.barrier()
         world.close()
     return int(status)
@@ -151,12 +152,11 @@ def _trained(meet: str, overrides: list[str], stop: int, how: str, keep: bool, s
 @contextlib.contextmanager
 def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
     """Listen to what this rank does. Nothing of what it computes is changed."""
-    from lockstep.training import dry_run, finalize, loop
+    from lockstep.training import evaluation
     from lockstep.training import rank as worker
     from lockstep.training.data_loader import StepLoader
 
-    advance, summed, make = worker.RankZeroSinks.advance, loop._summed, StepLoader.make
-    del dry_run, finalize  # they call `loop.scored`, and that `_summed`
+    advance, summed, make = worker.RankZeroSinks.advance, evaluation.sum_split, StepLoader.make
 
     def advanced(self: Any, step: int) -> None:
         advance(self, step)
@@ -189,7 +189,7 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
         return batch
 
     worker.write_report = lambda folder: None  # type: ignore[assignment]  # a fifth of what a rank takes
-    worker.RankZeroSinks.advance, loop._summed, StepLoader.make = advanced, watched, made  # type: ignore[method-assign]
+    worker.RankZeroSinks.advance, evaluation.sum_split, StepLoader.make = advanced, watched, made  # type: ignore[method-assign]
     if keep:
         _keeping(Path("plain"))
     yield
@@ -197,15 +197,15 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
 
 def _keeping(folder: Path) -> None:
     """Write down what a job on one process trains, as `lockstep.tools.against_plain` reads it."""
-    from lockstep.training import recovery
+    from lockstep.training import rank
 
-    train = recovery.train
+    train = rank.train
 
-    def kept(session: Any, step: int, *more: Any) -> Any:
+    def kept(session: Any, state: Any) -> Any:
         _keep_steps(session, folder)
-        return train(session, step, *more)
+        return train(session, state)
 
-    recovery.train = kept  # type: ignore[assignment]
+    rank.train = kept  # type: ignore[assignment]
 
 
 def _keep_steps(session: Any, folder: Path) -> None:
@@ -213,17 +213,14 @@ def _keep_steps(session: Any, folder: Path) -> None:
     that drops something whatever its config says (a classifier of GPT-2's)."""
     from torch import nn
 
+    from lockstep.strategies.observer import GradientRecorder
     from lockstep.training import plain_steps as record
 
     if any(isinstance(module, nn.Dropout) and module.p for module in session.strategy.model.modules()):
         return
     strategy, feed, world = session.strategy, session.feed, session.world
-    gradients: dict[str, Any] = {}
     steps: list[Any] = []
-    train_step = strategy.train_step
-
-    def hear(whole: Any) -> None:
-        gradients.update({f"gradient.{name}": tensor.detach().cpu().clone() for name, tensor in whole.items()})
+    train_step, recorder = strategy.train_step, GradientRecorder(world)
 
     def trained(batch: Any, rate: float) -> Any:
         rows = [batch.ids[group] for group in feed.task.cut(feed.columns, batch.ids)]
@@ -232,15 +229,15 @@ def _keep_steps(session: Any, folder: Path) -> None:
         result = train_step(batch, rate)
         groups = [group.tolist() for group in rows]
         numbers = batch.step, float(result.loss), float(result.grad_norm)
+        gradients = {f"gradient.{name}": tensor for name, tensor in recorder.gradients.items()}
         record._save(folder / f"step-{len(steps)}.safetensors", gradients | strategy.state_dict(), world)
-        gradients.clear()
         steps.append(record.PlainStep(*numbers, groups, masked))
         found = record.PlainRecord(str(Path(session.task.prepared.tokenizer)), feed.total, steps)
         (folder / record.FILE).write_text(json.dumps(asdict(found)))
         return result
 
     record._save(folder / "start.safetensors", strategy.state_dict(), world)
-    strategy.observe, strategy.train_step = hear, trained
+    strategy.observer, strategy.train_step = recorder, trained
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.catalog import CheckpointCatalog, reason_of
@@ -23,7 +23,7 @@ from lockstep.checkpoint.corrections import revisions_of
 from lockstep.checkpoint.disk_space import DiskSpace
 from lockstep.checkpoint.folder import clear_away
 from lockstep.checkpoint.manifest import Manifest, check_resumable, finished, folder_of, name_of, newest_first
-from lockstep.checkpoint.progress import Progress, best_first, score_of
+from lockstep.checkpoint.progress import best_first, score_of
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
 from lockstep.distributed.event_log import launched_by
@@ -40,6 +40,13 @@ __all__ = ["CheckpointError", "Checkpoints", "check_resumable", "finished", "fol
 
 class CheckpointError(Exception):
     """A checkpoint could not be written and the run is to stop then: one message, the same on every rank."""
+
+
+class Loads(Protocol):
+    """What takes over what a checkpoint has beside tensors."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """`step`, `meter`, `progress` and `pending`, as they were given to `Checkpoints.save`."""
 
 
 @dataclass
@@ -69,22 +76,27 @@ class Checkpoints:
         self.steps, self.every, self.folder = steps, every, folder_of(run)
         self.code, self.revisions = manifests.code_of(run), revisions_of(run)  # when this process started
         self.trackers: dict[str, str] = {}  # run ids by tracker, which travel in the manifest
-        self.meter: dict[str, Any] = {}  # of the log line that is being gathered; travels too
         self.newest: int | None = None  # step of the last one that was written or resumed from
         self.best: float | None = None  # the highest score of `checkpoint.best` that is kept
-        self.progress = Progress.of(run, {})  # of evaluations; travels too
         self._shard: Shard | None = None
         self._saving: _Saving | None = None
         self._sees: bool | None = None  # whether this rank's OUTPUT is that of rank 0
-        self.kept = CheckpointCatalog(run, world, prepared, say)
-        self.mirror = self.kept.mirror  # on rank 0, of a run that has one
+        self.catalog = CheckpointCatalog(run, world, prepared, say)
+        self.mirror = self.catalog.mirror  # on rank 0, of a run that has one
         self.room = DiskSpace(run)
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, strategy: ShardedState, scores: Mapping[str, float] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        strategy: ShardedState,
+        scores: Mapping[str, float] | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
         """Begin to write the state after `step` updates; waits for the save before. `scores` are those of the
-        evaluation after this step. Collective. Errors: `CheckpointError`, if the run is to stop at a failure."""
+        evaluation after this step, `state` is what `restore` is to give back (a `TrainState.state_dict`). Collective.
+        Errors: `CheckpointError`, if the run is to stop at a failure."""
         from lockstep.checkpoint.storage import Background
 
         self.settle()
@@ -94,6 +106,7 @@ class Checkpoints:
             return
         assert self._shard is not None
         self._shard.fill(parts)
+        state = state or {}
         manifest = Manifest(
             step=step,
             steps=self.steps,
@@ -107,8 +120,9 @@ class Checkpoints:
             bits=strategy.gives_bits(self.run),
             scores={name: float(value) for name, value in (scores or {}).items()},
             trackers=dict(self.trackers),  # a tracker's thread may add to it
-            meter=self.meter,
-            progress=self.progress.dump(),
+            meter=state.get("meter", {}),
+            progress=state.get("progress", {}),
+            pending=state.get("pending", []),
             every=self.every if self.run.average.last is not None else 0,
             revisions=self.revisions,
             **manifests.facts_of(self.world),
@@ -142,9 +156,9 @@ class Checkpoints:
             self._shard = Shard(parts, self.world, self._writes())
         except (OSError, MemoryError, RuntimeError) as caught:
             reason = reason_of(caught)
-        found = self.world.all_gather((reason, self.world.host, self._shard.bytes if self._shard else 0))
-        faults = [f"rank {i} on {host}: {reason}" for i, (reason, host, _) in enumerate(found) if reason]
-        self.room.checkpoint = sum(count for *_, count in found)
+        outcomes = self.world.all_gather((reason, self.world.host, self._shard.bytes if self._shard else 0))
+        faults = [f"rank {i} on {host}: {reason}" for i, (reason, host, _) in enumerate(outcomes) if reason]
+        self.room.checkpoint = sum(count for *_, count in outcomes)
         if faults:
             self._shard = None
         return faults
@@ -176,7 +190,7 @@ class Checkpoints:
         if saving is not None:
             saving.work.wait()
         broken = max((each for each in self.world.all_gather(saving and saving.manifest.step) if each), default=0)
-        self.newest, self.best, trackers = self.world.broadcast(self.kept.left(step) if self.world.is_main else None)
+        self.newest, self.best, trackers = self.world.broadcast(self.catalog.left(step) if self.world.is_main else None)
         self.trackers = trackers | self.trackers
         owed = broken > (self.newest or 0)
         if owed and broken < step and (self.run.checkpoint.best or self.run.average.last is not None):
@@ -185,19 +199,13 @@ class Checkpoints:
             )
         return owed
 
-    def evaluated(self, step: int, scores: Mapping[str, float]) -> bool:
-        """Count an evaluation. Returns whether training is over by `evaluate.patience`: the same on every rank."""
-        if self.run.checkpoint.best:
-            self.progress = self.progress.after(step, score_of(self.run, scores), self.run.evaluate.min_delta)
-        return self.progress.over(self.run)
-
-    def add(self, scores: Mapping[str, float], meter: dict[str, Any]) -> None:
-        """Put the scores of an evaluation that was made up for into the checkpoint that the run goes on from, on every
-        rank. Where that cannot be written, the next start evaluates again."""
+    def add_scores(self, scores: Mapping[str, float], state: Mapping[str, Any]) -> None:
+        """Put the scores of an evaluation that was made up for, and the state after it, into the checkpoint that the
+        run goes on from. Where that cannot be written, the next start evaluates again."""
         assert self.newest is not None
         if self.world.is_main:
             with suppress(OSError):
-                manifests.add(self.folder / name_of(self.newest), scores, meter, self.progress.dump())
+                manifests.add_scores(self.folder / name_of(self.newest), scores, state)
         self._heed(scores)
 
     def is_best(self, scores: Mapping[str, float]) -> bool:
@@ -283,12 +291,13 @@ class Checkpoints:
 
     # -- resuming ----------------------------------------------------------------------------------------------------
 
-    def resume(self, strategy: ShardedState) -> tuple[int, list[str]]:
-        """Load the newest checkpoint that verifies. Returns updates done (0: there is no checkpoint) and what the user
-        should know. Collective. Errors: `RunError`, on every rank, where there are checkpoints and none verifies."""
-        found, notes = self.kept.found()
+    def resume(self, strategy: ShardedState, state: Loads | None = None) -> tuple[int, list[str]]:
+        """Load the newest checkpoint that verifies, also into `state`. Returns updates done (0: there is no checkpoint)
+        and what the user should know. Collective. Errors: `RunError`, on every rank, where there are checkpoints and
+        none verifies."""
+        checkpoints, notes = self.catalog.list_checkpoints()
         faults = list[str]()
-        for name, manifest, away in found:
+        for name, manifest, away in checkpoints:
             where = f"{name} in {self.run.remote_dir}" if away else name
             if (fault := self._loaded(strategy, name, manifest, away)) is not None:
                 faults.append(f"{where}: {fault}")
@@ -299,9 +308,11 @@ class Checkpoints:
                 clear_away(self.run)
             self.newest = manifest.step
             self.trackers.update(manifest.trackers)
-            self.meter = manifest.meter
-            self.progress = Progress.of(self.run, manifest.progress)
-            before = {m.step: m.scores for _, m, _ in found if isinstance(m, Manifest) and m.step <= manifest.step}
+            if state is not None:
+                state.load_state_dict(manifest.train_state)
+            before = {
+                m.step: m.scores for _, m, _ in checkpoints if isinstance(m, Manifest) and m.step <= manifest.step
+            }
             self.best = next((best.score for best in best_first(self.run, before)), None)
             notes += [f"{where} was downloaded, and verified"] if away else []
             notes += manifests.differences(self.run, self.world, name, manifest, strategy.gives_bits(self.run))
@@ -319,8 +330,8 @@ class Checkpoints:
         every = manifests.candidates(self.run) if self.world.is_main else ()
         here = [(path, each) for path, each in every if not (n := path.name[5:]).isdigit() or int(n) <= most]
         notes = [f"{path.name} is not used: {each}" for path, each in here if isinstance(each, str)]
-        found = [(path.name, each) for path, each in here if isinstance(each, Manifest)]
-        for name, manifest in self.world.broadcast(found):
+        checkpoints = [(path.name, each) for path, each in here if isinstance(each, Manifest)]
+        for name, manifest in self.world.broadcast(checkpoints):
             if (fault := self._loaded(strategy, name, manifest)) is None:
                 return manifest.step, notes + manifests.differences(
                     self.run, self.world, name, manifest, strategy.gives_bits(self.run)
@@ -332,7 +343,7 @@ class Checkpoints:
         """Load the best evaluated checkpoint, if one is better than the state after `step`, whose score is `last`.
         Returns the step of what is loaded now (`step`: nothing was, the last is as good) and what the user should know.
         Collective."""
-        every, notes = self.kept.found()
+        every, notes = self.catalog.list_checkpoints()
         places: dict[int, list[tuple[Manifest, bool]]] = {}  # step -> in OUTPUT, in the mirror
         for _, manifest, away in every:
             if isinstance(manifest, Manifest) and manifest.step <= step:
@@ -353,11 +364,11 @@ class Checkpoints:
         from lockstep.checkpoint.averaging import Mean
 
         steps, saved = manifests.averaged(self.run, step, self.every), []
-        every, _ = self.kept.found()
+        every, _ = self.catalog.list_checkpoints()
         for name in map(name_of, steps):
             fault: str | None = "it is not there"
             for manifest, away in [(manifest, away) for each, manifest, away in every if each == name]:
-                if (fault := self.kept.fetched(name, manifest, away) or self._fault(name, manifest)) is None:
+                if (fault := self.catalog.fetched(name, manifest, away) or self._fault(name, manifest)) is None:
                     assert isinstance(manifest, Manifest)
                     saved.append(self._open(self.folder / name, manifest))
                     break
@@ -372,7 +383,7 @@ class Checkpoints:
     def _loaded(self, strategy: ShardedState, name: str, manifest: Manifest | str, away: bool = False) -> str | None:
         """Take up a checkpoint, of the mirror if it is `away`. Returns why it was not, or None. Collective. Errors:
         `RunError`."""
-        if (fault := self.kept.fetched(name, manifest, away) or self._fault(name, manifest)) is None:
+        if (fault := self.catalog.fetched(name, manifest, away) or self._fault(name, manifest)) is None:
             assert isinstance(manifest, Manifest)
             strategy.load_sharded_state_dict(self._open(self.folder / name, manifest))
         return fault

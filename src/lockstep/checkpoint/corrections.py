@@ -28,13 +28,13 @@ def revisions_of(run: Run) -> dict[str, int]:
     head = plugins.find("tasks", run.task.name).head  # type: ignore[attr-defined]
     if not head:
         return {}
-    from lockstep.tasks.models import models, padding
+    from lockstep.tasks.models import model_configs, padding
 
     concerned = {
         "data.padding": run.data.padding == "none" and padding.windowed(run, head),
-        "model.config": models.derives(run),
-        "task.name": run.task.name == "preference" and models.needs_decoder(run),
-        "model.type": head == "seq2seq" and run.model.type in models.FROM_FIRST_TOKEN,
+        "model.config": model_configs.derives(run),
+        "task.name": run.task.name == "preference" and model_configs.needs_decoder(run),
+        "model.type": head == "seq2seq" and run.model.type in model_configs.FROM_FIRST_TOKEN,
     }
     return {key: 2 for key, concerns in concerned.items() if concerns}
 

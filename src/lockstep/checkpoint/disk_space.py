@@ -134,10 +134,10 @@ def free_bytes(folder: Path) -> int | None:
     say."""
     for path in (folder, *folder.parents):
         try:
-            found = os.statvfs(path)
+            disk = os.statvfs(path)
         except OSError:
             continue
-        return found.f_bavail * found.f_frsize if found.f_blocks else None
+        return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
     return None
 
 

@@ -77,8 +77,8 @@ def write_export(
 
 
 def try_export(run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]]) -> int:
-    """The same before training, and nothing is left of it. Returns its bytes. Rank 0 only. Errors: as
-    `write_export`."""
+    """Write an export before training and remove it: whether it can be written. Returns its bytes. Rank 0 only.
+    Errors: `OSError`."""
     try:
         return size_of(_write_aside(run.folder, run, task, weights, scores, 0))
     finally:
@@ -116,8 +116,8 @@ def pending(run: Run) -> bool:
     if run.hub.push_to is None:
         return False
     try:
-        kept = json.loads((run.folder / PUSHED).read_text(encoding="utf-8"))
-        return kept["repository"] != run.hub.push_to or kept["export"] != _fingerprint(run.folder / "export")
+        record = json.loads((run.folder / PUSHED).read_text(encoding="utf-8"))
+        return record["repository"] != run.hub.push_to or record["export"] != _fingerprint(run.folder / "export")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return True
 

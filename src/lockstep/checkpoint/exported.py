@@ -69,14 +69,14 @@ def damage(output: Path) -> str | None:
                 json.loads((export / name).read_bytes())
                 continue
             with open(export / name, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as caught:
             return f"{name}: {caught.strerror}"
         except (ValueError, RecursionError):
             return f"{name} is not JSON"
-        if found != known and name != "README.md":
+        if digest != known and name != "README.md":
             return f"{name} does not match its hash"
     return None
 

@@ -74,6 +74,7 @@ class Manifest:
     progress: dict[str, Any] = field(default_factory=dict)  # what evaluations came to so far: progress.py
     every: int = 0  # steps between checkpoints, of a run whose export is the mean of some of them
     revisions: dict[str, int] = field(default_factory=dict)  # keys -> how often their arithmetic was corrected, and 1
+    pending: list[str] = field(default_factory=list)  # what is still to be done after this step: train_state.py
 
     def dump(self) -> bytes:
         """JSON, with the hash of everything else in it as its last entry."""
@@ -85,10 +86,21 @@ class Manifest:
             "progress",
             "every",
             "revisions",
+            "pending",
         )  # older manifests have none of them
         values = {k: v for k, v in asdict(self).items() if v or k not in newer}
         seal = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
         return json.dumps(values | {"sha256": seal}, indent=1).encode()
+
+    @property
+    def train_state(self) -> dict[str, Any]:
+        """What training goes on from beside tensors, as `TrainState.load_state_dict` takes it."""
+        meter = {key: value for key, value in self.meter.items() if key != _OWED}
+        pending = [*self.pending, *(["evaluation"] if self.meter.get(_OWED) else [])]
+        return {"step": self.step, "meter": meter, "progress": self.progress, "pending": pending}
+
+
+_OWED = "owed"  # in the meter of manifests before there was `pending`
 
 
 def name_of(step: int) -> str:
@@ -121,24 +133,25 @@ def parsed(content: bytes, name: str) -> Manifest | str:
         return f"{FILE} is of format {values['format']!r}, this version reads {FORMAT}"
     values.pop("sha256", None)
     try:
-        found = Manifest(**values)
+        manifest = Manifest(**values)
     except TypeError:
         return f"{FILE} is not a checkpoint's"
-    if found.dump() != content:
+    if manifest.dump() != content:
         return f"{FILE} does not match its own hash"
-    if name_of(found.step) != name:
-        return f"{FILE} is that of step {found.step}"
-    return replace(found, arithmetic=renamed_keys.of_checkpoint(found.arithmetic))
+    if name_of(manifest.step) != name:
+        return f"{FILE} is that of step {manifest.step}"
+    return replace(manifest, arithmetic=renamed_keys.of_checkpoint(manifest.arithmetic))
 
 
-def add(folder: Path, scores: Mapping[str, float], meter: dict[str, Any], progress: dict[str, Any]) -> None:
-    """Replace these in a checkpoint's manifest, at once. Errors: `OSError`; then it is as it was."""
+def add_scores(folder: Path, scores: Mapping[str, float], state: Mapping[str, Any]) -> None:
+    """Replace the scores of a checkpoint's manifest and what is in it of the training state, at once. Errors:
+    `OSError`; then it is as it was."""
     from lockstep.checkpoint.storage import write
 
     if isinstance(manifest := read_manifest(folder), Manifest):
         plain = {name: float(value) for name, value in scores.items()}
-        told = replace(manifest, scores=plain, meter=meter, progress=progress)
-        write(aside := folder / f".{FILE}.partial", [told.dump()])
+        changed = {name: state[name] for name in ("meter", "progress", "pending")}
+        write(aside := folder / f".{FILE}.partial", [replace(manifest, scores=plain, **changed).dump()])
         os.replace(aside, folder / FILE)
 
 
@@ -161,9 +174,9 @@ def candidates(run: Run) -> Iterator[tuple[Path, Manifest | str]]:
 
 def newest_first(run: Run) -> Iterator[tuple[Path, Manifest]]:
     """Those with a readable manifest."""
-    for path, found in candidates(run):
-        if isinstance(found, Manifest):
-            yield path, found
+    for path, manifest in candidates(run):
+        if isinstance(manifest, Manifest):
+            yield path, manifest
 
 
 def misfit(path: Path, manifest: Manifest) -> str | None:
@@ -182,34 +195,38 @@ def misfit(path: Path, manifest: Manifest) -> str | None:
 def averaged(run: Run, step: int, every: int) -> list[int]:
     """The steps, in order, whose checkpoints `average.last` takes the mean of, where training ended after `step`: that
     one, and as many as are needed of those before it that a checkpoint is due at, whatever stops there were."""
-    due = range(max(every, 1), step, max(every, 1)) if every else range(0)
-    return [*due[max(0, len(due) + 1 - (run.average.last or 1)) :], step]
+    steps = range(max(every, 1), step, max(every, 1)) if every else range(0)
+    return [*steps[max(0, len(steps) + 1 - (run.average.last or 1)) :], step]
 
 
 def superfluous(run: Run, newest: Path | None = None) -> list[Path]:
     """All checkpoints but those `to_keep`, newest first; of equally good ones the earliest is kept."""
-    found = list(newest_first(run))
-    kept = to_keep(run, {manifest.step: manifest for _, manifest in found})
-    return [path for path, manifest in found if manifest.step not in kept and path != newest]
+    checkpoints = list(newest_first(run))
+    needed = to_keep(run, {manifest.step: manifest for _, manifest in checkpoints})
+    return [path for path, manifest in checkpoints if manifest.step not in needed and path != newest]
 
 
-def to_keep(run: Run, found: Mapping[int, Manifest]) -> set[int]:
+def to_keep(run: Run, manifests: Mapping[int, Manifest]) -> set[int]:
     """Of these steps: the `keep` newest, those of `checkpoint.at`, the best (also of those before each of these), and
     those that an average is made of at the end."""
-    marked = found.keys() & set(run.checkpoint.at)
+    marked = manifests.keys() & set(run.checkpoint.at)
     best = [
-        best_first(run, {step: manifest.scores for step, manifest in found.items() if step <= last})[:1]
-        for last in (*marked, max(found, default=0))
+        best_first(run, {step: manifest.scores for step, manifest in manifests.items() if step <= last})[:1]
+        for last in (*marked, max(manifests, default=0))
     ]
-    kept = {*sorted(found, reverse=True)[: run.checkpoint.keep], *marked, *(each.step for one in best for each in one)}
-    if run.average.last is not None and found:
-        kept |= found.keys() & averaged(run, max(found), found[max(found)].every)
-    return kept
+    steps = {
+        *sorted(manifests, reverse=True)[: run.checkpoint.keep],
+        *marked,
+        *(each.step for one in best for each in one),
+    }
+    if run.average.last is not None and manifests:
+        steps |= manifests.keys() & averaged(run, max(manifests), manifests[max(manifests)].every)
+    return steps
 
 
 def newest_whole(run: Run) -> int | None:
     """The step of the newest checkpoint that has its manifest and its files; their contents are not read."""
-    return next((found.step for path, found in newest_first(run) if misfit(path, found) is None), None)
+    return next((manifest.step for path, manifest in newest_first(run) if misfit(path, manifest) is None), None)
 
 
 def mismatch(path: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
@@ -217,10 +234,10 @@ def mismatch(path: Path, manifest: Manifest, names: Iterable[str]) -> str | None
     for name in names:
         try:
             with open(path / name, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             return f"{name}: {error.strerror}"
-        if found != manifest.hashes[name]:
+        if digest != manifest.hashes[name]:
             return f"{name} does not match its hash"
     return None
 
@@ -333,13 +350,13 @@ def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
     each, when there are checkpoints and none can be used.
     """
     unusable = []
-    for path, found in candidates(run):
-        reason = found if isinstance(found, str) else misfit(path, found)
-        if reason is None and isinstance(found, Manifest):
-            reason = changed(run, prepared, found)
+    for path, manifest in candidates(run):
+        reason = manifest if isinstance(manifest, str) else misfit(path, manifest)
+        if reason is None and isinstance(manifest, Manifest):
+            reason = changed(run, prepared, manifest)
             if reason is None:
-                return found
-            if (damage := mismatch(path, found, sorted(found.hashes))) is None:
+                return manifest
+            if (damage := mismatch(path, manifest, sorted(manifest.hashes))) is None:
                 raise RunError(reason)
             reason = f"{damage}, and it is of another run"
         unusable.append(f"{path.name}: {reason}")

@@ -27,8 +27,8 @@ class Progress:
     @classmethod
     def of(cls, run: Run, saved: Mapping[str, Any]) -> Progress:
         """What a manifest says; nothing, where it was counted by another metric."""
-        found = cls(**saved)
-        return found if found.metric == (run.checkpoint.best or "") else cls(run.checkpoint.best or "")
+        progress = cls(**saved)
+        return progress if progress.metric == (run.checkpoint.best or "") else cls(run.checkpoint.best or "")
 
     def after(self, step: int, score: float | None, delta: float = 0.0) -> Progress:
         """With one evaluation more, which is better only by more than `delta`. One whose score is not finite is no
@@ -65,7 +65,7 @@ def score_of(run: Run, scores: Mapping[str, float]) -> float | None:
 
 def best_first(run: Run, evaluated: Mapping[int, Mapping[str, float]]) -> list[Candidate]:
     """Steps with their scores, the best first; of equal ones the earliest."""
-    found = [
+    candidates = [
         Candidate(score, step) for step, scores in evaluated.items() if (score := score_of(run, scores)) is not None
     ]
-    return sorted(found, key=lambda each: (-each.score, each.step))
+    return sorted(candidates, key=lambda each: (-each.score, each.step))

@@ -199,8 +199,8 @@ def place(key: str, ours: Mapping[str, str]) -> str | None:
 
 
 def near(key: str, value: Any, siblings: Sequence[str], ours: Mapping[str, str]) -> str:
-    """The same, and where no name is exact a guess: a key beside it, the names inside it if it is a mapping, a key
-    elsewhere; else what is known there."""
+    """Explain an unknown key, by its exact name or by a guess: a key beside it, the names inside it if it is a
+    mapping, a key elsewhere; else the keys that are known there."""
     if (found := place(key, ours)) is not None:
         return found
     last = key.rpartition(".")[2]

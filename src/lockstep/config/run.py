@@ -21,7 +21,6 @@ from lockstep.config import (
     hand_over,
     key_aliases,
     model_selection,
-    origins,
     path_resolution,
     plugins,
     redaction,
@@ -38,6 +37,7 @@ from lockstep.config.optim import OptimSection
 from lockstep.config.overrides import copied, overrides_of, set_key
 from lockstep.config.sections import (
     BEFORE,
+    ONE_ORIGIN,
     CheckpointSection,
     DataSection,
     HubSection,
@@ -316,9 +316,29 @@ def check_plugins(
     }
     if imports or "." not in run.task.name:
         task: Any = plugins.find("tasks", run.task.name)
-        if wrong := origins.wrong(run, task):
+        if wrong := unusable_keys(run, task):
             raise RunError("\n".join(f"{key}: {why} ({source.where(key)})" for key, why in wrong.items()))
     return run.model_copy(update=own)
+
+
+def unusable_keys(run: Run, task: Any) -> dict[str, str]:
+    """Key -> why it is missing or of no use to the task: where the model and the data come from, and what a stream
+    cannot have. `task`: its class."""
+    streamed: dict[str, str] = {}
+    if run.data.stream and not task.streams:
+        streamed["data.stream"] = f"the task {run.task.name} cannot: {task.not_streamed_reason}; leave it out"
+    elif run.data.stream and run.model.compile:
+        streamed["model.compile"] = "it looks for the shortest of all examples first, which a stream does not know"
+    if task.own_model:
+        return dict(task.unsupported_keys(run)) | streamed
+    missing = {key: "missing, and it has no default" for key in ("data", "model") if key not in run.model_fields_set}
+    if not missing and run.model.source is None and run.model.type is None:
+        missing["model"] = ONE_ORIGIN
+    if run.data.workers:
+        missing["data.workers"] = (
+            f"the task {run.task.name} reads prepared tokens and has no use for workers; set it to 0"
+        )
+    return missing or {**task.unsupported_keys(run), **streamed}
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,11 @@ In: the `data` section, and the run. Out: nothing, or what is wrong, by key.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, model_validator
 
 from lockstep.config.row_filters import Condition
-
-if TYPE_CHECKING:
-    from lockstep.config.run import Run
 
 WINDOW = 8192
 CACHE_GB = 20.0
@@ -77,14 +74,3 @@ def _check_filter(given: Any, where: str) -> None:
                 f"{where}filter: {column}: tokens are not counted in a stream before it is encoded; give min_words, "
                 "max_words"
             )
-
-
-def wrong(run: Run, task: Any) -> dict[str, str]:
-    """Key -> why it does not go with a stream."""
-    if not run.data.stream:
-        return {}
-    if not task.streams:
-        return {"data.stream": f"the task {run.task.name} cannot: {task.not_streamed_reason}; leave it out"}
-    if run.model.compile:
-        return {"model.compile": "it looks for the shortest of all examples first, which a stream does not know"}
-    return {}

@@ -18,7 +18,6 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-import lockstep
 from lockstep.config import plugins
 from lockstep.config.run import Run
 
@@ -65,7 +64,7 @@ def hashes_of(names: Iterable[str]) -> dict[str, str]:
 @lru_cache(maxsize=1)
 def hash_of_lockstep() -> str:
     """Of the source of lockstep itself, with the plug-ins that were put into it, when this process first asks."""
-    root = Path(lockstep.__file__).parent
+    root = Path(__file__).parents[1]
     seen = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         seen.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")

@@ -39,13 +39,13 @@ class MicroBatch:
     sources: Tensor | None = None  # int64 [B]: which source of a mixture each example is from
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on `device`; the copy may still be under way (pinned memory)."""
+        """Return this micro-batch on `device`; the copy may still be under way (pinned memory)."""
         inputs = {k: v.to(device, non_blocking=True) for k, v in self.inputs.items()}
         sources = None if self.sources is None else self.sources.to(device, non_blocking=True)
         return MicroBatch(self.index, inputs, self.targets.to(device, non_blocking=True), sources)
 
     def pinned(self) -> MicroBatch:
-        """The same in page-locked memory, from which a GPU copies while the host goes on."""
+        """Return this micro-batch in page-locked memory, from which a GPU copies while the host goes on."""
         inputs = {k: v.pin_memory() for k, v in self.inputs.items()}
         sources = None if self.sources is None else self.sources.pin_memory()
         return MicroBatch(self.index, inputs, self.targets.pin_memory(), sources)
@@ -75,7 +75,7 @@ class StepBatch:
     targets_of: np.ndarray | None = None  # float64 [S], of the whole step: targets of each source of a mixture
 
     def to(self, device: torch.device) -> StepBatch:
-        """The same with its micro-batches on `device`."""
+        """Return this batch with its micro-batches on `device`."""
         return replace(self, micro_batches=[m.to(device) for m in self.micro_batches])
 
 

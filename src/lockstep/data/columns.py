@@ -185,7 +185,7 @@ class Columns:
 
 
 def longest_of(lengths: Any, count: int) -> np.ndarray:
-    """As `Columns.longest`, by looking at all of them, a shard at a time."""
+    """Find the longest examples by looking at all lengths, a shard at a time (`Columns.longest`)."""
     rows, found = np.empty(0, np.int64), np.empty(0, np.int64)
     for first, part in lengths.parts() if isinstance(lengths, Numbers) else [(0, np.asarray(lengths))]:
         least = int(found[-1]) if len(found) == count else -1

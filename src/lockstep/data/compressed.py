@@ -55,8 +55,8 @@ def opened(file: Path) -> Any:
 
 
 def blocks(file: Path, key: str) -> Iterator[bytes]:
-    """The same, a block at a time. Errors: `RunError` for a file that cannot be read, that is cut off or damaged, and
-    for one of which implausibly much would come."""
+    """Read the unpacked bytes a block at a time. Errors: `RunError` for a file that cannot be read, that is cut off or
+    damaged, and for one of which implausibly much would come."""
     total, lines = 0, 1
     try:
         size = file.stat().st_size
@@ -84,8 +84,8 @@ def blocks(file: Path, key: str) -> Iterator[bytes]:
 
 @contextmanager
 def unpacked(files: list[Path], key: str) -> Iterator[list[Path]]:
-    """The same files, those that are compressed as plain ones in the cache, for as long as they are read. They have the
-    same paths and times whenever they are unpacked: what `datasets` keeps of a file is found by these. Errors:
+    """Unpack compressed files into the cache, for as long as they are read; plain files stay. They have the same paths
+    and times whenever they are unpacked: what `datasets` keeps of a file is found by these. Errors:
     `RunError`; one that is raised meanwhile names the file as it was given."""
     if not any(map(is_compressed, files)):
         yield files

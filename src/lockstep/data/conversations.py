@@ -142,7 +142,7 @@ def further_keys(dataset: Dataset, column: str) -> list[str]:
 
 
 def without_nulls(value: Any) -> Any:
-    """The same without entries of mappings that are null: of rows whose mappings have different keys, each has all of
+    """Remove entries of mappings that are null: of rows whose mappings have different keys, each has all of
     them when it is read from a table, and templates ask which keys are there."""
     if isinstance(value, Mapping):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}

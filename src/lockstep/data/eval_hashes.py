@@ -71,7 +71,8 @@ class EvalHashes:
         return found
 
     def told(self, splits: Mapping[str, Dataset], places: Mapping[int, str]) -> dict[str, dict[str, Any]]:
-        """As `apart.overlap`. `places`: of examples that stand in train, by their numbers, where the first one does."""
+        """Examples of train that occur in other splits, as `splitting.overlap` counts them. `places`: of examples that
+        stand in train, by their numbers, where the first one does."""
         told = {}
         for split, rows in splits.items():
             if split == "train":

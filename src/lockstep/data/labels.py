@@ -30,8 +30,8 @@ def hidden(dataset: Dataset, column: str) -> bool:
 
 
 def readable(dataset: Dataset, column: str) -> Dataset:
-    """The same without missing rows: true and false are texts, and whole numbers with a point (1.0, as tables have them
-    where some are missing) are integers."""
+    """Drop rows without a label and make labels readable: true and false are texts, and whole numbers with a point
+    (1.0, as tables have them where some are missing) are integers."""
     import datasets
 
     kind = str(getattr(dataset.features[column], "dtype", None))

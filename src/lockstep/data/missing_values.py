@@ -49,7 +49,8 @@ def without(
     if not lacks:
         return dataset
     if not drop:
-        raise RunError("\n".join(_describe(dataset, key, *found, split, name) for key, found in lacks.items()))
+        told = [_describe(dataset, key, *found, split, name) for key, found in lacks.items()]
+        raise RunError("\n  ".join(["columns lack something in some rows:", *told] if len(told) > 1 else told))
     kept = np.flatnonzero(~np.logical_or.reduce([rows for _, rows in lacks.values()]))
     if len(kept) == 0:
         columns = " and ".join(repr(column) for column, _ in lacks.values())

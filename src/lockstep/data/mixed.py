@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,53 +16,78 @@ import numpy as np
 from lockstep.config.mixture import OneSource
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import arrow_cache, column_scan, nested_columns, row_files, source
+from lockstep.data import arrow_cache, column_scan, nested_columns, row_files
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import digest, examples_in
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+SOURCE = "source of the mixture"  # the column of which source of a mixture a row is from
 _PAIR = "translation"  # the Hub's column of {language: text}
 
 
+@dataclass(frozen=True)
+class Source:
+    """The splits of a data set; `validation` is absent when none was given or found."""
+
+    name: str
+    splits: dict[str, Dataset]
+    left_out: dict[str, int] = field(default_factory=dict)  # split -> rows that `data.filter` left out
+    sources: list[str] = field(default_factory=list)  # names of those of a mixture, by their numbers in `SOURCE`
+    columns: tuple[str, ...] = ()  # that the task reads
+
+
+def sections(data: DataSection) -> list[DataSection]:
+    """What each source of a mixture is read by; `data` itself where it is none."""
+    if data.sources is None:
+        return [data]
+    common = data.model_dump(
+        include={"follow_links", "limit", "drop_missing", "stream", "stream_window", "stream_cache_gb"}
+    )
+    return [DataSection(**entry.own, **common) for entry in data.sources]
+
+
 def load(
-    data: DataSection, seed: int, plain: str | None, columns: Mapping[str, str], tokens: TokenCounts | None
-) -> source.Source:
-    """Read every source. `columns`: those that are read, by their keys in the run file; none: all. Errors:
-    `RunError`."""
+    data: DataSection,
+    seed: int,
+    plain: str | None,
+    columns: Mapping[str, str],
+    tokens: TokenCounts | None,
+    read: Callable[..., Source],
+) -> Source:
+    """Read every source by `read`, which reads one. `columns`: those that are read, by their keys in the run file;
+    none: all. Errors: `RunError`."""
     import datasets
 
     assert data.sources is not None
     parts: dict[str, list[tuple[str, Dataset]]] = {}
     fewer: Counter[str] = Counter()
-    for number, (entry, section) in enumerate(zip(data.sources, source.sections(data), strict=True)):
+    for number, (entry, section) in enumerate(zip(data.sources, sections(data), strict=True)):
         try:
-            found = source.load(section, seed, plain, tokens=tokens and tokens.renamed(entry.rename))
+            found = read(section, seed, plain, tokens=tokens and tokens.renamed(entry.rename))
         except RunError as error:
             raise RunError(f"data.sources: {entry.name}: {error}") from error
         fewer.update(found.left_out)
         for split, rows in found.splits.items():
             rows = called(rows, entry, columns, split, found.name)
             rows = with_names(rows) if data.stream else rows  # of train no label is known yet
-            rows = rows.add_column(source.SOURCE, np.full(len(rows), number, dtype=np.int8))
+            rows = rows.add_column(SOURCE, np.full(len(rows), number, dtype=np.int8))
             parts.setdefault(split, []).append((entry.name, rows))
     splits = {}
     for split, some in parts.items():
         together = row_files.agreeing(_named(some), f"data.sources: {split}", "sources of one mixture")
         splits[split] = datasets.concatenate_datasets(together)
     names = [entry.name for entry in data.sources]
-    return source.Source(
-        f"{len(names)} sources ({', '.join(names)})", splits, dict(fewer), names, tuple(columns.values())
-    )
+    return Source(f"{len(names)} sources ({', '.join(names)})", splits, dict(fewer), names, tuple(columns.values()))
 
 
 def each_alone(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]) -> tuple[str, list[int]]:
     """The file that `encode` makes of a split, with this key, and nothing; of a mixture each source on its own, so that
     no block of tokens holds texts of two, in one file, and how many examples each has. Errors: `RunError`."""
-    if source.SOURCE not in dataset.column_names:
+    if SOURCE not in dataset.column_names:
         return encode(dataset, key), []
-    of = column_scan.numbers(dataset, source.SOURCE)
+    of = column_scan.numbers(dataset, SOURCE)
     files = []
     for number in range(int(of.max()) + 1):
         rows = np.flatnonzero(of == number)

@@ -135,7 +135,7 @@ class MixedOrder(Order):
 
 
 class MixedShards(MixedOrder):
-    """The same for sources that are streamed: `MixedOrder` says how many of each a step uses, and `ByShard` which.
+    """The order of several streamed sources: `MixedOrder` says how many of each a step uses, and `ByShard` which.
 
     The n-th example of a source must lie near the one before, so without weights, too, the places of an epoch are put
     in order a stretch at a time. How many of each source come before a stretch is a sum that is cut in whole numbers,
@@ -206,7 +206,7 @@ class MixedShards(MixedOrder):
         return source, number
 
     def _stretch(self, epoch: int, stretch: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `_period`, of the places of an epoch from `stretch * PERIOD` on."""
+        """Sources and places of the examples of an epoch from `stretch * PERIOD` on."""
         start = stretch * PERIOD
         counts = self._before(min(start + PERIOD, self.examples)) - self._before(start)
         number = epoch * -(-self.examples // PERIOD) + stretch

@@ -23,7 +23,7 @@ _ROWS = 10_000  # looked at together
 
 
 def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -> Dataset:
-    """The same with a column for each path that `columns` (by their keys in the run file) names and that leads into a
+    """Add a column for each path that `columns` (by their keys in the run file) names and that leads into a
     column which is there. Errors: `RunError`."""
     import datasets
 

@@ -70,8 +70,8 @@ class ByLength(Order):
 
 
 class ByShard(Order):
-    """The same, where the examples of a shard come near each other: an epoch goes through the shards in a seeded order,
-    and what follows each other in them is shuffled window by window. Examples are numbered shard by shard."""
+    """An order in which the examples of a shard come near each other: an epoch goes through the shards in a seeded
+    order, and what follows each other in them is shuffled window by window. Examples are numbered shard by shard."""
 
     def __init__(self, sizes: np.ndarray, batch_size: int, seed: int, window: int) -> None:
         """`sizes`: examples of each shard, int64 [shards]. An epoch costs as much as there are shards, once."""
@@ -101,7 +101,7 @@ class ByShard(Order):
         return self.around(*self._places(step))
 
     def around(self, epoch: int, start: int, stop: int) -> list[range]:
-        """The same for the places from `start` to `stop` of an epoch."""
+        """Examples to have at hand for the places from `start` to `stop` of an epoch."""
         at, stop = start - start % self.window, min(stop + self.window, self.examples)
         shards, ends = self._epoch(epoch)
         found = []
@@ -121,7 +121,7 @@ class ByShard(Order):
         return self.after(epoch, stop, count)
 
     def after(self, epoch: int, stop: int, count: int) -> list[int]:
-        """The same where a step ends at `stop` in an epoch."""
+        """Shards that come next where a step ends at `stop` in an epoch."""
         found: list[int] = []
         for each in (epoch, epoch + 1):
             shards, ends = self._epoch(each)

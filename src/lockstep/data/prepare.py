@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from lockstep import __version__
+from lockstep._version import __version__
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
 from lockstep.data import raw_rows, remote, row_files, shard_cache, source, tables
@@ -24,7 +24,7 @@ from lockstep.data.tokens import VERSION, Prepared, content, digest
 from lockstep.distributed.activity import ACTIVITY
 
 if TYPE_CHECKING:
-    from lockstep.data.streaming_source import Make
+    from lockstep.data.tokens import Make
 
 _YOUNGER = ("separator", "quote")  # keys of `data`
 _TEMPLATES = "additional_chat_templates"  # of a tokenizer's folder

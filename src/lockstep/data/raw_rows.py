@@ -20,16 +20,18 @@ import pyarrow.compute as pc
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.columns import Columns
+from lockstep.data.order import permute
 from lockstep.data.tokens import Prepared
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from lockstep.data.streaming_source import Make
+    from lockstep.data.tokens import Make
 
-VERSION = 1  # of what is kept; a new number has rows chosen anew
+VERSION = 2  # of what is kept; a new number has rows chosen anew
 BYTES = "base64"  # what the one key of bytes is called
 FACT = "raw_rows"  # among the facts of `Prepared`
+_FIRST = 24  # rows that are trained first, where rows are taken in the usual order
 _SPREAD, _LONGEST = 8, 3  # rows that are chosen by their place, and by their length
 _CHARACTERS = 8  # of a text that are kept, for each token that an example may have
 _BYTES = 256 * 1024  # that all rows have together, at most
@@ -75,14 +77,17 @@ _TYPES |= {f"list<{kind}>": pa.list_(kind) for kind in list(_TYPES.values())}
 
 
 def fact(splits: Mapping[str, Dataset], columns: Sequence[str], run: Run) -> dict[str, Any]:
-    """Rows of train, or of another split where train is streamed, evenly spread and those with the longest texts. Texts
-    that are longer than an example needs are cut, and their rows noted as `cut`."""
+    """Rows of train, or of another split where train is streamed: evenly spread, with the longest texts, and those of
+    the first step. Texts that are longer than an example needs are cut, and their rows noted as `cut`."""
     split = next((name for name in ("train", *splits) if name in splits), None)
     if split is None:
         return {}
     tokens = int(run.task.options.get("block_size") or run.data.max_length)
     some = splits[split].select_columns(list(dict.fromkeys(c for c in columns if c in splits[split].column_names)))
     places = [*np.linspace(0, len(some) - 1, _SPREAD).astype(np.int64).tolist(), *_longest(some).tolist()]
+    if split == "train":
+        first = np.arange(min(_FIRST, len(some)), dtype=np.uint64)
+        places += permute(first, len(some), run.seed, 0).tolist()
     kept: dict[str, Any] = {"split": split, "at": [], "rows": [], "cut": []}
     size = 0
     for place in dict.fromkeys(places):

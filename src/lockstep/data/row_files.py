@@ -162,7 +162,7 @@ def _loaded(builder: str, files: list[Path], key: str, encoding: str, options: d
 
 
 def agreeing(parts: Sequence[tuple[Any, Dataset]], key: str, what: str = "files of one split") -> list[Dataset]:
-    """The same rows with columns of one order and type. Errors: `RunError`, which says in what two of them differ."""
+    """Give all parts columns of one order and type. Errors: `RunError`, which says in what two of them differ."""
     first, start = parts[0]
     wanted = start.features
     for file, part in parts[1:]:

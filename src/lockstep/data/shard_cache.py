@@ -65,7 +65,7 @@ def named(text: str) -> str:
 
 
 def unpinned(address: str) -> str:
-    """The same without a revision of the Hub's: what a file holds is told by its tag."""
+    """An address without a revision of the Hub's: what a file holds is told by its tag."""
     return re.sub(r"^(hf://datasets/[^/]+/[^/@]+)@[^/]+", r"\1", address)
 
 

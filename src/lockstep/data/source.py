@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,17 +18,19 @@ from lockstep.config.addresses import is_address
 from lockstep.config.mixture import OWN
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import annotated, compressed, filtering, links, nested_columns, remote, row_files, text_files
+from lockstep.data import annotated, compressed, filtering, links, mixed, nested_columns, remote, row_files, text_files
 from lockstep.data import pinned as pinning
 from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
+from lockstep.data.mixed import SOURCE as SOURCE
+from lockstep.data.mixed import Source as Source
+from lockstep.data.mixed import sections as sections
 from lockstep.data.token_counts import TokenCounts
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 BUILTIN = "builtin/emotion"
-SOURCE = "source of the mixture"  # the column of which source of a mixture a row is from
 USUAL = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -47,17 +49,6 @@ _READERS = {
 }
 
 
-@dataclass(frozen=True)
-class Source:
-    """The splits of a data set; `validation` is absent when none was given or found."""
-
-    name: str
-    splits: dict[str, Dataset]
-    left_out: dict[str, int] = field(default_factory=dict)  # split -> rows that `data.filter` left out
-    sources: list[str] = field(default_factory=list)  # names of those of a mixture, by their numbers in `SOURCE`
-    columns: tuple[str, ...] = ()  # that the task reads
-
-
 def files_of(data: DataSection) -> list[Path]:
     """The local files a source is read from, in order; empty for a Hub id, for what is elsewhere, for the built-in set,
     and for a task that makes its data by itself."""
@@ -71,16 +62,6 @@ def files_of(data: DataSection) -> list[Path]:
 def given(data: DataSection) -> bool:
     """Whether the run file says where data are."""
     return any(getattr(data, key) is not None for key in ("source", "sources", *USUAL))
-
-
-def sections(data: DataSection) -> list[DataSection]:
-    """What each source of a mixture is read by; `data` itself where it is none."""
-    if data.sources is None:
-        return [data]
-    common = data.model_dump(
-        include={"follow_links", "limit", "drop_missing", "stream", "stream_window", "stream_cache_gb"}
-    )
-    return [DataSection(**entry.own, **common) for entry in data.sources]
 
 
 def is_local(data: DataSection) -> bool:
@@ -120,9 +101,7 @@ def load(
 
     Errors: `RunError`."""
     if data.sources is not None:
-        from lockstep.data import mixed
-
-        return mixed.load(data, seed, plain, columns or {}, tokens)
+        return mixed.load(data, seed, plain, columns or {}, tokens, load)
     if remote.given(data):
         with remote.here(data, local_splits) as downloaded:
             return replace(load(downloaded, seed, plain, columns, tokens), name=remote.called(data))

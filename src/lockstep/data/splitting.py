@@ -126,7 +126,7 @@ def hashes(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
 
 
 def hashed(rows: Mapping[str, Sequence[Any]], columns: Sequence[str]) -> np.ndarray:
-    """The same of some rows, given as columns."""
+    """Hashes of some rows, given as columns."""
     digests = (
         hashlib.blake2b("\x1f".join(map(_normal, row)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         for row in zip(*(rows[column] for column in columns), strict=True)

@@ -28,8 +28,8 @@ from lockstep.data import arrow_cache, source, tokenizer
 from lockstep.data.cache import cached, discard, folder_of
 from lockstep.data.columns import table_of
 from lockstep.data.eval_hashes import EvalHashes
-from lockstep.data.streaming_source import Make, StreamingSource, Whole
-from lockstep.data.tokens import digest, encoded
+from lockstep.data.streaming_source import StreamingSource, Whole
+from lockstep.data.tokens import Make, digest, encoded
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -98,7 +98,7 @@ class Stream:
                     yield from batches(rows)
 
     def tokenizer(self, run: Run, batches: Callable[[Dataset], Iterator[list[str]]], generative: bool = False) -> Path:
-        """As `tokenizer.prepare`. `batches`: the texts of some rows. Errors: `RunError`."""
+        """Prepare the tokenizer of the run. `batches`: the texts of some rows. Errors: `RunError`."""
         content = "" if run.tokenizer.train is None else self.content
         return tokenizer.prepare(run, self.texts(batches), content, generative)
 

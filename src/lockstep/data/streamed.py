@@ -22,7 +22,8 @@ from lockstep.data.columns import Columns, Shards, table_of
 from lockstep.data.shard_cache import Unfetched, named
 from lockstep.data.shard_files import Chunk, Shard
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Identity, Make
+from lockstep.data.streaming_source import Identity
+from lockstep.data.tokens import Make
 
 _LATER = "Once it can be had, the same command goes on"
 _MEND = "Put it back as it was, and the same command goes on; with other data begin anew, with another output"
@@ -138,7 +139,7 @@ class Streamed(Columns):
 
     @property
     def sizes_of_sources(self) -> list[np.ndarray]:
-        """The same of each source: [sources]."""
+        """Examples of each shard by source: [sources]."""
         return np.split(self.shard_sizes, np.cumsum((self._shards.index or {})["sources"])[:-1])
 
     @property

@@ -23,13 +23,13 @@ from lockstep.data import filtering, missing_values, mixed, nested_columns, remo
 from lockstep.data.eval_hashes import EvalHashes
 from lockstep.data.shard_cache import ShardCache, Unfetched, named, unpinned
 from lockstep.data.shard_files import Chunk, Found, Shard
+from lockstep.data.tokens import Make
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Identity = tuple[str, int, int | str]
 Whole = Callable[["Dataset", str], "Dataset"]  # of rows of a file of this name those that lack nothing
-Make = Callable[["Dataset"], pa.RecordBatch]  # their examples
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class StreamingSource:
 
     @property
     def identities(self) -> list[Identity]:
-        """The same, whatever revision of the Hub's an address names."""
+        """Path, size and time of each file, whatever revision of the Hub's an address names."""
         return [(unpinned(name), size, tag) for name, size, tag in self.facts]
 
 

@@ -64,7 +64,7 @@ class Dialect:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The same for pandas. No first column is ever taken for an index."""
+        """Options for pandas' reader. No first column is ever taken for an index."""
         quotes = {"quotechar": self.quote} if self.quote else {"quoting": csv.QUOTE_NONE}
         return {"sep": self.separator, "index_col": False, "keep_default_na": False, **quotes}
 

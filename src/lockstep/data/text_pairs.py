@@ -41,7 +41,7 @@ def number(targets: Any) -> Any:
 
 
 def blank(targets: np.ndarray) -> np.ndarray:
-    """The same for texts of which none counts."""
+    """Targets for texts of which none counts."""
     return np.full_like(targets, _IGNORED)
 
 

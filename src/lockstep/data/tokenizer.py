@@ -252,7 +252,7 @@ def _train(run: Run, texts: Iterator[list[str]], generative: bool) -> Any:
 
 
 def _inner(tokenizer: Any, texts: Iterator[list[str]]) -> tuple[Iterator[list[str]], list[str]]:
-    """The same texts again, and the pieces of one character that continue a word in them, in order: the library numbers
+    """The texts again, and the pieces of one character that continue a word in them, in order: the library numbers
     these as a hash table has them, and which pieces are joined hangs on the numbers."""
     from tokenizers import models, trainers
 

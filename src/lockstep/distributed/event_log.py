@@ -74,7 +74,7 @@ class EventLog:
         self._write("ranks", line)
 
     def last_times(self, step: int, seconds: Sequence[float]) -> None:
-        """The same, and waits for the answer: no step follows that would. Collective."""
+        """Gather and write the last times, and wait for the answer: no step follows that would. Collective."""
         self.times(step, seconds)
         self.answer()
 
@@ -131,7 +131,7 @@ def launched_by(run: Run) -> str:
 
 def versions(run: Run) -> dict[str, str]:
     """Of Python and of the packages that decide what is computed and how."""
-    found = {"python": platform.python_version()}
+    versions_of = {"python": platform.python_version()}
     names = {"hf_accelerate": "accelerate", "hf_trainer": "accelerate"}
     engine = names.get(run.strategy.name, "deepspeed" if run.strategy.name.startswith("zero") else None)
     quantizer = "bitsandbytes" if run.model.quantization else None
@@ -139,8 +139,8 @@ def versions(run: Run) -> dict[str, str]:
         if name is None or (name == "peft" and not run.model.adapter):
             continue
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found | {"torch": torch.__version__}
+            versions_of[name] = importlib.metadata.version(name)
+    return versions_of | {"torch": torch.__version__}
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

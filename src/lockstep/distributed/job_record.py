@@ -31,6 +31,7 @@ TRAIN = ("lockstep.training.rank.work",)
 # Variables for ranks that another program starts for a launcher: how many there shall be in all; a file for the exit
 # status of a machine's first rank, where that program has only one of its own; what ranks do, where it is not `TRAIN`.
 WANTED, STATUS, JOB_WORDS = "LOCKSTEP_WORLD_SIZE", "LOCKSTEP_STATUS_FILE", "LOCKSTEP_JOB"
+RESOLVED = "LOCKSTEP_RESOLVED_JOB"  # a file of the launching process that holds what it has decided
 # Set for ranks by a launcher that has written launch.json itself; ranks without it were started by hand (torchrun,
 # accelerate launch, srun), and rank 0 writes the file.
 VARIABLE = "LOCKSTEP_LAUNCHER"
@@ -120,8 +121,8 @@ def write(folder: Path, launched: JobRecord) -> bool:
 def sweep_up(folder: Path) -> None:
     """Remove what processes of this host that are gone have left of files they wrote aside. Errors: `OSError`."""
     for path in folder.glob(".*.partial"):
-        found = _ASIDE.fullmatch(path.name)
-        if found and found["host"] == socket.gethostname() and born(int(found["pid"])) is None:
+        match = _ASIDE.fullmatch(path.name)
+        if match and match["host"] == socket.gethostname() and born(int(match["pid"])) is None:
             path.unlink(missing_ok=True)
 
 

@@ -59,18 +59,18 @@ class StepTimer:
         return _Phase(self, _PLACES[name])
 
     def during(self, name: str, items: Iterable[T]) -> Generator[T]:
-        """The same items; the time it takes to get them belongs to this phase."""
-        found = iter(items)
+        """Iterate over items; the time it takes to get them belongs to this phase."""
+        iterator = iter(items)
         try:
             while True:
                 with self(name):
                     try:
-                        item = next(found)
+                        item = next(iterator)
                     except StopIteration:
                         return
                 yield item
         finally:
-            if (close := getattr(found, "close", None)) is not None:
+            if (close := getattr(iterator, "close", None)) is not None:
                 close()
 
     def take(self) -> list[float]:
@@ -80,8 +80,8 @@ class StepTimer:
             self._marks[-1][1].synchronize()
             self._fold()
         self._computed = self.computed()
-        found, self._seconds = self._seconds, [0.0] * len(NAMES)
-        return found
+        seconds, self._seconds = self._seconds, [0.0] * len(NAMES)
+        return seconds
 
     def computed(self) -> float:
         """Seconds since there is this clock in which micro-batches went through the model, up to the last change of

@@ -31,7 +31,7 @@ class SystemMetrics:
         """Begin to gather what ranks took since this was last called. Collective."""
         self._asked = step, self.world.all_gather_numbers(self._mine())
 
-    def found(self) -> tuple[int, dict[str, float]] | None:
+    def take(self) -> tuple[int, dict[str, float]] | None:
         """What was asked for last, if anything: the step then, and `memory_gb/rank0` and so on. Collective."""
         if self._asked is None:
             return None

@@ -50,14 +50,14 @@ def open_collectives() -> list[str]:
     """The collectives that this rank has entered and that have not ended, as torch's flight recorder has them; nothing
     where it was built without one."""
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
-    found = []
+    collectives = []
     for entry in json.loads(dump(True, False)).get("entries", []) if dump is not None else []:
         if not entry["retired"]:
             tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
             what = ", ".join(f"{kind} {size}" for kind, size in tensors)
             group = entry["process_group"][1] or "its group"
-            found.append(f"{entry['profiling_name']} number {entry['collective_seq_id']} of {group} ({what})")
-    return found
+            collectives.append(f"{entry['profiling_name']} number {entry['collective_seq_id']} of {group} ({what})")
+    return collectives
 
 
 def seal_pickles(key: str) -> None:

@@ -34,7 +34,8 @@ class ToHost:
             self._arrived.record()
 
     def wait(self) -> list[Tensor]:
-        """The same in host memory. Waits for what the device was given before them, and for nothing that came later."""
+        """The tensors in host memory. Waits for what the device was given before them, and for nothing that came
+        later."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._found

@@ -28,7 +28,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section, Steps
 from lockstep.distributed import job_record, network
 from lockstep.distributed.gpus import gpus_of
-from lockstep.distributed.job_record import JOB_WORDS, STATUS, TRAIN, WANTED
+from lockstep.distributed.job_record import JOB_WORDS, RESOLVED, STATUS, TRAIN, WANTED
 from lockstep.distributed.signals import Interrupts, heard
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.local import check_gpus, memory_here, processes_of
@@ -96,7 +96,7 @@ class Accelerate(Launcher):
     def memory(self, run: Run, plan: LaunchPlan) -> float | None:
         return memory_here(run, processes_of(run))  # the other machines are like this one
 
-    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
+    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         if importlib.util.find_spec("accelerate") is None:
             raise RunError("launch.name: accelerate is not installed; pip install 'lockstep-train[accelerate]'")
         check_gpus(run, processes_of(run))
@@ -105,7 +105,7 @@ class Accelerate(Launcher):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text, encoding="utf-8")
         for left in range(run.launch.max_restarts, -1, -1):
-            status, asked = once(run, plan, job)
+            status, asked = once(run, plan, words)
             if status != 1 or asked or not left:
                 return status
             where = "from the last checkpoint" if newest_whole(run) is not None else "from the beginning"
@@ -134,12 +134,15 @@ class Accelerate(Launcher):
             raise RunError(f"launch.rendezvous: {caught}") from None
 
 
-def once(run: Run, plan: LaunchPlan, job: Sequence[str]) -> tuple[int, bool]:
+def once(run: Run, plan: LaunchPlan, words: Sequence[str]) -> tuple[int, bool]:
     """Run the command to its end, passing on what this process is asked. Returns what its ranks returned, 1 where they
     could not say it, and whether it was asked to stop."""
     with tempfile.TemporaryDirectory(prefix="lockstep-status-") as folder:
         answer = Path(folder) / "status"
-        environment = {**os.environ, **plan.variables, STATUS: str(answer), JOB_WORDS: " ".join(job)}
+        environment = {**os.environ, **plan.variables, STATUS: str(answer), JOB_WORDS: " ".join(words)}
+        if plan.job is not None:
+            (resolved := Path(folder) / "job.json").write_text(plan.job.dump(), encoding="utf-8")
+            environment[RESOLVED] = str(resolved)
         # in a group of its own: a Ctrl-C reaches this process alone, which passes it on once
         process = subprocess.Popen(plan.command, env=environment, process_group=0)
         asked, interrupts = False, Interrupts()

@@ -87,8 +87,8 @@ class Kubernetes(Launcher):
 
     # -- doing it ----------------------------------------------------------------------------------------------------
 
-    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
-        if tuple(job) != TRAIN:
+    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
+        if tuple(words) != TRAIN:
             raise RunError("launch.name: kubernetes only trains; use launch.name=local to verify a few steps here")
         options = self.options(run)
         kind, name = kind_of(options.kubeflow), name_of(run)

@@ -9,13 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import TRAIN, JobRecord, State
 from lockstep.track.console import LOG, Console
+
+if TYPE_CHECKING:
+    from lockstep.training.resolve import Job
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class LaunchPlan:
     variables: Mapping[str, str] = field(default_factory=dict)  # set for it
     files: Mapping[str, str] = field(default_factory=dict)  # path -> text, written before
     notes: list[str] = field(default_factory=list)  # what a person should know
+    job: Job | None = None  # resolved, to be sent to ranks of this machine; None: each rank resolves its run
 
 
 class Launcher(ABC):
@@ -39,6 +43,9 @@ class Launcher(ABC):
     submits: ClassVar[bool] = False
     # False: the ranks do not see this machine's files, so that no data is prepared here and OUTPUT is not looked at.
     shares_files: ClassVar[bool] = True
+
+    forks_ranks: ClassVar[bool] = False  # its ranks fork from a server that has imported what they need (`prestart`)
+    takes_srun: ClassVar[bool] = False  # a task of `srun`, started by hand, becomes one of its ranks
 
     class Options(Section):
         """The launcher's own keys in the run file's `launch` section."""
@@ -66,8 +73,9 @@ class Launcher(ABC):
         return plan.variables.get("RANK", "0") == "0"
 
     @abstractmethod
-    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
-        """Do exactly what the plan says; every process does `job`. Returns the exit status of the command."""
+    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
+        """Do exactly what the plan says. Every process calls the function that `words` name first, with the others.
+        Returns the exit status of the command."""
 
     # -- a run that was launched, maybe by another process -----------------------------------------------------------
     # These three suit a launcher whose `start` lasts as long as the job. One that submits has its own.

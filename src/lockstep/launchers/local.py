@@ -28,6 +28,9 @@ LOOPBACK = "127.0.0.1"  # whoever is on this machine; nobody else
 class Local(Launcher):
     """The launcher of a laptop or of one machine with GPUs."""
 
+    forks_ranks = True
+    takes_srun = True
+
     def plan(self, run: Run) -> LaunchPlan:
         processes = processes_of(run)
         run.check_shared(processes, f"launch.processes: {processes} processes")
@@ -47,12 +50,12 @@ class Local(Launcher):
     def memory(self, run: Run, plan: LaunchPlan) -> float | None:
         return memory_here(run, plan.processes)
 
-    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
+    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         if plan.processes == 1:
             with importing():
                 from lockstep.training import rank as worker
 
-            return worker.main(run, job=job)
+            return worker.main(plan.job or run, words=words)
         for name, value in plan.variables.items():
             os.environ.setdefault(name, value)
         from lockstep.launchers.processes.elastic import run_agent
@@ -60,9 +63,10 @@ class Local(Launcher):
 
         prestart()
         node = Node(socket.gethostname(), LOOPBACK, plan.processes, holds=True)
-        key = secret.given_or_made()
+        key = secret.from_environment_or_new()
         rendezvous = ElasticRendezvous(LOOPBACK, 0, 1, 1, node, Limits(), key=key)
-        arguments = (str(run.folder / "run.yaml"), tuple(job), {secret.VARIABLE: key})
+        sent = str(run.folder / "run.yaml") if plan.job is None else plan.job.dump()
+        arguments = (sent, tuple(words), {secret.VARIABLE: key})
         return run_agent(run, plan.processes, rendezvous, entry, arguments, print)
 
 
@@ -123,9 +127,9 @@ def prestart() -> None:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def entry(run: str | Run, job: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
-    """One rank of a run, or of the run file at a path. Ends with the launcher, whatever ended that: no orphans that go
-    on writing to OUTPUT."""
+def entry(run: str | Run, words: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+    """One rank of a run, of the run file at a path, or of a job as `Job.dump` wrote it. Ends with the launcher,
+    whatever ended that: no orphans that go on writing to OUTPUT."""
     if sys.platform == "linux":
         import ctypes
 
@@ -139,11 +143,13 @@ def entry(run: str | Run, job: Sequence[str], variables: Mapping[str, str] | Non
     for name, value in (variables or {}).items():
         os.environ.setdefault(name, value)
     from lockstep.training import rank as worker
+    from lockstep.training.resolve import Job
 
-    if isinstance(run, str):
-        worker.main_of_file(run, job)
-    else:
-        sys.exit(worker.main(run, job=job))
+    if not isinstance(run, str):
+        sys.exit(worker.main(run, words=words))
+    if not run.startswith("{"):
+        worker.main_of_file(run, words)
+    sys.exit(worker.main(Job.load(run), words=words))
 
 
 def _follow_launcher() -> None:

@@ -78,7 +78,7 @@ class Ray(Launcher):
         except network.NetworkError as caught:
             raise unanswered(address, str(caught)) from None
 
-    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
+    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # paths of the run file are relative to this folder
         os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
         try:
@@ -93,9 +93,9 @@ class Ray(Launcher):
         config = {
             "path": str((run.folder / "run.yaml").resolve()),
             "folder": os.getcwd(),
-            "job": list(job),
+            "job": list(words),
             "board": board,
-            "secret": secret.given_or_made(),
+            "secret": secret.from_environment_or_new(),
         }
         before = {n: signal.signal(n, _asking(board)) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
         try:

@@ -103,8 +103,8 @@ class Sagemaker(Launcher):
 
     # -- doing it ----------------------------------------------------------------------------------------------------
 
-    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
-        if tuple(job) != TRAIN:
+    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
+        if tuple(words) != TRAIN:
             raise RunError("launch.name: sagemaker only trains; use launch.name=local to verify a few steps here")
         options = self.options(run)
         session = aws.session(aws.region_of(options.region))

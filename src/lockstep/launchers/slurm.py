@@ -41,6 +41,7 @@ class Slurm(Launcher):
     """Nodes of a cluster with SLURM and a file system that all of them share."""
 
     submits = True
+    takes_srun = True
 
     class Options(Section):
         """What is asked of SLURM."""
@@ -113,8 +114,8 @@ class Slurm(Launcher):
         number, unit = re.fullmatch(r"(\d+)([KMGT]?)", options.memory).groups()  # type: ignore[union-attr]
         return int(number) * 1024.0 ** ("KMGT".index(unit or "M") + 1) * options.machines / plan.processes
 
-    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
-        if tuple(job) != TRAIN:
+    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
+        if tuple(words) != TRAIN:
             raise RunError("launch.name: slurm submits training only; verify under srun, or with launch.name=local")
         record = job_record.here("slurm", plan.processes, submit(plan))
         job_record.write(run.folder, record)
@@ -249,7 +250,9 @@ def submit(plan: LaunchPlan) -> str:
             Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"output: cannot write {error.filename}: {error.strerror}") from None
-    os.environ.setdefault(secret.VARIABLE, secret.given_or_made())  # sbatch hands its environment to the job's tasks
+    os.environ.setdefault(
+        secret.VARIABLE, secret.from_environment_or_new()
+    )  # sbatch hands its environment to the job's tasks
     return _ask(*plan.command).strip().partition(";")[0]
 
 

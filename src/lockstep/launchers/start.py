@@ -1,4 +1,4 @@
-"""From a run to its processes: check everything that can be checked, then start or join them.
+"""From a run to its processes: resolve the run into a job, then start its ranks or become one.
 
 In: a run. Out: an exit status. Nothing here imports torch at the top.
 """
@@ -8,37 +8,34 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lockstep import __version__
-from lockstep.config import error_messages as messages
+from lockstep._version import __version__
 from lockstep.config import plugins
 from lockstep.config.exit_status import EXCLUDED
-from lockstep.config.output import check_output, keep
+from lockstep.config.output import keep
 from lockstep.config.run import Run, RunError
 from lockstep.distributed import evicted_hosts, job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.signals import listen_no_more
 from lockstep.launchers.extend_run import further
 from lockstep.launchers.processes import accelerate_config, output_lock, srun
-from lockstep.strategies.engines import zero_agreement
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
 
 if TYPE_CHECKING:
-    from lockstep.data.tokens import Prepared
     from lockstep.launchers.launcher import Launcher, LaunchPlan
-
-FILL_IN = "FILL-IN"  # in a run file that another system's became: what that did not say
+    from lockstep.training.resolve import Job
 
 
 def train(run: Run) -> int:
     """`lockstep train`: to the end, or on from the newest checkpoint; under torchrun and its like, as one rank.
 
-    The way of a launching process: plan, own OUTPUT, check and prepare, look whether all is done, keep run.yaml, start.
+    The way of a launching process: plan, own OUTPUT, resolve, look whether all is done, keep run.yaml, start.
     """
     if (task := task_of_srun(run)) is not None and run.launch.options.get("ranks") == "elastic":
         return agent(run, task)
@@ -56,7 +53,7 @@ def train(run: Run) -> int:
             lock = stack.enter_context(output_lock.owned(run, console.note)) if leads else None
             if lock is not None:
                 only_one(run, launcher)
-            steps = ready(run, launcher, plan, console)
+            plan, steps = ready(run, launcher, plan, console)
         if lock is None:
             return launcher.start(run, plan)
         if steps is not None:
@@ -68,40 +65,38 @@ def train(run: Run) -> int:
         return lock.verdict(started(run, launcher, plan))
 
 
-def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> int | None:
-    """Everything that can be checked, and the data, before a process starts. Returns the steps of a run that is
-    finished already, else None. Errors: `RunError`."""
-    filled_in(run)
-    launcher.check(run, plan)
-    if looked_at_there(launcher):
-        return None
-    ACTIVITY.at("importing torch and transformers")
-    from lockstep.checkpoint import export as hub
-    from lockstep.checkpoint import exported, remote_sync
-    from lockstep.checkpoint.manifest import check_resumable, ended, export_of, finished, other_export
+def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> tuple[LaunchPlan, int | None]:
+    """The plan with the resolved job, and the steps of a run that is finished already, else None. Errors: `RunError`
+    for everything that can be refused before a process starts."""
+    from lockstep.training.resolve import Machine, Scope, resolve, resolve_launch
 
-    for note in (*hub.check(run), *remote_sync.check(run)):
+    machine = Machine(not launcher.submits, launcher=launcher, plan=plan)
+    if looked_at_there(launcher):
+        resolve_launch(run, machine, plan.processes, Scope.START)
+        return plan, None
+    ACTIVITY.at("importing torch and transformers")
+    from lockstep.checkpoint import exported
+    from lockstep.checkpoint.manifest import ended, export_of, finished, other_export
+
+    job = resolve(run, machine, plan.processes, Scope.START, lambda label, text: console.facts({label: text}))
+    plan, manifest = replace(plan, job=job), job.newest
+    for note in job.notes:
         console.note(note)
-    check_output(run)
-    task: Any = plugins.find("tasks", run.task.name)
-    prepared = checked(run, plan, lambda text: console.facts({"checks" if task.own_model else "tokens": text}))
-    manifest = check_resumable(run, prepared)
-    remote_sync.check(run, prepared)
     if manifest is not None and finished(run, manifest) and not launcher.joins:
         if not history.told_whole(run.folder):  # the start before was killed after its export
             from lockstep.training.rank import finish_interrupted
 
             if not (run.folder / "run.yaml").is_file():  # of a folder that was moved away while it was trained into
                 keep(run)
-            finish_interrupted(run, prepared, manifest.step)
-        return manifest.step
+            finish_interrupted(job, manifest.step)
+        return plan, manifest.step
     if manifest is not None and ended(run, manifest) and (run.folder / "export").exists():
         if (other := other_export(run)) is not None:
             console.note(f"{run.folder}/export is that of export: {other}; {export_of(run)} is asked for and written")
         else:
             fault = exported.damage(run.folder)
             console.note(f"{run.folder}/export: {fault}; it is written again from step {manifest.step}")
-    return None
+    return plan, None
 
 
 def concluded(run: Run, processes: int, steps: int) -> int:
@@ -159,7 +154,7 @@ def task_of_srun(run: Run) -> srun.SlurmTask | None:
     ours = os.environ.get(job_record.VARIABLE) == "slurm"
     if ours and run.launch.options.get("ranks") == "elastic":
         return task
-    if ours or (task.size > 1 and run.launch.name in ("local", "slurm")):
+    if ours or (task.size > 1 and launcher_of(run).takes_srun):
         os.environ.update(task.variables())
         if not ours:  # srun by hand
             os.environ.update(
@@ -173,24 +168,27 @@ def joined(run: Run) -> int:
     number of ranks than a launcher of ours wanted."""
     with plugins.importing():
         from lockstep.training import rank as worker
-    from lockstep.distributed.job_record import JOB_WORDS, TRAIN, WANTED
+    from lockstep.distributed.job_record import JOB_WORDS, RESOLVED, TRAIN, WANTED
+    from lockstep.training.resolve import Job
 
     accelerate_config.check_variables(run, os.environ)
     came, wanted = os.environ["WORLD_SIZE"], os.environ.get(WANTED)
     if wanted is not None and wanted != came:
         leave_status(2)
         raise RunError(f"launch: {wanted} processes were asked for, and a job of {came} came up; nothing was trained")
-    job = tuple(os.environ.get(JOB_WORDS, "").split()) or TRAIN
+    words = tuple(os.environ.get(JOB_WORDS, "").split()) or TRAIN
+    sent = os.environ.get(RESOLVED)
     with ExitStack() as stack:
         lock, refusal = None, None
-        if os.environ["RANK"] == "0" and job == TRAIN and not output_lock.held_by_launcher(run.folder):
+        if os.environ["RANK"] == "0" and words == TRAIN and not output_lock.held_by_launcher(run.folder):
             try:
                 lock = stack.enter_context(output_lock.owned(run, Console(True).note))
                 if job_record.VARIABLE not in os.environ:
                     job_record.write(run.folder, job_record.here("", int(os.environ["WORLD_SIZE"])))
             except RunError as caught:
                 refusal = str(caught)  # told once all ranks are there: alone, this one would leave them waiting
-        status = worker.main(run, job=job, refusal=refusal)
+        job = run if sent is None else Job.load(Path(sent).read_text(encoding="utf-8"))
+        status = worker.main(job, words=words, refusal=refusal)
         listen_no_more()
         if lock is not None:
             status = lock.verdict(status)
@@ -254,7 +252,7 @@ def planned(run: Run) -> tuple[Launcher, LaunchPlan]:
     plan = launcher.plan(run)
     record = job_record.read(run.folder)
     done = record is not None and record.status == 0
-    if plan.processes > 1 and run.launch.name in ("local", "torchrun") and not done:
+    if plan.processes > 1 and launcher.forks_ranks and not done:
         from lockstep.launchers.local import prestart
 
         prestart()
@@ -266,75 +264,48 @@ def looked_at_there(launcher: Launcher) -> bool:
     return launcher.submits and not (launcher.shares_files and importlib.util.find_spec("torch") is not None)
 
 
-def filled_in(run: Run) -> None:
-    """Errors: `RunError` for what `lockstep init --from` has left to be filled in."""
-    left = [key for key, value in messages.flat(run.model_dump(mode="json")).items() if value == FILL_IN]
-    if left:
-        raise RunError(f"{left[0]}: {FILL_IN} stands for what is not known; fill in {', '.join(left)}")
+def resolved(run: Run) -> tuple[Launcher, LaunchPlan, Job]:
+    """The launcher, and its plan with the job, for commands that start ranks and leave OUTPUT alone: the data are
+    prepared. Errors: `RunError`."""
+    from lockstep.training.resolve import Machine, resolve
+
+    launcher, plan = planned(run)
+    job = resolve(run, Machine(not launcher.submits, launcher=launcher, plan=plan), plan.processes)
+    return launcher, replace(plan, job=job), job
 
 
-def examined(run: Run, launcher: Launcher, plan: LaunchPlan) -> Prepared | str:
-    """What `lockstep plan` finds wrong: all that `train` refuses before it starts a process. Returns the data, or why
-    nothing can be told of them here. OUTPUT is not written to; the cache is. Errors: `RunError`."""
-    filled_in(run)
-    zero_agreement.check(run, plan.processes)
+def start_ranks(launcher: Launcher, job: Job, words: Sequence[str]) -> int:
+    """Keep the job's run file in its output folder, and start its ranks with `words`. Returns their exit status."""
+    keep(job.run)
+    return launcher.start(job.run, replace(launcher.plan(job.run), job=job), words)
+
+
+def resolve_options(run: Run) -> None:
+    """Refuse what needs neither the data nor a process. Errors: `RunError`."""
+    from lockstep.training.resolve import Machine, Scope, resolve
+
+    launcher = launcher_of(run)
+    plan = launcher.plan(run)
+    resolve(run, Machine(not launcher.submits, launcher=launcher, plan=plan), plan.processes, Scope.OPTIONS)
+
+
+def examined(run: Run, launcher: Launcher, plan: LaunchPlan) -> Job | str:
+    """What `lockstep plan` shows: the job, after everything that `train` refuses before it starts a process; or why
+    nothing can be told of it here. OUTPUT is not written to; the cache is. Errors: `RunError`."""
+    from lockstep.training.resolve import Machine, Scope, resolve, resolve_launch
+
+    machine = Machine(not launcher.submits, launcher=launcher, plan=plan)
     if looked_at_there(launcher):
+        resolve_launch(run, machine, plan.processes, Scope.OUTPUT)
         return "data and model are looked at where the job runs"
-    if not launcher.submits:
-        launcher.check(run, plan)
-    from lockstep.checkpoint import remote_sync
-    from lockstep.checkpoint.manifest import check_resumable
     from lockstep.data.hub_errors import unreached
 
-    check_output(run)
-    remote_sync.check(run)
     try:
-        prepared = checked(run, plan)
+        return resolve(run, machine, plan.processes, Scope.OUTPUT)
     except RunError as error:
         if unreached(error):  # of no mistake in the run file
             return str(error)
         raise
-    check_resumable(run, prepared)
-    remote_sync.check(run, prepared)
-    return prepared
-
-
-def checked(run: Run, plan: LaunchPlan, tell: Callable[[str], None] | None = None) -> Prepared:
-    """Data, tokens, and every check that needs no process group; `tell` hears where the tokens came from. Errors:
-    `RunError`."""
-    from lockstep.data.prepare import prepare
-    from lockstep.training.checkpoint_model import fetch
-    from lockstep.training.model_stats import check_names
-
-    check(run, plan)
-    fetch(run)
-    prepared = prepare(run, plugins.find("tasks", run.task.name), fresh=True, tell=tell)
-    check_names(run, prepared)
-    if run.metrics:
-        from lockstep.tasks import own_metrics
-
-        own_metrics.check(run, prepared)
-    return prepared
-
-
-def check(run: Run, plan: LaunchPlan) -> None:
-    """Every check that needs neither data nor a process group. Errors: `RunError`."""
-    _find("strategy.name", "strategies", run.strategy.name)
-    for name in run.track.to:
-        tracker: Any = _find("track.to", "track", name)
-        tracker.check()
-    from lockstep.strategies import strategy as strategies
-    from lockstep.strategies.engines import blocks
-    from lockstep.tasks.models import attention
-
-    here = not launcher_of(run).submits
-    attention.check(run, here)
-    if run.task.options.get("loss_chunk") is not None:
-        from lockstep.tasks.models import chunked_loss  # brings torch and transformers with it
-
-        chunked_loss.check(run, here)
-    strategies.checked_strategy(run, plan.processes)
-    blocks.check(run, here)
 
 
 def _find(key: str, kind: str, name: str) -> type:

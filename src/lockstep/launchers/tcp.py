@@ -57,8 +57,8 @@ class Tcp(Launcher):
             launch.world_size, ["lockstep", "train", str(run.folder / "run.yaml")], variables, notes=notes
         )
 
-    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
+    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         from lockstep.training import rank as worker
 
         os.environ.update(plan.variables)
-        return worker.main(run, str(self.options(run).master), job)
+        return worker.main(plan.job or run, str(self.options(run).master), words)

@@ -31,6 +31,7 @@ class Torchrun(Launcher):
     """Torch elastic on every machine, meeting through c10d."""
 
     joins = True
+    forks_ranks = True
 
     class Options(Section):
         """Where the machines meet, and for how long they wait."""
@@ -111,13 +112,13 @@ class Torchrun(Launcher):
     def memory(self, run: Run, plan: LaunchPlan) -> float | None:
         return memory_here(run, processes_of(run))  # the other machines are like this one
 
-    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
+    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         check_gpus(run, processes_of(run))
         for name, value in plan.variables.items():
             os.environ.setdefault(name, value)
         options = self.options(run)
         try:
-            return _start(run, options, dict(plan.variables), job)
+            return _start(run, plan, options, words)
         except network.NetworkError as caught:
             raise RunError(f"launch.{'interface' if 'interface' in str(caught) else 'rendezvous'}: {caught}") from None
 
@@ -128,7 +129,7 @@ def node_range(value: int | str) -> tuple[int, int]:
     return int(fewest), int(most or fewest)
 
 
-def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: Sequence[str]) -> int:
+def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequence[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
     from lockstep.checkpoint.manifest import newest_first
@@ -139,6 +140,7 @@ def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: 
     from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 
     prestart()
+    variables = dict(plan.variables)
     host, port = network.endpoint(options.rendezvous or "localhost:29400")
     fewest, most = node_range(options.machines)
     say = partial(Console(True).say)
@@ -149,7 +151,7 @@ def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: 
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     where = f"{address} on {interface}" if interface else address
     say(f"machine    {socket.gethostname()}, {where}; meeting at {host}:{port}")
-    key = secret.given() if most > 1 else secret.given_or_made()
+    key = secret.from_environment() if most > 1 else secret.from_environment_or_new()
     if key:
         variables[secret.VARIABLE] = key
     else:
@@ -164,9 +166,11 @@ def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: 
 
     try:
         rendezvous = ElasticRendezvous(host, port, fewest, most, node, limits, newest, key)
-        rendezvous.admit(facts(run, prepare(run, plugins.find("tasks", run.task.name)).key))
+        data = plan.job.data if plan.job is not None else prepare(run, plugins.find("tasks", run.task.name))
+        rendezvous.admit(facts(run, data.key))
     except RendezvousConnectionError as caught:
         raise RunError(f"launch.rendezvous: {host}:{port} does not answer as a rendezvous: {caught}") from None
     except RendezvousError as caught:  # another secret, or what a stranger wrote
         raise RunError(f"launch.rendezvous: the machines cannot meet at {host}:{port}: {caught}") from None
-    return run_agent(run, processes_of(run), rendezvous, entry, (run, tuple(job), variables), say)
+    sent = run if plan.job is None else plan.job.dump()
+    return run_agent(run, processes_of(run), rendezvous, entry, (sent, tuple(words), variables), say)

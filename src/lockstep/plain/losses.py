@@ -15,6 +15,7 @@ from lockstep.plain.examples import IGNORED
 from lockstep.plain.rows import NotCovered
 
 Loss = tuple[Tensor, float]
+OWN_START = ("mbart", "plbart", "t5gemma", "t5gemma2")  # do not ask the config where to start, given labels
 SMALL = 1e-4  # of a loss: what a model adds to it, above which it is more than rounding
 
 
@@ -105,9 +106,9 @@ def _summed(logits: Tensor, wanted: Tensor, smoothing: float = 0.0) -> Loss:
 def _pairs(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
     """Cross entropy of the targets; given as labels, so that the model itself shifts what its decoder reads. The token
     that a decoder starts from is no padding, though it may have its number."""
-    wanted, config = padded(examples, "next", IGNORED, device), model.config
+    wanted, config = padded(examples, "next", IGNORED, device), getattr(model, "config")  # noqa: B009 - of any class
     read = {"decoder_attention_mask": (wanted != IGNORED).long()}
-    if config.model_type == "mbart":  # which starts from the last label, not from what its config says
+    if config.model_type in OWN_START:
         read["decoder_input_ids"] = wanted.roll(1, 1).masked_fill(wanted.roll(1, 1) == IGNORED, config.pad_token_id)
         read["decoder_input_ids"][:, 0] = config.decoder_start_token_id
     found = _with_labels(model, inputs_of(job, examples, device) | read, wanted)

@@ -7,7 +7,7 @@ import copy
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -78,10 +78,12 @@ def _config(job: Plain, head: str) -> Any:
     if section["type"]:
         config = transformers.AutoConfig.for_model(section["type"], **section["config"])
         if section["type"] == "encoder-decoder":  # its decoder decodes, and looks at the encoder
-            config = type(config).from_encoder_decoder_configs(config.encoder, config.decoder)
+            config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(config.encoder, config.decoder)
         for part in parts(config) if tokenizer is not None else ():
             part.vocab_size = section["config"].get("vocab_size", len(tokenizer))
-            part.bos_token_id, part.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+            for name in ("bos_token_id", "eos_token_id"):
+                with suppress(Exception):  # a family that cannot be without one keeps its own
+                    setattr(part, name, getattr(tokenizer, name))
         if config.is_encoder_decoder:  # whose decoder starts from a token, and whose classifier reads at the text's end
             config.eos_token_id = tokenizer.sep_token_id if config.eos_token_id is None else config.eos_token_id
             for part in parts(config)[1:]:
@@ -100,10 +102,12 @@ def _config(job: Plain, head: str) -> Any:
         begins = {"bart": end_of(targets), "mbart": end_of(targets), "t5gemma": targets.bos_token_id}
         start = begins.get(config.model_type.rstrip("2"))
         start = targets.pad_token_id if start is None else start
-        known = None if section["type"] else getattr(config, "decoder_start_token_id", None)
-        config.decoder_start_token_id = start if known is None else known
+        known = [getattr(config, f"{name}_token_id", None) for name in ("decoder_start", "bos") if not section["type"]]
+        config.decoder_start_token_id = next((each for each in known if each is not None), start)
         if section["type"] and hasattr(config, "decoder_vocab_size"):
             config.decoder_vocab_size, config.share_encoder_decoder_embeddings = len(targets), targets is tokenizer
+    elif config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = tokenizer.pad_token_id
     return config
 
 
@@ -198,13 +202,10 @@ def evaluation_loss(job: Plain, model: nn.Module, examples: list[dict]) -> float
 @torch.no_grad()
 def perturb_(model: nn.Module, precision: str) -> None:
     """Every weight one step up or down, at random, among the numbers that are computed with: a bfloat16 has 8 bits."""
-    draw = torch.Generator().manual_seed(0)
+    draw, unit = torch.Generator().manual_seed(0), 2.0**-23 if precision == "fp32" else 2.0**-9
     for parameter in model.parameters():
         signs = torch.where(torch.rand(parameter.shape, generator=draw) < 0.5, 1.0, -1.0).to(parameter)
-        if precision == "fp32":
-            parameter.copy_(torch.nextafter(parameter, signs * torch.inf))
-        else:
-            parameter.mul_(1 + signs * 2.0**-9)
+        parameter.mul_(1 + signs * unit)
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------

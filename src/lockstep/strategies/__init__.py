@@ -1,3 +1,1 @@
 """How one optimizer step is computed by all ranks together."""
-
-SHARED = {"fsdp2_step", "native", "strategy"}  # the files here that are no plug-ins

@@ -20,8 +20,10 @@ from lockstep.tasks.task import Task
 class AllReduce(Native):
     """`strategy.options.bucket_cap_mb` (default 25): how much travels at a time, in MiB."""
 
+    gloo_threads = 2
+
     takes_4_bits = True
-    regroups = True
+    keeps_whole_state = True
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
@@ -43,7 +45,7 @@ class AllReduce(Native):
         return self.tree.root if self.world.size == 1 else self.sum_in_tree_order()
 
     def sum_in_tree_order(self) -> list[Tensor]:
-        """The same bits at every number of ranks."""
+        """Sum over all ranks in the order of the tree, which does not depend on the number of ranks."""
         how = links(self.run, self.world)
         layout = layout_of(self.tree.leaves, self.world.size, self.shares)
         exchange = Exchange(self.tree.leaves, self.world.rank, self.world.size, links=how, layout=layout)

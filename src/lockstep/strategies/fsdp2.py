@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lockstep.config.run import Run, RunError
-from lockstep.data.batch import StepBatch, StepResult
+from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
@@ -88,7 +88,7 @@ class FSDP2(ShardedRecovery):
         fsdp_config.check(run, processes)
 
     @classmethod
-    def variant(cls, run: Run) -> type[Strategy]:
+    def resolve_class(cls, run: Run) -> type[Strategy]:
         return FSDP2Step if fsdp_config.gather(run) == fsdp_config.STEP else cls
 
     @classmethod
@@ -96,7 +96,7 @@ class FSDP2(ShardedRecovery):
         return fsdp_config.gather(run) is None
 
     @classmethod
-    def decided(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
+    def resolve_options(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
         """`gather: step` where what it holds, without activations, takes half of the memory at most."""
         held = FSDP2Step.bytes_held(run, processes)
         rest = sum(held.values()) - held["weights"] + FSDP2Step.partial_sums(run, processes)
@@ -118,7 +118,7 @@ class FSDP2(ShardedRecovery):
         super().__init__(run, world)
         self.in_tree_order = self.gives_bits(run)
         self.tensor = tensor_ranks(run)
-        if world.apart:  # in no group of ranks yet
+        if world.joining:  # in no group of ranks yet
             return
         self.replicas = int(run.strategy.options.get("replicate", 1))
         self.shards = world.size // (self.replicas * self.tensor)
@@ -144,7 +144,7 @@ class FSDP2(ShardedRecovery):
         self.task = task
         self.mesh = self.make_mesh()
         source = (
-            make_model(task) if self.world.is_main and not self.blank else None
+            make_model(task) if self.world.is_main and not self.build_empty else None
         )  # the only whole copy of the model, gone when build ends
         self.model = make_model(task, empty=True)
         refuse_own_tensors(self.model, "strategy.options.gather: FSDP", fsdp_config.INSTEAD)
@@ -179,7 +179,7 @@ class FSDP2(ShardedRecovery):
         self.parts = dict(self.model.named_parameters())  # a gathered block shows others
         self.named = {n: p for n, p in self.parts.items() if p.requires_grad}
         self.uses = Uses(self.model, self.parameters)
-        if not self.blank:
+        if not self.build_empty:
             self.receive(source)
         self.statistics = Statistics(self.model)
         self.model.train()
@@ -233,15 +233,15 @@ class FSDP2(ShardedRecovery):
 
     def receive(self, source: nn.Module | None) -> None:
         """Weights and buffers from rank 0's model, one at a time; each rank keeps its part. Collective."""
-        given: dict[str, Tensor] = {}  # every name: which of them a tied weight goes by may differ
+        whole_of: dict[str, Tensor] = {}  # every name: which of them a tied weight goes by may differ
         if source is not None:
-            given |= dict(source.named_parameters(remove_duplicate=False))
-            given |= dict(source.named_buffers(remove_duplicate=False))
+            whole_of |= dict(source.named_parameters(remove_duplicate=False))
+            whole_of |= dict(source.named_buffers(remove_duplicate=False))
         with torch.no_grad():
             for name, own in [*self.model.named_parameters(), *self.model.named_buffers()]:
                 whole = (
-                    given[name].detach().to(self.world.device, own.dtype)
-                    if given
+                    whole_of[name].detach().to(self.world.device, own.dtype)
+                    if whole_of
                     else torch.empty(own.shape, dtype=own.dtype, device=self.world.device)
                 )
                 if self.world.size > 1:
@@ -263,24 +263,31 @@ class FSDP2(ShardedRecovery):
             self.turn, self.last, self.uses.counting = turn, turn == rounds - 1, turn < len(batch.micro_batches)
             self.root.set_requires_all_reduce(self.last)
             seed_everything(self.run.seed, batch.step, micro.index)
-            with self.phases("forward"), self.autocast():  # no longer than this: it keeps what it casts
-                loss = self.sources.loss_sum(self.task, self.model(**micro.inputs), micro)
-            self.switched += self.uses.switched()  # not later: FSDP puts that back before backward
-            with self.phases("backward"):
-                self.scaled(loss / batch.targets).backward()
-                self.uses.check_reduced()
-                self.collect(micro.index)
-            if turn < len(batch.micro_batches):
-                losses[micro.index] = loss.detach()
+            own = turn < len(batch.micro_batches)
+            with self.observed(micro.index) if own else self.listening(None):
+                loss = self.run_micro_batch(micro, batch.targets)
+            if own:
+                losses[micro.index] = loss
                 self.statistics.take(micro)
             else:
                 self.statistics.reset()
         with self.phases("reduction"):
             losses, uses = self.agree(losses, self.uses.counts)
         with self.phases("optimizer"):
-            norm, used = self.update(batch.step, self.whole_gradient(), learning_rate, losses, uses)
+            norm, used = self.optimizer_step(batch.step, self.whole_gradient(), learning_rate, losses, uses)
         self.statistics.finish(self.data_parallel.sum, used)
         return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
+
+    def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
+        """Forward and backward, the gradient being that of loss sum / divisor. Returns the loss sum, detached."""
+        with self.phases("forward"), self.autocast():  # no longer than this: it keeps what it casts
+            loss = self.loss_sum(self.model(**micro.inputs), micro)
+        self.switched += self.uses.switched()  # not later: FSDP puts that back before backward
+        with self.phases("backward"):
+            self.scaled(loss / divisor).backward()
+            self.uses.check_reduced()
+            self.collect(micro.index)
+        return loss.detach()
 
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
         def call() -> None:  # the same examples on every rank, and no backward that would let go of what is gathered
@@ -291,14 +298,14 @@ class FSDP2(ShardedRecovery):
         return [call]
 
     def take_effects(self, effects: SideEffects) -> SideEffects:
-        found = effects.together(self.world.all_gather)
-        names = sorted(found.moved | found.hooked | ((found.written | found.evaluated) & self.parts.keys()))
+        agreed = effects.together(self.world.all_gather)
+        names = sorted(agreed.moved | agreed.hooked | ((agreed.written | agreed.evaluated) & self.parts.keys()))
         if names and (self.world.size == 1 or not self.named.keys().isdisjoint(names)):
             raise RunError(
                 f"strategy.options.gather: FSDP would lose what the model's forward does to {first_few(names)}, "
                 f"since it puts other tensors in the place of weights. Use {fsdp_config.INSTEAD}"
             )
-        return super().take_effects(found)
+        return super().take_effects(agreed)
 
     @property
     def root(self) -> FSDPModule:
@@ -322,9 +329,9 @@ class FSDP2(ShardedRecovery):
             self.tree = ReductionTree(0)  # lets go of its sums
 
     def sums_of_step(self, losses: Tensor, numbers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        losses, found = super().sums_of_step(losses, [*numbers, *self.uses.signature()])
-        self.uses.compare(found[-2:], self.data_parallel.size)
-        return losses, found[:-2]
+        losses, counts = super().sums_of_step(losses, [*numbers, *self.uses.signature()])
+        self.uses.compare(counts[-2:], self.data_parallel.size)
+        return losses, counts[:-2]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -332,8 +339,8 @@ class FSDP2(ShardedRecovery):
 
     def whole_gradient(self) -> Gradient:
         """Each rank holds its parts, and each part as many ranks as it is not cut over."""
-        found = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self.named.items()}
-        parts = [Part(n, p, found[n], cuts(found[n]) / self.world.size) for n, p in self.named.items()]
+        gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self.named.items()}
+        parts = [Part(n, p, gradients[n], cuts(gradients[n]) / self.world.size) for n, p in self.named.items()]
         return Gradient(parts, list(self.named), self.world.sum)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -356,7 +363,7 @@ class FSDP2(ShardedRecovery):
     # -- state -------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def fitted(cls, run: Run, processes: int) -> Run:
+    def fit_options(cls, run: Run, processes: int) -> Run:
         """As many replicas as the run file says, or as divide the processes and leave something to shard."""
         options, tensor = dict(run.strategy.options), tensor_ranks(run)
         able = [n for n in range(1, int(options.get("replicate", 1)) + 1) if not processes % (n * tensor)]
@@ -380,12 +387,12 @@ class FSDP2(ShardedRecovery):
         return gathered.cpu() if self.world.is_main else None
 
     def export(self) -> dict[str, Tensor] | None:
-        found = {name: self.on_main(tensor) for name, tensor in self.model.state_dict().items()}
+        weights = {name: self.on_main(tensor) for name, tensor in self.model.state_dict().items()}
         if not self.world.is_main:
             return None
         low = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
         low = low if self.run.model.trained_in_bfloat16 else set()
-        return {n: t.bfloat16() if n in low else t for n, t in found.items() if t is not None}
+        return {n: t.bfloat16() if n in low else t for n, t in weights.items() if t is not None}
 
     def close(self) -> None:
         self.scatters.clear()

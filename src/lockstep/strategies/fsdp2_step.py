@@ -39,6 +39,8 @@ BUCKET_BYTES = 25 * 2**20
 class FSDP2Step(ShardedRecovery, Native):
     """`strategy.options`: `gather: step`, and none of FSDP's own."""
 
+    plugin = "strategies"  # a base: it has no name in a run file
+
     waits_inside = ("reduction", "overlapped", "optimizer")
     told = ", weights gathered once a step"
 
@@ -69,7 +71,7 @@ class FSDP2Step(ShardedRecovery, Native):
         self.slots = [self.slots_of([self.parameters[i] for i in b]) for b in self.buckets]
 
     def make(self, task: Task) -> nn.Module:
-        return roomy(make_model(task, empty=True)) if self.blank else make_model(task)
+        return roomy(make_model(task, empty=True)) if self.build_empty else make_model(task)
 
     def slots_of(self, parameters: Sequence[Tensor]) -> RowSlots:
         return RowSlots([p.shape for p in parameters], self.world.size)
@@ -98,15 +100,15 @@ class FSDP2Step(ShardedRecovery, Native):
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def take_effects(self, effects: SideEffects) -> SideEffects:
-        found = super().take_effects(effects)
-        if found.moved and not self.alone:
-            names = first_few(sorted(found.moved))
+        agreed = super().take_effects(effects)
+        if agreed.moved and not self.alone:
+            names = first_few(sorted(agreed.moved))
             raise RunError(
                 f"strategy.name: the model's forward gives {names} other memory (by `.data =`, or a new parameter), "
                 "and fsdp2 updates the memory that it had. Write into the weight in place "
                 "(`weight.copy_(...)` under torch.no_grad()), or use strategy.name=ddp"
             )
-        return found
+        return agreed
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         leaves = batch.count if self.run.strategy.exact else self.world.size
@@ -146,14 +148,14 @@ class FSDP2Step(ShardedRecovery, Native):
         while self.sent < len(self.buckets):
             self.send()
         rows = self.sum_rows(self.with_last_leaf(list(self.rows), [self.take_gradient(i) for i in self.rows]))
-        found = {i: self.own_rows(summed) for i, summed in rows.items()}
+        gradients = {i: self.own_rows(summed) for i, summed in rows.items()}
         for positions, slots, sums in zip(self.buckets, self.slots, self.scatter.finish(), strict=True):
             (slot,) = sums.values()
-            found |= zip(positions, slots.own(slot, self.world.rank), strict=True)
-        return [found[i] for i in range(len(self.parameters))]
+            gradients |= zip(positions, slots.own(slot, self.world.rank), strict=True)
+        return [gradients[i] for i in range(len(self.parameters))]
 
     def own_rows(self, gradient: Tensor) -> Tensor:
-        """The same of a row-sparse one."""
+        """This rank's rows of a row-sparse gradient."""
         mine = self.own(torch.arange(len(gradient)), self.world.rank)
         first = int(mine[0]) if len(mine) else 0
         return rows_between(gradient, first, first + len(mine))
@@ -168,14 +170,14 @@ class FSDP2Step(ShardedRecovery, Native):
         ]
         return Gradient(parts, list(self.named), self.world.sum)
 
-    def update(
+    def optimizer_step(
         self, step: int, gradient: Gradient, learning_rate: float, losses: Tensor, uses: Sequence[int]
     ) -> tuple[Tensor, Tensor | bool]:
-        norm, used = super().update(step, gradient, learning_rate, losses, uses)
+        norm, used = super().optimizer_step(step, gradient, learning_rate, losses, uses)
         if used is not False and not self.alone:
-            self.torn = True
+            self.update_incomplete = True
             self.gather()
-            self.torn = False
+            self.update_incomplete = False
         return norm, used
 
     def weights_changed(self) -> None:

@@ -28,7 +28,7 @@ class HFAccelerate(Hooked):
     casts_inside = True
 
     @classmethod
-    def variant(cls, run: Run) -> type[Strategy]:
+    def resolve_class(cls, run: Run) -> type[Strategy]:
         if "fsdp" in run.strategy.options:
             from lockstep.strategies.engines.accelerated_fsdp import AcceleratedFSDP2
 
@@ -64,14 +64,14 @@ class HFAccelerate(Hooked):
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         with self.phases("forward"):
-            loss = self.sources.loss_sum(self.task, self.wrapped(**micro.inputs), micro)
+            loss = self.loss_sum(self.wrapped(**micro.inputs), micro)
         with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
             self.accelerator.backward(self.scaled(loss / divisor))
         return loss.detach()
 
-    def part(self) -> None:
+    def detach_group(self) -> None:
         release(self.accelerator)
-        super().part()
+        super().detach_group()
 
     def close(self) -> None:
         super().close()

@@ -88,17 +88,17 @@ class HFTrainer(Hooked):
         """What Trainer gives to DistributedDataParallel, and gradients that live in its buckets."""
         from accelerate import DistributedDataParallelKwargs
 
-        given = {"bucket_cap_mb": arguments.ddp_bucket_cap_mb, "static_graph": arguments.ddp_static_graph}
+        options = {"bucket_cap_mb": arguments.ddp_bucket_cap_mb, "static_graph": arguments.ddp_static_graph}
         return DistributedDataParallelKwargs(
             find_unused_parameters=bool(arguments.ddp_find_unused_parameters),
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
-            **{name: value for name, value in given.items() if value is not None},
+            **{name: value for name, value in options.items() if value is not None},
         )
 
     def loss(self, outputs: Any, targets: Tensor, num_items_in_batch: float) -> Tensor:
         """Trainer's `compute_loss_func`; `num_items_in_batch` is the divisor that `run_piece` was given."""
-        loss = self.sources.loss_sum(self.task, outputs, self.micro)
+        loss = self.loss_sum(outputs, self.micro)
         self.loss_of_micro = loss.detach()
         with self.autocast(False):
             return self.scaled(loss / num_items_in_batch)
@@ -110,10 +110,10 @@ class HFTrainer(Hooked):
             self.trainer.training_step(self.wrapped, inputs, num_items_in_batch=divisor)  # type: ignore[arg-type]
         return self.loss_of_micro
 
-    def part(self) -> None:
+    def detach_group(self) -> None:
         release(self.trainer.accelerator)
         self.trainer.model_wrapped = self.model
-        super().part()
+        super().detach_group()
 
     def close(self) -> None:
         super().close()

@@ -6,7 +6,7 @@ In: micro-batches. Out: one update of a replicated model. Read `single.py`, then
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
@@ -36,9 +36,11 @@ from lockstep.tasks.task import Task
 class Native(Strategy):
     """A whole copy of model and optimizer on every rank."""
 
+    plugin = "strategies"  # a base: it has no name in a run file
+
     exact = True
     trains_bfloat16 = without_masters = True
-    regroups: ClassVar[bool] = False  # whether every rank holds the whole state, and `part` and `regroup` are enough
+    keeps_whole_state: ClassVar[bool] = False  # on every rank: `detach_group` and `attach_group` are enough
     statistics: Statistics
     shares: Shares | None = None  # of this step's micro-batches; None: even ones
     travelling = False  # whether gradients leave during this micro-batch's backward: it then waits for other ranks, too
@@ -101,11 +103,10 @@ class Native(Strategy):
         self.statistics.start(batch.count)
         with self.autocast():  # around the whole step: weights are cast once, not once a micro-batch
             for micro in batch.micro_batches:
-                if self.fresh_casts:
-                    torch.clear_autocast_cache()
-                # dropout depends on the micro-batch, not on the rank
-                seed_everything(self.run.seed, batch.step, micro.index)
-                losses[micro.index] = self.backward(micro, batch.targets, last=micro is batch.micro_batches[-1])
+                last = micro is batch.micro_batches[-1]
+                losses[micro.index] = self.compute(
+                    batch.step, micro, partial(self.backward, micro, batch.targets, last)
+                )
                 self.statistics.take(micro)
                 self.switched += not all(p.requires_grad for p in self.parameters)
         with self.phases("reduction"):
@@ -113,9 +114,31 @@ class Native(Strategy):
             losses, uses = self.agree(losses, self.uses)
             self.tree = ReductionTree(0)  # lets go of partial sums
         with self.phases("optimizer"):
-            norm, used = self.update(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
+            norm, used = self.optimizer_step(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
         self.statistics.finish(self.world.sum, used)
         return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
+
+    def compute(self, step: int, micro: MicroBatch, backward: Callable[[], Tensor]) -> Tensor:
+        """One micro-batch of a step, forward and backward, by `backward`, which returns its loss sum. Dropout depends
+        on the seed, the step and the micro-batch, and not on the rank. Call it within `autocast`."""
+        if self.fresh_casts:
+            torch.clear_autocast_cache()
+        seed_everything(self.run.seed, step, micro.index)
+        with self.observed(micro.index):
+            return backward()
+
+    def recompute(self, step: int, micro: MicroBatch, targets: float) -> Tensor:
+        """A micro-batch computed once more beside its step, on any rank. Its gradient has the bits of the step's own;
+        the observer hears of it, and no `.grad` is touched. Returns the loss sum. Not collective."""
+
+        def backward() -> Tensor:
+            loss = self.loss_sum(self.model(**micro.inputs), micro)
+            with self.autocast(False):
+                torch.autograd.grad(self.scaled(loss / targets), self.parameters, allow_unused=True)
+            return loss.detach()
+
+        with self.autocast(), self.sources.preserved():
+            return self.compute(step, micro, backward)
 
     def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
         """One micro-batch, forward and backward; its gradient goes into the tree. Returns the micro-batch's loss
@@ -132,7 +155,7 @@ class Native(Strategy):
         """Forward and backward of one micro-batch on `self.wrapped`, the gradient being that of loss sum / divisor.
         Returns the loss sum, detached."""
         with self.phases("forward"):
-            loss = self.sources.loss_sum(self.task, self.wrapped(**micro.inputs), micro)
+            loss = self.loss_sum(self.wrapped(**micro.inputs), micro)
         with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
             self.scaled(loss / divisor).backward()
         return loss.detach()
@@ -160,12 +183,12 @@ class Native(Strategy):
     def pop_gradients(self) -> list[Tensor]:
         """After a micro-batch: its gradients and what waited for them, in the order of `self.parameters`, zero where it
         has none; the parameters hold none afterwards."""
-        found = [self.take_gradient(i) for i in range(len(self.parameters))]
+        gradients = [self.take_gradient(i) for i in range(len(self.parameters))]
         self.waiting = None
-        return found
+        return gradients
 
     def take_gradient(self, position: int) -> Tensor:
-        """The same of one parameter."""
+        """The gradient of one parameter, which holds none afterwards."""
         parameter, waited = self.parameters[position], self.waiting
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
@@ -253,7 +276,7 @@ class Native(Strategy):
     def export(self) -> dict[str, Tensor] | None:
         return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None
 
-    def part(self) -> None:
+    def detach_group(self) -> None:
         """Let go of all that belongs to the group of ranks: a wrapper, what travels. The state stays as it is between
         two updates."""
         self.tree, self.waiting = ReductionTree(0), None
@@ -261,7 +284,7 @@ class Native(Strategy):
         for parameter in (*self.parameters, *self.stepped.values()):
             parameter.grad = None
 
-    def regroup(self) -> None:
+    def attach_group(self) -> None:
         """There is another group of ranks, and each of them holds the state. Collective."""
         self.data_parallel = DataParallel(self.world.rank, self.world.size, self.world.sum)
 

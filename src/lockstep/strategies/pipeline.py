@@ -46,7 +46,7 @@ from lockstep.strategies.exact.reduction import Exchange, buckets, most_held, sh
 from lockstep.strategies.exact.shared_state import ShardedRecovery
 from lockstep.strategies.native import call_on_cpu
 from lockstep.strategies.strategy import DataParallel, summing
-from lockstep.tasks.models import models
+from lockstep.tasks.models import model_configs
 from lockstep.tasks.task import Task
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -95,7 +95,7 @@ class Pipeline(ShardedRecovery):
                 f"strategy.options.stages: {ranks} stages do not divide {processes} processes; every pipeline needs "
                 f"as many"
             )
-        layers = sequential.layer_count(run) if own_model(run) else layer_count(models.load_config(run))
+        layers = sequential.layer_count(run) if own_model(run) else layer_count(model_configs.load_config(run))
         if ranks * each > layers:
             stages = (
                 f"{ranks} stages are"
@@ -114,7 +114,7 @@ class Pipeline(ShardedRecovery):
 
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)
-        if world.apart:  # in no group of ranks yet
+        if world.joining:  # in no group of ranks yet
             return
         self.ranks, self.schedule_name, each = _shape(run, world.size)
         self.pipelines = world.size // self.ranks
@@ -136,9 +136,9 @@ class Pipeline(ShardedRecovery):
         self.task = task
         with self.world.forming():
             self.make_groups()
-        model = make_model(task, empty=self.blank or not self.world.is_main)
+        model = make_model(task, empty=self.build_empty or not self.world.is_main)
         refuse_own_tensors(model, "strategy.name: pipeline", "strategy.name=ddp")
-        if not self.blank:
+        if not self.build_empty:
             call = partial(call_on_cpu, model, task)
             refuse_writes(model, self.world, call, "strategy.name: pipeline", "strategy.name=ddp")
         self.cut = (sequential.SequentialCut if own_model(self.run) else Cut)(model, self.stages)
@@ -190,11 +190,11 @@ class Pipeline(ShardedRecovery):
         """Rank 0's weights, one tensor at a time; every rank keeps its own. Collective."""
         source = dict([*model.named_parameters(), *model.named_buffers()])
         for name, shape in [*self.cut.whole.named_parameters(), *self.cut.whole.named_buffers()]:
-            if self.world.is_main and not self.blank:
+            if self.world.is_main and not self.build_empty:
                 tensor = source[name].detach().to(self.world.device).contiguous()
             else:
                 tensor = torch.empty(shape.shape, dtype=shape.dtype, device=self.world.device)
-            if not self.blank:
+            if not self.build_empty:
                 dist.broadcast(tensor, 0)
             for part in self.cut_parts:
                 part.place(name, tensor)
@@ -214,7 +214,7 @@ class Pipeline(ShardedRecovery):
             own = [sum(held.uses.get(name, 0) for held in self.held) for name in self.order]
             losses, uses = self.agree(self.losses, own)
         with self.phases("optimizer"):
-            norm, used = self.update(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
+            norm, used = self.optimizer_step(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
         return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
 
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
@@ -226,7 +226,7 @@ class Pipeline(ShardedRecovery):
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """What the last stage calls backward on."""
-        loss = self.sources.loss_sum(self.task, outputs, micro)
+        loss = self.loss_sum(outputs, micro)
         self.losses[micro.index] = loss.detach()
         with self.autocast(False):
             return self.scaled(loss / self.batch.targets)
@@ -240,8 +240,8 @@ class Pipeline(ShardedRecovery):
                     parameter.grad = gradient
                 held.collect(0)
         totals = self.across_pipelines()
-        found = [dict(zip(held.owned, total, strict=True)) for held, total in zip(self.held, totals, strict=True)]
-        return self.links.tie(self.held, found)
+        gradients = [dict(zip(held.owned, total, strict=True)) for held, total in zip(self.held, totals, strict=True)]
+        return self.links.tie(self.held, gradients)
 
     def across_pipelines(self) -> list[list[Tensor]]:
         """For each part what its tree's root is when the trees of all pipelines are one. Collective."""
@@ -269,8 +269,8 @@ class Pipeline(ShardedRecovery):
     def whole_gradient(self, gradients: list[dict[str, Tensor]]) -> Gradient:
         """Each stage holds its own weights'; a tied weight counts where its owner is."""
         parts = [
-            Part(name, parameter, found[name], float(name in held.owned))
-            for held, found in zip(self.held, gradients, strict=True)
+            Part(name, parameter, gradients_of[name], float(name in held.owned))
+            for held, gradients_of in zip(self.held, gradients, strict=True)
             for name, parameter in held.parameters.items()
         ]
         return Gradient(parts, self.order, summing(self.pipe))
@@ -310,7 +310,7 @@ class Pipeline(ShardedRecovery):
         return logits
 
     @classmethod
-    def fitted(cls, run: Run, processes: int) -> Run:
+    def fit_options(cls, run: Run, processes: int) -> Run:
         """As many stages as the run file says, or one pipeline of all processes."""
         stages = run.strategy.options.get("stages")
         if stages is None or not processes % stages:
@@ -344,10 +344,10 @@ class Pipeline(ShardedRecovery):
             held_state.load(saved, tensors, self.stepper, self.scaling, held.parameters)
 
     def export(self) -> dict[str, Tensor] | None:
-        found = gather(self.weights(), self.world)
+        weights = gather(self.weights(), self.world)
         if not self.world.is_main:
             return None
-        return {key: found[self.cut.canonical[key]] for key in self.cut.whole.state_dict()}
+        return {key: weights[self.cut.canonical[key]] for key in self.cut.whole.state_dict()}
 
     def close(self) -> None:
         del self.model, self.optimizer, self.stepper, self.schedule, self.engine, self.held, self.cut_parts

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -30,7 +30,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.engines.side_effects import SideEffects
 from lockstep.strategies.engines.writes import preserved
-from lockstep.strategies.exact import averaging, held_state, masters, optim
+from lockstep.strategies.exact import held_state, masters, optim
 from lockstep.strategies.exact.data_parallel import DataParallel as DataParallel
 from lockstep.strategies.exact.data_parallel import summing as summing
 from lockstep.strategies.exact.gradient import Gradient
@@ -39,9 +39,9 @@ from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.exact.scaling import LOWEST, LossScale
 from lockstep.strategies.exact.source_sums import SourceSums
 from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.observer import StepObserver
 from lockstep.strategies.optimizers import optimizer as optimizers
-from lockstep.tasks.abilities import Generates
-from lockstep.tasks.models import decoding, quantized
+from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 
@@ -60,10 +60,12 @@ class Strategy(ABC):
     flat_parts: ClassVar[bool] = False  # whether an engine hands the optimizer parts of tensors laid end to end
     casts_inside: ClassVar[bool] = False  # whether its engine puts an autocast of its own into the model's forward
     takes_4_bits: ClassVar[bool] = False  # whether an adapter's base may be kept in 4 bits
-    rebuilds: ClassVar[bool] = False  # whether it is a `Shared`, which is built anew where ranks are lost
+    supports_reshard: ClassVar[bool] = False  # whether it is a `ShardedRecovery`
+    gloo_threads: ClassVar[int] = 1  # 2 where, as long as it is exact, it makes no functional collectives
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (phases.py) in which this rank also waits for other ranks."""
 
+    task: Task
     model: nn.Module  # what this rank holds of the model, under the task's own parameter names
     named: dict[str, nn.Parameter]  # those of them that are trained
     optimizer: Any  # the stepper, or an engine's around it
@@ -72,11 +74,7 @@ class Strategy(ABC):
     statistics: Statistics | None = None  # the model's running statistics, where the strategy brings them together
     effects: SideEffects = SideEffects()  # what forward changes by itself, once `dry_run` has looked
     switched = 0  # micro-batches that switched off a weight's `requires_grad`; counted where there is a whole model
-    observe: Callable[[dict[str, Tensor]], None] | None = None
-    """`lockstep verify` listens here: called in every `train_step`, on every rank, with the whole gradient before
-    clipping, by parameter name. Empty on ranks that the strategy does not gather to."""
-
-    before_update: Callable[[], None] | None = None  # called once a step's gradient is whole: `guard` looks here
+    observer: StepObserver | None = None  # listens to every `train_step`; the same kind on every rank
 
     def __init__(self, run: Run, world: World) -> None:
         """Topology only, nothing is built and nothing communicated."""
@@ -108,7 +106,7 @@ class Strategy(ABC):
             )
 
     @classmethod
-    def variant(cls, run: Run) -> type[Strategy]:
+    def resolve_class(cls, run: Run) -> type[Strategy]:
         """The class that does the work under these options, where one name stands for several engines."""
         return cls
 
@@ -142,11 +140,12 @@ class Strategy(ABC):
 
     @classmethod
     def needs_memory_to_resolve(cls, run: Run) -> bool:
-        """Whether an option that is not given depends on the memory of the machines: `decided` gives it then."""
+        """Whether an option that is not given depends on the memory of the machines: `resolve_options` gives it
+        then."""
         return False
 
     @classmethod
-    def decided(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
+    def resolve_options(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
         """The run with that option. `parameters`: of the model, and those of them that are trained; `memory`: bytes of
         the device that has least of it, for one process. Never changes bits."""
         return run
@@ -175,6 +174,42 @@ class Strategy(ABC):
         """What backward is called on: times the loss scale, where there is one."""
         return loss if self.scaling is None else loss * self.scaling.value
 
+    def loss_sum(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """The loss sum of a micro-batch, of what the model gave for it: a scalar with its graph."""
+        loss = self.sources.loss_sum(self.task, outputs, micro)
+        if self.observer is not None:
+            self.observer.loss(micro.index, loss)
+        return loss
+
+    @contextmanager
+    def listening(self, observer: StepObserver | None) -> Iterator[None]:
+        """In here `observer` listens, or nobody, in the place of the one before."""
+        before, self.observer = self.observer, observer
+        try:
+            yield
+        finally:
+            self.observer = before
+
+    @contextmanager
+    def observed(self, index: int) -> Iterator[None]:
+        """In here micro-batch `index` runs, forward and backward: the observer hears of each parameter's gradient."""
+        observer, hooks = self.observer, list[Any]()
+        if observer is None or not observer.hears(index):
+            yield
+            return
+
+        def register(module: nn.Module, inputs: Any) -> None:  # by now an engine has put the weights in their places
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    hooks.append(parameter.register_hook(partial(observer.gradient, index, name)))
+
+        hooks.append(self.model.register_forward_pre_hook(register))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     @abstractmethod
     def build(self, task: Task) -> None:
         """Model, wrapping, optimizer."""
@@ -183,24 +218,22 @@ class Strategy(ABC):
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         """One update."""
 
-    def update(
+    def optimizer_step(
         self, step: int, gradient: Gradient, learning_rate: float, losses: Tensor, uses: Sequence[int]
     ) -> tuple[Tensor, Tensor | bool]:
         """Look at the gradient, see that it is finite, clip, set the rate, one step of the optimizer. `losses` and
         `uses` are what `agree` gave. Returns the norm before clipping, and whether the update was made: on CUDA that is
         still on the device, which then leaves the weights as they are by itself, and the host hears of it in the next
         update. Collective. Errors: `NotFinite`, also of the update before."""
-        if self.before_update is not None:
-            self.before_update()
         scale = None
         if self.scaling is not None:
             gradient.scale_(1 / (scale := self.scaling.value))
         norm = gradient.norm()
-        if self.observe is not None:
-            self.observe(gradient.whole(self.world))
-        return norm.to(self.world.device), self.made(step, gradient, norm, scale, learning_rate, losses, uses)
+        if self.observer is not None:
+            self.observer.reduced(gradient)
+        return norm.to(self.world.device), self.apply_gradient(step, gradient, norm, scale, learning_rate, losses, uses)
 
-    def made(
+    def apply_gradient(
         self,
         step: int,
         gradient: Gradient,
@@ -210,10 +243,10 @@ class Strategy(ABC):
         losses: Tensor,
         uses: Sequence[int],
     ) -> Tensor | bool:
-        """The rest of `update`, once all that it needs of other ranks is here."""
+        """The rest of `optimizer_step`, once all that it needs of other ranks is here."""
         if self.scaling is not None:
             self.scaling.follow(losses, norm)
-        used = (self.check_finite_async if self.asks_late else self.usable)(step, losses, norm, scale)
+        used = (self.check_finite_async if self.asks_late else self.check_finite)(step, losses, norm, scale)
         if used is not False:
             gradient.clip_(norm, self.run.optim.max_grad_norm)
             gradient.give(uses)
@@ -244,7 +277,7 @@ class Strategy(ABC):
             weights = self.export()
             return {n: t.clone() for n, t in weights.items()} if other and weights is not None else weights
 
-    def usable(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> bool:
+    def check_finite(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> bool:
         """Whether an update may be made of a gradient with this norm and these losses of the step's micro-batches
         (summed over ranks: [M]): the same on every rank. The host waits for the device here. `scale`: that of the loss;
         a step that it made overflow is left out, whatever the run says of others. Errors: `NotFinite`, unless the run
@@ -259,8 +292,8 @@ class Strategy(ABC):
         return False
 
     def check_finite_async(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> Tensor:
-        """The same without waiting for this step: a bool scalar on the device. What it says of it is raised by the next
-        call, or by `settle`. Errors: `NotFinite` of the step before."""
+        """Check an update without waiting for this step: a bool scalar on the device. What it says of it is raised by
+        the next call, or by `settle`. Errors: `NotFinite` of the step before."""
         self.settle()
         self._doubt = step, ToHost(losses, norm, *([] if scale is None else [scale]))
         return torch.isfinite(losses).all() & torch.isfinite(norm).to(losses.device)
@@ -269,22 +302,22 @@ class Strategy(ABC):
         """Wait for the last update. Errors: `NotFinite`, where it was not made and the run says to stop then."""
         doubt, self._doubt = self._doubt, None
         if doubt is not None:
-            step, found = doubt
-            self.usable(step, *found.wait())
+            step, results = doubt
+            self.check_finite(step, *results.wait())
 
     def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Sums over ranks: the losses of the step's micro-batches [M], and how many of them gave each trainable
         parameter a gradient. Collective. Errors: `RunError` when there is no gradient at all, on every rank."""
-        losses, found = self.sums_of_step(losses, [*uses, self.switched, self.sources.noted])
-        self.sources.agree(found.pop(), losses, self.sum_of_step)
-        if found.pop():
+        losses, counts = self.sums_of_step(losses, [*uses, self.switched, self.sources.noted])
+        self.sources.agree(counts.pop(), losses, self.sum_of_step)
+        if counts.pop():
             self.effects = self.take_effects(replace(self.effects, switched=frozenset(["weights"])))
-        if not any(found):
+        if not any(counts):
             raise RunError(
                 "no weight of the model gets a gradient: the loss does not depend on its trainable weights (look at "
                 "the task's loss, and at what is frozen or detached)"
             )
-        return losses, found
+        return losses, counts
 
     def sums_of_step(self, losses: Tensor, numbers: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Over ranks. The numbers never were on the device, so nobody waits for it. Collective."""
@@ -327,12 +360,14 @@ class Strategy(ABC):
 
     def take_effects(self, effects: SideEffects) -> SideEffects:
         """Those of all ranks. Collective. Errors: `RunError`, on every rank, for what this strategy cannot keep."""
-        found = effects.together(self.world.all_gather)
-        if found.replaced:
-            raise RunError(f"model(): {side_effects.replacement(found.replaced)}")
-        if found.per_process and self.world.size > 1:
-            raise RunError(side_effects.refusal(self.run.strategy.name, found, self.model, self.statistics is not None))
-        return found
+        agreed = effects.together(self.world.all_gather)
+        if agreed.replaced:
+            raise RunError(f"model(): {side_effects.replacement(agreed.replaced)}")
+        if agreed.per_process and self.world.size > 1:
+            raise RunError(
+                side_effects.refusal(self.run.strategy.name, agreed, self.model, self.statistics is not None)
+            )
+        return agreed
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -359,7 +394,7 @@ class Strategy(ABC):
         held_state.load(saved, held_state.tensors_of(self.model), self.stepper, self.scaling)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The same, whole on rank 0; on other ranks what is there without gathering it."""
+        """The state, whole on rank 0; on other ranks what is there without gathering it."""
         return gather(self.sharded_state_dict(), self.world)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -376,22 +411,5 @@ class Strategy(ABC):
 
 def strategy_class(run: Run) -> type[Strategy]:
     """The class a run's strategy is of. Errors: `PluginError`, `ImportError`."""
-    found: type[Strategy] = plugins.find("strategies", run.strategy.name)
-    return found.variant(run)
-
-
-def checked_strategy(run: Run, processes: int) -> type[Strategy]:
-    """The same, after it refused what cannot work. Errors: `RunError`."""
-    found = strategy_class(run)
-    optimizers.check(run, found.flat_parts)
-    masters.check(run, found.trains_bfloat16, found.without_masters)
-    quantized.check(run, found.takes_4_bits)
-    averaging.check(run, found.flat_parts)
-    found.check(run, processes)
-    task: type[Task] = plugins.find("tasks", run.task.name)
-    if found.generate is Strategy.generate and issubclass(task, Generates) and not task.decodes_greedily(run):
-        raise RunError(
-            f"strategy.name: {run.strategy.name} decodes greedily only; set task.beams to 1 and task.temperature to 0, "
-            "or let nothing be written (task.samples=0, task.bleu=false)"
-        )
-    return found
+    cls: type[Strategy] = plugins.find("strategies", run.strategy.name)
+    return cls.resolve_class(run)

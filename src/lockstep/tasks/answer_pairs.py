@@ -18,9 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from lockstep.config.run import Run, RunError
 from lockstep.data import column_scan, conversations, lm_documents, missing_values, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
+from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.tasks import length_curves
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.text_task import TextTask
@@ -66,6 +65,8 @@ class AnswerPairOptions(BaseModel):
 
 class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     """A task whose example is a pair of answers."""
+
+    plugin = "tasks"  # a base: it has no name in a run file
 
     Options: ClassVar[type[AnswerPairOptions]]
     row_is_example = True

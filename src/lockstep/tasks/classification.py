@@ -17,9 +17,8 @@ import pyarrow as pa
 from lockstep.config.run import Run, RunError
 from lockstep.data import labels, missing_values, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode, encoded
+from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, encode, encoded
 from lockstep.tasks.abilities import Streams
 from lockstep.tasks.label_task import LabelTask
 from lockstep.tasks.objectives.numbers import RegressionObjective

@@ -122,7 +122,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     @classmethod
     def prepare(cls, run: Run) -> Prepared:
-        from lockstep.tasks.models import models
+        from lockstep.tasks.models import model_configs, models
 
         options = EmbeddingOptions.model_validate(run.task.options)
         score = {} if options.score is None else {"task.score": options.score}
@@ -137,7 +137,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         )
         hashes = {split: content(rows, [*texts, *score.values()]) for split, rows in splits.items()}
         folder = tokenizer.prepare(run, text_pairs.batches(splits["train"], texts), hashes["train"])
-        if models.load_config(run).is_encoder_decoder:
+        if model_configs.load_config(run).is_encoder_decoder:
             raise RunError("model: embeddings are made by an encoder or a decoder, and this is both; choose another")
         models.check(run, "embedding")
         known: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
@@ -295,11 +295,11 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return found, text_pairs.true_of(columns, rows)
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
-        from lockstep.tasks.models import models
+        from lockstep.tasks.models import model_configs
 
         if self.options.score is not None:
             return np.array([0.9, -0.1, 0.4, 0.3]), np.array([1.0, 0.0, 0.5, 0.25])
-        return retrieval.dummy_predictions((4, self.texts, int(models.load_config(self.run).hidden_size)))
+        return retrieval.dummy_predictions((4, self.texts, int(model_configs.load_config(self.run).hidden_size)))
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         count = float(sums["examples"])

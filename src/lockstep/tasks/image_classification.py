@@ -133,10 +133,11 @@ class ImageClassification(LabelTask):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.options: Any = self.Options.model_validate(run.task.options)
+        options: Any = self.Options.model_validate(run.task.options)
+        self.options = options
         self.labels: list[str] = prepared.facts["labels"]
         self.processor = load_processor(prepared.tokenizer)
-        self.learn(OneLabel(self.options, self.labels, prepared.facts["of_label"], len(self.splits["train"])))
+        self.learn(OneLabel(options, self.labels, prepared.facts["of_label"], len(self.splits["train"])))
 
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models
@@ -309,7 +310,7 @@ def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
-    from lockstep.tasks.models import models
+    from lockstep.tasks.models import model_configs
 
     if run.model.source is not None:
         found = model_folder(run.model.source)
@@ -324,7 +325,7 @@ def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
                 f"model.source: {found} has no image processor: {explained(error, run.model.revision)}"
             ) from error
     else:
-        config = models.load_config(run)
+        config = model_configs.load_config(run)
         names: Any = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type, {})
         if (name := names.get("pil")) is None:
             raise RunError(f"model.type: transformers has no image processor of Pillow's for {config.model_type}")
@@ -363,7 +364,7 @@ def _shape(run: Run, processor: Any) -> tuple[int, ...]:
     halves are not the whole, or that does not fit the model."""
     from PIL import Image
 
-    from lockstep.tasks.models import models
+    from lockstep.tasks.models import model_configs
 
     draw, name = np.random.default_rng(0), type(processor).__name__
     trials = [Image.fromarray(draw.integers(0, 256, (h, w, 3), np.uint8)) for h, w in ((48, 64), (300, 200))]
@@ -379,7 +380,7 @@ def _shape(run: Run, processor: Any) -> tuple[int, ...]:
         raise RunError(
             f"model: {name} does more than to resize, crop, rescale and normalise, which this task does not take apart"
         )
-    config, shape = models.load_config(run), halves[0].shape
+    config, shape = model_configs.load_config(run), halves[0].shape
     channels = getattr(config, "num_channels", 3)
     if channels != shape[0]:
         raise RunError(f"model.config.num_channels: {channels}, and images are read in {shape[0]} colours")

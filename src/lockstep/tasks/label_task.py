@@ -29,6 +29,8 @@ THRESHOLD = "decision_threshold"  # what an export's config calls it
 class LabelTask(Predicts, GivesPredictions, Calibrates):
     """A task whose targets an objective reads and learns."""
 
+    plugin = "tasks"  # a base: it has no name in a run file
+
     objective: Objective
     threshold: float | None = None  # chosen on the validation split
 

@@ -33,9 +33,8 @@ from lockstep.data import (
 )
 from lockstep.data.cache import discard
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
+from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, examples_in
 from lockstep.tasks.abilities import Generates
 from lockstep.tasks.models.language_options import LanguageModelingOptions
 from lockstep.tasks.per_token import PerToken, perplexity
@@ -142,9 +141,9 @@ class LanguageModeling(PerToken, Generates):
     metric_names = ("accuracy", "perplexity", "bits_per_byte", "byte_perplexity", "word_perplexity")
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.models import chunked_loss, models
+        from lockstep.tasks.models import chunked_loss, model_configs, models
 
-        model = models.build(self.run, "causal", self.tokenizer, empty, **models.causal_entries(self.run))
+        model = models.build(self.run, "causal", self.tokenizer, empty, **model_configs.causal_entries(self.run))
         return chunked_loss.install(model, self.loss_chunk)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
@@ -378,9 +377,9 @@ def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[
 
 
 def _check_model(run: Run, options: LanguageModelingOptions) -> None:
-    from lockstep.tasks.models import models, padding
+    from lockstep.tasks.models import model_configs, models, padding
 
-    models.check(run, "causal", options.block_size, "task.block_size", **models.causal_entries(run))
+    models.check(run, "causal", options.block_size, "task.block_size", **model_configs.causal_entries(run))
     padding.check_foresight(run)
     if not options.attend_across_documents and (why := padding.crosses(run)) is not None:
         raise RunError(f"task.attend_across_documents: false is not for this family of models: {why}; leave it out")

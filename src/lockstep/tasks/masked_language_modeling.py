@@ -31,9 +31,8 @@ from lockstep.data import (
 )
 from lockstep.data.cache import discard
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
+from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, examples_in
 from lockstep.tasks.per_token import PerToken, perplexity
 from lockstep.tasks.task import spread_rows
 

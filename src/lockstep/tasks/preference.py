@@ -77,15 +77,15 @@ class Preference(AnswerPairs, UsesReference):
 
     @classmethod
     def check_model(cls, run: Run) -> None:
-        from lockstep.tasks.models import models, padding
+        from lockstep.tasks.models import model_configs, models, padding
 
-        models.check(run, "causal", **models.causal_entries(run))
+        models.check(run, "causal", **model_configs.causal_entries(run))
         padding.check_foresight(run)
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.models import models
+        from lockstep.tasks.models import model_configs, models
 
-        return models.build(self.run, "causal", self.tokenizer, empty, **models.causal_entries(self.run))
+        return models.build(self.run, "causal", self.tokenizer, empty, **model_configs.causal_entries(self.run))
 
     @property
     def usage(self) -> str:

@@ -18,9 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from lockstep.config.run import Run, RunError
 from lockstep.data import lm_documents, qa_features, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
+from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest
 from lockstep.tasks import length_curves
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.metric_arrays import listed

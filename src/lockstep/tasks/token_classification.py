@@ -18,9 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from lockstep.config.run import Run, RunError
 from lockstep.data import column_scan, labels, lm_documents, missing_values, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
+from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.tasks.metric_arrays import listed
 from lockstep.tasks.models.tags import entities, parts
 from lockstep.tasks.per_token import PerToken

@@ -17,9 +17,8 @@ from pydantic import BaseModel, Field
 from lockstep.config.run import Run, RunError
 from lockstep.data import lm_documents, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
+from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.tasks import length_curves
 from lockstep.tasks.abilities import Generates, GivesPredictions, Predicts, Streams
 from lockstep.tasks.metric_arrays import listed
@@ -115,13 +114,13 @@ class Translation(TextTask, Streams, Predicts, Generates, GivesPredictions):
     # -- in every process --------------------------------------------------------------------------------------------
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
-        from lockstep.tasks.models import models
+        from lockstep.tasks.models import model_configs
 
         super().__init__(run, prepared)
         self.target_tokenizer = seq2seq_data.target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
         self.entries = _entries(run, self.tokenizer, self.target_tokenizer)
         self.unpadded = self.padded_because is None
-        self.starts_from_first = models.load_config(run).model_type in models.FROM_FIRST_TOKEN
+        self.starts_from_first = model_configs.load_config(run).model_type in model_configs.FROM_FIRST_TOKEN
         self.overlap = self.overlap_of(self.options)
 
     def model(self, empty: bool = False) -> nn.Module:
@@ -343,9 +342,9 @@ def _asked(batch: MicroBatch) -> dict[str, Tensor]:
 
 def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
     """Entries of the config: where a decoder starts, and the vocabularies of a model from scratch."""
-    from lockstep.tasks.models import models
+    from lockstep.tasks.models import model_configs
 
-    config = models.load_config(run)
+    config = model_configs.load_config(run)
     known = config.to_dict()
     if run.model.type is None:
         start = known.get("decoder_start_token_id")
@@ -353,7 +352,7 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
         return {"use_cache": False, "decoder_start_token_id": sources.pad_token_id if start is None else start}
     # BART begins with its end token, T5Gemma with the first of texts; Marian, T5 and the others with padding
     start = lm_documents.end_of(targets) if config.model_type in ("bart", "mbart") else targets.pad_token_id
-    if config.model_type in models.FROM_FIRST_TOKEN and targets.bos_token_id is not None:
+    if config.model_type in model_configs.FROM_FIRST_TOKEN and targets.bos_token_id is not None:
         start = targets.bos_token_id
     entries = {"use_cache": False, "decoder_start_token_id": start, "forced_eos_token_id": None}
     if "decoder_vocab_size" in known:
@@ -363,11 +362,11 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
 
 
 def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
-    from lockstep.tasks.models import models
+    from lockstep.tasks.models import model_configs, models
 
     key = "task.target_length" if (options.target_length or 0) > run.data.max_length else "data.max_length"
     models.check(run, "seq2seq", max(run.data.max_length, seq2seq_data.most(run, options)), key, use_cache=False)
-    known = models.load_config(run).to_dict()
+    known = model_configs.load_config(run).to_dict()
     known_to = tokenizer.load(str(folder), run.model.trust_remote_code)
     two = (folder / tokenizer.TARGET).is_dir() or getattr(known_to, "separate_vocabs", False)
     if run.model.source is not None and known.get("share_encoder_decoder_embeddings") is False and not two:

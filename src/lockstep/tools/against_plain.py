@@ -2,16 +2,17 @@
 
 In: what `training/plain_steps.py` recorded, and the run. Out: lines that name what differs, and what plain does not
 cover. How much may differ is measured: by a second plain run whose weights differ in their last bit (TTrace,
-arXiv:2506.09280).
+arXiv:2506.09280), and of a run in half precision by a third one in float32.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from lockstep.training.plain_steps import FOLDER, PlainRecord
 COLUMNS = ["step", "loss", "norm", "gradients", "changes"]  # relative differences
 TENSORS = ("gradient", "change")
 STEPS = 2  # that are compared
-FACTOR, LOW = 10.0, 3.0  # times what a change of the last bit of a float32, of a bfloat16 comes to, may differ
+FACTOR, LOW = 10.0, 5.0  # times what a change of the last bit of a float32, of a bfloat16 comes to, may differ
 LEAST = {"loss": 2e-6, "norm": 1e-5, "gradient": 2e-5, "change": 1e-3}  # may differ whatever that comes to, relatively
+LEAST_LOW = {"loss": 1e-3, "norm": 2**-8, "gradient": 2**-8, "change": 2**-6}  # under autocast, whose unit is 2^-8
 FLOOR = 1e-3  # of the whole: the norm that a parameter counts for at least, as gradients that cancel hold its rounding
 NOTHING = 1e-5  # of the whole: a gradient below it is zero but for rounding
 
@@ -62,6 +64,7 @@ def differences(run: Run, steps: int = 2) -> Verdict:
     """Train some steps in this process under `single`, and compare them with plain's. Errors: `RunError`."""
     from lockstep.distributed.world import World
     from lockstep.training import plain_steps
+    from lockstep.training.resolve import for_rank
 
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plain-"))
     values = run.model_dump(mode="json")
@@ -69,7 +72,7 @@ def differences(run: Run, steps: int = 2) -> Verdict:
     alone = Run.load(values | {"output": str(folder), "launch": {"device": run.launch.device, "processes": 1}})
     world = World(alone)
     try:
-        plain_steps.record(alone, world, str(steps))
+        plain_steps.record(for_rank(alone, world), world, str(steps))
         return compare(run, folder / FOLDER)
     finally:
         world.close()
@@ -133,8 +136,9 @@ def compare(run: Run, folder: Path) -> Verdict:
         if record.evaluated:
             verdict.differences.extend(_evaluation(job, record, folder, run.precision))
         plain, perturbed = (_trained(job, record, folder, last_bit) for last_bit in (False, True))
-        for place, (ours, theirs, other) in enumerate(zip(_recorded(record, folder), plain, perturbed, strict=True)):
-            beside = _beside(ours, theirs, other, record.steps[place].number, run.precision)
+        others = [perturbed] + [_trained(_in_float32(job), record, folder, False)] * (run.precision == "bf16")
+        for place, (ours, theirs, *rounded) in enumerate(zip(_recorded(record, folder), plain, *others, strict=True)):
+            beside = _beside(ours, theirs, rounded, record.steps[place].number, run.precision)
             verdict.steps.append(beside)
             if lines := _lines(beside, ours, theirs):
                 verdict.differences.extend(lines)
@@ -178,7 +182,8 @@ def _evaluation(job: Plain, record: PlainRecord, folder: Path, precision: str) -
         plain = evaluation_loss(job, model, examples)
         perturb_(model, precision)
         spread = _relative(evaluation_loss(job, model, examples), plain)
-    allowed = max(LEAST["loss"], (FACTOR if precision == "fp32" else LOW) * spread)
+    factor, least = (FACTOR, LEAST) if precision == "fp32" else (LOW, LEAST_LOW)
+    allowed = max(least["loss"], factor * spread)
     apart = _relative(record.evaluation_loss, plain)
     limit = f"differs by {apart:.1e}, and rounding comes to {allowed:.1e}"
     told = f"evaluation: the loss of {len(examples)} examples is {record.evaluation_loss!r}, and {plain!r} by plain"
@@ -194,6 +199,13 @@ def _model(job: Plain, folder: Path) -> nn.Module:
         first = _named("weight.", load_file(untrained)) if untrained.exists() else weights
         job.reference = build_model(job, first).to(device).eval()
     return build_model(job, weights).to(device)
+
+
+def _in_float32(job: Plain) -> Plain:
+    """The job without autocast."""
+    plain = copy.copy(job)
+    plain.run = {**job.run, "precision": "fp32"}
+    return plain
 
 
 def _trained(job: Plain, record: PlainRecord, folder: Path, perturb: bool) -> Iterator[StepRecord]:
@@ -223,11 +235,13 @@ def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def _beside(ours: StepRecord, plain: StepRecord, perturbed: StepRecord, number: int, precision: str) -> Beside:
+def _beside(ours: StepRecord, plain: StepRecord, rounded: Sequence[StepRecord], number: int, precision: str) -> Beside:
+    """A step of the run beside the plain one. `rounded`: the same by plain, each rounded in another way."""
     found, where = _apart(ours, plain)
-    spread, _ = _apart(perturbed, plain)
-    factor = FACTOR if precision == "fp32" else LOW
-    return Beside(number, found, {key: max(LEAST[key], factor * spread[key]) for key in found}, where)
+    spreads = [_apart(other, plain)[0] for other in rounded]
+    factor, least = (FACTOR, LEAST) if precision == "fp32" else (LOW, LEAST_LOW)
+    allowed = {key: max(least[key], *(factor * spread[key] for spread in spreads)) for key in found}
+    return Beside(number, found, allowed, where)
 
 
 def _apart(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[str, str]]:

@@ -84,7 +84,7 @@ def parsed(spec: str) -> tuple[Path, int]:
 
 
 def _begun(output: Path, step: int, run: Run, console: Console) -> Begun:
-    prepared = start.checked(run, start.planned(run)[1])
+    prepared = start.resolved(run)[2].data
     manifest = next((found for _, found in newest_first(load_of(output))), None)
     if manifest is None:
         raise RunError(f"{output} holds no checkpoint to begin from")

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.output import keep
 from lockstep.config.run import Run, RunError, load
 from lockstep.launchers import start
 from lockstep.tools.replay import again, start_of
@@ -206,10 +205,8 @@ def apart(run: Run, output: Path, step: int) -> list[Entry]:
     folder = Path(tempfile.mkdtemp(prefix="lockstep-diff-"))
     try:
         run = run.model_copy(update={"output": str(folder / "run")})
-        launcher, plan = start.planned(run)
-        start.checked(run, plan)
-        keep(run)
-        status = launcher.start(run, plan, (JOB, str(output.resolve()), str(step)))
+        launcher, _, job = start.resolved(run)
+        status = start.start_ranks(launcher, job, (JOB, str(output.resolve()), str(step)))
         if status or not (run.folder / FOUND).exists():
             raise _Failed(status or 1)
         return read(run.folder)[0]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import plugins
-from lockstep.config.output import keep
 from lockstep.config.overrides import overrides_of
 from lockstep.config.run import Run, RunError, load
 from lockstep.launchers import start
@@ -76,13 +75,11 @@ def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Ite
     try:
         run = run.model_copy(update={"output": str(folder / "run")})
         try:
-            launcher, plan = start.planned(run)
-            start.checked(run, plan)
+            launcher, _, job = start.resolved(run)
         except RunError as caught:
             raise RunError(f"{caught}{written(output, step)}") from caught
-        keep(run)
-        job = (JOB, str(output.resolve()), str(step), str(step if begin is None else begin))
-        status = launcher.start(run, plan, job)
+        words = (JOB, str(output.resolve()), str(step), str(step if begin is None else begin))
+        status = start.start_ranks(launcher, job, words)
         yield status or int(not (run.folder / FOUND).exists()), run.folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -221,7 +218,7 @@ class Replayed:
 
 
 def opened(output: Path, step: int, overrides: Mapping[str, Any], processes: int, strategy: str | None) -> Replayed:
-    """As `replay`, for Python. Errors: `RunError`."""
+    """Recompute a step, for callers in Python. Errors: `RunError`."""
     import torch
     from safetensors.torch import load_file
 

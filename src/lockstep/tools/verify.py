@@ -24,7 +24,6 @@ from lockstep.config.run import Run
 from lockstep.data.tokens import Prepared
 from lockstep.distributed.randomness import UNCOVERED
 from lockstep.launchers import start
-from lockstep.launchers.launcher import Launcher
 from lockstep.launchers.processes import accelerate_config
 from lockstep.tools import against_plain
 from lockstep.track.console import Console
@@ -235,19 +234,24 @@ def verify(run: Run, steps: int, verdict: Path | None = None, plain: bool = True
     reference (`plain`). `verdict`: a file that the result is written to, as JSON. Under torchrun and its like this
     process is one rank. Returns 0 when all is as promised, 1 when not, or a job's own exit status. Errors:
     `RunError`."""
-    launcher = None
+    launcher, job = None, None
     start.task_of_srun(run)
     if start.joining():
         accelerate_config.check_variables(run, os.environ)
     else:
-        launcher, plan = start.planned(run)
-        start.checked(run, plan)
+        launcher, _, job = start.resolved(run)
     folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
     try:
         console = Console(os.environ.get("RANK", "0") == "0")
         console.say(f"{steps} steps under {run.strategy.name} ...")
         looked_at = against_plain.STEPS if plain and against_plain.covers(run) else 0
-        status = _record(run.model_copy(update={"output": str(folder / "run")}), launcher, steps, looked_at)
+        words = _words(steps, looked_at)
+        if launcher is None or job is None:
+            from lockstep.training import rank as worker
+
+            status = worker.main(run.model_copy(update={"output": str(folder / "run")}), words=words)
+        else:
+            status = start.start_ranks(launcher, job.into(str(folder / "run")), words)
         if status or not (folder / "run" / "recording.json").exists():  # the latter on every rank but the first
             return status
         if single:
@@ -263,24 +267,18 @@ def verify(run: Run, steps: int, verdict: Path | None = None, plain: bool = True
 def recorded(run: Run, folder: Path, steps: int) -> tuple[int, Prepared | None]:
     """A few steps of a run that this process starts, written down in a folder: the job's exit status, and the data.
     Errors: `RunError`."""
-    launcher, plan = start.planned(run)
-    prepared = start.checked(run, plan)
-    status = _record(run.model_copy(update={"output": str(folder)}), launcher, steps)
-    return status or int(not (folder / "recording.json").exists()), prepared
+    launcher, _, job = start.resolved(run)
+    status = start.start_ranks(launcher, job.into(str(folder)), _words(steps))
+    return status or int(not (folder / "recording.json").exists()), job.data
 
 
-def _record(run: Run, launcher: Launcher | None, steps: int, plain: int = 0) -> int:
-    job = (RECORD, str(steps), "0", str(plain))
-    if launcher is None:
-        from lockstep.training import rank as worker
-
-        return worker.main(run, job=job)
-    keep(run)
-    return launcher.start(run, launcher.plan(run), job)
+def _words(steps: int, plain: int = 0) -> tuple[str, ...]:
+    """What each rank does: record so many steps, and so many without dropout."""
+    return (RECORD, str(steps), "0", str(plain))
 
 
 def record_alone(run: Run, folder: Path, steps: int, timed: int = 0) -> int:
-    """The same job as one process, in a process of its own. Returns its exit status."""
+    """Run the job as one process, in a process of its own. Returns its exit status."""
     values: dict[str, Any] = run.model_dump(mode="json")
     values["strategy"] = {"name": "single", "exact": run.strategy.exact, "options": {}}
     own = type(run.launch).model_fields  # without those of its launcher

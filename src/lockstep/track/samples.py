@@ -16,8 +16,8 @@ def joined(sample: Mapping[str, str]) -> str:
 
 
 def on_a_line(sample: Mapping[str, str], room: int) -> str:
-    """The same on one line of at most `room` columns, for which the longest of its texts are cut (to no less than eight
-    columns each)."""
+    """The sample on one line of at most `room` columns, for which the longest of its texts are cut (to no less than
+    eight columns each)."""
     names, values = list(sample), [" ".join(value.split()) for value in sample.values()]
     for most in range(min(room, max(map(cell_len, values), default=0)), 7, -1):
         text = _joined(names, [shortened(value, most) for value in values])

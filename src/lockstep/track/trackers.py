@@ -48,13 +48,13 @@ class Trackers:
                 self._lanes.append(_Lane(name, kind(run, options, after, ids.get(name)), ids, say, warn))
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
-        """As `Tracker.log`."""
+        """Pass numbers to all trackers (`Tracker.log`)."""
         names = self._names
         plain = {names.get(name) or names.setdefault(name, printable(name)): value for name, value in numbers.items()}
         self._hand_on("log", step, split, plain)
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """As `Tracker.show`."""
+        """Pass samples to all trackers (`Tracker.show`)."""
         if samples:
             self._hand_on("show", step, redact_all(list(samples), printable))
 

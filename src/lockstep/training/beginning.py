@@ -1,6 +1,6 @@
 """How a rank begins: it says what is about to be done, tries it, and takes up the newest checkpoint.
 
-In: a session, and the console. Out: the updates that are done, and how the run compares with a plain computation.
+In: a session, and the console. Out: the state to go on from, and how the run compares with a plain computation.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from lockstep.training.dry_run import enough_room, try_a_step, try_the_end
 from lockstep.training.model_stats import remarks
 from lockstep.training.session import Session
 from lockstep.training.summary import facts
+from lockstep.training.train_state import TrainState
 
 
-def resumed(session: Session, console: Console) -> tuple[int, str]:
-    """Say what is about to be done, try it, and take up the newest checkpoint. Returns the updates that are done, and
-    how the run compares with a plain computation. Collective."""
+def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
+    """Say what is about to be done, try it, and take up the newest checkpoint. Returns the state to go on from, and how
+    the run compares with a plain computation. Collective."""
     run, world, strategy = session.run, session.world, session.strategy
     opening = facts(run, world, session.task, strategy, session.feed)
     console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
@@ -39,7 +40,8 @@ def resumed(session: Session, console: Console) -> tuple[int, str]:
     ACTIVITY.at("looking for a checkpoint")
     if world.is_main:
         job_record.arrived(run.folder, world.size, session.feed.total)
-    step, notes = session.checkpoints.resume(session.averaged)
+    state = session.new_state()
+    step, notes = session.checkpoints.resume(session.averaged, state)
     for text in notes:
         console.note(text)
     for text in enough_room(session, step):
@@ -53,4 +55,4 @@ def resumed(session: Session, console: Console) -> tuple[int, str]:
         steps=session.feed.total,
         **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside),
     )
-    return step, compared
+    return state, compared

@@ -22,7 +22,8 @@ from lockstep.distributed.memory import keep_freed_memory
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.track.console import error
-from lockstep.training.loop import TrainingFailed, explained, samples, scored
+from lockstep.training.errors import not_finite
+from lockstep.training.evaluation import evaluate_with_tables, generate_samples
 from lockstep.training.model_stats import evaluated_at_once
 from lockstep.training.session import Session
 
@@ -39,7 +40,7 @@ def try_a_step(session: Session, then: Callable[[], None] = lambda: None) -> Non
         strategy.dry_run(batch, then)
     except NotFinite as caught:
         when = "before step 0, tried with the longest examples of the training split"
-        raise TrainingFailed(explained(caught, feed, batch.ids, when)) from caught
+        raise not_finite(caught, feed, batch.ids, when) from caught
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as caught:
         text = " ".join(str(caught).split())
         if not isinstance(caught, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in text:
@@ -86,12 +87,12 @@ def _tried(session: Session) -> None:
         for split in (split for split in ("validation", "test") if split in task.splits):
             columns = task.splits[split]
             longest = columns.longest(evaluated_at_once(run))
-            scores[split], tables = scored(run, world, task, strategy, columns, longest, generate=briefly)
+            scores[split], tables = evaluate_with_tables(run, world, task, strategy, columns, longest, generate=briefly)
             json.dumps(tables)
         if run.checkpoint.best:
             checkpoints.is_best(scores["validation"])
         ACTIVITY.at("trying samples")
-        samples(task, strategy, world, briefly)
+        generate_samples(task, strategy, world, briefly)
         ACTIVITY.at("trying the export")
         checkpoints.room.export = export_bytes(strategy)
         weights = strategy.exported() if strategy.parameter_count <= EXPORTED_TWICE else None
@@ -105,13 +106,13 @@ def _tried(session: Session) -> None:
 def enough_room(session: Session, step: int) -> list[str]:
     """What the user should know of the disk of OUTPUT before training goes on after `step` updates. Collective. Errors:
     `RunError`, on every rank, where it has no room for what the run writes."""
-    room, feed, found = session.checkpoints.room, session.feed, list[str]()
+    room, feed, notes = session.checkpoints.room, session.feed, list[str]()
     fault = None
     if session.world.is_main:
         try:
-            found = room.check(step, feed.total, session.checkpoints.every, session.world.size)
+            notes = room.check(step, feed.total, session.checkpoints.every, session.world.size)
         except RunError as caught:
             fault = str(caught)
     if (fault := session.world.broadcast(fault)) is not None:
         raise RunError(fault)
-    return found
+    return notes

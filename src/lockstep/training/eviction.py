@@ -10,24 +10,23 @@ time would decide against the other.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
 
 from lockstep.config.exit_status import EXCLUDED, FAILED, HALTED
 from lockstep.config.guard import fewest
 from lockstep.config.run import Run, RunError
 from lockstep.distributed import evicted_hosts, job_record
 from lockstep.distributed.event_log import launched_by
-
-if TYPE_CHECKING:
-    from lockstep.training.guard import Corrupted, Guard
-    from lockstep.training.session import Session
-    from lockstep.training.throughput import Meter
+from lockstep.training.errors import CorruptionDetected, Regroup, TrainingFailed
+from lockstep.training.session import Session
+from lockstep.training.train_state import TrainState
 
 
-def leaving(run: Run, hosts: Sequence[str], wrong: Collection[int], told: Collection[int]) -> tuple[str, list[int]]:
-    """What becomes of ranks that were `wrong` (none: it could not be decided), by computations of the ranks `told`: in
-    words, and the ranks that leave. `hosts` are those of all ranks."""
+def decide_eviction(
+    run: Run, hosts: Sequence[str], wrong: Collection[int], voters: Collection[int]
+) -> tuple[str, list[int]]:
+    """Decide which ranks to evict. `wrong`: ranks that were outvoted (empty if undecided); `voters`: ranks that
+    computed; `hosts`: those of all ranks. Returns a message and the ranks to evict."""
     if run.sdc_check.on_difference != "evict":
         return "take that machine out", []
     least, kind = fewest(run.launch), "machines"
@@ -36,7 +35,7 @@ def leaving(run: Run, hosts: Sequence[str], wrong: Collection[int], told: Collec
         least, kind, places = 1, "ranks", range(len(hosts))
     out = {places[rank] for rank in wrong}
     names = ", ".join(sorted(hosts[rank] if kind == "machines" else f"rank {rank}" for rank in wrong))
-    if not out or len({places[rank] for rank in told}) < 3:
+    if not out or len({places[rank] for rank in voters}) < 3:
         return f"nobody is taken out: it takes computations by three {kind} to tell which of them is wrong", []
     if len(set(places)) - len(out) < least:
         return f"{names} is not taken out, because launch.machines wants at least {least}", []
@@ -57,14 +56,17 @@ def check(run: Run, why: str | None) -> None:
     if how != f"launcher {run.launch.name}":
         raise RunError(
             f"sdc_check.on_difference: evict takes lockstep's own launcher, and this job was started by {how}; take "
-            "stop or retry, or start it as `lockstep train`"
+            "stop "
+            "or retry, or start it as `lockstep train`"
         )
 
 
-def evict(session: Session, guard: Guard, meter: Meter, step: int, caught: Corrupted) -> int | None:
-    """After a difference in the step that follows `step` updates: what this rank ends with; None where it goes on with
-    those that are left, in the same process. Collective."""
-    run, world, out = session.run, session.world, caught.leaves
+def evict(
+    session: Session, state: TrainState, caught: CorruptionDetected, agrees: Callable[[int], bool]
+) -> TrainingFailed | Regroup:
+    """Carry out what follows a difference in the step after `state`. `agrees`: whether all ranks hold the same state.
+    Returns the error that this rank raises: `Regroup` where it goes on in the same process. Collective."""
+    run, world, out, step = session.run, session.world, caught.leaves, state.step
     left = [rank for rank in range(world.size) if rank not in out]
     single = fewest(run.launch) is None
     names = sorted({f"rank {rank}" if single else world.hosts[rank] for rank in out})
@@ -72,17 +74,17 @@ def evict(session: Session, guard: Guard, meter: Meter, step: int, caught: Corru
     if out and single:
         if world.rank == left[0]:
             session.checkpoints.say(str(caught))
-        return EXCLUDED if world.rank in out else None
+        return TrainingFailed(str(caught), EXCLUDED, True) if world.rank in out else Regroup()
     checkpoints = session.checkpoints
-    if caught.sound and step and guard.agrees(step):
+    if caught.sound and step and agrees(step):
         checkpoints.settle()
         if checkpoints.newest != step:
-            checkpoints.meter = meter.state()
-            checkpoints.save(step, session.averaged)
+            checkpoints.save(step, session.averaged, state=state.state_dict())
             checkpoints.settle()
     if world.is_main or (world.rank in out and world.local_rank == 0):
         for host in names:
             evicted_hosts.note(run.folder, host, step + 1)
-    if not out:
-        return HALTED if job_record.restarts_left() else FAILED
-    return EXCLUDED if world.rank in out else FAILED
+    status = EXCLUDED if world.rank in out else FAILED
+    if not out and job_record.restarts_left():
+        status = HALTED
+    return TrainingFailed(str(caught), status, bool(out))

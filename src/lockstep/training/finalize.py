@@ -12,18 +12,22 @@ from typing import Any
 from lockstep.checkpoint.progress import score_of
 from lockstep.tasks.abilities import Calibrates
 from lockstep.track.console import Console
-from lockstep.training.loop import Interrupted, scored
+from lockstep.training.errors import EvaluationInterrupted
+from lockstep.training.evaluation import evaluate_with_tables
 from lockstep.training.model_stats import validation_rows
 from lockstep.training.session import Session, Sinks
 from lockstep.training.summary import precisions
+from lockstep.training.train_state import TrainState
 
 Final = tuple[dict[str, float], dict[str, Any]]  # metrics and tables of a split
 
 
-def final_scores(session: Session, console: Console, sinks: Sinks, step: int) -> tuple[int, dict[str, Final]] | None:
+def final_scores(
+    session: Session, console: Console, sinks: Sinks, state: TrainState
+) -> tuple[int, dict[str, Final]] | None:
     """Which step's model is exported, which the strategy holds from here on, and its metrics and tables of each split.
     None when all were asked to stop, and the next start can go on from the last step. Collective."""
-    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+    run, world, task, strategy, step = session.run, session.world, session.task, session.strategy, state.step
     console.facts({"precision": precisions(run, strategy)})
 
     def final(split: str) -> Final:
@@ -31,46 +35,46 @@ def final_scores(session: Session, console: Console, sinks: Sinks, step: int) ->
             return world.asked_to_stop(by_clock=False) and session.checkpoints.newest == step
 
         rows = validation_rows(run, task.splits[split]) if split == "validation" else None
-        return scored(run, world, task, strategy, task.splits[split], rows, stop=stop)
+        return evaluate_with_tables(run, world, task, strategy, task.splits[split], rows, stop=stop)
 
     with strategy.phases("evaluation"):
         splits = [split for split in ("validation", "test") if split in task.splits]
         try:
             exported = step
-            found: dict[str, Final] = {}
+            finals: dict[str, Final] = {}
             if run.average.last is not None:
                 steps = session.checkpoints.take_mean(session.averaged, step)
                 console.say(f"the mean of the weights after steps {', '.join(map(str, steps))} is exported")
             session.averaged.exchange()
             if run.export == "best":
-                exported, found = best_model(session, console, step, final)
-                if exported != step and found:
-                    sinks.log(step, "validation", found.pop("validation")[0])
+                exported, finals = best_model(session, console, state, final)
+                if exported != step and finals:
+                    sinks.log(step, "validation", finals.pop("validation")[0])
             for split in splits:  # validation first, which decides what others are scored with
-                found[split] = found[split] if split in found else final(split)
+                finals[split] = finals[split] if split in finals else final(split)
                 if split == "validation" and isinstance(task, Calibrates):
-                    task.calibrate(found[split][0])
-            return exported, found
-        except Interrupted:
+                    task.calibrate(finals[split][0])
+            return exported, finals
+        except EvaluationInterrupted:
             return None
 
 
 def best_model(
-    session: Session, console: Console, step: int, final: Callable[[str], Final]
+    session: Session, console: Console, state: TrainState, final: Callable[[str], Final]
 ) -> tuple[int, dict[str, Final]]:
     """Let the strategy hold the best evaluated model, of which a checkpoint is kept, unless the last is better. Returns
-    its step, and what the last one scored if that was asked. Collective. Errors: `Interrupted`."""
-    run, checkpoints, progress = session.run, session.checkpoints, session.checkpoints.progress
-    found = {}
-    if progress.over(run):  # the last one was evaluated already
+    its step, and what the last one scored if that was asked. Collective. Errors: `EvaluationInterrupted`."""
+    run, checkpoints, progress, step = session.run, session.checkpoints, state.progress, state.step
+    finals = {}
+    if state.over:  # the last one was evaluated already
         by = f" by more than {run.evaluate.min_delta:g}" if run.evaluate.min_delta else ""
         console.say(
             f"training ends after step {step} of {session.feed.total}: {progress.since} evaluations since step "
             f"{progress.step} were not better{by or f' by {run.checkpoint.best}'} (evaluate.patience)"
         )
     else:
-        found["validation"] = final("validation")
-    last = score_of(run, found["validation"][0]) if found else None
+        finals["validation"] = final("validation")
+    last = score_of(run, finals["validation"][0]) if finals else None
     exported, notes = checkpoints.take_best(session.averaged, step, last)
     if exported != step:
         session.averaged.exchange()  # what was loaded is in its own place
@@ -78,4 +82,4 @@ def best_model(
         console.note(text)
     which = "that of the last step" if exported == step else f"that of step {exported} of {step}"
     console.say(f"the best model by {run.checkpoint.best} is {which}, and is exported")
-    return exported, found
+    return exported, finals

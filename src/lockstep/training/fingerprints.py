@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lockstep.checkpoint.state_hash import StateHash
 from lockstep.config.run import Run
 from lockstep.data.batch import StepResult
@@ -24,6 +26,9 @@ from lockstep.track.jsonl import Lines
 
 FILE = "fingerprints.jsonl"
 _MOST = 1000  # steps whose results wait to be read
+
+# Step, loss and gradient norm (maybe still on the device), and hashes of the state where it was hashed.
+Entry = tuple[int, Tensor | float, Tensor | float, dict[str, str]]
 
 
 class Fingerprints:
@@ -35,8 +40,8 @@ class Fingerprints:
         self._lines = (
             Lines(folder / FILE, after) if folder is not None and world is not None and world.is_main else None
         )
-        self._waiting: list[tuple[int, StepResult, dict[str, str]]] = []
-        self._written: list[tuple[int, StepResult, dict[str, str]]] = []  # last: a rank that is lost may not have
+        self._waiting: list[Entry] = []
+        self._written: list[Entry] = []  # last: a rank that is lost may not have
         self._folder = folder
 
     def regroup(self, world: World, step: int, back: bool = False) -> None:
@@ -51,18 +56,24 @@ class Fingerprints:
             self._lines = Lines(self._folder / FILE, step)
             self._waiting = self._written + self._waiting  # those that are there already are left out
 
-    def kept(self) -> Any:
-        """What a rank that comes in is to `keep`."""
-        return self._written, self._waiting
+    def state_dict(self) -> dict[str, Any]:
+        """The entries that are not written, and those that were written last: plain data. The host waits for the
+        device."""
+        held = {"written": self._written, "waiting": self._waiting}
+        return {
+            name: [(step, float(loss), float(norm), dict(state)) for step, loss, norm, state in entries]
+            for name, entries in held.items()
+        }
 
-    def keep(self, lines: Any) -> None:
-        """Of a rank that has been there: what it has not written, and what it has written last."""
-        self._written, self._waiting = lines
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over another rank's."""
+        self._written = [(*numbers, dict(hashes)) for *numbers, hashes in state["written"]]
+        self._waiting = [(*numbers, dict(hashes)) for *numbers, hashes in state["waiting"]]
 
     def step(self, step: int, result: StepResult) -> None:
         """What a step came to, after which `step` updates are done."""
         if self._hash is not None:
-            self._waiting.append((step, result, {}))
+            self._waiting.append((step, result.loss, result.grad_norm, {}))
             if len(self._waiting) >= _MOST:
                 self.write()
 
@@ -70,18 +81,18 @@ class Fingerprints:
         """The state as it is after the last step. Collective; the host waits for the device."""
         lines = self._waiting or self._written  # the latter where this is done once more, after a loss
         if self._hash is not None and lines:
-            step, result, _ = lines[-1]
-            lines[-1] = (step, result, self._hash.of(strategy.sharded_state_dict()))
+            step, loss, norm, _ = lines[-1]
+            lines[-1] = (step, loss, norm, dict(self._hash.of(strategy.sharded_state_dict())))
             self.write()
 
     def write(self) -> None:
         """The lines of the steps so far. The host waits for the device."""
         waiting, self._waiting = self._waiting, []
         self._written = waiting or self._written
-        for step, result, state in waiting:
+        for step, loss, norm, state in waiting:
             if self._lines is not None:
                 with suppress(OSError):  # it is kept, and tried again with the next line
-                    self._lines.add(line(step, float(result.loss), float(result.grad_norm)) | state)
+                    self._lines.add(line(step, float(loss), float(norm)) | state)
 
     def close(self) -> None:
         with suppress(OSError, RuntimeError):  # where training failed, a device may give nothing any more
@@ -90,15 +101,15 @@ class Fingerprints:
                 self._lines.close()
 
 
-def fault(found: Mapping[str, Any], skips: bool) -> str | None:
+def fault(entry: Mapping[str, Any], skips: bool) -> str | None:
     """What is wrong with a line by itself, in words: its hash is not that of its numbers, or these are not finite.
     `skips`: whether the run leaves out such steps."""
-    if not {"loss", "grad_norm", "hash"} <= found.keys():
+    if not {"loss", "grad_norm", "hash"} <= entry.keys():
         return None
-    loss, norm = found["loss"], found["grad_norm"]
+    loss, norm = entry["loss"], entry["grad_norm"]
     if loss is None or norm is None:
         return None if skips else "loss or gradient norm is not finite"
-    if not all(isinstance(each, int | float) for each in (loss, norm)) or line(0, loss, norm)["hash"] != found["hash"]:
+    if not all(isinstance(each, int | float) for each in (loss, norm)) or line(0, loss, norm)["hash"] != entry["hash"]:
         return "the hash is not that of loss and gradient norm: the line was changed after it was written"
     return None
 
@@ -110,6 +121,6 @@ def skips(run: Run) -> bool:
 
 def line(step: int, loss: float, norm: float) -> dict[str, Any]:
     """What is written of a step; JSON has no word for what is not finite, and the hash tells such apart."""
-    told = {name: value if math.isfinite(value) else None for name, value in (("loss", loss), ("grad_norm", norm))}
+    numbers = {name: value if math.isfinite(value) else None for name, value in (("loss", loss), ("grad_norm", norm))}
     seen = hashlib.blake2b(struct.pack("<dd", loss, norm), digest_size=8).hexdigest()
-    return {"step": step, **told, "hash": seen}
+    return {"step": step, **numbers, "hash": seen}

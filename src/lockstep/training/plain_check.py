@@ -1,5 +1,8 @@
 """Before the first step: loss and gradient of a few examples, by the run's own path and by a plain one.
 
+How far both may be apart is measured by the plain path: in float32 by weights whose last bit is another, in half
+precision by what half precision makes of the plain path itself.
+
 In: a session, and the raw rows that were kept when its data were prepared. Out: what is said of it, or an error that
 has both numbers and names the option that makes the difference. The plain path is `lockstep.plain`: the rows, the
 model's tokenizer, a padded batch, and a model of transformers whose tensors are the run's own, so that no second model
@@ -8,11 +11,12 @@ is in memory. Nothing is left behind: no gradient, no number drawn, no file.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,19 +25,22 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.data import raw_rows
+from lockstep.data.streamed import Streamed
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.plain.examples import masked
 from lockstep.plain.losses import batch_loss, without_dropout
 from lockstep.plain.rows import NotCovered
+from lockstep.plain.train import perturb_
 from lockstep.strategies.engines.writes import preserved
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
-from lockstep.training.loop import TrainingFailed
-from lockstep.training.plain_sides import Elsewhere, Sides, device_of, sides_of
+from lockstep.training.errors import TrainingFailed
+from lockstep.training.plain_sides import Elsewhere, OtherTokens, PlainFailed, Sides, device_of, plain_path, sides_of
 from lockstep.training.session import Session
 
 EXAMPLES = 3  # that are computed together, at most
+FACTOR = 10.0  # times what a change of a weight's last bit comes to, or half precision by itself, may differ
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,13 @@ class Tolerance:
     loss: float
     gradient: float  # of the norm of the whole gradient
 
+    def at_least(self, measured: Tolerance) -> Tolerance:
+        """Or so many times what was measured, where that is more."""
+        return Tolerance(max(self.loss, FACTOR * measured.loss), max(self.gradient, FACTOR * measured.gradient))
 
-SAME_PRECISION = Tolerance(1e-5, 1e-4)  # both in float32
-LOW_PRECISION = Tolerance(1e-1, 5e-1)  # the run's own in bfloat16 or float16, where its plain one is in float32
+
+LEAST = Tolerance(1e-5, 1e-4)  # both in float32, whatever rounding comes to
+LEAST_LOW = Tolerance(1e-3, 1e-2)  # the run's own in bfloat16 or float16
 
 
 @dataclass(frozen=True)
@@ -110,49 +121,72 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
     """Whether training may begin, and what is said."""
     strategy = session.strategy
     try:
-        sides = sides_of(session.run, session.task, strategy)
+        sides = sides_of(session.run, session.task, strategy, first_micro_batch(session))
+        with preserved(sides.model, strategy.effects.written):
+            differing = differences(sides, strategy)
     except (Elsewhere, NotCovered) as caught:
         return True, f"not compared with a plain computation: {caught}"
-    except Exception as caught:  # the plain path is no part of training
-        text = " ".join(f"{type(caught).__name__}: {caught}".split())
-        return True, f"not compared with a plain computation, which could not be made ready ({text[:200]})"
-    with preserved(sides.model, strategy.effects.written):
-        try:
-            found = differences(sides, strategy)
-        except (Elsewhere, NotCovered) as caught:
-            return True, f"not compared with a plain computation: {caught}"
-    if not found:
-        count = len({place for places in groups_of(sides).values() for place in places})
-        return True, (
-            f"loss and gradient of {count} examples equal those of transformers alone, without dropout, to rounding"
+    except OtherTokens as caught:
+        return False, f"before the first step: {caught}"
+    except PlainFailed as caught:
+        return False, (
+            f"before the first step: the comparison with a plain computation fails ({caught}), so that nothing is "
+            "known of this run's loss. verify.plain=false trains without it; please report this"
         )
-    lines = "\n".join(f"  {difference}" for difference in found[:6])
+    if not differing:
+        groups = groups_of(sides)
+        count = len({place for places in groups.values() for place in places})
+        of = "of the first micro-batch and others" if sides.first else "of the training split"
+        return True, (
+            f"loss and gradient of {count} examples {of} equal those of transformers alone, without dropout, to "
+            "rounding"
+        )
+    lines = "\n".join(f"  {difference}" for difference in differing[:6])
     return False, (
         f"before the first step, without dropout:\n{lines}\n{causes(sides, strategy)}\nNothing was trained. If you "
         "know better: verify.plain=false trains without this comparison"
     )
 
 
+def first_micro_batch(session: Session) -> np.ndarray:
+    """Numbers of the examples that the first micro-batch of the first step has: int64; none of a stream."""
+    feed = session.feed
+    if isinstance(feed.columns, Streamed):
+        return np.empty(0, np.int64)
+    rows = feed.order.step(0)
+    first: np.ndarray = rows[feed.task.cut(feed.columns, rows)[0]]
+    return first
+
+
 def differences(sides: Sides, strategy: Strategy) -> list[Difference]:
     """What differs by more than rounding, of all groups of examples. Errors: `NotCovered`."""
-    found: list[Difference] = []
+    differing: list[Difference] = []
     inside = strategy.casts_inside and sides.run.precision == "bf16"
     strict = takes_float32(sides.run, sides.task) and not inside
     low = "bfloat16" if sides.run.model.trained_in_bfloat16 else sides.run.precision.replace("fp32", "")
-    for name, places in groups_of(sides).items():
-        plain = plain_numbers(sides, places)
-        if strict:
+    groups = groups_of(sides)
+    plain = {name: plain_numbers(sides, places) for name, places in groups.items()}
+    if strict:
+        for name, places in groups.items():
             own = own_numbers(sides, places, strategy.autocast(False))
-            found += compared(name, own, plain, SAME_PRECISION)
-        if low:
+            if compared(name, own, plain[name], LEAST):  # rounding may come to more, which is measured only then
+                measured = apart(perturbed_numbers(sides, places), plain[name])
+                differing += compared(name, own, plain[name], LEAST.at_least(measured))
+    if low:
+        within = LEAST_LOW.at_least(half_precision(sides, groups, plain))
+        for name, places in groups.items():
             own = own_numbers(sides, places, strategy.autocast())
-            found += compared(f"{name} in {low}", own, plain, LOW_PRECISION)
-    return found
+            differing += compared(f"{name} in {low}", own, plain[name], within)
+    return differing
 
 
 def groups_of(sides: Sides) -> dict[str, list[int]]:
     """Which examples are computed together, by what is special about them: places in `sides.at`."""
-    return raw_rows.groups([int(n) for n in sides.columns.lengths[sides.at]], EXAMPLES)
+    groups = raw_rows.groups([int(n) for n in sides.columns.lengths[sides.at]], EXAMPLES)
+    if sides.first:
+        del groups["the first examples"]
+        groups = {"the first micro-batch": sides.first[:EXAMPLES]} | groups
+    return groups
 
 
 def takes_float32(run: Run, task: Task) -> bool:
@@ -166,15 +200,30 @@ def takes_float32(run: Run, task: Task) -> bool:
 def compared(of: str, own: Numbers, plain: Numbers, within: Tolerance) -> list[Difference]:
     """What of two computations of the same examples differs by more than that; of weights the one that differs most,
     and only where the whole gradient does not."""
+    whole, of_weights = all_of(of, own, plain, within)
+    most = max(of_weights, key=lambda each: each.relative, default=None)
+    wrong = [each for each in whole if each.wrong]
+    return wrong or ([most] if most is not None and most.wrong else [])
+
+
+def apart(a: Numbers, b: Numbers) -> Tolerance:
+    """The largest differences of two computations of the same examples."""
+    whole, of_weights = all_of("", a, b, LEAST)
+    losses = [each.relative for each in whole if "loss" in each.what]
+    return Tolerance(max(losses), max(each.relative for each in [*whole, *of_weights] if "gradient" in each.what))
+
+
+def all_of(of: str, own: Numbers, plain: Numbers, within: Tolerance) -> tuple[list[Difference], list[Difference]]:
+    """Two computations of the same examples beside each other: the numbers of all, and those of each weight."""
     whole = max(plain.norm, 1e-30)
-    found = [
+    pairs = [
         Difference(of, "the number of targets", own.targets, plain.targets, relative(own.targets, plain.targets), 1e-9),
         Difference(of, "the loss", own.loss, plain.loss, relative(own.loss, plain.loss), within.loss),
         Difference(of, "the gradient's norm", own.norm, plain.norm, relative(own.norm, plain.norm), within.gradient),
     ]
     if own.evaluated is not None and plain.evaluated is not None:
-        apart = relative(own.evaluated, plain.evaluated)
-        found.append(Difference(of, "the loss in evaluation mode", own.evaluated, plain.evaluated, apart, within.loss))
+        size = relative(own.evaluated, plain.evaluated)
+        pairs.append(Difference(of, "the loss in evaluation mode", own.evaluated, plain.evaluated, size, within.loss))
     of_weights = []
     for name in dict.fromkeys([*plain.gradient, *own.gradient]):
         (norm, along), (norms, alongs) = (side.gradient.get(name, (0.0, 0.0)) for side in (own, plain))
@@ -182,9 +231,7 @@ def compared(of: str, own: Numbers, plain: Numbers, within: Tolerance) -> list[D
         of_weights.append(Difference(of, f"the gradient's norm in {name}", norm, norms, size, within.gradient))
         turn, what = _apart(along, alongs) / whole, f"the gradient along the weight {name}"
         of_weights.append(Difference(of, what, along, alongs, turn, within.gradient))
-    most = max(of_weights, key=lambda each: each.relative, default=None)
-    wrong = [each for each in found if each.wrong]
-    return wrong or ([most] if most is not None and most.wrong else [])
+    return pairs, of_weights
 
 
 def _apart(a: float, b: float) -> float:
@@ -215,43 +262,78 @@ def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) 
     return _numbers(model, loss, targets)
 
 
-def plain_numbers(sides: Sides, places: Sequence[int]) -> Numbers:
-    """As transformers and torch compute them."""
-    examples = [sides.examples[place] for place in places]
+def plain_numbers(sides: Sides, places: Sequence[int], precision: AbstractContextManager[Any] | None = None) -> Numbers:
+    """As transformers and torch compute them. Errors: `NotCovered`, `PlainFailed`."""
+    examples, count = [sides.examples[place] for place in places], 0.0
     if sides.run.task.name == "masked_language_modeling":
         examples = _masked(sides, places, examples)
-    count = 0.0
 
     def loss() -> Tensor:
         nonlocal count
         seed_everything(sides.run.seed, 0, 0)
-        total, count = batch_loss(sides.job, sides.plain, examples)
+        with precision or nullcontext():
+            total, count = batch_loss(sides.job, sides.plain, examples)
         return total
 
-    try:
-        found = _numbers(sides.plain, loss, 1.0)
-    except NotCovered:
-        raise
-    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, NotImplementedError) as caught:
-        text = " ".join(f"{type(caught).__name__}: {caught}".split())
-        raise Elsewhere(f"the plain computation fails ({text[:200]})") from caught
+    with plain_path():
+        numbers = _numbers(sides.plain, loss, 1.0)
     per = max(count, 1e-30)
     return Numbers(
-        found.loss / per,
-        None if found.evaluated is None else found.evaluated / per,
+        numbers.loss / per,
+        None if numbers.evaluated is None else numbers.evaluated / per,
         count,
-        {name: (norm / per, product / per) for name, (norm, product) in found.gradient.items()},
+        {name: (norm / per, product / per) for name, (norm, product) in numbers.gradient.items()},
     )
 
 
+def perturbed_numbers(sides: Sides, places: Sequence[int]) -> Numbers:
+    """The plain ones from weights whose last bit is another; the weights are put back."""
+    before = {name: p.detach().clone() for name, p in sides.plain.named_parameters()}
+    try:
+        perturb_(sides.plain, "fp32")
+        return plain_numbers(sides, places)
+    finally:
+        with torch.no_grad():
+            for name, p in sides.plain.named_parameters():
+                p.copy_(before[name])
+
+
+class Uncast(nn.Module):
+    """A model that computes in float32 also where autocast is on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Any:
+        with torch.autocast(device_of(self.model).type, enabled=False):
+            return self.model(**inputs)
+
+
+def half_precision(sides: Sides, groups: Mapping[str, Sequence[int]], plain: Mapping[str, Numbers]) -> Tolerance:
+    """What the run's half precision makes of the plain path, beside its float32: the largest differences of all groups.
+    What preferences are compared with, the model before training, stays in float32."""
+    job, model = copy.copy(sides.job), sides.plain
+    job.reference = Uncast(model)
+    if sides.run.model.trained_in_bfloat16:
+        model = copy.deepcopy(model).bfloat16()
+    low, kind = replace(sides, job=job, plain=model), device_of(model).type
+    dtype = torch.float16 if sides.run.precision == "fp16" else torch.bfloat16
+    pairs = [
+        apart(plain_numbers(low, places, torch.autocast(kind, dtype)), plain[name]) for name, places in groups.items()
+    ]
+    return Tolerance(max(each.loss for each in pairs), max(each.gradient for each in pairs))
+
+
 def _masked(sides: Sides, places: Sequence[int], examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Examples with the masks that the run draws for them. Errors: `ValueError` where those are not theirs."""
+    """Examples with the masks that the run draws for them. Errors: `PlainFailed` where those are not theirs."""
     micro = sides.task.collate_at(sides.columns, sides.at[list(places)], 0, 0)
     rows = zip(micro.inputs["input_ids"].tolist(), micro.targets.tolist(), examples, strict=True)
-    return [
-        masked(sides.job, example, read[: len(example["input_ids"])], wanted[: len(example["input_ids"])])
-        for read, wanted, example in rows
-    ]
+    with plain_path():
+        return [
+            masked(sides.job, example, read[: len(example["input_ids"])], wanted[: len(example["input_ids"])])
+            for read, wanted, example in rows
+        ]
 
 
 def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float) -> Numbers:
@@ -267,11 +349,11 @@ def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float
             total = loss()
             assert total is not None
             weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            found = torch.autograd.grad(total / targets, list(weights.values()), allow_unused=True)
+            gradients = torch.autograd.grad(total / targets, list(weights.values()), allow_unused=True)
         finally:
             model.train()
     gradient = {}
-    for (name, weight), slope in zip(weights.items(), found, strict=True):
+    for (name, weight), slope in zip(weights.items(), gradients, strict=True):
         if slope is not None:
             slope = (slope.to_dense() if slope.is_sparse else slope).double()
             own = weight.detach().double()

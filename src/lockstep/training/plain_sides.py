@@ -6,7 +6,13 @@ parameters and buffers, the very tensors, so that no second model is in memory.
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +30,7 @@ from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.param_groups import make_model
 from lockstep.strategies.native import Native
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.models import quantized
+from lockstep.tasks.models import model_configs, quantized
 from lockstep.tasks.task import Task
 
 WHOLE = 100_000_000  # parameters up to which a second model is built, where no rank holds the whole one
@@ -42,10 +48,30 @@ class Sides:
     columns: Columns  # the run's own examples
     at: np.ndarray  # numbers of them
     examples: list[dict[str, Any]]  # the plain ones, as many
+    first: list[int]  # places in `at`: of the first micro-batch; none where its rows were not kept
 
 
 class Elsewhere(Exception):
-    """Why a run is not compared."""
+    """Why a run is not compared: a refusal, each with its reason."""
+
+
+class PlainFailed(Exception):
+    """An error of the plain path's own, which nobody foresaw."""
+
+
+class OtherTokens(Exception):
+    """Why an export would be read otherwise than it was trained."""
+
+
+@contextmanager
+def plain_path() -> Iterator[None]:
+    """What is raised in here, but for refusals, becomes `PlainFailed`; that no memory is left stays what it is."""
+    try:
+        yield
+    except (Elsewhere, NotCovered, PlainFailed, OtherTokens, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise PlainFailed(" ".join(f"{type(error).__name__}: {error}".split())[:300]) from error
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -53,45 +79,72 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def sides_of(run: Run, task: Task, strategy: Strategy) -> Sides:
-    """Both sides of a run. Errors: `Elsewhere`, `NotCovered`."""
+def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int] | np.ndarray = ()) -> Sides:
+    """Both sides of a run. `micro_batch`: numbers of the training examples that the first one has. Errors: `Elsewhere`,
+    `NotCovered`, `PlainFailed`."""
     if task.own_model or "." in run.task.name:
         raise Elsewhere("the model or the task is code of yours")
     if run.model.trust_remote_code:
         raise Elsewhere("the model may be code from the Hub (model.trust_remote_code)")
-    kept = RawRows.of(task.prepared.facts)
-    if kept is None:
+    raw_rows = RawRows.of(task.prepared.facts)
+    if raw_rows is None:
         raise Elsewhere("no raw rows were kept of its data")
-    job = job_of(run, task)
-    examples = job.encode(rows_of(task, kept))[: len(kept.at)]
-    columns = task.splits[kept.split] if kept.examples is None else kept.examples
+    with plain_path():
+        job = job_of(run, task)
+        examples = job.encode(rows_of(task, raw_rows))[: len(raw_rows.at)]
+        check_tokenizer(run, task, job, examples)
+    columns = task.splits[raw_rows.split] if raw_rows.examples is None else raw_rows.examples
     model = whole_model(run, task, strategy)
     plain = plain_model(job, model)
     job.reference = plain  # before training it is the model itself
-    return Sides(run, task, model, plain, job, columns, kept.at, examples)
+    of_split = raw_rows.split == "train" and raw_rows.examples is None
+    first = np.flatnonzero(np.isin(raw_rows.at, micro_batch)).tolist() if of_split else []
+    return Sides(run, task, model, plain, job, columns, raw_rows.at, examples, first)
 
 
-def job_of(run: Run, task: Task) -> Plain:
-    """The run as the plain path reads it, of the rows that were kept."""
-    kept = RawRows.of(task.prepared.facts)
-    rows = [] if kept is None else rows_of(task, kept)
-    return Plain(plain_file(run, task), task.prepared.tokenizer, {"train": rows}, labels_of(task))
+def job_of(run: Run, task: Task, tokenizer: str | None = None) -> Plain:
+    """The run as the plain path reads it, of the rows that were kept. `tokenizer`: another folder than the run's."""
+    raw_rows = RawRows.of(task.prepared.facts)
+    rows = [] if raw_rows is None else rows_of(task, raw_rows)
+    return Plain(plain_file(run, task), tokenizer or task.prepared.tokenizer, {"train": rows}, labels_of(task))
 
 
-def rows_of(task: Task, kept: RawRows) -> list[dict[str, Any]]:
+def check_tokenizer(run: Run, task: Task, job: Plain, examples: list[dict[str, Any]]) -> None:
+    """Compare tokens with those of the tokenizer as it is loaded from an export: transformers loads that of some
+    families by the family's class, whatever was saved. Errors: `OtherTokens`."""
+    from transformers.models.auto import tokenization_auto as auto
+
+    family = model_configs.load_config(run).model_type
+    kind = auto.TOKENIZER_MAPPING_NAMES.get(family) or "TokenizersBackend"
+    fixed = family in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS and kind != "TokenizersBackend"
+    if not fixed or type(job.tokenizer).__name__ == kind:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(task.prepared.tokenizer, folder, dirs_exist_ok=True)
+        (Path(folder) / "config.json").write_text(json.dumps({"model_type": family}), encoding="utf-8")
+        other = job_of(run, task, folder)
+        if other.encode(other.splits["train"])[: len(examples)] != examples:
+            raise OtherTokens(
+                f"tokenizer: transformers reads the tokenizer of every {family} as a {kind}, which makes other "
+                "tokens of this run's texts: its export would not be read as it was trained. Give tokenizer.source one "
+                "of that class, or take another model.type"
+            )
+
+
+def rows_of(task: Task, raw_rows: RawRows) -> list[dict[str, Any]]:
     """The kept rows as the plain path reads them."""
     if task.run.task.name != "question_answering":
-        return kept.rows
-    told = [(row[TEXTS], row[START]) for row in kept.rows]
-    answers = [[{"text": texts[0], "answer_start": start}] if texts else [] for texts, start in told]
-    return [row | {TEXTS: found} for row, found in zip(kept.rows, answers, strict=True)]
+        return raw_rows.rows
+    spans = [(row[TEXTS], row[START]) for row in raw_rows.rows]
+    answers = [[{"text": texts[0], "answer_start": start}] if texts else [] for texts, start in spans]
+    return [row | {TEXTS: answer} for row, answer in zip(raw_rows.rows, answers, strict=True)]
 
 
 def labels_of(task: Task) -> list[Any] | None:
     """The values of labels, in the order of their codes."""
     facts = task.prepared.facts
-    found = facts.get("label_values", facts.get("labels"))
-    return None if found is None else list(found)
+    labels = facts.get("label_values", facts.get("labels"))
+    return None if labels is None else list(labels)
 
 
 def plain_file(run: Run, task: Task) -> dict[str, Any]:
@@ -131,14 +184,15 @@ def whole_model(run: Run, task: Task, strategy: Strategy) -> nn.Module:
 
 def plain_model(job: Plain, model: nn.Module) -> nn.Module:
     """A model of transformers, and of peft where there is an adapter, with the parameters and buffers of another one:
-    the very tensors, where they are float32. Errors: `Elsewhere` where their names or shapes differ, or where too many
-    would have to be widened."""
-    try:
-        plain = build_model(job, empty=True)
-    except NotCovered:
-        raise
-    except Exception:  # a family that cannot be built without memory
-        plain = build_model(job)
+    the very tensors, where they are float32. Errors: `PlainFailed` where their names or shapes differ,
+    `Elsewhere` where too many would have to be widened."""
+    with plain_path():
+        try:
+            plain = build_model(job, empty=True)
+        except NotCovered:
+            raise
+        except Exception:  # a family that cannot be built without memory
+            plain = build_model(job)
     with_tensors_of(plain, model)
     return plain.to(device_of(model)).train()
 
@@ -155,19 +209,21 @@ def with_tensors_of(plain: nn.Module, model: nn.Module) -> None:
     own |= packed
     theirs = dict(plain.named_parameters(remove_duplicate=False))
     if own.keys() != theirs.keys():
-        raise Elsewhere(f"the plain model has other weights: {', '.join(sorted(own.keys() ^ theirs.keys())[:3])}")
-    given: dict[int, nn.Parameter] = {}
+        raise PlainFailed(f"the plain model has other weights: {', '.join(sorted(own.keys() ^ theirs.keys())[:3])}")
+    shared: dict[int, nn.Parameter] = {}
     for name, parameter in own.items():
         if parameter.shape != theirs[name].shape:
-            raise Elsewhere(f"the plain model's {name} has another shape")
+            raise PlainFailed(f"the plain model's {name} has another shape")
         wide = parameter.dtype == torch.float32
-        kept = parameter if wide else nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+        kept_parameter = (
+            parameter if wide else nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+        )
         holder, _, last = name.rpartition(".")
-        setattr(plain.get_submodule(holder), last, given.setdefault(id(parameter), kept))
+        setattr(plain.get_submodule(holder), last, shared.setdefault(id(parameter), kept_parameter))
     modules = dict(model.named_modules())
     for path, module in plain.named_modules():
         others = vars(modules[path]) | dict(modules[path].named_buffers(recurse=False)) if path in modules else {}
         held = {n: v for n, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta}
         for name in [*held, *dict(module.named_buffers(recurse=False))]:
-            if isinstance(found := others.get(name), Tensor):
-                setattr(module, name, found)
+            if isinstance(other := others.get(name), Tensor):
+                setattr(module, name, other)

@@ -23,9 +23,11 @@ from lockstep.data.tokens import Columns
 from lockstep.distributed.world import World
 from lockstep.plain.losses import without_dropout
 from lockstep.strategies.exact import optim
+from lockstep.strategies.observer import GradientRecorder
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
-from lockstep.training.session import Session, build_session, prepare_and_join
+from lockstep.training.evaluation import evaluate
+from lockstep.training.resolve import Job
+from lockstep.training.session import Session, build_session, join_ranks
 
 FOLDER, FILE = "plain", "plain.json"
 EVALUATED = 6  # examples of the validation split whose loss is compared: one batch
@@ -61,9 +63,10 @@ class PlainRecord:
         return PlainRecord(**{**values, "steps": [PlainStep(**step) for step in values["steps"]]})
 
 
-def record(run: Run, world: World, count: str = "2") -> int:
+def record(job: Job, world: World, count: str = "2") -> int:
     """The job of a rank: build the run and record `count` steps from its start. Collective."""
-    session = build_session(run, world, prepare_and_join(run, world))
+    join_ranks(job, world)
+    session = build_session(job, world)
     record_session(session, int(count))
     session.strategy.close()
     return 0
@@ -73,11 +76,7 @@ def record_session(session: Session, count: int = 2) -> None:
     """Record up to `count` steps from the state that the session is in, into OUTPUT/plain; changes the state. The files
     are rank 0's. Collective."""
     strategy, feed, world = session.strategy, session.feed, session.world
-    folder, gradients = session.run.folder / FOLDER, dict[str, Tensor]()
-
-    def observe(whole: Mapping[str, Tensor]) -> None:
-        gradients.update({f"gradient.{name}": tensor.detach().cpu().clone() for name, tensor in whole.items()})
-
+    folder, recorder = session.run.folder / FOLDER, GradientRecorder(world)
     _save(folder / "start.safetensors", strategy.state_dict(), world)
     held_out = session.task.splits["validation"]
     rows = np.arange(min(EVALUATED, len(held_out)))
@@ -85,8 +84,8 @@ def record_session(session: Session, count: int = 2) -> None:
     scores = evaluate(session.run, world, session.task, strategy, held_out, rows, texts=False)
     hides = session.run.task.name == "masked_language_modeling"
     shown = _masked(session, held_out, [rows], WITHOUT_STEP) if hides else {}
-    strategy.observe, steps = observe, []
-    with without_dropout(strategy.model):
+    steps = []
+    with without_dropout(strategy.model), strategy.listening(recorder):
         for place, number in enumerate(numbers_of(session.run, feed, count)):
             batch = feed.make(number)
             groups = [batch.ids[group] for group in feed.task.cut(feed.columns, batch.ids)]
@@ -95,13 +94,12 @@ def record_session(session: Session, count: int = 2) -> None:
             result = strategy.train_step(batch.to(world.device), rate)
             micro_batches = [group.tolist() for group in groups]
             steps.append(PlainStep(number, float(result.loss), float(result.grad_norm), micro_batches, masked))
+            gradients = {f"gradient.{name}": tensor for name, tensor in recorder.gradients.items()}
             _save(folder / f"step-{place}.safetensors", gradients | strategy.state_dict(), world)
-            gradients.clear()
-    strategy.observe = None
     if world.is_main:
         loss, tokenizer = scores["loss"], session.task.prepared.tokenizer
-        found = PlainRecord(tokenizer, feed.total, steps, rows.tolist(), loss, shown)
-        (folder / FILE).write_text(json.dumps(asdict(found)), encoding="utf-8")
+        record = PlainRecord(tokenizer, feed.total, steps, rows.tolist(), loss, shown)
+        (folder / FILE).write_text(json.dumps(asdict(record)), encoding="utf-8")
 
 
 def numbers_of(run: Run, feed: StepLoader, count: int) -> list[int]:
@@ -117,13 +115,13 @@ def _masked(
     session: Session, columns: Columns, groups: Sequence[np.ndarray], step: int
 ) -> dict[str, list[list[list[int]]]]:
     """Tokens that are read and that are predicted, of all micro-batches: which are masked is drawn, so it is data."""
-    found: dict[str, Any] = {"read": [], "predicted": []}
+    tokens: dict[str, Any] = {"read": [], "predicted": []}
     for index, rows in enumerate(groups):
         micro: MicroBatch = session.task.collate_at(columns, rows, index, step)
         lengths = columns.lengths[rows].tolist()
         for key, ids in (("read", micro.inputs["input_ids"]), ("predicted", micro.targets)):
-            found[key].append([row[:n] for row, n in zip(ids.tolist(), lengths, strict=False)])
-    return found
+            tokens[key].append([row[:n] for row, n in zip(ids.tolist(), lengths, strict=False)])
+    return tokens
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:

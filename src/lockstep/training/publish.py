@@ -33,7 +33,7 @@ def write_model(
     """Write the export after `steps` updates, of the model of step `exported`, into OUTPUT. Where that cannot be done
     and no checkpoint holds that state, elsewhere. Rank 0 only. Errors: `TrainingFailed`, which says where the model
     is, and what the same command does."""
-    from lockstep.training.loop import TrainingFailed
+    from lockstep.training.errors import TrainingFailed
 
     run, task, checkpoints = session.run, session.task, session.checkpoints
     try:
@@ -94,7 +94,7 @@ def publish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = No
 
 
 def publish_until_stopped(run: Run, world: World, console: Console, mirror: RemoteSync | None = None) -> int:
-    """The same, which a stop signal ends. Rank 0 only. Returns the exit status."""
+    """Copy and push what is not there yet, until a stop signal. Rank 0 only. Returns the exit status."""
     if run.remote_dir is None and not pending(run):
         return DONE
     try:
@@ -113,6 +113,6 @@ def at_a_stop(session: Session, console: Console) -> None:
     """Wait for what is being copied, which the time for a collective limits: what asked for the stop may not wait
     longer. Says what the mirror lacks. Collective."""
     run = session.run
-    missing = session.checkpoints.kept.rest(run.launch.timeout_s / 2)
+    missing = session.checkpoints.catalog.rest(run.launch.timeout_s / 2)
     if missing is not None:
         console.note(f"{missing}. Here the run goes on from {run.folder}; elsewhere from what is there")

@@ -24,12 +24,10 @@ from lockstep.checkpoint import exported, remote_sync
 from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
 from lockstep.checkpoint.export import require
 from lockstep.checkpoint.manifest import export_of
-from lockstep.config import plugins
 from lockstep.config.exit_status import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
 from lockstep.config.output import keep, led_away, replace_text
 from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import Run, RunError, load
-from lockstep.data.tokens import Prepared
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import EventLog
@@ -52,32 +50,41 @@ from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
 from lockstep.training import export_check
 from lockstep.training.beginning import resumed
-from lockstep.training.finalize import final_scores
+from lockstep.training.elastic.recovery import Recovery, recovery_for
+from lockstep.training.errors import TrainingFailed
+from lockstep.training.evaluation import generate_samples
+from lockstep.training.finalize import Final, final_scores
 from lockstep.training.fingerprints import Fingerprints
-from lockstep.training.loop import Counts, TrainingFailed, samples
+from lockstep.training.loop import train
 from lockstep.training.publish import at_a_stop, publish_until_stopped, write_model
-from lockstep.training.recovery import Recovery
-from lockstep.training.session import Session, Sinks, build_session, prepare_and_join
+from lockstep.training.resolve import Job, Scope, for_rank
+from lockstep.training.session import Session, Sinks, build_session, join_ranks
 from lockstep.training.summary import Promised, closing, digest_of, promised
+from lockstep.training.throughput import Counts
+from lockstep.training.train_state import TrainState
 
 
-def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
-    """Run one rank to its end. Collective. A failure is told once for the job, with rank and host, and is status 1.
-    `refusal`: why this rank, the first one, may not write into OUTPUT; it is told once all ranks are there."""
+def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
+    """Run one rank to its end. Collective. `job`: as the launching process resolved it, or a run to be resolved here.
+    `words`: the function that each rank calls, and its arguments. A failure is told once for the job, with rank and
+    host, and is status 1. `refusal`: why this rank, the first one, may not write into OUTPUT; it is told once all ranks
+    are there."""
+    run = job.run if isinstance(job, Job) else job
     world, log = None, run.folder.resolve() / LOG
     strike_tracebacks()
     try:
         world = World(run, init_method)
         world.refusal = refusal
-        module, _, function = job[0].rpartition(".")
-        return note_end(run, world, job, getattr(importlib.import_module(module), function)(run, world, *job[1:]))
+        module, _, function = words[0].rpartition(".")
+        call = getattr(importlib.import_module(module), function)
+        return note_end(run, world, words, call(for_rank(job, world), world, *words[1:]))
     except RunError as caught:
         if world is None or world.local_rank == 0:  # on every machine: its person should know, too
             error(str(caught), log if world is None or world.refusal is None else None)
-        return note_end(run, world, job, BAD)
+        return note_end(run, world, words, BAD)
     except Exception as caught:
         if world is not None and world.stop.came and lost_contact(caught):
-            note_end(run, world, job, FAILED)
+            note_end(run, world, words, FAILED)
             end_by_signal()  # another rank did not listen yet when all were asked to stop
         if not isinstance(caught, CheckpointError | TrainingFailed | Unreached):
             tell_failure(caught, world, log)
@@ -86,7 +93,7 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
         elif world.local_rank == 0 and isinstance(caught, TrainingFailed) and caught.everywhere:
             error(str(caught))
         status = caught.status if isinstance(caught, TrainingFailed) else FAILED
-        note_end(run, world, job, FAILED if status == HALTED else status)
+        note_end(run, world, words, FAILED if status == HALTED else status)
         if world is not None and world.size > 1:
             if lost_contact(caught):
                 world.stop.wait(1.0)  # so that the launcher sees the rank that failed by itself first
@@ -98,20 +105,20 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
             world.close()
 
 
-def note_end(run: Run, world: World | None, job: Sequence[str], status: int) -> int:
+def note_end(run: Run, world: World | None, words: Sequence[str], status: int) -> int:
     """Rank 0 writes down how training ended, for `lockstep status`. Returns the status."""
     if status == EXCLUDED or (status == FAILED and job_record.restarts_left()):
         return status  # not the end yet
     if world is None or led_away(world.log.parent) is not None:
         return status  # launch.json there is that of another run
-    if world.is_main and tuple(job) == TRAIN and world.refusal is None:
+    if world.is_main and tuple(words) == TRAIN and world.refusal is None:
         job_record.note(run.folder, status=status, ended=time.time())
     return status
 
 
-def main_of_file(path: str, job: Sequence[str] = TRAIN) -> None:
-    """The same for a resolved run file, as the process of its own that a launcher starts. Exits."""
-    status = main(load(path, []), job=job)
+def main_of_file(path: str, words: Sequence[str] = TRAIN) -> None:
+    """Run one rank of a run file, as the process of its own that a launcher starts. Exits."""
+    status = main(load(path, []), words=words)
     sys.stdout.flush()
     sys.exit(status)
 
@@ -152,8 +159,8 @@ class RankZeroSinks(Sinks):
 
     def advance(self, step: int) -> None:
         self._console.advance(step)
-        if (found := self._usage.found()) is not None:
-            self.log(found[0], "system", found[1])
+        if (usage := self._usage.take()) is not None:
+            self.log(usage[0], "system", usage[1])
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         if self._told.get("samples", -1) < step:
@@ -181,11 +188,12 @@ class RankZeroSinks(Sinks):
         self._trackers.close(end)
 
 
-def work(run: Run, world: World) -> int:
+def work(job: Job, world: World) -> int:
     """Build, resume, train, evaluate, export."""
-    prepared = prepare_and_join(run, world)
+    run = job.run
+    join_ranks(job, world)
     console = Console(world.is_main, world.log, run.track.console)
-    done = not world.apart and finished_already(run, world, prepared)
+    done = not world.joining and finished_already(job, world)
     if world.is_main:
         append(world.log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {world.size} process(es), rank 0 on {world.host}")
     if done:
@@ -193,43 +201,46 @@ def work(run: Run, world: World) -> int:
         return publish_until_stopped(run, world, console) if world.is_main else DONE
     ACTIVITY.at("building the model")
     with console.busy(lambda: ACTIVITY.name):
-        session = replace(build_session(run, world, prepared, console.note), journal=EventLog(world, run.folder))
-        step, compared = (-1, "") if world.apart else resumed(session, console)
+        session = replace(build_session(job, world, console.note), journal=EventLog(world, run.folder))
+        state, compared = (session.new_state(-1), "") if world.joining else resumed(session, console)
         session = replace(session, compared=compared)
-    found = train_and_evaluate(session, console, step)
-    if found is None:
+    trained = train_and_evaluate(session, console, state)
+    if trained is None:
         return STOPPED if session.checkpoints.newest else FAILED
-    weights = found.strategy.exported()
-    evaluated = export_check.evaluated(run, session.task, found.strategy)
-    doubts = session.task.warnings + own_generators(session.task, found.strategy.model)
-    found.strategy.close()
-    known = promised(found.strategy, doubts)
-    return DONE if weights is None else export_and_publish(session, console, found, weights, known, evaluated)
+    weights = trained.strategy.exported()
+    evaluated = export_check.evaluated(run, session.task, trained.strategy)
+    doubts = session.task.warnings + own_generators(session.task, trained.strategy.model)
+    trained.strategy.close()
+    known = promised(trained.strategy, doubts)
+    return DONE if weights is None else export_and_publish(session, console, trained, weights, known, evaluated)
 
 
-def train_and_evaluate(session: Session, console: Console, step: int) -> Trained | None:
-    """Train from `step` to the end and score the model; None when the run was asked to stop before. Collective."""
-    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+def train_and_evaluate(session: Session, console: Console, state: TrainState) -> Trained | None:
+    """Train from `state` to the end and score the model; None when the run was asked to stop before. Collective."""
+    run, world, step = session.run, session.world, state.step
     sinks = RankZeroSinks(session, console, step)
-    session = replace(session, sinks=sinks, fingerprints=Fingerprints(world, run.folder, step))
-    going = Recovery(session, Watchdog(world, run.launch.hang_timeout_s).start(), step, sinks.moved)
+    session = replace(session, sinks=sinks)
+    state.fingerprints = Fingerprints(world, run.folder, step)
+    watchdog = Watchdog(world, run.launch.hang_timeout_s).start()
+    watching: Watchdog | Recovery = watchdog
     end: End = "failed"
-    best = Best(run.checkpoint.best)
-    for line in lines_of(run.folder / "metrics.jsonl", ("step", "split")) if step and world.is_main else ():
-        if line["split"] == "validation" and line["step"] <= step:
-            best.seen(line["step"], line)
+    best = best_so_far(run, step if world.is_main else 0)
     try:
         console.start(session.feed.total, step, lambda: ACTIVITY.name, session.feed.order.steps_per_epoch, best)
         try:
-            step, counts = going.train()
+            if (recovery := recovery_for(session, state, watchdog, sinks.moved)) is None:
+                train(session, state)
+            else:
+                watching = recovery
+                recovery.run(train)
+                session = recovery.session
         finally:
-            session.fingerprints.close()
+            state.fingerprints.close()
+        strategy, step = session.strategy, state.step
         sinks.advance(step)
         console.stop()
-        session = going.session
-        strategy = session.strategy
-        ended = step == session.feed.total or session.checkpoints.progress.over(run)
-        final = final_scores(session, console, sinks, step) if ended else None
+        ended = step == session.feed.total or state.over
+        final = final_scores(session, console, sinks, state) if ended else None
         if final is None:
             console.say(stopped_at(session, step))
             at_a_stop(session, console)
@@ -237,34 +248,48 @@ def train_and_evaluate(session: Session, console: Console, step: int) -> Trained
             session.journal.event("stop", step)
             end = "stopped"
             return None
-        exported, found = final
+        exported, finals = final
         if world.is_main and (cleared := session.checkpoints.clear()) is not None:
             console.say(cleared)  # before what is written of these scores
-        with strategy.phases("evaluation"):
-            for split, (scores, _) in found.items():
-                # else it was logged after its own step
-                known = session.checkpoints.progress.over(run) and run.average.last is None
-                if split != "validation" or (exported == step and not known):
-                    sinks.log(step, split, scores)
-            sinks.show(step, samples(task, strategy, world))
-        session.journal.event("evaluation", step)
-        session.journal.last_times(step, strategy.phases.take())
+        show_final_scores(session, state, exported, finals)
         end = "done"
         return Trained(
             step,
             exported,
-            counts,
-            {split: scores for split, (scores, _) in found.items()},
-            {split: tables for split, (_, tables) in found.items()},
+            state.meter.total,
+            {split: scores for split, (scores, _) in finals.items()},
+            {split: tables for split, (_, tables) in finals.items()},
             strategy,
         )
     except BaseException as caught:
         session.journal.failed(caught, ACTIVITY.name)
         raise
     finally:
-        going.watch.stop()
+        watching.stop()
         console.stop()
         sinks.close(end)
+
+
+def show_final_scores(session: Session, state: TrainState, exported: int, final: Mapping[str, Final]) -> None:
+    """Metrics and samples of the model of step `exported`, to the sinks. Collective."""
+    strategy, step = session.strategy, state.step
+    logged = state.over and session.run.average.last is None  # after its own step
+    with strategy.phases("evaluation"):
+        for split, (scores, _) in final.items():
+            if split != "validation" or (exported == step and not logged):
+                session.sinks.log(step, split, scores)
+        session.sinks.show(step, generate_samples(session.task, strategy, session.world))
+    session.journal.event("evaluation", step)
+    session.journal.last_times(step, strategy.phases.take())
+
+
+def best_so_far(run: Run, step: int) -> Best:
+    """The best of the evaluations up to `step` that OUTPUT remembers."""
+    best = Best(run.checkpoint.best)
+    for line in lines_of(run.folder / "metrics.jsonl", ("step", "split")) if step else ():
+        if line["split"] == "validation" and line["step"] <= step:
+            best.seen(line["step"], line)
+    return best
 
 
 def stopped_at(session: Session, step: int) -> str:
@@ -282,7 +307,7 @@ def stopped_at(session: Session, step: int) -> str:
 def export_and_publish(
     session: Session,
     console: Console,
-    found: Trained,
+    trained: Trained,
     weights: Mapping[str, torch.Tensor],
     known: Promised,
     evaluated: export_check.Evaluated,
@@ -290,24 +315,26 @@ def export_and_publish(
     """Export, pages, the closing lines, and the push to the Hub, which may take long: no other rank waits for it in a
     collective. Rank 0 only. Returns the exit status: 1 for an export that gives other losses than the run, which goes
     nowhere else."""
-    run, task, steps = session.run, session.task, found.step
-    scores = {"step": found.exported, "export": export_of(run), "splits": found.scores}
-    told = {"tables.json": found.tables, history.SCORES: scores}
+    run, task, steps = session.run, session.task, trained.step
+    scores = {"step": trained.exported, "export": export_of(run), "splits": trained.scores}
+    records = {"tables.json": trained.tables, history.SCORES: scores}
     ours = led_away(session.world.log.parent) is None
     with suppress(OSError):
         if ours:  # the export that is there, if any, is not what these are of
             exported.withdraw(run.folder)
-    for name, values in told.items() if ours else ():  # before the export, which is what says that the run is finished
+    for name, values in (
+        records.items() if ours else ()
+    ):  # before the export, which is what says that the run is finished
         try:
             replace_text(run.folder / name, json.dumps(redact_all(values, printable)))
         except OSError as caught:
             console.note(f"{run.folder / name} could not be written: {caught.strerror or caught}")
-    write_model(session, weights, found.scores, steps, found.exported)
+    write_model(session, weights, trained.scores, steps, trained.exported)
     sha256 = write_summary(run, task, session.journal, console, steps, weights)
     compared = export_check.compare(run, task, evaluated, run.folder / "export", session.world.device)
     console.facts({"compared": session.compared} if session.compared else {})
     console.facts({"export": compared.text} if compared.agrees else {})
-    closing(console, run, task, found.scores, found.counts, session.world, sha256, known)
+    closing(console, run, task, trained.scores, trained.counts, session.world, sha256, known)
     if not compared.agrees:
         exported.withdraw(run.folder)
         error(compared.text, session.world.log)
@@ -335,9 +362,9 @@ def write_summary(
     return sha256
 
 
-def finish_interrupted(run: Run, prepared: Prepared, steps: int) -> None:
+def finish_interrupted(job: Job, steps: int) -> None:
     """For a run that is finished: what is missing where the start before was killed after its export. Rank 0 only."""
-    task = plugins.find("tasks", run.task.name)(run, prepared)
+    run, task = job.run, job.task(job.run, job.data)
     for name in (".export.partial", ".export.removed"):
         shutil.rmtree(run.folder / name, ignore_errors=True)
     console = Console(True, run.folder.resolve() / LOG, run.track.console)
@@ -349,28 +376,30 @@ def finish_interrupted(run: Run, prepared: Prepared, steps: int) -> None:
     write_summary(run, task, EventLog(World(run), run.folder), console, steps)
 
 
-def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
+def finished_already(job: Job, world: World) -> bool:
     """Whether OUTPUT holds this run's end; rank 0 looks, and writes run.yaml. Collective. Errors: `RunError` on every
     rank, when OUTPUT holds another run or cannot be written."""
-    found: bool | str = False
+    run, prepared = job.run, job.data
+    outcome: bool | str = False
     if world.is_main:
         try:
             if world.refusal is not None:
                 raise RunError(world.refusal)
             manifest = check_resumable(run, prepared)
-            found = finished(run, manifest)
+            outcome = finished(run, manifest)
             keep(run)
-            require(run)
-            remote_sync.check(run)
-            remote_sync.check(run, prepared)
-            if found and manifest is not None and not told_whole(run.folder):
-                finish_interrupted(run, prepared, manifest.step)
+            if job.scope < Scope.START:  # nobody has looked before
+                require(run)
+                remote_sync.check(run)
+                remote_sync.check(run, prepared)
+            if outcome and manifest is not None and not told_whole(run.folder):
+                finish_interrupted(job, manifest.step)
         except RunError as caught:
-            found = str(caught)
-    found = world.broadcast(found)
-    if isinstance(found, str):
-        raise RunError(found)
-    return found
+            outcome = str(caught)
+    outcome = world.broadcast(outcome)
+    if isinstance(outcome, str):
+        raise RunError(outcome)
+    return outcome
 
 
 transformers.logging.set_verbosity_error()

@@ -13,7 +13,6 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from lockstep.config.guard import TAKEN
 from lockstep.config.run import RunError
@@ -21,9 +20,7 @@ from lockstep.data.batch import StepBatch
 from lockstep.data.streamed import Unreadable
 from lockstep.strategies.exact.reduction import Shares, even
 from lockstep.strategies.native import Native
-
-if TYPE_CHECKING:
-    from lockstep.training.session import Session
+from lockstep.training.session import Session
 
 PAYS = 0.10  # of the time of computing: what other shares must be expected to save
 BACK = 0.05  # the same, where they are the even ones
@@ -73,9 +70,9 @@ class LoadBalancer:
             self._asked = self._world.all_gather_numbers([computed - self._seconds, self._tokens])
             self._seconds, self._tokens = computed, 0
 
-    def _hear(self, found: Sequence[Sequence[float]], step: int) -> None:
+    def _hear(self, reports: Sequence[Sequence[float]], step: int) -> None:
         """Seconds and tokens of each rank."""
-        rates = [seconds / tokens if tokens > 0 else math.nan for seconds, tokens in found]
+        rates = [seconds / tokens if tokens > 0 else math.nan for seconds, tokens in reports]
         if not all(0 < rate < math.inf for rate in rates):  # a rank had blank micro-batches only
             return
         self._rates.append(rates)
@@ -126,13 +123,13 @@ def quickest(rates: Sequence[float], leaves: int) -> tuple[range, ...]:
     best: dict[int, tuple[int, tuple[range, ...]]] = {0: (0, ())}  # first leaf that is left -> sums to send, shares
     for rank, can in enumerate(most):
         later = len(most) - rank - 1
-        found: dict[int, tuple[int, tuple[range, ...]]] = {}
+        longer: dict[int, tuple[int, tuple[range, ...]]] = {}
         for start, (sums, shares) in best.items():
             for end in range(max(start + 1, leaves - after[rank]), min(start + can, leaves - later) + 1):
                 sent = sums + partial_sums(start, end, leaves)
-                if end not in found or sent < found[end][0]:
-                    found[end] = (sent, (*shares, range(start, end)))
-        best = found
+                if end not in longer or sent < longer[end][0]:
+                    longer[end] = (sent, (*shares, range(start, end)))
+        best = longer
     return best[leaves][1]
 
 
@@ -146,8 +143,8 @@ def _most(rates: Sequence[float], leaves: int) -> list[int]:
     low, high = 0, len(limits) - 1
     while low < high:
         middle = (low + high) // 2
-        found = can(limits[middle])
-        low, high = (low, middle) if min(found) >= 1 and sum(found) >= leaves else (middle + 1, high)
+        counts = can(limits[middle])
+        low, high = (low, middle) if min(counts) >= 1 and sum(counts) >= leaves else (middle + 1, high)
     return can(limits[low])
 
 

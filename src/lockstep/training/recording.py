@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -16,18 +15,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lockstep.config.run import Run
 from lockstep.data.batch import StepBatch
 from lockstep.distributed.memory import measured
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
+from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.training import plain_steps
 from lockstep.training.dry_run import try_a_step
-from lockstep.training.loop import evaluate
-from lockstep.training.session import Session, build_session, prepare_and_join
+from lockstep.training.evaluation import evaluate
+from lockstep.training.resolve import Job
+from lockstep.training.session import Session, build_session, join_ranks
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,12 @@ def numbers_of(total: int, per_epoch: int, steps: int) -> list[int]:
     return first if last in first or len(first) < 2 else [*first[:-1], last]
 
 
-def record(run: Run, world: World, steps: str, timed: str = "0", plain: str = "0") -> int:
+def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0") -> int:
     """Run a few steps and write down what they did in OUTPUT; then `plain` steps without dropout, for a comparison with
     the plain reference; then `timed` more for their speed and memory. Collective."""
-    session = build_session(run, world, prepare_and_join(run, world))
+    run = job.run
+    join_ranks(job, world)
+    session = build_session(job, world)
     task, strategy, feed = session.task, session.strategy, session.feed
     uncovered = own_generators(task, strategy.model)
     try_a_step(session)
@@ -80,15 +82,15 @@ def record(run: Run, world: World, steps: str, timed: str = "0", plain: str = "0
         batch = feed.make(number).to(world.device)
         result = strategy.train_step(batch, optim.learning_rate(run.optim, number, feed.total))
         writer.step(place, number, batch, float(result.loss), float(result.grad_norm))
-    strategy.observe = None
+    strategy.observer = None
     dtypes = writer.dtypes()
-    writer.gradients.clear()
+    writer.recorder.gradients.clear()
     if int(plain):
         plain_steps.record_session(session, int(plain))
     seconds, held = _cost(session, int(timed))
     rate = run.batch_size / seconds if seconds else None
     bits, rounding = strategy.gives_bits(run), strategy.rounding(run)
-    found = Recording(
+    recording = Recording(
         run.strategy.name,
         world.size,
         bits,
@@ -104,7 +106,7 @@ def record(run: Run, world: World, steps: str, timed: str = "0", plain: str = "0
     )
     strategy.close()
     if world.is_main:
-        (run.folder / "recording.json").write_text(json.dumps(asdict(found), indent=1))
+        (run.folder / "recording.json").write_text(json.dumps(asdict(recording), indent=1))
     return 0
 
 
@@ -114,12 +116,8 @@ class _Writer:
     def __init__(self, folder: Path, world: World, task: Task, strategy: Strategy) -> None:
         self.folder, self.world, self.task, self.strategy = folder, world, task, strategy
         self.steps: list[Step] = []
-        self.gradients: dict[str, Tensor] = {}
-        strategy.observe = self.hear
+        strategy.observer = self.recorder = GradientRecorder(world)
         self.save("start", self.weights())
-
-    def hear(self, gradients: Mapping[str, Tensor]) -> None:
-        self.gradients = {f"gradient.{n}": g.detach().cpu().clone() for n, g in gradients.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """Whole, on rank 0's host. Collective."""
@@ -130,7 +128,8 @@ class _Writer:
         seen = sum(float(self.task.targets_in_batch(m.targets)) for m in batch.micro_batches)
         total = float(self.strategy.data_parallel.sum(torch.tensor(seen, dtype=torch.float64)))
         self.steps.append(Step(number, loss, norm, total, batch.targets))
-        self.save(f"step-{place}", self.gradients | self.weights())
+        gradients = {f"gradient.{name}": tensor for name, tensor in self.recorder.gradients.items()}
+        self.save(f"step-{place}", gradients | self.weights())
 
     def save(self, name: str, tensors: dict[str, Tensor]) -> None:
         if self.world.is_main:
@@ -143,7 +142,7 @@ class _Writer:
         moments = {str(v.dtype) for k, v in state.items() if k.startswith("optimizer.") and v.dim()}
         return {
             "weights": sorted({str(p.dtype) for p in self.strategy.model.parameters()}),
-            "gradients": sorted({str(g.dtype) for g in self.gradients.values()}),
+            "gradients": sorted({str(g.dtype) for g in self.recorder.gradients.values()}),
             "optimizer": sorted(moments),
         }
 

@@ -21,29 +21,32 @@ from torch import Tensor
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.checkpoint.state_hash import StateHash
 from lockstep.config.exit_status import DONE
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data.batch import StepBatch
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import local
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
+from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
-from lockstep.training.loop import TrainingFailed, explained
-from lockstep.training.session import Session, build_session, prepare_and_join
+from lockstep.training.errors import not_finite
+from lockstep.training.resolve import Job
+from lockstep.training.session import Session, build_session, join_ranks
 
 FOUND, WEIGHTS, GRADIENTS = "replay.json", "before.safetensors", "gradient.safetensors"
 _HASHED = ("weights", "optimizer")
 
 
-def replay(run: Run, world: World, output: str, wanted: str, begin: str) -> int:
+def replay(job: Job, world: World, output: str, wanted: str, begin: str) -> int:
     """From the newest checkpoint of at most `begin` updates on to the step after which `wanted` are done. Collective.
     Errors: `RunError`."""
     step = int(wanted)
-    prepared = prepare_and_join(run, world)
-    session = build_session(run, world, prepared)
+    run, prepared = job.run, job.data
+    join_ranks(job, world)
+    session = build_session(job, world)
     strategy, feed = session.strategy, session.feed
     if not 1 <= step <= feed.total:
         raise RunError(f"--step: {step} is none of this run's steps, 1 to {feed.total}")
@@ -60,7 +63,7 @@ def replay(run: Run, world: World, output: str, wanted: str, begin: str) -> int:
     compared: list[dict[str, Any]] = []
     if any(name in (known := written.get(done, {})) for name in _HASHED):  # what was loaded is what was trained
         compared.append({"now": {"step": done, **hashed(strategy)}, "then": known})
-    found: dict[str, Any] = {}
+    step_facts: dict[str, Any] = {}
     try:
         for batch in feed.steps(after=done):
             number = batch.step + 1
@@ -74,14 +77,14 @@ def replay(run: Run, world: World, output: str, wanted: str, begin: str) -> int:
                 line |= hashed(strategy)
             compared.append({"now": line, "then": known})
             if looker is not None:
-                found = looker.found(batch, rate, line)
+                step_facts = looker.found(batch, rate, line)
                 break
     except NotFinite as caught:
-        raise TrainingFailed(explained(caught, feed, feed.order.step(caught.step))) from caught
+        raise not_finite(caught, feed, feed.order.step(caught.step)) from caught
     strategy.close()
     if world.is_main:
-        told = {"from": done, "notes": notes, "steps": compared, "step": found, "total": feed.total}
-        (run.folder / FOUND).write_text(json.dumps(told), encoding="utf-8")
+        report = {"from": done, "notes": notes, "steps": compared, "step": step_facts, "total": feed.total}
+        (run.folder / FOUND).write_text(json.dumps(report), encoding="utf-8")
     return DONE
 
 
@@ -98,23 +101,19 @@ class _Looker:
         """Collective."""
         self._session = session
         self._losses = _losses(session, batch.ids)
-        self._gradient: dict[str, Tensor] = {}
         strategy, world = session.strategy, session.world
         state = strategy.state_dict()
         if world.is_main:
             weights = {n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")}
             _save(weights, session.run.folder / WEIGHTS)
-        strategy.observe = self._hear
-
-    def _hear(self, gradient: Mapping[str, Tensor]) -> None:
-        self._gradient = {name: tensor.detach().cpu().clone() for name, tensor in gradient.items()}
+        strategy.observer = self._recorder = GradientRecorder(world)
 
     def found(self, batch: StepBatch, rate: float, line: dict[str, Any]) -> dict[str, Any]:
         """Of the step that was computed; rank 0 only has the norms."""
-        run, feed = self._session.run, self._session.feed
+        run, feed, gradients = self._session.run, self._session.feed, self._recorder.gradients
         if self._session.world.is_main:
-            _save(self._gradient, run.folder / GRADIENTS)
-        norms = {name: float(g.double().norm()) for name, g in self._gradient.items()}
+            _save(gradients, run.folder / GRADIENTS)
+        norms = {name: float(g.double().norm()) for name, g in gradients.items()}
         norm, limit = line["grad_norm"], run.optim.max_grad_norm
         return {
             "step": line["step"],
@@ -150,7 +149,7 @@ def _losses(session: Session, rows: np.ndarray) -> np.ndarray:
     Ranks take turns, and each is filled in by one of them. Collective."""
     run, world, task, strategy = session.run, session.world, session.task, session.strategy
     columns = task.splits["train"]
-    found = torch.zeros(len(rows), dtype=torch.float64, device=world.device)
+    losses = torch.zeros(len(rows), dtype=torch.float64, device=world.device)
     share = strategy.data_parallel
     for turn in range(0, len(rows), share.size):
         mine = turn + share.rank
@@ -158,5 +157,5 @@ def _losses(session: Session, rows: np.ndarray) -> np.ndarray:
         seed_everything(run.seed, -1, mine)
         sums = task.score(strategy.forward, task.collate(columns, chosen, 0).to(world.device))
         if len(chosen):
-            found[mine] = sums["loss"].double() / max(1, task.count_targets(columns, chosen))
-    return share.sum(found).cpu().numpy()
+            losses[mine] = sums["loss"].double() / max(1, task.count_targets(columns, chosen))
+    return share.sum(losses).cpu().numpy()

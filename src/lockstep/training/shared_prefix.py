@@ -70,8 +70,8 @@ def parting(a: Course, b: Course) -> tuple[int, str]:
 def shares_nothing(run: Run, differing: Mapping[str, Any]) -> str | None:
     """Why a run cannot begin with another one's steps, whatever these are; None: it can. `differing`: the keys in which
     their arithmetic is not the same."""
-    found: Any = plugins.find("strategies", run.strategy.name)
-    if not found.gives_bits(run):
+    cls: Any = plugins.find("strategies", run.strategy.name)
+    if not cls.gives_bits(run):
         return f"strategy.name: {run.strategy.name} promises no bits with these options, so nothing can be shared"
     for key, name in {"task.name": run.task.name, "strategy.name": run.strategy.name}.items():
         if differing and is_own(name):

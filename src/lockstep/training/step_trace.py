@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,14 +22,15 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.exit_status import DONE
-from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.sharded import local
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
+from lockstep.strategies.observer import StepObserver, WholeGradient
 from lockstep.strategies.strategy import Strategy
-from lockstep.training.session import build_session, prepare_and_join
+from lockstep.training.resolve import Job
+from lockstep.training.session import build_session, join_ranks
 
 FOUND = "anatomy.json"
 # In the order in which a step computes them.
@@ -60,11 +62,12 @@ class Entry:
     value: float | None = None  # of a number
 
 
-def take_apart(run: Run, world: World, output: str, wanted: str) -> int:
+def take_apart(job: Job, world: World, output: str, wanted: str) -> int:
     """The step after which `wanted` updates are done. Collective. Errors: `RunError`."""
     step = int(wanted)
-    prepared = prepare_and_join(run, world)
-    session = build_session(run, world, prepared)
+    run, prepared = job.run, job.data
+    join_ranks(job, world)
+    session = build_session(job, world)
     strategy, feed = session.strategy, session.feed
     checkpoints = Checkpoints(run.model_copy(update={"output": output}), world, prepared, feed.total)
     ACTIVITY.at("looking for a checkpoint")
@@ -79,15 +82,15 @@ def take_apart(run: Run, world: World, output: str, wanted: str) -> int:
         strategy.train_step(batch, rate)
     strategy.close()
     if world.is_main:
-        told = {"from": done, "notes": notes, "total": feed.total, "entries": [asdict(e) for e in entries]}
-        (run.folder / FOUND).write_text(json.dumps(told), encoding="utf-8")
+        report = {"from": done, "notes": notes, "total": feed.total, "entries": [asdict(e) for e in entries]}
+        (run.folder / FOUND).write_text(json.dumps(report), encoding="utf-8")
     return DONE
 
 
 def read(folder: Path) -> tuple[list[Entry], dict[str, Any]]:
     """The entries, and the rest of what was written."""
-    told = json.loads((folder / FOUND).read_text(encoding="utf-8"))
-    return [Entry(**values) for values in told.pop("entries")], told
+    report = json.loads((folder / FOUND).read_text(encoding="utf-8"))
+    return [Entry(**values) for values in report.pop("entries")], report
 
 
 def hash_of(*tensors: Tensor) -> str:
@@ -102,17 +105,17 @@ def hash_of(*tensors: Tensor) -> str:
 
 def _looked_at(strategy: Strategy, world: World, batch: StepBatch, rate: float) -> list[Entry]:
     """On rank 0, all that the ranks have seen in the order of KINDS and micro-batches. Collective."""
-    found = _tensors("weights before", _weights(strategy, world))
-    found.append(Entry("rows", "", hash_of(torch.from_numpy(batch.ids))))
-    listener = _Listener(strategy, batch)
-    result = strategy.train_step(batch, rate)
-    listener.close()
-    found += listener.entries
+    entries = _tensors("weights before", _weights(strategy, world))
+    entries.append(Entry("rows", "", hash_of(torch.from_numpy(batch.ids))))
+    tracer = _Tracer(strategy, batch)
+    with tracer.hooked(), strategy.listening(tracer):
+        result = strategy.train_step(batch, rate)
+    entries += tracer.entries
     norm = float(result.grad_norm)
-    found.append(Entry("norm", "", norm.hex(), value=norm))
-    found.append(Entry("rate", "", float(rate).hex(), value=float(rate)))
-    found += _tensors("update", _weights(strategy, world))
-    mine = found if world.is_main else [e for e in found if e.micro_batch >= 0]
+    entries.append(Entry("norm", "", norm.hex(), value=norm))
+    entries.append(Entry("rate", "", float(rate).hex(), value=float(rate)))
+    entries += _tensors("update", _weights(strategy, world))
+    mine = entries if world.is_main else [e for e in entries if e.micro_batch >= 0]
     every = [replace(e, rank=rank) for rank, each in enumerate(world.all_gather(mine)) for e in each]
     places = {id(e): i for i, e in enumerate(every)}
     computed = ("inputs", "forward", "loss", "backward", "leaf")  # of one micro-batch after the other
@@ -134,50 +137,57 @@ def _tensors(kind: str, state: Mapping[str, Tensor]) -> list[Entry]:
     return [Entry(kind, name.removeprefix("model."), hash_of(state[name])) for name in names]
 
 
-class _Listener:
-    """Hooks on everything that a step computes, on this rank."""
+class _Tracer(StepObserver):
+    """Writes down everything that a step computes on this rank."""
 
     def __init__(self, strategy: Strategy, batch: StepBatch) -> None:
         self.entries: list[Entry] = []
         self._batch, self._strategy = batch, strategy
-        self._micro: int = -1
-        self._hooks: list[Any] = []
-        self._loss_sum = strategy.task.loss_sum  # type: ignore[attr-defined]
-        strategy.task.loss_sum = self._loss  # type: ignore[attr-defined]
-        strategy.observe = self._whole
-        model = strategy.model
-        self._hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        self._micro: int = -1  # the micro-batch whose forward came last
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """In here it hears of what modules compute, besides what a strategy tells its observer."""
+        model = self._strategy.model
+        hooks: list[Any] = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         for name, module in model.named_modules():
             if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-                self._hooks.append(module.register_forward_hook(self._module(name)))
-        self._leaves: list[Any] = []
+                hooks.append(module.register_forward_hook(self._module(name)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-    def close(self) -> None:
-        for hook in (*self._hooks, *self._leaves):
-            hook.remove()
-        self._strategy.observe = None
-        self._strategy.task.loss_sum = self._loss_sum  # type: ignore[attr-defined]
+    def hears(self, index: int) -> bool:
+        return True
+
+    def loss(self, index: int, loss: Tensor) -> None:
+        self._add("loss", "", [loss], index, value=float(loss.detach()))
+
+    def gradient(self, index: int, name: str, gradient: Tensor) -> None:
+        self._add("leaf", name, [gradient], index)
+
+    def reduced(self, gradient: WholeGradient) -> None:
+        for name, tensor in gradient.whole(self._strategy.world).items():
+            self._add("gradient", name, [tensor], -1, norm=float(local(tensor).double().norm()))
 
     def _add(self, kind: str, name: str, tensors: Iterable[Tensor], micro: int, **more: Any) -> None:
         if held := [local(t) for t in tensors]:
             self.entries.append(Entry(kind, name, hash_of(*held), micro, **more))
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        given = [t for t in (*args, *(kwargs[k] for k in sorted(kwargs))) if isinstance(t, Tensor)]
+        tensors = [t for t in (*args, *(kwargs[k] for k in sorted(kwargs))) if isinstance(t, Tensor)]
         self._micro = next((m.index for m in self._batch.micro_batches if _same(m, kwargs)), -1)
         if self._micro >= 0:
-            self._add("inputs", "", given, self._micro)
-        for hook in self._leaves:
-            hook.remove()
-        named = self._strategy.model.named_parameters()  # hooks that are there already are heard before these
-        self._leaves = [p.register_hook(self._leaf(name)) for name, p in named if p.requires_grad]
+            self._add("inputs", "", tensors, self._micro)
 
     def _module(self, name: str) -> Any:
         def forward(module: nn.Module, args: Any, output: Any) -> None:
             if self._micro < 0:
                 return
-            self._add("forward", name, given := _floats(output), self._micro)
-            for place, tensor in enumerate(each for each in given if each.requires_grad):
+            self._add("forward", name, floats := _floats(output), self._micro)
+            for place, tensor in enumerate(each for each in floats if each.requires_grad):
                 # on the tensor: a hook on the module would put a node of its own into the graph
                 tensor.register_hook(partial(self._given, f"{name}{f' ({place})' if place else ''}", self._micro))
 
@@ -185,23 +195,6 @@ class _Listener:
 
     def _given(self, name: str, micro: int, gradient: Tensor) -> None:
         self._add("backward", name, [gradient], micro)
-
-    def _leaf(self, name: str) -> Any:
-        def hear(gradient: Tensor) -> None:
-            if self._micro >= 0:
-                self._add("leaf", name, [gradient], self._micro)
-
-        return hear
-
-    def _loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        loss = self._loss_sum(outputs, targets)
-        if self._micro >= 0:
-            self._add("loss", "", [loss], self._micro, value=float(loss.detach()))
-        return loss
-
-    def _whole(self, gradient: Mapping[str, Tensor]) -> None:
-        for name, tensor in gradient.items():
-            self._add("gradient", name, [tensor], -1, norm=float(local(tensor).double().norm()))
 
 
 def _same(micro: MicroBatch, kwargs: Mapping[str, Any]) -> bool:

@@ -28,9 +28,10 @@ from lockstep.track.console import Console, clock
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import padding as padding_of
 from lockstep.training.model_stats import selection_lines
+from lockstep.training.resolve import resolve_strategy
 
 if TYPE_CHECKING:
-    from lockstep.training.loop import Counts
+    from lockstep.training.throughput import Counts
 
 
 def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoader) -> dict[str, str]:
@@ -72,10 +73,12 @@ def precisions(run: Run, strategy: Strategy) -> str:
     optimizer: Any = getattr(strategy, "optimizer", None)
     states = optimizer.state.values() if optimizer is not None else ()
     moments = [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
-    kept: dict[str, list[torch.Tensor]] = {"weights": list(strategy.model.parameters()), "moments": moments}
-    told = [f"{what} {' and '.join(sorted({str(t.dtype)[6:] for t in held}))}" for what, held in kept.items() if held]
+    tensors_of: dict[str, list[torch.Tensor]] = {"weights": list(strategy.model.parameters()), "moments": moments}
+    parts = [
+        f"{what} {' and '.join(sorted({str(t.dtype)[6:] for t in held}))}" for what, held in tensors_of.items() if held
+    ]
     packed = run.model.quantization or "uint8"
-    return f"computed in {run.precision}, kept in {', '.join(told).replace('uint8', packed)}"
+    return f"computed in {run.precision}, kept in {', '.join(parts).replace('uint8', packed)}"
 
 
 def closing(
@@ -91,7 +94,7 @@ def closing(
     """The closing table, where the results are, and what to try next."""
     best = {split: task.best_possible(split) for split in scores}
     rows = []
-    for name in dict.fromkeys(name for found in scores.values() for name in found):
+    for name in dict.fromkeys(name for metrics in scores.values() for name in metrics):
         row = [name]
         for split in scores:
             value = scores[split].get(name)  # of a source of a mixture, that a split may have nothing of
@@ -161,7 +164,7 @@ def the_same_elsewhere(run: Run, world: World, promised: Promised = Promised.YES
         with suppress(RunError):
             if processes == world.size:
                 continue
-            strategies.checked_strategy(run, processes)
+            resolve_strategy(run, processes)
             words += [f"launch.processes={processes}"]
             if promised != Promised.YES:
                 return shlex.join(words), f"whether this is the same training on {processes} process(es)"
@@ -178,15 +181,15 @@ def digest_of(folder: Path, weights: Mapping[str, torch.Tensor] | None) -> str |
     """SHA-256 over the exported weights: an adapter's, or all parts of a large model's. Of an export in another format,
     which may hold a date or be pickled, over the weights that it was written of: name, type, shape and numbers; None
     where those are not at hand."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors"))
     for path in files:
         with open(path, "rb") as file:
             while block := file.read(2**20):
-                found.update(block)
+                digest.update(block)
     if not files and weights is None:
         return None
     for name, tensor in sorted((weights or {}).items()) if not files else ():
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

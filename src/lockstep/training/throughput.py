@@ -6,18 +6,18 @@ the steps before a checkpoint.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.strategies.exact.scaling import LossScale
-from lockstep.training.loss_spike import Spikes
-from lockstep.training.source_losses import SourceLosses
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,71 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+class Spikes:
+    """Tells a loss that jumps from one that wanders: running mean and variance, in which a jump does not count."""
+
+    def __init__(self, count: int = 0, mean: float = 0.0, variance: float = 0.0) -> None:
+        self._count, self._mean, self._variance = count, mean, variance
+
+    @property
+    def state(self) -> tuple[int, float, float]:
+        return self._count, self._mean, self._variance
+
+    def seen(self, loss: float) -> bool:
+        """Whether this one is more than six standard deviations above those before it."""
+        apart = loss - self._mean
+        if not math.isfinite(loss) or (self._count >= 20 and apart > 6 * self._variance**0.5):
+            return True
+        self._count += 1
+        weight = max(0.02, 1 / self._count)
+        self._mean += weight * apart
+        self._variance = (1 - weight) * (self._variance + weight * apart**2)
+        return False
+
+
+class SourceLosses:
+    """The training loss of each source of a mixture, over the steps since the last line of the log: a source may have
+    few examples in one step. Sums of losses and of targets, equal on every rank and at every number of processes."""
+
+    def __init__(self, names: Sequence[str], state: Mapping[str, Any] | None = None) -> None:
+        """`state`: what `state` gave when the checkpoint was made that the run goes on from."""
+        self.names = list(names)
+        known = state if state and state["names"] == self.names else None
+        self._sums = np.array(known["sums"] if known else [0.0] * len(self.names), dtype=np.float64)
+        self._targets = np.array(known["targets"] if known else [0.0] * len(self.names), dtype=np.float64)
+        self._waiting: list[tuple[Tensor, np.ndarray]] = []  # may still be on the device
+
+    def add(self, batch: StepBatch, result: StepResult) -> None:
+        """One step more."""
+        if result.loss_sums_of is not None and batch.targets_of is not None:
+            self._waiting.append((result.loss_sums_of, batch.targets_of))
+
+    def take(self) -> dict[str, float]:
+        """`loss_NAME` of each source that had targets; what comes is counted anew. The host waits for the device."""
+        self._fetch()
+        means = {
+            f"loss_{name}": float(total / count)
+            for name, total, count in zip(self.names, self._sums, self._targets, strict=True)
+            if count
+        }
+        self._sums, self._targets = np.zeros_like(self._sums), np.zeros_like(self._targets)
+        return means
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, under `sources`; nothing where there are none. The host waits for the device."""
+        self._fetch()
+        held = {"names": self.names, "sums": self._sums.tolist(), "targets": self._targets.tolist()}
+        return {"sources": held} if self.names else {}
+
+    def _fetch(self) -> None:
+        for sums, targets in self._waiting:
+            losses = np.array(sums.tolist())
+            if np.isfinite(losses).all():  # else such steps would hide all others; the log counts them
+                self._sums, self._targets = self._sums + losses, self._targets + targets
+        self._waiting.clear()
 
 
 class Meter:

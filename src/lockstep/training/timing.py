@@ -18,15 +18,16 @@ import transformers
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.exit_status import STOPPED
-from lockstep.config.run import Run
 from lockstep.data.tokens import Prepared
 from lockstep.distributed import memory
 from lockstep.distributed.sharded import ShardedState
 from lockstep.distributed.watchdog import Watchdog
 from lockstep.distributed.world import World
 from lockstep.training.dry_run import try_a_step
-from lockstep.training.loop import Counts, train
-from lockstep.training.session import Session, Sinks, build_session, prepare_and_join
+from lockstep.training.loop import train
+from lockstep.training.resolve import Job
+from lockstep.training.session import Session, Sinks, build_session, join_ranks
+from lockstep.training.throughput import Counts
 
 FILE = "timing.json"
 
@@ -64,7 +65,7 @@ class Timing:
 class _NoCheckpoints(Checkpoints):
     """Checkpoints are written beside training; here none is."""
 
-    def save(self, step: int, strategy: ShardedState, scores: Any = None) -> None:
+    def save(self, step: int, strategy: ShardedState, scores: Any = None, state: Any = None) -> None:
         """Nothing."""
 
 
@@ -78,24 +79,25 @@ class _Moments(Sinks):
         self.moments.append(time.perf_counter())
 
 
-def measure(run: Run, world: World, steps: str, skip: str) -> int:
+def measure(job: Job, world: World, steps: str, skip: str) -> int:
     """Train `skip` steps that are not counted and `steps` that are, in the product's own loop, without evaluations and
     checkpoints; then one more to look at memory. Collective. Returns the exit status."""
-    prepared = prepare_and_join(run, world)
-    session = build_session(run, world, prepared)
+    run, prepared = job.run, job.data
+    join_ranks(job, world)
+    session = build_session(job, world)
     strategy, whole = session.strategy, session.feed.total
     watch = Watchdog(world, run.launch.hang_timeout_s).start()
     try:
         try_a_step(session)
-        found = _timed(session, prepared, (int(skip), int(skip) + int(steps)))
-        ranks = [] if found is None else world.all_gather(_memory(session))
+        timed = _timed(session, prepared, (int(skip), int(skip) + int(steps)))
+        ranks = [] if timed is None else world.all_gather(_memory(session))
     finally:
         watch.stop()
     parameters, threads = strategy.parameter_count, world.threads
     strategy.close()
-    if found is None:
+    if timed is None:
         return STOPPED
-    counts, moments = found
+    counts, moments = timed
     if world.is_main:
         each = [b - a for a, b in itertools.pairwise(moments)]
         totals = (counts.steps, counts.examples, counts.tokens, counts.padded, counts.seconds)
@@ -118,8 +120,9 @@ def _timed(session: Session, prepared: Prepared, ends: tuple[int, int]) -> tuple
         feed.total = end
         world.barrier()
         moments = [time.perf_counter()]
-        loop = replace(session, run=quiet, checkpoints=checkpoints, sinks=_Moments(moments))
-        step, counts = train(loop, step)
+        loop = replace(session, job=replace(session.job, run=quiet), checkpoints=checkpoints, sinks=_Moments(moments))
+        state = train(loop, loop.new_state(step))
+        step, counts = state.step, state.meter.total
         if step < end:
             return None
     return counts, moments

@@ -1,67 +1,130 @@
-"""Where a rank stands in its run: what ranks that have lost one compare, and what one that is behind is given.
+"""The training state of one rank beside the strategy's tensors: step, meter, progress of evaluations, pending work.
 
-In: every update that is made, and the end of what is due after it. Out: the last update whose state this rank holds,
-and what the loop needs to go on from there.
+In: every update that is made. Out: `state_dict`, plain data. Checkpoints store it, recovery sends it to ranks that are
+behind or new, and peer checkpoints keep it beside the tensors.
 
-An update is made on a rank or it is not: nothing is exchanged while weights change. What comes after it (a line, an
-evaluation, a checkpoint) can be broken off, and is then done once more from what was counted before it began.
+An update is made on a rank or it is not, and `advance` counts it at once. The hooks that follow an update (hooks.py)
+may be broken off by the loss of a rank. They then run again: each is idempotent for `step`.
 """
 
 from __future__ import annotations
 
-from copy import deepcopy
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
-from lockstep.checkpoint.progress import Progress
-from lockstep.data.batch import StepResult
+from lockstep.checkpoint.progress import Progress, score_of
+from lockstep.config.run import Run
+from lockstep.data.batch import StepBatch, StepResult
+from lockstep.strategies.exact.scaling import LossScale
+from lockstep.training.fingerprints import Fingerprints
+from lockstep.training.throughput import Counts, Meter
+
+EVALUATION = "evaluation"  # in `pending`: the one of this step was left out by a request to stop
+CHECKPOINT = "checkpoint"  # in `pending`: one that the loss of a rank has broken off
 
 
-class Regroup(Exception):
-    """After this step ranks meet again, with more of them: raised on all ranks at the same step."""
-
-
-@dataclass
 class TrainState:
-    """Of one rank."""
+    """How far training is."""
 
-    step: int  # updates made; their state is what this rank holds
-    done: int = -1  # the same, once everything is done that is due after them
-    rate: float = 0.0
-    result: StepResult | None = None  # of the last update, where it was made since the job came to train
-    before: Any = None  # the loop's meter, and the progress of evaluations, before what is due after the update began
-    progress: Progress | None = None
-    now: Any = None  # the meter as it is
-    saves: bool = False  # whether a checkpoint is owed, for one that a lost rank has broken off
+    def __init__(self, run: Run, total: int, sources: Iterable[str] = (), lengths: bool = True, step: int = 0) -> None:
+        """`total`: steps of the run. `sources`: names, of a mixture. `lengths`: whether examples have any. `step`:
+        updates made so far; -1: this rank holds no state yet."""
+        self._run, self._total, self._sources, self._lengths = run, total, list(sources), lengths
+        self.step = self.first = step  # updates made; and those made before this job came to train
+        self.meter = Meter(sources=self._sources)
+        self.progress = Progress.of(run, {})  # of all evaluations so far
+        self._progress_before = self.progress  # of those before the one of `step`
+        self.fingerprints = Fingerprints()
+        self.pending: set[str] = set()
+        self.line: dict[str, float] = {}  # numbers for the log after `step`; empty: no line is due
+        self.scores: dict[str, float] = {}  # of the evaluation after `step`, once it was made
+        self._hooks_done = step  # the step after which all hooks have run
 
-    def __post_init__(self) -> None:
-        self.done = max(self.done, self.step)
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    def advance(self, batch: StepBatch, result: StepResult, rate: float, scaling: LossScale | None = None) -> None:
+        """Count an update. Where a line of the log is due, the host waits for the device here."""
+        self.step += 1
+        self._progress_before, self.line, self.scores, self.pending = self.progress, {}, {}, set()
+        self.meter.add(batch, result, scaling)
+        self.fingerprints.step(self.step, result)
+        if is_due(self.step, self._run.track.every, self.step in (1, self._total)):
+            self.line = self.meter.line(result, rate, self._lengths, scaling)
+
+    def count_evaluation(self, scores: Mapping[str, float]) -> bool:
+        """Count the evaluation after `step`, once however often it is made. Returns whether training is over by
+        `evaluate.patience`."""
+        if self._run.checkpoint.best:
+            delta = self._run.evaluate.min_delta
+            self.progress = self._progress_before.after(self.step, score_of(self._run, scores), delta)
+        self.scores = dict(scores)
+        self.pending.discard(EVALUATION)
+        return self.over
+
+    def finish(self) -> None:
+        """All hooks have run."""
+        self._hooks_done = self.step
+        self.pending.discard(CHECKPOINT)
 
     @property
-    def open(self) -> bool:
-        """Whether something is to be done after the last update."""
-        return self.done < self.step
+    def hooks_pending(self) -> bool:
+        """Whether hooks are to run for `step`."""
+        return self._hooks_done < self.step
+
+    def rerun_hooks(self, checkpoint: bool = False) -> None:
+        """Let the hooks of the last update run again, unless it was made before this job came to train. `checkpoint`:
+        with a checkpoint in any case."""
+        if self.step > self.first:
+            self._hooks_done = self.step - 1
+            self.pending |= {CHECKPOINT} if checkpoint else set()
 
     @property
-    def meter(self) -> Any:
-        """For the loop that goes on from here."""
-        if self.open:
-            self.now = deepcopy(self.before)
-        return self.now
+    def over(self) -> bool:
+        """Whether `evaluate.patience` has ended training: the same on every rank."""
+        return self.progress.over(self._run)
 
-    def updated(
-        self, step: int, result: StepResult, rate: float, meter: Any, progress: Progress, changes: bool
-    ) -> None:
-        """An update was made. `changes`: what comes after it writes into `meter`."""
-        self.step, self.result, self.rate, self.progress, self.now = step, result, rate, progress, meter
-        self.before = deepcopy(meter) if changes else meter
+    # -- as others have it -------------------------------------------------------------------------------------------
 
-    def closed(self) -> None:
-        """All is done that was due."""
-        self.done, self.saves = self.step, False
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data of which nothing changes later. The host waits for the device."""
+        return {
+            "step": self.step,
+            "first": self.first,
+            "hooks_done": self._hooks_done,
+            "pending": sorted(self.pending),
+            "meter": self.meter.state(),
+            "total": asdict(self.meter.total),
+            "line": dict(self.line),
+            "progress": self.progress.dump(),
+            "progress_before": self._progress_before.dump(),
+            "fingerprints": self.fingerprints.state_dict(),
+        }
 
-    def reopen(self, saves: bool = False) -> None:
-        """What is due after the last update is to be done once more; there is none where the job has just come to
-        train."""
-        if self.result is not None:
-            self.done, self.saves = self.step - 1, saves
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a rank's `state_dict`, or the part of it that a checkpoint has: `step`, `meter`, `progress` and
+        `pending`."""
+        self.step = state["step"]
+        self.first, self._hooks_done = state.get("first", self.step), state.get("hooks_done", self.step)
+        self.pending, self.line, self.scores = set(state["pending"]), dict(state.get("line", {})), {}
+        self.meter = Meter(state["meter"], self._sources)
+        if "total" in state:
+            self.meter.total = Counts(**state["total"])
+        self.progress = Progress.of(self._run, state["progress"])
+        self._progress_before = Progress.of(self._run, state.get("progress_before", state["progress"]))
+        if "fingerprints" in state:
+            self.fingerprints.load_state_dict(state["fingerprints"])
+
+    def digest(self) -> str:
+        """A hash of what is equal on all ranks after the same updates, also where some have run more hooks."""
+        meter = self.meter.state()
+        meter = {**meter, "line": {**meter["line"], "seconds": 0}}
+        values = [self.step, self._hooks_done, meter, self._progress_before.dump()]
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def is_due(step: int, every: int, last: bool) -> bool:
+    """Whether something that happens every so many steps (0: never) and at the last one happens now."""
+    return last or (every > 0 and step % every == 0)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lockstep
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection, LaunchSection
@@ -175,7 +174,7 @@ def requirements(extra: list[str]) -> str:
 
 def archive(texts: Mapping[str, str], modules: Mapping[str, Path]) -> bytes:
     """A gzipped tar of lockstep's own package, of `modules` and of `texts`; the same content gives the same bytes."""
-    package = Path(lockstep.__file__).parent
+    package = Path(__file__).parents[2]
     files = {f"lockstep/{f.relative_to(package)}": f for f in _sources(package)} | dict(modules)
     held = {name: file.read_bytes() for name, file in files.items()} | {k: v.encode() for k, v in texts.items()}
     plain = io.BytesIO()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep import __version__
+from lockstep._version import __version__
 from lockstep.config.run import RunError
 
 

@@ -193,7 +193,7 @@ class Agent(Survivors):
         return end.status
 
     def left_out(self) -> int:
-        """The same where the job has ended while this machine waited to join it."""
+        """End with the job's status where it has ended while this machine waited to join it."""
         status = self.follow(self.rendezvous.ended())
         self.rendezvous.told()
         return status

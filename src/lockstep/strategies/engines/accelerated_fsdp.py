@@ -22,7 +22,7 @@ class AcceleratedFSDP2(FSDP2):
     needs = ("accelerate",)
     casts_inside = True
     trains_bfloat16 = False
-    rebuilds = False  # Accelerate keeps its state for the whole process
+    supports_reshard = False  # Accelerate keeps its state for the whole process
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

@@ -19,7 +19,7 @@ from lockstep.config.run import RunError
 from lockstep.strategies.engines.layers import StandIn
 from lockstep.strategies.exact.reduction import share
 from lockstep.tasks.models import unpadded
-from lockstep.tasks.models.models import leaves_out_layers
+from lockstep.tasks.models.model_configs import leaves_out_layers
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,12 @@ class _Absent(StandIn):
         self.width = width
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = args[0] if args else kwargs["input_ids"]
-        if not isinstance(given, Tensor):
-            return torch.zeros(*given, self.width)  # some positions are asked for by shape
-        if given.is_floating_point() and given.ndim == 3:
-            return given
-        return torch.zeros(*given.shape, self.width, device=given.device)
+        tokens = args[0] if args else kwargs["input_ids"]
+        if not isinstance(tokens, Tensor):
+            return torch.zeros(*tokens, self.width)  # some positions are asked for by shape
+        if tokens.is_floating_point() and tokens.ndim == 3:
+            return tokens
+        return torch.zeros(*tokens.shape, self.width, device=tokens.device)
 
 
 class _Entry(StandIn):
@@ -247,11 +247,11 @@ class StagePart(nn.Module):
     def tensor(self, name: str) -> Tensor:
         """A parameter or buffer of this part, by first name."""
         module, attribute = self._places[name][0]
-        found = module._parameters.get(attribute)
-        if found is None:
-            found = module._buffers[attribute]  # type: ignore[assignment]
-        assert found is not None
-        return found
+        held = module._parameters.get(attribute)
+        if held is None:
+            held = module._buffers[attribute]  # type: ignore[assignment]
+        assert held is not None
+        return held
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -280,5 +280,5 @@ class StagePart(nn.Module):
             return self.model(**inputs)
         except _Reached as reached:
             hidden = reached.args[0]
-        kept, self._encoded = self._encoded, []
-        return tuple(tensor.contiguous() for tensor in (*kept, hidden))
+        encoded, self._encoded = self._encoded, []
+        return tuple(tensor.contiguous() for tensor in (*encoded, hidden))

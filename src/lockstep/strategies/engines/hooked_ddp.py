@@ -38,7 +38,7 @@ class Hooked(Native):
     """A replicated model in a DDP wrapper, with the exact reduction as its communication hook."""
 
     primed = True  # False while DDP has still to see a backward outside `no_sync`
-    regroups = True
+    keeps_whole_state = True
     steady: bool | None = None  # whether every micro-batch so far used every weight; None: no step was seen
 
     @classmethod
@@ -153,12 +153,12 @@ class Hooked(Native):
         return gradients
 
     def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
-        losses, found = super().agree(losses, uses)
+        losses, counts = super().agree(losses, uses)
         if self.ddp is not None and self.steady is not False and self.in_tree:
-            self.steady = min(found) == self.tree.leaves
+            self.steady = min(counts) == self.tree.leaves
             if not self.steady:
                 self.leave_ddp()
-        return losses, found
+        return losses, counts
 
     def prime(self, micro: MicroBatch) -> None:
         """One backward without a gradient: `static_graph` learns its graph from a first backward outside `no_sync`."""
@@ -168,14 +168,14 @@ class Hooked(Native):
         self.pop_gradients()
         self.primed = True
 
-    def part(self) -> None:
-        super().part()
+    def detach_group(self) -> None:
+        super().detach_group()
         self.wrapped, self.optimizer, self.steady = self.model, self.stepper, None
         self.ddp = self.exchange = None  # type: ignore[assignment]
         self.arrived = {}
 
-    def regroup(self) -> None:
-        super().regroup()
+    def attach_group(self) -> None:
+        super().attach_group()
         self.primed = True  # unless the wrapper says otherwise
         self.wrap_up()
 

@@ -165,11 +165,11 @@ def _holds_tensor(value: Any, depth: int = 4) -> bool:
 
 def _cells(function: FunctionType) -> list[Any]:
     """The variables that a function closes over, those that have a value."""
-    found = []
+    cells = []
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # nothing is in it yet
-            found.append(cell.cell_contents)
-    return found
+            cells.append(cell.cell_contents)
+    return cells
 
 
 def first_few(names: Collection[str]) -> str:

@@ -6,7 +6,7 @@ is over.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,32 @@ from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, ReductionTree, Scatter, share
 
 if TYPE_CHECKING:
-    from lockstep.strategies.fsdp2 import FSDP2
+    from lockstep.config.run import Run
+    from lockstep.distributed.world import World
+
+
+class ShardedRanks(Protocol):
+    """What is asked of a strategy that cuts its weights into shards: its ranks, and where it is in a step."""
+
+    run: Run
+    world: World
+    mesh: Any  # the DeviceMesh
+    replica: int  # of this rank
+    replicas: int
+    shard: int  # of this rank, within its replica
+    shards: int
+    turn: int  # of the step: each rank runs one micro-batch a turn
+    last: bool  # whether this turn is the step's last one
+
+    def axis(self, name: str) -> str:
+        """The dimension of the mesh that is called so."""
 
 
 class TreeScatter(ReduceScatter):
     """FSDP's reduce-scatter of one block, in tree order: every rank receives its slice of each rank's leaf and adds
     them up where the tree says. What FSDP gets back is zero, until the last turn's: the sum of all leaves."""
 
-    def __init__(self, strategy: FSDP2) -> None:
+    def __init__(self, strategy: ShardedRanks) -> None:
         self.strategy = strategy
 
     def start(self, leaves: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
+from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks, layers, zero_config, zero_group
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
@@ -31,13 +33,24 @@ from lockstep.strategies.native import call_on_cpu
 from lockstep.tasks.task import Task
 
 
+@dataclass(frozen=True)
+class EngineGradient:
+    """A gradient that DeepSpeed has reduced, of which it gathers the whole."""
+
+    gather: Callable[[], dict[str, Tensor]]
+
+    def whole(self, world: World) -> dict[str, Tensor]:
+        """Gather the whole gradient by parameter. Collective."""
+        return self.gather()
+
+
 class Sharded(ShardedRecovery):
     """A DeepSpeed engine, whoever made it. Where ranks are lost, another one is made for those that are left, of copies
     of the state in memory."""
 
     needs = ("deepspeed",)
     flat_parts = True
-    torn = True  # what a rank holds can be read with the others' help only
+    update_incomplete = True  # what a rank holds can be read with the others' help only
     stage: int  # of ZeRO
     statistics: Statistics
     waits_inside: ClassVar[tuple[str, ...]] = ("forward", "backward", "reduction", "optimizer")
@@ -49,7 +62,7 @@ class Sharded(ShardedRecovery):
         return 1e-4 if run.precision == "fp32" else 1e-3
 
     @classmethod
-    def outlives(cls, run: Run) -> bool:
+    def survives_rank_failure(cls, run: Run) -> bool:
         return True  # each part is on one rank only
 
     @classmethod
@@ -144,37 +157,44 @@ class Sharded(ShardedRecovery):
         self.uses = dict.fromkeys(self.uses, 0)
         self.statistics.start(batch.count)
         for i, micro in enumerate(micro_batches):
-            self.counting = i < len(batch.micro_batches)  # blank micro-batches are nobody's
+            self.counting = i < len(batch.micro_batches)  # padding micro-batches are nobody's
             seed_everything(self.run.seed, batch.step, micro.index)
             self.engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
-            with self.phases("forward"), self.autocast(not self.low_precision):
-                loss = self.sources.loss_sum(self.task, self._run(micro.inputs), micro)
-            # DeepSpeed averages over ranks: multiply back
-            with self.phases("backward"):
-                self.engine.backward(loss * self.world.size / batch.targets, scale_wrt_gas=False)
-            losses[micro.index] += loss.detach()
+            with self.observed(micro.index) if self.counting else self.listening(None):
+                losses[micro.index] += self._run_micro_batch(micro, batch.targets)
             if i < len(batch.micro_batches):
                 self.statistics.take(micro)
             else:
                 self.statistics.reset()
         with self.phases("reduction"):
             losses, uses = self.agree(losses, list(self.uses.values()))
-            self.usable(batch.step, losses, losses.sum())
+            self.check_finite(batch.step, losses, losses.sum())
         unused = self._unused(uses, batch.count)
-        if self.observe is not None:
-            self.observe(self._whole_gradient())
+        if self.observer is not None:
+            self.observer.reduced(EngineGradient(self._whole_gradient))
         optim.set_rate(self.optimizer, learning_rate)
         with self.phases("optimizer"):
-            kept = [(p, key, self._whole_state(p, key)) for p in unused for key in (None, *self._moments())]
+            frozen = [(p, key, self._whole_state(p, key)) for p in unused for key in (None, *self._moments())]
             self.engine.step()
-            for parameter, key, whole in kept:  # DeepSpeed took their gradient for zero: decay and momentum moved them
+            for (
+                parameter,
+                key,
+                whole,
+            ) in frozen:  # DeepSpeed took their gradient for zero: decay and momentum moved them
                 self._set(parameter, whole, key)
-            if kept:
+            if frozen:
                 self._refresh_model()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
-        self.usable(batch.step, losses, norm)
+        self.check_finite(batch.step, losses, norm)
         self.statistics.finish(self.data_parallel.sum)
         return StepResult(losses.sum() / batch.targets, norm, loss_sums_of=self.sources.of_step)
+
+    def _run_micro_batch(self, micro: MicroBatch, targets: float) -> Tensor:
+        with self.phases("forward"), self.autocast(not self.low_precision):
+            loss = self.loss_sum(self._run(micro.inputs), micro)
+        with self.phases("backward"):  # DeepSpeed averages over ranks: multiply back
+            self.engine.backward(loss * self.world.size / targets, scale_wrt_gas=False)
+        return loss.detach()
 
     def _count(self, name: str) -> None:
         self.uses[name] += self.counting
@@ -214,12 +234,12 @@ class Sharded(ShardedRecovery):
         """By parameter name on rank 0, nothing elsewhere. Collective."""
         from deepspeed.utils import safe_get_full_grad
 
-        found = {}
+        gradients = {}
         for name, parameter in self._trained():
             gradient = safe_get_full_grad(parameter)
             if self.world.is_main:
-                found[name] = gradient.float().clone()
-        return found
+                gradients[name] = gradient.float().clone()
+        return gradients
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.engine.eval()
@@ -265,31 +285,31 @@ class Sharded(ShardedRecovery):
     def _whole_weights(self, keepers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
         """fp32 on the CPU of rank 0 (or of a parameter's keeper), nothing elsewhere; no rank holds more than one
         parameter whole on its device. Collective."""
-        found = {}
+        weights = {}
         for name, parameter in self.named.items():
             weight = self._whole_weight(parameter)
             assert weight.shape == self.shapes[name], f"{name}: {weight.shape}, not {self.shapes[name]}"
             if self.stage < 3:  # the model's own copy is whole: what is saved is what it computes with
                 assert torch.equal(weight.to(parameter.dtype), parameter.detach()), f"{name}: not the model's weight"
             if self.world.rank == (keepers[name] if keepers else 0):
-                found[name] = weight.to("cpu", copy=True)
-        return found
+                weights[name] = weight.to("cpu", copy=True)
+        return weights
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors: DeepSpeed gives them to every rank, one at a time, and each is kept by one rank."""
         load = [0] * self.world.size  # numbers that each rank keeps
-        found = {f"model.{n}": w for n, w in self._whole_weights(self._keepers(load)).items()}
+        tensors = {f"model.{n}": w for n, w in self._whole_weights(self._keepers(load)).items()}
         held = self.optimizer.state.get(self._flat()[0], {})
         for key in self._moments():
             keepers = self._keepers(load)
             for name, parameter in self._trained():
                 value = self._whole_state(parameter, key)
                 if self.world.rank == keepers[name]:
-                    found[f"optimizer.{key}.{name}"] = value.cpu()
-        found |= {f"model.{n}": b for n, b in self.model.named_buffers()}
+                    tensors[f"optimizer.{key}.{name}"] = value.cpu()
+        tensors |= {f"model.{n}": b for n, b in self.model.named_buffers()}
         if "step" in held:  # one for all: every parameter is in every update
-            found |= {f"optimizer.step.{n}": held["step"].cpu().clone() for n, _ in self._trained()}
-        return found
+            tensors |= {f"optimizer.step.{n}": held["step"].cpu().clone() for n, _ in self._trained()}
+        return tensors
 
     def _keepers(self, load: list[int]) -> dict[str, int]:
         """Parameter -> the rank with the least to keep so far; adds to its load."""
@@ -303,13 +323,13 @@ class Sharded(ShardedRecovery):
         """Rank 0 reads every tensor by itself and sends it; each rank keeps its shard of it."""
         names = [n for n, _ in self._trained()]
         fresh = self.stepper.rule.begin(self.optimizer.param_groups[0], self._flat()[0])
-        found = [k for k in fresh if k not in self.stepper.rule.counters and f"optimizer.{k}.{names[0]}" in saved]
+        keys = [k for k in fresh if k not in self.stepper.rule.counters and f"optimizer.{k}.{names[0]}" in saved]
         key = f"optimizer.step.{names[0]}"
         step = float(self._from_main(saved, key, torch.Size())) if key in saved else None
-        self._make_optimizer_state(found, step)
+        self._make_optimizer_state(keys, step)
         for name, parameter in self.named.items():
             self._set(parameter, self._from_main(saved, f"model.{name}", self.shapes[name]), None)
-        for key in found:
+        for key in keys:
             for name, parameter in self._trained():
                 self._set(parameter, self._from_main(saved, f"optimizer.{key}.{name}", self.shapes[name]), key)
         saved.read({f"model.{n}": b for n, b in self.model.named_buffers()})

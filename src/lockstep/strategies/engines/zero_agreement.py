@@ -37,15 +37,15 @@ def keeps_bf16_weights(options: Mapping[str, Any]) -> bool:
 
 def remaining(options: Mapping[str, Any]) -> dict[str, Any]:
     """What DeepSpeed is to read: without what the run file says, and without "auto", which leaves it to lockstep."""
-    found = {}
+    rest = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
             value = {k: v for k, v in remaining(value).items() if not (name == "zero_optimization" and k == "stage")}
             if not value and options[name]:
                 continue
         if value != AUTO and name not in OURS:
-            found[name] = value
-    return found
+            rest[name] = value
+    return rest
 
 
 def differing(run: Run, processes: int, stage: int, options: Mapping[str, Any], key: str) -> list[str]:
@@ -123,16 +123,16 @@ def _optimizer(run: Run, value: Any) -> Iterator[str]:
 
 
 def _scheduler(run: Run, value: Any) -> Iterator[str]:
-    """The same of its scheduler and `optim.schedule`. DeepSpeed warms up by the logarithm where it is not told to do so
-    evenly, which lockstep does."""
+    """Entries of DeepSpeed's scheduler that differ from `optim.schedule`. DeepSpeed warms up by the logarithm where it
+    is not told to do so evenly, which lockstep does."""
     if value == AUTO:
         return
     if not isinstance(value, Mapping) or _SCHEDULES.get(value.get("type", "")) != run.optim.schedule:
         yield ""
         return
     if run.optim.warmup_steps or run.optim.warmup_fraction:
-        given = value.get("params") or {}
-        if run.optim.schedule != "cosine" and given.get("warmup_type") != "linear":
+        parameters = value.get("params") or {}
+        if run.optim.schedule != "cosine" and parameters.get("warmup_type") != "linear":
             yield ".params.warmup_type (linear)"
     same = {
         "warmup_min_lr": 0,

@@ -68,8 +68,8 @@ class Gradient:
     def whole(self, world: World) -> dict[str, Tensor]:
         """By parameter name on rank 0, nothing elsewhere. Collective."""
         dense = [(p, p.gradient.to_dense() if p.gradient.is_sparse else p.gradient) for p in self.parts if p.counted]
-        found = gather({part.name: part.spread(part.name, gradient) for part, gradient in dense}, world)
-        return {name: found[name] for name in self.names} if world.is_main else {}
+        gradients = gather({part.name: part.spread(part.name, gradient) for part, gradient in dense}, world)
+        return {name: gradients[name] for name in self.names} if world.is_main else {}
 
     def scale_(self, factor: Tensor) -> None:
         """Multiply it by a float32 scalar, in place."""

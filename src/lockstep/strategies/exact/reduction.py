@@ -35,7 +35,7 @@ class ReductionTree:
         self._place((0, leaf), list(tensors))
 
     def place(self, node: Node, tensors: Sequence[Tensor]) -> None:
-        """The same for a partial sum that another tree made."""
+        """Add a partial sum that another tree made."""
         self._place(node, list(tensors))
 
     def take_sibling(self, leaf: int) -> tuple[Node, list[Tensor] | None]:
@@ -45,8 +45,8 @@ class ReductionTree:
         while (1 << level) < self.leaves:
             sibling = index ^ 1
             if sibling << level < self.leaves:
-                found = self.nodes.pop((level, sibling), None)
-                return ((0, leaf), None) if found is None else ((level + 1, index >> 1), found)
+                waiting = self.nodes.pop((level, sibling), None)
+                return ((0, leaf), None) if waiting is None else ((level + 1, index >> 1), waiting)
             level, index = level + 1, index >> 1
         return (0, leaf), None
 
@@ -265,10 +265,10 @@ class Exchange:
 
     def _gather(self, nodes: dict[Node, Tensor]) -> Iterable[None]:
         (own,) = nodes.values()
-        if (found := self._scatter.plan) is not None:
-            has, wanted = found.order(self._rank), self._order
+        if (plan := self._scatter.plan) is not None:
+            has, wanted = plan.order(self._rank), self._order
             return gather_in_stages(
-                own, found, self._rank, self._group, lambda total: self._gathered.append(in_order(total, has, wanted))
+                own, plan, self._rank, self._group, lambda total: self._gathered.append(in_order(total, has, wanted))
             )
         total = own.new_empty(self._ranks, own.numel())
         total[self._rank] = own  # sent from there: what was received is not kept

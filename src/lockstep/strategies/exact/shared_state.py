@@ -23,18 +23,18 @@ from lockstep.strategies.strategy import Strategy
 class ShardedRecovery(Strategy):
     """Mixed into a strategy."""
 
-    rebuilds = True
-    blank = False  # whether it is built without weights, which are about to be read
-    late: Callable[[], Any] | None = None  # makes an update that was broken off before it was made; not collective
-    torn = False  # whether an update was broken off while it was made
+    supports_reshard = True
+    build_empty = False  # whether it is built without weights, which are about to be read
+    deferred_update: Callable[[], Any] | None = None  # makes an update that was broken off before; not collective
+    update_incomplete = False  # whether an update was broken off while it was made
 
     @classmethod
-    def fitted(cls, run: Run, processes: int) -> Run:
+    def fit_options(cls, run: Run, processes: int) -> Run:
         """The run with options that suit so many processes, where those of the run file do not."""
         return run
 
     @classmethod
-    def outlives(cls, run: Run) -> bool:
+    def survives_rank_failure(cls, run: Run) -> bool:
         """Whether what those that are left hold fits together."""
         return cls.gives_bits(run)
 
@@ -58,18 +58,23 @@ class ShardedRecovery(Strategy):
         """`sharded_state_dict`, also where a step was broken off. Not collective."""
         return self.sharded_state_dict()
 
-    def made(self, *arguments: Any) -> Tensor | bool:
-        make = partial(super().made, *arguments)
+    def apply_gradient(self, *arguments: Any) -> Tensor | bool:
+        make = partial(super().apply_gradient, *arguments)
         if self.world.members is not None and self.keeps_copies:
-            self.late = make
+            self.deferred_update = make
             self.world.barrier()
-        self.late, self.torn = None, True
+        self.deferred_update, self.update_incomplete = None, True
         used = make()
-        self.torn = False
+        self.update_incomplete = False
         return used
 
-    def make_late(self) -> None:
+    def discard(self) -> None:
+        """Let go of everything, of a step that was broken off, too: another strategy takes its place. It cannot be used
+        any more."""
+        self.__dict__.clear()
+
+    def apply_deferred_update(self) -> None:
         """The update that others have made."""
-        assert self.late is not None
-        make, self.late = self.late, None
+        assert self.deferred_update is not None
+        make, self.deferred_update = self.deferred_update, None
         make()

@@ -6,7 +6,8 @@ the task has it; and, once ranks have agreed, one number for each source, withou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,15 @@ class SourceSums:
             mine = micro.sources == torch.arange(self._sources, device=each.device)[:, None]  # [S, B]
             self._noted[micro.index] = torch.where(mine, each.double(), 0.0).sum(1)
         return loss
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Micro-batches that are computed in here belong to no step."""
+        noted = dict(self._noted)
+        try:
+            yield
+        finally:
+            self._noted = noted
 
     def agree(self, noted: int, losses: Tensor, summed: Callable[[Tensor], Tensor]) -> None:
         """`noted`: of all ranks, whose micro-batches have these `losses` [M]. `summed`: over ranks; each fills in its

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig
 
 from lockstep.config.run import Run, RunError
-from lockstep.tasks.models import models, padding, small_models
+from lockstep.tasks.models import model_configs, padding, small_models
 
 # Parts of the names of entries that decide about a term.
 HINTS = ("loss", "router", "aux", "coef", "smooth", "eps", "ngram", "mtp", "nextn")
@@ -43,7 +43,7 @@ def check(run: Run, head: str) -> None:
             "task.regression: true, or neither for one label a text"
         )
     without = run.model_copy(update={"model": run.model.model_copy(update={"adapter": {}})})  # adapters add no term
-    refusal = padding.kept_trial(without, head, models.load_config(run), auxiliary_term)
+    refusal = padding.kept_trial(without, head, model_configs.load_config(run), auxiliary_term)
     if refusal is not None:
         raise RunError(f"model.config.{refusal}")
 
@@ -59,7 +59,7 @@ def auxiliary_term(run: Run, head: str, config: Any) -> str | None:
                 continue
             return None if agree(losses) else _advice(run, head, wanted, losses)
     for path, part in _parts(config):
-        if models.entry(part, ROUTER_LOGITS) is True:
+        if model_configs.entry(part, ROUTER_LOGITS) is True:
             return _refusal(config, {f"{path}{ROUTER_LOGITS}": False}, "")
     return None
 
@@ -175,7 +175,7 @@ def _parts(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _read(config: Any, path: str) -> Any:
     for name in path.split("."):
-        config = models.entry(config, name)
+        config = model_configs.entry(config, name)
     return config
 
 

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import TARGETS
-from lockstep.tasks.models import models
+from lockstep.tasks.models import model_configs
 
 KEY = "task.loss_chunk"
 LIGER = "liger"
@@ -56,8 +56,8 @@ def check(run: Run, here: bool) -> None:
 
     if not run.model.adapter:  # an adapter is put around it when it is built, and looked at then
         with torch.device("meta"):
-            auto = getattr(transformers, models.HEADS[_HEADS[run.task.name]][0])
-            head_of(auto.from_config(models.load_config(run), trust_remote_code=run.model.trust_remote_code))
+            auto = getattr(transformers, model_configs.HEADS[_HEADS[run.task.name]][0])
+            head_of(auto.from_config(model_configs.load_config(run), trust_remote_code=run.model.trust_remote_code))
 
 
 def head_of(model: Any) -> nn.Linear:
@@ -88,10 +88,10 @@ class Finish:
         config = model.config.get_text_config(decoder=True)
         scale = 1.0
         for entry in ("logit_scale", "lm_head_multiplier"):
-            scale *= float(models.entry(config, entry) or 1.0)
-        scale /= float(models.entry(config, "logits_scaling") or 1.0)
+            scale *= float(model_configs.entry(config, entry) or 1.0)
+        scale /= float(model_configs.entry(config, "logits_scaling") or 1.0)
         biased = next((m for m in model.modules() if "final_logits_bias" in dict(m.named_buffers(recurse=False))), None)
-        return cls(scale, biased, models.entry(config, "final_logit_softcapping"))
+        return cls(scale, biased, model_configs.entry(config, "final_logit_softcapping"))
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Of float32 logits [N, V], in place."""

@@ -67,7 +67,7 @@ def by_forward(
 
 
 def by_transformers(model: Any, inputs: Mapping[str, Tensor], how: Decoding, synced: bool = False) -> Tensor:
-    """The same with `model.generate`. `synced`: collective, all ranks do as many forwards as the slowest (shards)."""
+    """Decode with `model.generate`. `synced`: collective, all ranks do as many forwards as the slowest (shards)."""
     options: dict[str, Any] = {
         "max_new_tokens": how.new_tokens,
         "num_beams": how.beams,

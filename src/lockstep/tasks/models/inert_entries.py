@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from lockstep.config.run import Run
-from lockstep.tasks.models import models, padding, small_models
+from lockstep.tasks.models import model_configs, padding, small_models
 
 # Entries that lockstep sets itself, with what decides about them. `vocab_size` of a model from scratch adds room.
 SET_HERE = {
@@ -42,9 +42,9 @@ NOT_TRIED = {*SET_HERE, *OF_SCRATCH, "model_type", "problem_type", "is_encoder_d
 def notes(run: Run, head: str | None) -> list[str]:
     """What to say of entries that change nothing, or that became other values. `head`: None for a model that is not of
     transformers. Errors: `RunError` when the cache cannot be written."""
-    if head is None or not run.model.config or not models.reads_texts(head):
+    if head is None or not run.model.config or not model_configs.reads_texts(head):
         return []
-    config = models.load_config(run)
+    config = model_configs.load_config(run)
     entries = dict(_flat(run.model.config, config))
     known = SET_HERE | (OF_SCRATCH if run.model.type is not None else {})
     said = [
@@ -96,7 +96,7 @@ def acts(run: Run, head: str, path: str, value: Any) -> bool:
 
 def others(run: Run, path: str, value: Any) -> Iterator[Any]:
     """Other values of an entry: that of the config without it, and such as would show a rate or a switch."""
-    usual = _at(models.load_config(_with(run, path, None)), path)
+    usual = _at(model_configs.load_config(_with(run, path, None)), path)
     if usual != value and usual is not None:
         yield usual
     if isinstance(value, bool):
@@ -109,7 +109,7 @@ def others(run: Run, path: str, value: Any) -> Iterator[Any]:
 def _print(run: Run, head: str, path: str, value: Any) -> bytes:
     """A hash of the weights of a small model with this value of an entry, and of what it computes. Errors: whatever a
     model raises that cannot be tried."""
-    config = models.load_config(_with(run, path, {"value": value}))
+    config = model_configs.load_config(_with(run, path, {"value": value}))
     for wanted in small_models.smaller(config, head):
         if head.endswith("classification"):
             wanted.num_labels = 3
@@ -151,7 +151,7 @@ def _with(run: Run, path: str, other: Mapping[str, Any] | None) -> Run:
 def _flat(entries: Mapping[str, Any], config: Any, at: str = "") -> Iterator[tuple[str, Any]]:
     """Entries by path, those of a config within the config one by one."""
     for key, value in entries.items():
-        part = models.entry(config, key)
+        part = model_configs.entry(config, key)
         if isinstance(part, PreTrainedConfig) and isinstance(value, Mapping):
             yield from _flat(value, part, f"{at}{key}.")
         else:
@@ -160,7 +160,7 @@ def _flat(entries: Mapping[str, Any], config: Any, at: str = "") -> Iterator[tup
 
 def _at(config: Any, path: str) -> Any:
     for name in path.split("."):
-        config = models.entry(config, name)
+        config = model_configs.entry(config, name)
     return config
 
 

@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import tokenizer as tokenizers
 from lockstep.data.downloads import downloading, reading_weights
-from lockstep.data.hub_errors import explained
-from lockstep.data.origin import model_folder
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters, config_entries, quantized, storage_dtype
+from lockstep.tasks.models import adapters, quantized, storage_dtype
+from lockstep.tasks.models.model_configs import HEADS, entry, load_config, local_or_id, reads_texts, texts
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
 _OFFSET_POSITIONS = {
@@ -36,40 +34,6 @@ _OFFSET_POSITIONS = {
     "longformer",
     "mpnet",
 }
-
-# What a task asks for -> the Auto class of transformers, the families it has, and what messages call it.
-HEADS = {
-    "classification": (
-        "AutoModelForSequenceClassification",
-        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-        "sequence classifier",
-    ),
-    "image_classification": (
-        "AutoModelForImageClassification",
-        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-        "image classifier",
-    ),
-    "token_classification": (
-        "AutoModelForTokenClassification",
-        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
-        "token classifier",
-    ),
-    "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model"),
-    "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "masked language model"),
-    "embedding": ("AutoModel", "MODEL_MAPPING_NAMES", "model without a head"),
-    "question_answering": (
-        "AutoModelForQuestionAnswering",
-        "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
-        "model that answers questions",
-    ),
-    "seq2seq": (
-        "AutoModelForSeq2SeqLM",
-        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-        "encoder-decoder model",
-    ),
-}
-
-FROM_FIRST_TOKEN = ("t5gemma", "t5gemma2")  # families whose decoder starts from the first token of texts
 
 
 def check(
@@ -93,6 +57,12 @@ def check(
     if not reads_texts(head):
         return
     for part in texts(config):
+        if "sliding_attention" in (entry(part, "layer_types") or ()) and vars(part).get("sliding_window", 0) is None:
+            switch = "use_sliding_window: true and " if entry(part, "use_sliding_window") is False else ""
+            raise RunError(
+                f"model.config.layer_types: sliding_attention, and this {part.model_type} has no window; set "
+                f"model.config.{switch}sliding_window, or take full_attention"
+            )
         positions = entry(part, "max_position_embeddings")
         if positions is None or positions <= 0:
             continue
@@ -106,11 +76,6 @@ def check(
     auxiliary_losses.check(run, head)
     padding_refused(run, head)  # tried here once, and known to all processes
     inert_entries.notes(run, head)
-
-
-def reads_texts(head: str) -> bool:
-    """Whether models with this head read tokens, which may be padded, and more than it has positions for."""
-    return head != "image_classification"
 
 
 def padding_refused(run: Run, head: str) -> str | None:
@@ -134,93 +99,6 @@ def _check_buildable(run: Run, config: Any, head: str) -> None:
         if "meta" in said:  # a model that cannot be built without memory says nothing of its sizes
             return
         raise RunError(f"model.config: transformers cannot build this {config.model_type}: {said}") from error
-
-
-def load_config(run: Run) -> Any:
-    """The model's config with the run's entries set. Errors: `RunError`."""
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    if run.model.type is not None:
-        if run.model.type not in CONFIG_MAPPING:
-            import difflib
-
-            near = difflib.get_close_matches(run.model.type, list(CONFIG_MAPPING), 3)
-            raise RunError(
-                f"model.type: transformers knows no type {run.model.type!r}; near are {', '.join(near) or 'none'}"
-            )
-        return config_entries.from_scratch(CONFIG_MAPPING[run.model.type], run.model.config)
-    source = local_or_id(run)
-    try:
-        config = AutoConfig.from_pretrained(
-            source, revision=run.model.revision, trust_remote_code=run.model.trust_remote_code
-        )
-    except Exception as error:  # not a model folder, no such Hub id, no network: all are the user's to mend
-        said = explained(error, run.model.revision)
-        raise RunError(f"model.source: cannot load a model from {source!r}: {said}") from error
-    config_entries.set_entries(config, run.model.config)
-    return config
-
-
-def derives(run: Run) -> bool:
-    """Whether entries of a model from scratch decide about others. Errors: `RunError`."""
-    from transformers import CONFIG_MAPPING
-
-    family = str(run.model.type)
-    return family in CONFIG_MAPPING and config_entries.derives(CONFIG_MAPPING[family], run.model.config)
-
-
-def causal_entries(run: Run) -> dict[str, Any]:
-    """Entries of a causal language model's config: no cache in training, and an encoder's family looks back only.
-    Errors: `RunError`."""
-    return {"use_cache": False} | ({"is_decoder": True} if needs_decoder(run) else {})
-
-
-def needs_decoder(run: Run) -> bool:
-    """Whether a causal language model of this family reads ahead until its config says that it decodes. Errors:
-    `RunError`."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    config = load_config(run)
-    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
-
-
-def texts(config: Any) -> list[Any]:
-    """A config and those within it that are of text: of an encoder, of a decoder, of the text of a model of images."""
-    parts = [entry(config, name) for name in ("encoder", "decoder", "text_config")]
-    return [config] + [t for part in parts if isinstance(part, PreTrainedConfig) for t in texts(part)]
-
-
-def entry(config: Any, name: str, otherwise: Any = None) -> Any:
-    """An entry of a config. XLNet has no limit of positions, and its config raises an error of its own where it is
-    asked for one."""
-    try:
-        return getattr(config, name, otherwise)
-    except NotImplementedError:
-        return otherwise
-
-
-LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # entries of configs: how often a layer is left out
-
-
-def leaves_out_layers(config: Any) -> str | None:
-    """The entry of a config by which training leaves out layers at random, micro-batch by micro-batch; None: it does
-    not."""
-    return next((entry for entry in LAYERDROP if (getattr(config, entry, None) or 0) > 0), None)
-
-
-def local_or_id(run: Run) -> str:
-    """The folder, checked to be a model's, or the Hub id. Errors: `RunError`."""
-    source = model_folder(str(run.model.source))
-    path = Path(source).expanduser()
-    if adapters.is_adapter(path):
-        raise RunError(f"model.source: {path} holds an adapter alone; name the model it is of, or export: merged")
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise RunError(f"model.source: the folder {path} is not a model's: it has no config.json")
-        return str(path)
-    if source.startswith((".", "/", "~")):
-        raise RunError(f"model.source: there is no folder {path}")
-    return source
 
 
 def sequence_classifier(

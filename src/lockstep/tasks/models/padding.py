@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.cache import cache_folder, cached
-from lockstep.tasks.models import models, small_models, unpadded
+from lockstep.tasks.models import model_configs, small_models, unpadded
 
 # Lengths of texts that share a block, for each block of a batch; a block may hold one text.
 BLOCKS = (((7, 5), (5, 7)), ((12,), (12,)), ((12,), (3, 9)), ((8, 4),), ((50, 30), (80,)), ((80,), (80,)))
@@ -29,16 +29,16 @@ BLOCKS = (((7, 5), (5, 7)), ((12,), (12,)), ((12,), (3, 9)), ((8, 4),), ((50, 30
 
 def unsupported_reason(run: Run, head: str) -> str | None:
     """Why padding is computed; None: it is not. Errors: `RunError` when the cache cannot be written."""
-    if not models.reads_texts(head):
+    if not model_configs.reads_texts(head):
         return "images of one size have none"
     if run.data.padding == "batch":
         return "data.padding is batch"
     if run.model.attention not in (None, "sdpa"):
         return f"model.attention: {run.model.attention} takes padded examples"
-    config = models.load_config(run)
+    config = model_configs.load_config(run)
     if not type(config).__module__.startswith("transformers."):
         return "the model is code from the Hub"
-    if (entry := models.leaves_out_layers(config)) is not None:
+    if (entry := model_configs.leaves_out_layers(config)) is not None:
         return f"layers are left out at random (model.config.{entry})"
     return kept_trial(run, head, config, trial)
 
@@ -46,29 +46,31 @@ def unsupported_reason(run: Run, head: str) -> str | None:
 def crosses(run: Run) -> str | None:
     """Why texts of one block see each other though their positions begin anew with each; None: they do not. Errors:
     `RunError` when the cache cannot be written."""
-    return kept_trial(run, "causal", models.load_config(run), tried_apart)
+    return kept_trial(run, "causal", model_configs.load_config(run), tried_apart)
 
 
 def foresight(run: Run) -> str | None:
     """What to do about a causal language model whose logits know the tokens after them; None: they do not, or no small
     model of this config can be made. Errors: `RunError` when the cache cannot be written."""
-    return kept_trial(run, "causal", models.load_config(run), tried_ahead)
+    return kept_trial(run, "causal", model_configs.load_config(run), tried_ahead)
 
 
 def check_foresight(run: Run) -> None:
     """Refuse a causal language model that reads the tokens that it is to predict. Errors: `RunError`."""
     if (instead := foresight(run)) is not None:
-        raise RunError(f"model: {models.load_config(run).model_type} reads the tokens that it is to predict; {instead}")
+        raise RunError(
+            f"model: {model_configs.load_config(run).model_type} reads the tokens that it is to predict; {instead}"
+        )
 
 
 def windowed(run: Run, head: str) -> bool:
     """Whether texts go end to end through attention that looks back no further than a window. Errors: `RunError`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    config = models.load_config(run)
+    config = model_configs.load_config(run)
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and head != "causal":  # to both sides
         return False
-    inside = [models.entry(part, name) for part in models.texts(config) for name in small_models.WINDOWS]
+    inside = [model_configs.entry(part, name) for part in model_configs.texts(config) for name in small_models.WINDOWS]
     return any(isinstance(size, int) for size in inside) and unsupported_reason(run, head) is None
 
 
@@ -168,7 +170,7 @@ def tried_ahead(run: Run, head: str, config: Any) -> str | None:
         if not _ahead(run, head, config):
             return None
         for name in ("causal", "is_decoder"):
-            if models.entry(config, name) is False:
+            if model_configs.entry(config, name) is False:
                 other = copy.deepcopy(config)
                 setattr(other, name, True)
                 if not _ahead(run, head, other):

@@ -67,13 +67,13 @@ def of_source(run: Run) -> str | None:
     that is none of ours."""
     from transformers.utils import cached_file
 
-    from lockstep.tasks.models import models
+    from lockstep.tasks.models import model_configs
 
     if run.model.source is None:
         return None
     try:
         found = cached_file(
-            models.local_or_id(run),
+            model_configs.local_or_id(run),
             f"{FOLDER}/config.json",
             revision=run.model.revision,
             _raise_exceptions_for_gated_repo=False,

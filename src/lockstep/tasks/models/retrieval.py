@@ -49,7 +49,7 @@ def ranks(asked: np.ndarray, found: np.ndarray, queries: np.ndarray, texts: np.n
 
 
 def ranks_of(gathered: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-    """The same, of what was gathered under these names."""
+    """Ranks of the right texts, from the arrays gathered under these names."""
     return ranks(*(gathered[name] for name in ("anchors", "positives", "queries", "texts")))
 
 

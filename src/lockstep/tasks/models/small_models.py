@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters, models, unpadded
+from lockstep.tasks.models import adapters, model_configs, unpadded
 
 # Lengths of the examples that are tried together, and of what is decoded. Attention takes other ways for texts that are
 # equally long, for one, and for those above `unpadded.SHORT`.
@@ -41,7 +41,7 @@ def small(run: Run, head: str, config: Any, attention: str | None) -> nn.Module:
     """A model of this config, its dropout off. Errors: `RunError` for one that is large."""
     import transformers
 
-    auto = getattr(transformers, models.HEADS[head][0])
+    auto = getattr(transformers, model_configs.HEADS[head][0])
     options = {"attn_implementation": attention} if attention else {}
     with torch.device("meta"):
         size = sum(p.numel() for p in auto.from_config(copy.deepcopy(config), **options).parameters())
@@ -84,7 +84,7 @@ def smaller(config: Any, head: str) -> Iterator[Any]:
     for narrow in (True, False):
         found = copy.deepcopy(config)
         try:
-            for part in models.texts(found) if narrow else ():
+            for part in model_configs.texts(found) if narrow else ():
                 _narrow(part)
             yield _prepared(found, head)
         except Exception:  # a config that does not let itself be changed
@@ -94,26 +94,26 @@ def smaller(config: Any, head: str) -> Iterator[Any]:
 def windows(config: Any) -> Iterator[Any]:
     """The config, and where its attention has windows the same with narrow and with wide ones."""
     yield config
-    inside = [(part, name) for part in models.texts(config) for name in WINDOWS]
-    if any(isinstance(models.entry(part, name), int) for part, name in inside):
+    inside = [(part, name) for part in model_configs.texts(config) for name in WINDOWS]
+    if any(isinstance(model_configs.entry(part, name), int) for part, name in inside):
         for size in NARROW_AND_WIDE:
             other = copy.deepcopy(config)
-            for part in models.texts(other):
+            for part in model_configs.texts(other):
                 for name in WINDOWS:
-                    if isinstance(models.entry(part, name), int):
+                    if isinstance(model_configs.entry(part, name), int):
                         setattr(part, name, size)
             yield other
 
 
 def _narrow(config: Any) -> None:
     """Four heads of 16 numbers; of keys and values as many, or two where they are shared."""
-    heads, shared = (models.entry(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
+    heads, shared = (model_configs.entry(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
     narrow = {"num_attention_heads": 4, "hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
     narrow |= {f"{side}_attention_heads": 4 for side in ("encoder", "decoder")}
     narrow |= {f"{side}_ffn_dim": 128 for side in ("encoder", "decoder")}
     narrow |= {"num_key_value_heads": 4 if shared == heads else 2, "moe_intermediate_size": 32}
     for name, value in narrow.items():
-        if isinstance(models.entry(config, name), int):
+        if isinstance(model_configs.entry(config, name), int):
             setattr(config, name, value)
 
 
@@ -121,12 +121,12 @@ def _prepared(config: Any, head: str) -> Any:
     """Its vocabulary and special tokens those of `examples`, its cache off as in training."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    for part in models.texts(config):
+    for part in model_configs.texts(config):
         part.vocab_size, part.use_cache = TOKENS, False
         for name, token in (("pad", PAD), ("bos", START), ("eos", END), ("decoder_start", START)):
             setattr(part, f"{name}_token_id", token)
         for name in ("decoder_vocab_size", "vocab_size_per_layer_input"):
-            if models.entry(part, name) is not None:
+            if model_configs.entry(part, name) is not None:
                 setattr(part, name, TOKENS)
     if head == "causal" and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         config.is_decoder = True  # as the task `language_modeling` has it

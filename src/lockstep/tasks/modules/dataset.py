@@ -144,7 +144,7 @@ class Batches(Dataset):
             return int(self.functions[name](each))
 
     def _again(self, name: str, row: int) -> int | None:
-        """The same of an item that draws what it drew when the data was prepared. Errors: `RunError`."""
+        """Length of an item that draws what it drew when the data was prepared. Errors: `RunError`."""
         return self._measured(name, item(self.run, self.columns.data, int(self.columns.places[row]), -1))
 
     def _changed(self) -> str:
@@ -179,7 +179,7 @@ def micro_batch(run: Run, columns: Items, rows: np.ndarray, index: int, step: in
 def in_workers(
     run: Run, columns: Items, jobs: Iterable[tuple[int, int, np.ndarray]], count: int
 ) -> Iterator[MicroBatch]:
-    """The same for each job, in this order, made by `count` processes ahead of time. Errors: `RunError`."""
+    """Micro-batches of each job, in this order, made by `count` processes ahead of time. Errors: `RunError`."""
     asked: list[tuple[int, int, np.ndarray]] = []
 
     def told() -> Iterator[tuple[int, int, np.ndarray]]:

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lockstep import __version__
+from lockstep._version import __version__
 from lockstep.config import plugins
 from lockstep.config.run import RunError
 

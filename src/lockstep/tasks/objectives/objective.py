@@ -83,7 +83,7 @@ class Objective(ABC):
 
     @abstractmethod
     def targets_in_batch(self, targets: Tensor) -> float:
-        """The same, of targets that go through the model."""
+        """The divisor of the loss, from targets that go through the model."""
 
     @abstractmethod
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Objective(ABC):
 
     @abstractmethod
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
-        """The same of a few examples that nobody has seen, with every label among them."""
+        """Made-up predictions and labels of a few examples, with every label among them."""
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Objective(ABC):
         """An answer for a person."""
 
     def short_answer(self, answer: Mapping[str, Any]) -> str:
-        """The same as shortly as samples have it."""
+        """An answer in a few words, for the list of samples."""
         return self.format_answer(answer)
 
     @abstractmethod

@@ -235,7 +235,7 @@ class OneLabel(Objective):
 
 
 def whole_numbers(dataset: Dataset, column: str) -> Dataset:
-    """The same, whose labels are texts of whole numbers, with integers: as they would have been, had none been
+    """Turn labels that are texts of whole numbers into integers: as they would have been, had none been
     missing."""
     import datasets
 

@@ -66,7 +66,7 @@ class ClassificationOptions(LabelOptions):
 
     @property
     def labels(self) -> dict[str, str]:
-        """The same of labels or numbers."""
+        """Key of the run file -> the column of labels or numbers that it names."""
         given = [self.label] if isinstance(self.label, str) else self.label
         return {"task.label" if len(given) == 1 else f"task.label[{i}]": column for i, column in enumerate(given)}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.exit_status import STOPPED
-from lockstep.config.output import keep
+from lockstep.config.output import keep, replace_text
 from lockstep.config.run import Run, RunError, load
 from lockstep.launchers import start
 from lockstep.tools.bench.bench_results import Bench, BenchRow, reasons, table, write
@@ -19,8 +19,10 @@ from lockstep.tools.subprocess_job import Child
 from lockstep.tools.sweep import grid
 from lockstep.track.console import Console
 from lockstep.training import timing
+from lockstep.training.resolve import Job
 
 MEASURE = "lockstep.training.timing.measure"  # the job that every rank does
+FILE = "job.json"  # what the process that measures is sent
 
 
 def bench(asked: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]) -> int:
@@ -74,7 +76,7 @@ def rows_of(
             found.append(row)
             try:
                 row.run = load(path, {**overrides, **mine}, defaults)
-                check(row.run)
+                row.job = resolved(row.run)
             except RunError as caught:
                 row.reason = " ".join(str(caught).split())
     return found
@@ -91,8 +93,8 @@ def series(asked: Bench, keys: grid.Overrides) -> str:
     return ", ".join(names)
 
 
-def check(run: Run) -> None:
-    """Everything that can be checked before a job starts; its data is prepared. Errors: `RunError`."""
+def resolved(run: Run) -> Job:
+    """The job, its data prepared. Errors: `RunError`."""
     launcher = start.launcher_of(run)
     elsewhere = launcher.joins and str(getattr(launcher.options(run), "machines", "?")) != "1"
     if launcher.submits or elsewhere:
@@ -100,16 +102,17 @@ def check(run: Run) -> None:
             f"launch.name: bench cannot start the processes of {run.launch.name} on other machines; call it inside "
             "the job, with a launcher of one machine"
         )
-    start.checked(run, launcher.plan(run))
+    return start.resolved(run)[2]
 
 
 def one(asked: Bench, row: BenchRow, number: int, folder: Path) -> None:
     """One job of one round, in processes of its own; what it found, or why it failed, goes into the row."""
-    assert row.run is not None
-    run = row.run.model_copy(update={"output": str(folder)})
-    keep(run)
+    assert row.job is not None
+    mine = row.job.into(str(folder))
+    keep(mine.run)
     (folder / timing.FILE).unlink(missing_ok=True)
-    words = [str(folder / "run.yaml"), str(asked.steps), str(asked.skip)]
+    replace_text(folder / FILE, mine.dump())
+    words = [str(folder / FILE), str(asked.steps), str(asked.skip)]
     child = Child("lockstep.tools.bench.bench.job", words, folder, "job")
     try:
         child.wait()
@@ -128,6 +131,5 @@ def one(asked: Bench, row: BenchRow, number: int, folder: Path) -> None:
 def job(words: list[str]) -> int:
     """In the child: start the ranks through the run's launcher. Returns their exit status."""
     path, steps, skip = words
-    run = load(path, [])
-    launcher = start.launcher_of(run)
-    return launcher.start(run, launcher.plan(run), (MEASURE, steps, skip))
+    mine = Job.load(Path(path).read_text(encoding="utf-8"))
+    return start.start_ranks(start.launcher_of(mine.run), mine, (MEASURE, steps, skip))

@@ -21,6 +21,7 @@ from lockstep.tools.sweep import grid
 from lockstep.track.console import clock
 from lockstep.track.report import charts
 from lockstep.track.report.report import write_page
+from lockstep.training.resolve import Job
 from lockstep.training.timing import Timing
 
 
@@ -48,6 +49,7 @@ class BenchRow:
     run: Run | None = None  # None where the keys do not go together
     reason: str | None = None  # why it could not run
     rounds: dict[int, Timing] = field(default_factory=dict)  # by the round's number, from 0
+    job: Job | None = None  # None where it could not be resolved
 
     @property
     def count(self) -> int:

@@ -25,7 +25,7 @@ from lockstep.config.output import keep
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.processor import available_cores, processor
 from lockstep.launchers import start
-from lockstep.tools.bench.bench import check
+from lockstep.tools.bench.bench import resolved
 from lockstep.tools.bench.rates import ENGINES, ENGINES_ON, NOT_THE_ENGINES, Rates, read, with_strategy
 from lockstep.tools.planner import planner
 from lockstep.tools.planner.devices import Device
@@ -59,7 +59,7 @@ def jobs_of(run: Run, processes: Sequence[int], folder: Path) -> dict[int, Run]:
         raise RunError(f"{key}: cannot be simulated, and so not be planned; calibrate without it")
     jobs = {count: job_of(run, count, folder) for count in sorted({1, *processes})}
     for job in jobs.values():
-        check(job)
+        resolved(job)
     return jobs
 
 

@@ -35,7 +35,8 @@ from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
 from lockstep.tools.planner.fake_world import middle
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.session import prepare_and_join
+from lockstep.training.resolve import Job
+from lockstep.training.session import join_ranks
 
 FILE = "rates.json"
 PRODUCTS = 16  # sizes of matrix products that are measured: half an octave apart, those with most work in a step
@@ -116,9 +117,10 @@ def seconds_of(work: Callable[[], Any], now: Callable[[], float], samples: int =
     return median(found)
 
 
-def measure(run: Run, world: World, steps: str) -> int:
+def measure(job: Job, world: World, steps: str) -> int:
     """The job. Collective. Returns the exit status."""
-    prepared = prepare_and_join(run, world)
+    run, prepared = job.run, job.data
+    join_ranks(job, world)
     found = Rates(world.size, world.threads, run.precision, memory_bytes())
     now = clock(world.threads)
     task_class: Any = plugins.find("tasks", run.task.name)

@@ -1,32 +1,56 @@
-"""One file a command: HELP, `arguments(parser)` and `main(known)`, which returns the exit status.
+"""One file a command: `arguments(parser)` and `main(known)`, which returns the exit status.
 
-Nothing here imports torch at the top, so that `lockstep --help` answers at once. A new command is a new file and its
-name in `NAMES`.
+`lockstep --help` prints this table and imports nothing else. A new command is a new file and its line here.
 """
 
-# In the order of `lockstep --help`.
-NAMES = (
-    "train",
-    "plan",
-    "verify",
-    "replay",
-    "trace",
-    "diff",
-    "branch",
-    "attest",
-    "audit",
-    "status",
-    "logs",
-    "stop",
-    "evaluate",
-    "predict",
-    "bench",
-    "sweep",
-    "report",
-    "push",
-    "list",
-    "schema",
-    "init",
-    "doctor",
-    "rendezvous",
-)
+# Purpose -> command -> what it does, in the order of `lockstep --help`.
+PURPOSES = {
+    "First steps": {
+        "init": "write a commented run file for your data, after a few questions",
+        "train": "train a run file, or resume it; without one, the built-in quick start",
+        "predict": "apply the exported model of a run, or one of its checkpoints, to texts",
+        "verify": "compare some steps of a job with one process, or the steps of any two commands",
+        "trace": "record each optimizer step of any training command, without changing its code",
+    },
+    "Before a run": {
+        "plan": "check a run file as train does and show model, data, steps and memory; start nothing",
+        "doctor": "show what this machine can run; with --processes, measure the links between processes",
+        "list": "list the tasks, strategies, optimizers, launchers and trackers that a run file can name",
+        "schema": "print the JSON Schema of run files",
+        "bench": "measure throughput and memory of a job by processes, strategy and micro-batches",
+    },
+    "While it runs": {
+        "status": "show the state and the progress of a run, and whether it can be resumed",
+        "logs": "print the log of a run",
+        "stop": "ask a run to save a checkpoint and end with status 75",
+        "report": "write the report page of a run or a trace, or one that compares several runs",
+    },
+    "Afterwards": {
+        "evaluate": "score the exported model of a run, or one of its checkpoints",
+        "push": "upload the exported model to the Hub (token from HF_TOKEN)",
+        "sweep": "train a run file under several values of its keys and compare the results",
+    },
+    "What was computed": {
+        "diff": "name the first step and the first value in which two runs or traces differ",
+        "replay": "recompute a step of a run and compare it with its fingerprints",
+        "branch": "start a run from the first N steps of another one",
+        "attest": "record what a finished run was made of and its results, hashed and, if asked, signed",
+        "audit": "verify an attested run: hashes, signature, and random steps recomputed",
+    },
+    "Between machines": {
+        "rendezvous": "serve the rendezvous of torchrun jobs from a machine that does not train",
+    },
+}
+HELP = {name: text for commands in PURPOSES.values() for name, text in commands.items()}
+
+
+def overview() -> str:
+    """What `lockstep --help` prints."""
+    lines = [
+        "usage: lockstep COMMAND ...",
+        "",
+        "Train transformers: the same weights on one process or many, bit for bit.",
+    ]
+    for purpose, commands in PURPOSES.items():
+        lines += ["", f"{purpose}:", *(f"  {name:<12}{text}" for name, text in commands.items())]
+    return "\n".join([*lines, "", "`lockstep COMMAND --help` shows its options, `lockstep --version` the version."])

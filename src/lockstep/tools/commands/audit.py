@@ -7,8 +7,6 @@ from pathlib import Path
 
 from lockstep.config.run import RunError
 
-HELP = "check an attested run: hashes, signature, and random steps computed again"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT")

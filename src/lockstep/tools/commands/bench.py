@@ -11,8 +11,6 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.tools.commands import run_file
 from lockstep.tools.sweep import grid
 
-HELP = "measure throughput and memory of a job over processes, strategies and micro-batches"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)

@@ -7,8 +7,6 @@ import argparse
 from lockstep.distributed.signals import say_what_ended
 from lockstep.tools.commands import run_file
 
-HELP = "train a run that begins with the first N steps of another one, without computing them again"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("begins_with", metavar="OUTPUT@N", help="a run, and how many of its steps")

@@ -10,7 +10,6 @@ from lockstep.config import plugins
 from lockstep.config.run import RunError
 
 PAGE = "lockstep-selftest.html"
-HELP = "what this machine can run; with --processes or under a launcher, what lies between the processes"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

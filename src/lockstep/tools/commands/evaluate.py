@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-HELP = "metrics of the exported model of OUTPUT, or of one of its checkpoints"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT[/checkpoints/step-N]")

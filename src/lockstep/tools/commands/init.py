@@ -7,8 +7,6 @@ from pathlib import Path
 
 from lockstep.config.run import RunError
 
-HELP = "write a commented run file for your own data, after a few questions"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="RUN.yaml", help="the file to write (default: run.yaml), key=value")

@@ -11,7 +11,6 @@ from lockstep.config.redaction import one_line
 from lockstep.config.run import RunError
 from lockstep.track.console import Console
 
-HELP = "tasks, strategies, optimizers, launchers and trackers a run file can name"
 # kind of plug-in -> the key of the run file that names one
 _KEYS = {"tasks": "task.name", "strategies": "strategy.name", "optimizers": "optim.name"}
 _KEYS |= {"launchers": "launch.name", "track": "track.to"}

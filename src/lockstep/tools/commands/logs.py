@@ -9,8 +9,6 @@ from lockstep.config.redaction import printable
 from lockstep.config.run import RunError
 from lockstep.tools.commands.status import NOT_WRITTEN, launcher_of, run_of, trust
 
-HELP = "what the run of OUTPUT has said"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output")

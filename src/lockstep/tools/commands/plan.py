@@ -17,8 +17,7 @@ from lockstep.track.console import Console, error
 if TYPE_CHECKING:
     from lockstep.data.tokens import Prepared
     from lockstep.launchers.launcher import Launcher, LaunchPlan
-
-HELP = "check a run file as train does, and show what would be started: model, data, steps, memory; start nothing"
+    from lockstep.training.resolve import Job
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +48,7 @@ def main(known: argparse.Namespace) -> int:
             raise RunError(f"--{name}: says something to --simulate only; for this plan set launch.processes")
     launcher = start.launcher_of(run)
     plan = launcher.plan(run)
-    found = start.examined(run, launcher, plan)
+    job = start.examined(run, launcher, plan)
     console = Console(True)
     counts = {r * run.micro_batches // plan.processes for r in range(plan.processes + 1)}
     bounds = sorted(counts)
@@ -64,35 +63,35 @@ def main(known: argparse.Namespace) -> int:
             "command": shlex.join(plan.command),
             "variables": " ".join(f"{k}={v}" for k, v in plan.variables.items()) or "none",
             "strategy": f"{run.strategy.name}{', exact where it can be' if run.strategy.exact else ''}",
-            **(amounts(run) if isinstance(found, str) else sizes_of(run, found, plan.processes)),
+            **(amounts(run) if isinstance(job, str) else sizes_of(job)),
             "output": f"{run.folder}{f', copied to {run.remote_dir}' if run.remote_dir else ''}",
         }
     )
-    if isinstance(found, str):
-        console.say(f"note: what it amounts to cannot be told here: {found}")
+    if isinstance(job, str):
+        console.say(f"note: what it amounts to cannot be told here: {job}")
     else:
-        for text in remarks(run, found):
+        for text in remarks(run, job.data):
             console.note(text)
     for path, text in plan.files.items():
         console.say(f"--- {path}\n{text}")
     for note in plan.notes:
         console.say(f"note: {note}")
-    wrong = failures(run, launcher, plan, found, known.offline)
+    wrong = failures(run, launcher, plan, job, known.offline)
     for text in wrong:
         error(f"this would fail: {text}")
     return FAILED if wrong else DONE
 
 
-def failures(run: Run, launcher: Launcher, plan: LaunchPlan, found: Prepared | str, offline: bool) -> list[str]:
+def failures(run: Run, launcher: Launcher, plan: LaunchPlan, job: Job | str, offline: bool) -> list[str]:
     """What would fail once it is started, and is no mistake in the run file."""
-    if isinstance(found, str):
+    if isinstance(job, str):
         if offline or start.looked_at_there(launcher):
             return []
-        return [f"{found}. --offline plans without the Hub"]
+        return [f"{job}. --offline plans without the Hub"]
     from lockstep.training import model_stats
 
     there = launcher.memory(run, plan)
-    short = None if there is None else model_stats.shortage(run, found, plan.processes, there)
+    short = None if there is None else model_stats.shortage(run, job.data, plan.processes, there)
     return [short] if short is not None else []
 
 
@@ -112,8 +111,8 @@ def remarks(run: Run, prepared: Prepared) -> list[str]:
     return model_stats.remarks(run, prepared)
 
 
-def sizes_of(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
-    """What its data and its model say besides."""
+def sizes_of(job: Job) -> dict[str, str]:
+    """What was decided, and what its data and its model say besides."""
     from lockstep.training import model_stats
 
-    return model_stats.facts(run, prepared, processes)
+    return {"decided": job.summary()} | model_stats.facts(job.run, job.data, job.processes)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-HELP = "what the exported model of OUTPUT, or one of its checkpoints, makes of texts"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT[/checkpoints/step-N]")

@@ -9,8 +9,6 @@ from pathlib import Path
 from lockstep.config.run import RunError
 from lockstep.track.console import Console, error
 
-HELP = "upload OUTPUT/export to the Hub (token from HF_TOKEN)"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT")

@@ -10,8 +10,6 @@ from lockstep.config.run import RunError
 from lockstep.distributed import network
 from lockstep.track.console import Console
 
-HELP = "hold the place where the machines of torchrun jobs meet, so that no training machine has to"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", metavar="HOST:PORT", help="an address of this machine, as in launch.rendezvous")

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from lockstep.config.run import RunError
 
-HELP = "compute a step of a run again, compare it with its fingerprints, and show what it was made of"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT")

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from lockstep.config.run import RunError
 
-HELP = "write OUTPUT/report.html again; of several OUTPUTs also one page that compares them"
-
 EVERY_S = 5  # between two forms of a live page
 
 

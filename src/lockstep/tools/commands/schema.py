@@ -7,8 +7,6 @@ import json
 
 from lockstep.config.schema import schema
 
-HELP = "print the JSON Schema of run files"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """None of its own."""

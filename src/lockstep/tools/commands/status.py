@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
     from lockstep.launchers.launcher import Launcher
 
-HELP = "what the run of OUTPUT is doing, how far it is, and whether it can be resumed"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output")

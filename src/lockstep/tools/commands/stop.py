@@ -10,8 +10,6 @@ from lockstep.distributed import job_record
 from lockstep.tools.commands.status import NOT_WRITTEN, launcher_of, run_of, state_of, state_sentence, trust
 from lockstep.track.console import Console, error
 
-HELP = "ask the run of OUTPUT to save a checkpoint and end with status 75"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output")

@@ -8,8 +8,6 @@ from lockstep.config.quick_start import QUICK_START
 from lockstep.tools.commands import run_file
 from lockstep.tools.sweep.sweep_file import read
 
-HELP = "train a run under several values of its keys, and compare"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)

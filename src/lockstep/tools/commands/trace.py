@@ -7,8 +7,6 @@ from pathlib import Path
 
 from lockstep.config.run import RunError
 
-HELP = "run any training command and record each optimizer step, without a change of its code"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "lockstep trace [-o DIR] [--every N] [--steps N] [--level LEVEL] -- COMMAND ..."

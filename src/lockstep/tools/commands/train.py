@@ -8,8 +8,6 @@ from lockstep.distributed.signals import say_what_ended
 from lockstep.launchers import start
 from lockstep.tools.commands import run_file
 
-HELP = "train a run file to its end, or go on with it; without one, the built-in quick start"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)

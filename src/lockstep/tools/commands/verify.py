@@ -8,8 +8,6 @@ from pathlib import Path
 from lockstep.config.run import RunError
 from lockstep.tools.commands import run_file
 
-HELP = "compare a few steps of a run with the same steps as one process, or those of any two commands"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)

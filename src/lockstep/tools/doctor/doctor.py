@@ -66,7 +66,7 @@ def between(folder: Path, device: str) -> Facts:
 
 
 def started(folder: Path, processes: int, device: str) -> Facts:
-    """The same, of so many processes that are started on this machine under torchrun."""
+    """Start so many processes on this machine under torchrun, and measure between them."""
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as aside:
         answer = Path(aside) / "ranks.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]

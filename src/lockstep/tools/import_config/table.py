@@ -22,7 +22,7 @@ _OFF = (None, False, "", "no", "none", "off", "NO", "None", 0, -1)
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of one key."""
+    """How one key is translated."""
 
     here: str = ""  # dotted keys of a run file, with commas between them; none: it has no counterpart
     how: str = ""  # what is done with the value, or why there is no counterpart

@@ -165,7 +165,7 @@ def _header(data: DataSection, local: dict[str, list[Path]], talk: Prompter) -> 
 
 
 def without_test(data: DataSection, talk: Prompter) -> DataSection:
-    """The same with its files named, those of the test split left out: they lack a column."""
+    """Name the files of the data, those of the test split left out: they lack a column."""
     local = source.local_splits(data) or {}
     talk.note(
         f"the test split ({', '.join(map(str, local['test']))}) lacks a column: it is not scored, and left out here; "

@@ -303,7 +303,7 @@ def _prepared(path: Path, filled: dict[str, Any], found: Look, exact: bool) -> T
 
 
 def _from(path: Path, section: str, values: DataSection) -> DataSection:
-    """The same with local paths as the run file has to write them: from its own folder."""
+    """Write local paths as the run file has to have them: from its own folder."""
 
     def moved(entry: Any) -> dict[str, Any]:
         return {

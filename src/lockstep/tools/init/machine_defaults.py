@@ -116,7 +116,7 @@ def values(
 
 
 def with_steps(filled: dict[str, Any], examples: int, here: MachineInfo) -> dict[str, Any]:
-    """The same with the sizes of steps, and intervals that come due within the run."""
+    """Fill in the sizes of steps, and intervals that come due within the run."""
     batch = filled["batch_size"] if filled["batch_size"] > 1 else _batch(examples)
     apart = filled["task"]["name"] == "embedding"  # the larger a micro-batch, the more is told apart
     if apart and filled["batch_size"] == 1:

@@ -19,14 +19,11 @@ def plan(run: Run) -> list[str]:
     """Make the checks of `lockstep plan`, but for those of the data. Returns what this machine lacks for the run; then
     a small model stands in for its own, so that the rest is checked. Errors: `RunError` for a fault of the run file."""
     from lockstep.launchers import start
-    from lockstep.strategies.engines import zero_agreement
 
     lacking: list[str] = []
     for each in (run, with_small_model(run)):
         try:
-            what = start.launcher_of(each).plan(each)
-            zero_agreement.check(each, what.processes)
-            start.check(each, what)
+            start.resolve_options(each)
             break
         except RunError as error:
             if not any(mark in str(error) for mark in _OF_MACHINE):

@@ -17,7 +17,7 @@ from lockstep.config import plugins
 from lockstep.config.output import keep
 from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
-from lockstep.strategies.strategy import checked_strategy, strategy_class
+from lockstep.strategies.strategy import strategy_class
 from lockstep.tasks.task import Task
 from lockstep.tools.planner import fake_world as ranks_of
 from lockstep.tools.planner.devices import Device
@@ -25,6 +25,7 @@ from lockstep.tools.planner.estimate import Estimate, estimate, padding, power_o
 from lockstep.tools.subprocess_job import Child
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import counts
+from lockstep.training.resolve import resolve_strategy
 
 AT_ONCE = 2  # simulations
 Say = Callable[[str], None]
@@ -66,8 +67,8 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
         from lockstep.strategies.exact.param_groups import freeze
 
         sizes = counts(freeze(run, task.model(empty=True)))
-        run = found.decided(run, processes, *sizes, int(device.memory_bytes))
-    checked_strategy(run, processes)
+        run = found.resolve_options(run, processes, *sizes, int(device.memory_bytes))
+    resolve_strategy(run, processes)
     if run.model.quantization is not None or run.model.compile:
         key = "model.compile" if run.model.compile else "model.quantization"
         raise RunError(f"{key}: cannot be simulated; plan without --simulate tells its memory by formula")

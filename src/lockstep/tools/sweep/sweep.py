@@ -228,9 +228,10 @@ def planned(sweep: Sweep, keys: Mapping[str, Any], name: str) -> Run:
     run = run.model_copy(update=own | {"remote_dir": run.remote_dir and f"{run.remote_dir}/{folder.name}"})
     try:
         launcher = start.launcher_of(run)
-        plan = launcher.plan(run)
         if not launcher.submits or importlib.util.find_spec("torch") is not None:  # else the ranks check
-            start.check(run, plan)
+            start.resolve_options(run)
+        else:
+            launcher.plan(run)
     except RunError as caught:
         raise RunError(f"trial {name}: {caught}") from None
     return run

@@ -73,7 +73,7 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 def decades(low: float, high: float) -> list[float]:
-    """The same on a logarithmic scale: 1, 2 and 5 times powers of ten, powers alone where these are many."""
+    """Round numbers on a logarithmic scale: 1, 2 and 5 times powers of ten, powers alone where these are many."""
     digits = (1, 2, 5) if high / low < 2000 else (1,)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     found = [digit * 10.0**power for power in powers for digit in digits]

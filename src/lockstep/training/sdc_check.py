@@ -6,7 +6,7 @@ ranks and which hosts did not come to the same bits.
 At every `sdc_check.every`-th step one micro-batch, drawn from seed and step, is computed twice: by the rank whose it
 is, as part of the step, and by the next one (where there is one rank, by itself). Their gradients must have the same
 bits; no tolerance is needed, because a micro-batch has the same bits wherever it runs. A third computation decides who
-was wrong, and `leaving.py` what becomes of it. At these steps the weights of all ranks are compared, too; before every
+was wrong, and `eviction.py` what follows. At these steps the weights of all ranks are compared, too; before every
 checkpoint the weights and, where all hold it, the state of the optimizer: what a run goes on from is what its ranks
 agreed on. It takes strategies that hold a whole copy of the model.
 """
@@ -16,115 +16,89 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lockstep.checkpoint.state_hash import summed
 from lockstep.config.guard import TAKEN
 from lockstep.config.run import Run, RunError
-from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.activity import ACTIVITY
-from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import local
 from lockstep.strategies.exact.reduction import even
 from lockstep.strategies.native import Native
-from lockstep.training.eviction import leaving
-
-if TYPE_CHECKING:
-    from lockstep.training.session import Session
-
-
-class Corrupted(Exception):
-    """Ranks did not come to the same bits; nothing was updated. `sound`: the weights are the same on all ranks.
-    `leaves`: the ranks that the job goes on without, if it does."""
-
-    def __init__(self, told: str, sound: bool, leaves: Sequence[int] = ()) -> None:
-        super().__init__(told)
-        self.sound, self.leaves = sound, list(leaves)
+from lockstep.strategies.observer import StepObserver, WholeGradient
+from lockstep.training.errors import CorruptionDetected
+from lockstep.training.eviction import decide_eviction
+from lockstep.training.session import Session
 
 
-class Guard:
-    """What trains a session's steps, and looks at some of them twice."""
+class SdcCheck:
+    """Trains a session's steps, and compares a second computation of some of them."""
 
     def __init__(self, session: Session) -> None:
         """Errors: `RunError` for what cannot be guarded. Collective."""
         self._run, self._world, self._feed = session.run, session.world, session.feed
-        self._strategy: Any = session.strategy
         self._session, self.retried = session, 0  # steps that were computed once more
-        if not self._run.sdc_check.every:
-            return
-        if not isinstance(self._strategy, Native):
+        if not isinstance(session.strategy, Native):
             raise RunError(f"sdc_check.every: {self._run.strategy.name} takes parts of this model; it takes {TAKEN}")
+        self._strategy = session.strategy
         if self._strategy.statistics.names:
             raise RunError(
                 f"sdc_check.every: the model keeps running statistics ({self._strategy.statistics.names[0]}), which a "
                 "second computation would change; leave it out"
             )
 
-    def trained(self, batch: StepBatch, rate: float) -> StepResult:
-        """One update. Collective. Errors: `Corrupted`, on every rank, before anything is updated."""
-        every = self._run.sdc_check.every
-        if not every or (batch.step + 1) % every:
+    def train_step(self, batch: StepBatch, rate: float) -> StepResult:
+        """One update. Collective. Errors: `CorruptionDetected`, on every rank, before anything is updated."""
+        if (batch.step + 1) % self._run.sdc_check.every:
             return self._strategy.train_step(batch, rate)
         try:
-            return self._watched(batch, rate)
-        except Corrupted as caught:
+            return self._checked_step(batch, rate)
+        except CorruptionDetected as caught:
             if self._run.sdc_check.on_difference != "retry" or not caught.sound:
                 raise
             self.retried += 1
             self._session.journal.event("guard", batch.step, retried=True)
             if self._world.is_main:
                 self._session.checkpoints.say(f"{caught}. The step is computed once more")
-        return self._watched(batch, rate)
+        return self._checked_step(batch, rate)
 
-    def _watched(self, batch: StepBatch, rate: float) -> StepResult:
+    def _checked_step(self, batch: StepBatch, rate: float) -> StepResult:
         self._agree(f"before step {batch.step + 1}", [p.detach() for p in self._strategy.parameters])
         world, strategy = self._world, self._strategy
         chosen = drawn(self._run, batch.step)
         shares = batch.shares or even(self._run.micro_batches, world.size)
         owner = next(rank for rank, each in enumerate(shares) if chosen in each)
         witness = (owner + 1) % world.size
-        theirs = self._again(batch, chosen) if world.rank == witness else None
-        heard = _Listener(strategy)
-        plain: Callable[..., Tensor] = strategy.backward
+        theirs = self._recompute(batch, chosen) if world.rank == witness else None
 
-        def backward(micro: MicroBatch, targets: int, last: bool) -> Tensor:
-            with heard.listening(micro.index == chosen):
-                return plain(micro, targets, last)
-
-        def compare() -> None:
-            mine = heard.hash() if world.rank == owner else None
-            found = world.all_gather((mine, theirs))
-            first, second = found[owner][0], found[witness][1]
+        def compare(mine: str) -> None:
+            hashes = world.all_gather((mine, theirs))
+            first, second = hashes[owner][0], hashes[witness][1]
             if first != second:
-                self._tell(batch, chosen, owner, witness, (first, second))
+                self._decide(batch, chosen, owner, witness, (first, second))
 
-        strategy.backward, strategy.before_update = backward, compare
-        try:
+        with strategy.listening(GradientHash(chosen, compare)):
             return strategy.train_step(batch, rate)
-        finally:
-            del strategy.backward
-            strategy.before_update = None
 
-    def _tell(self, batch: StepBatch, chosen: int, owner: int, witness: int, found: tuple[Any, Any]) -> None:
-        """Let a third rank decide. Collective. Errors: `Corrupted`."""
+    def _decide(self, batch: StepBatch, chosen: int, owner: int, witness: int, hashes: tuple[Any, Any]) -> None:
+        """Let a third rank compute the micro-batch too. Collective. Errors: `CorruptionDetected`."""
         world, hosts = self._world, self._world.hosts
         third = third_of(owner, witness, hosts)
-        decided = world.all_gather(self._again(batch, chosen) if world.rank == third else None)[third]
+        decided = world.all_gather(self._recompute(batch, chosen) if world.rank == third else None)[third]
         who = {witness: f"rank {witness} on {hosts[witness]}", owner: f"rank {owner} on {hosts[owner]}, whose it is,"}
         second = "it did so again" if owner == witness else f"{who[witness]} did"
-        wrong = [witness] if decided == found[0] else [owner] if decided == found[1] else []
+        wrong = [witness] if decided == hashes[0] else [owner] if decided == hashes[1] else []
         verdict = (
             f"a third computation says that {who[wrong[0]]} was wrong"
             if wrong
             else "and a third computation came to another one"
         )
-        then, leaves = leaving(self._run, hosts, wrong, (owner, witness, third))
-        raise Corrupted(
+        then, leaves = decide_eviction(self._run, hosts, wrong, (owner, witness, third))
+        raise CorruptionDetected(
             f"guard: step {batch.step + 1}: the gradient of micro-batch {chosen} is not the same where {who[owner]} "
             f"computed it and where {second}; {verdict}. Nothing was updated. A processor, memory or driver that "
             f"changes bits is the likely cause: {then}",
@@ -132,52 +106,46 @@ class Guard:
             leaves,
         )
 
-    def _again(self, batch: StepBatch, chosen: int) -> str:
-        """The hash of a micro-batch's gradient, computed beside the step: no `.grad` is touched."""
-        strategy = self._strategy
+    def _recompute(self, batch: StepBatch, chosen: int) -> str:
+        """The hash of a micro-batch's gradient, computed beside the step."""
         micro = self._feed.one(batch.step, chosen).to(self._world.device)
-        heard = _Listener(strategy)
+        gradient = GradientHash(chosen)
         ACTIVITY.at(f"guard: micro-batch {chosen} of step {batch.step + 1} once more")
-        with strategy.autocast():
-            if strategy.fresh_casts:
-                torch.clear_autocast_cache()
-            seed_everything(self._run.seed, batch.step, chosen)
-            loss = strategy.task.loss_sum(strategy.model(**micro.inputs), micro.targets)
-            with heard.listening(True), strategy.autocast(False):
-                torch.autograd.grad(strategy.scaled(loss / batch.targets), strategy.parameters, allow_unused=True)
-        return heard.hash()
+        with self._strategy.listening(gradient):
+            self._strategy.recompute(batch.step, micro, batch.targets)
+        return gradient.hash()
 
     def agree(self, step: int) -> None:
         """After `step` updates, whether all ranks hold the same weights and, where each has all of it, optimizer.
-        Collective. Errors: `Corrupted`."""
-        if self._run.sdc_check.every:
-            state = sorted(self._strategy.sharded_state_dict().items())
-            self._agree(f"after step {step}", [each.detach() for _, each in state if local(each) is each])
+        Collective. Errors: `CorruptionDetected`."""
+        state = sorted(self._strategy.sharded_state_dict().items())
+        self._agree(f"after step {step}", [each.detach() for _, each in state if local(each) is each])
 
     def agrees(self, step: int) -> bool:
-        """The same as an answer. Collective."""
+        """`agree` as an answer. Collective."""
         try:
             self.agree(step)
-        except Corrupted:
+        except CorruptionDetected:
             return False
         return True
 
     def _agree(self, when: str, held: list[Tensor]) -> None:
-        """Whether all ranks hold the same. Collective. Errors: `Corrupted`."""
+        """Whether all ranks hold the same. Collective. Errors: `CorruptionDetected`."""
         world = self._world
         if world.size == 1:
             return
-        found = world.all_gather(_hashed(held))
-        counts = Counter(found)
+        hashes = world.all_gather(_hashed(held))
+        counts = Counter(hashes)
         if len(counts) == 1:
             return
         (usual, most), *_ = counts.most_common()
-        wrong = [rank for rank, each in enumerate(found) if each != usual] if most > len(found) / 2 else []
+        wrong = [rank for rank, each in enumerate(hashes) if each != usual] if most > len(hashes) / 2 else []
         others = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in wrong)
-        told = f"those of {others} are other ones" if wrong else "no majority has the same"
-        then, leaves = leaving(self._run, world.hosts, wrong, range(world.size))
-        raise Corrupted(
-            f"sdc_check: {when} the ranks do not hold the same weights: {told}. What changed them came after the last "
+        message = f"those of {others} are other ones" if wrong else "no majority has the same"
+        then, leaves = decide_eviction(self._run, world.hosts, wrong, range(world.size))
+        raise CorruptionDetected(
+            f"sdc_check: {when} the ranks do not hold the same weights: {message}. What changed them came after the "
+            "last "
             f"checkpoint, before which they were compared; {then}",
             False,
             leaves,
@@ -198,36 +166,29 @@ def drawn(run: Run, step: int) -> int:
     return int.from_bytes(seen, "little") % run.micro_batches
 
 
-class _Listener:
+class GradientHash(StepObserver):
     """Hashes of what one micro-batch gives each parameter as its gradient, before it is added to anything."""
 
-    def __init__(self, strategy: Native) -> None:
-        self._parameters = strategy.parameters
-        self._sums: dict[int, list[Tensor]] = {}
-        self._hooks: list[Any] = []
+    def __init__(self, chosen: int, compare: Callable[[str], None] | None = None) -> None:
+        """`compare` is called with the hash once the step's gradient is whole. Collective then."""
+        self._chosen, self._compare = chosen, compare
+        self._sums: dict[str, list[Tensor]] = {}  # by parameter name; may still be on the device
 
-    def listening(self, on: bool) -> _Listener:
-        self._on = on
-        return self
+    def hears(self, index: int) -> bool:
+        return index == self._chosen
 
-    def __enter__(self) -> None:
-        if self._on:
-            self._sums = {}
-            self._hooks = [p.register_hook(partial(self._hear, i)) for i, p in enumerate(self._parameters)]
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _hear(self, place: int, gradient: Tensor) -> None:
+    def gradient(self, index: int, name: str, gradient: Tensor) -> None:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        self._sums.setdefault(place, []).append(summed(dense.detach()))
+        self._sums.setdefault(name, []).append(summed(dense.detach()))
+
+    def reduced(self, gradient: WholeGradient) -> None:
+        if self._compare is not None:
+            self._compare(self.hash())
 
     def hash(self) -> str:
         """The host waits for the device here."""
-        found = {place: [int(each) for each in sums] for place, sums in sorted(self._sums.items())}
-        return hashlib.blake2b(str(found).encode(), digest_size=8).hexdigest()
+        numbers = {name: [int(each) for each in sums] for name, sums in sorted(self._sums.items())}
+        return hashlib.blake2b(str(numbers).encode(), digest_size=8).hexdigest()
 
 
 def _hashed(tensors: list[Tensor]) -> str:

@@ -15,21 +15,20 @@ however many ranks were killed or came on the way. What happens, in this order, 
   6. They train on: the step that was broken off is computed from its beginning.
 
 A rank that is lost meanwhile makes all of them begin again at 1, with the generation after. Nothing is written into a
-rank's state before all of what it is to hold has arrived. Where ranks share the state out, `recut.py` takes the place
-of 4: it brings the newest state together that those that are left hold, and they may go back some steps. Anything else
-that fails ends the rank, and with it this formation of the job: the launcher starts all of them again from the last
-checkpoint.
+rank's state before all of what it is to hold has arrived. Where ranks share the state out, `reshard.py` takes the
+place of 4: it brings the newest state together that those that are left hold, and they may go back some steps. Anything
+else that fails ends the rank, and with it this formation of the job: the launcher starts all of them again from the
+last checkpoint.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,59 +45,82 @@ from lockstep.distributed.watchdog import Watchdog
 from lockstep.strategies.exact.shared_state import ShardedRecovery
 from lockstep.strategies.native import Native
 from lockstep.training import eviction
-from lockstep.training.loop import Counts, TrainingFailed, train
-from lockstep.training.reshard import Resharder
+from lockstep.training.elastic.reshard import Resharder
+from lockstep.training.errors import Regroup, TrainingFailed
 from lockstep.training.session import Session
-from lockstep.training.train_state import Regroup, TrainState
+from lockstep.training.train_state import TrainState
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+
+def recovery_for(
+    session: Session, state: TrainState, watch: Watchdog, moved: Callable[[int, str], None]
+) -> Recovery | None:
+    """What trains a session whose ranks may be lost; None, and a note, where that is not possible. Errors: `RunError`,
+    where the run asks for evictions that are not possible either."""
+    run, members = session.run, session.world.members
+    why = (
+        unsupported_reason(session) if members else "it takes launch.name=local, torchrun, or slurm with ranks=elastic"
+    )
+    eviction.check(run, why)
+    if members is not None and why is None:
+        return Recovery(session, state, watch, moved)
+    if run.launch.on_rank_failure == "continue" and session.world.size > 1:
+        session.checkpoints.say(
+            f"launch.on_rank_failure: continue is not possible ({why}): a lost rank ends the others"
+        )
+    return None
 
 
 class Recovery:
-    """Trains one session."""
+    """Trains one session, of which it replaces parts as ranks come and go."""
 
-    def __init__(self, session: Session, watch: Watchdog, step: int, moved: Callable[[int, str], None]) -> None:
+    def __init__(self, session: Session, state: TrainState, watch: Watchdog, moved: Callable[[int, str], None]) -> None:
         """`moved` is called once ranks have met again: after so many updates, and what happened, in words."""
-        self.session, self.watch, self._moved = session, watch, moved
-        self.recut = Resharder(session) if session.strategy.rebuilds and session.world.members is not None else None
-        self.stand = TrainState(-1 if session.world.apart else step)
+        self.session = replace(session, between_steps=self._between_steps)
+        self._state, self._watch, self._moved = state, watch, moved
+        self._resharder = Resharder(session) if session.strategy.supports_reshard else None
         self._trained = Generation(-1, ())  # the last in which this rank was training
 
-    def train(self) -> tuple[int, Counts]:
-        """As `train`. Collective."""
-        session, members = self.session, self.session.world.members
-        why = (
-            unsupported_reason(session)
-            if members
-            else "it takes launch.name=local, torchrun, or slurm with ranks=elastic"
-        )
-        eviction.check(session.run, why)
-        if members is None or why is not None:
-            if session.run.launch.on_rank_failure == "continue" and session.world.size > 1:
-                session.checkpoints.say(
-                    f"launch.on_rank_failure: continue is not possible ({why}): a lost rank ends the others"
-                )
-            return train(session, self.stand.step)
+    def run(self, train: Callable[[Session, TrainState], TrainState]) -> None:
+        """Call `train` until it comes to its end, and bring the ranks together in between. Collective. Errors: what it
+        raises of another kind than the loss of a rank; `TrainingFailed`."""
+        members = self.session.world.members
+        assert members is not None
         members.ready()
-        self.session = replace(session, recut=self.recut)
-        if session.world.apart:
+        if self.session.world.joining:
             self._meet(math.inf)
         self._trained = members.generation
         while True:
             try:
-                if self.recut is not None:
-                    self.recut.begin(self.session, self.stand)
+                if self._resharder is not None:
+                    self._resharder.begin(self.session, self._state)
                 members.trains()
-                found = train(self.session, self.stand.step, self.stand)
+                train(self.session, self._state)
                 members.over()
-                return found
+                return
             except Regroup:
                 pass
             except RuntimeError as caught:
                 if not self._lost(caught):
                     raise
             self._meet(members.place.soon_s)
+
+    def stop(self) -> None:
+        """Watch over nobody any more."""
+        self._watch.stop()
+
+    def _between_steps(self, state: TrainState) -> None:
+        """All hooks have run, and a step follows: copy the state, or let another rank in. Collective. Errors:
+        `Regroup`."""
+        session = self.session
+        if session.world.grows:
+            session.checkpoints.settle()
+            if self._resharder is not None:
+                self._resharder.before_join(state)
+            session.world.barrier()
+            raise Regroup
+        if self._resharder is not None:
+            with session.strategy.phases("checkpoint"):
+                self._resharder.after_step(state)
 
     def _lost(self, caught: RuntimeError | Unreached) -> bool:
         """Whether this is what a collective says when a rank is gone."""
@@ -118,17 +140,17 @@ class Recovery:
         assert members is not None
         patience_s = self.session.run.launch.timeout_s
         ACTIVITY.at("meeting the other ranks again")
-        self.watch.stop()
+        self._watch.stop()
         while True:
             members.cut()  # nobody waits from here on
-            if self.recut is not None:
-                self.recut.part(self.session, self.stand)
+            if self._resharder is not None:
+                self._resharder.detach_group(self.session, self._state)
             else:
                 strategy: Any = self.session.strategy
-                strategy.part()
-            world.part()
-            generation = members.awaited(limit_s, lambda: world.apart and world.stop.came and members.withdraw())
-            if generation is None and world.apart and not members.given_up:
+                strategy.detach_group()
+            world.detach_group()
+            generation = members.awaited(limit_s, lambda: world.joining and world.stop.came and members.withdraw())
+            if generation is None and world.joining and not members.given_up:
                 raise SystemExit(STOPPED)  # by which its launcher knows that all are asked to stop
             if generation is None and members.given_up:
                 raise TrainingFailed("the ranks that are left cannot go on by themselves")
@@ -141,7 +163,7 @@ class Recovery:
                     raise TrainingFailed(f"the ranks that are left did not meet again within {patience_s:g} s")
                 continue
             try:
-                world.meet_again(generation)
+                world.attach_group(generation)
                 self._agree()
                 return
             except (RuntimeError, Unreached) as caught:
@@ -151,41 +173,41 @@ class Recovery:
 
     def _agree(self) -> None:
         """Settle where all go on, and go there. Collective."""
-        session, stand, world = self.session, self.stand, self.session.world
+        session, state, world = self.session, self._state, self.session.world
         assert world.members is not None
         generation = world.members.generation
         first = self._trained.members[:1]
         if len(set(world.all_gather(world.agreed))) > 1:
             raise TrainingFailed("a rank that comes in has another run file, code, data or package than the others")
         gone = bool(set(first) - set(generation.members))
-        found = world.all_gather((stand.step, stand.open, gone, self._trained.members))
-        newest = max(step for step, *_ in found)
-        redone = any(opened or main for step, opened, main, _ in found if step == newest)
-        redone |= any(-1 < step < newest for step, *_ in found)
-        if self.recut is not None:
-            back = self._bring_together(newest)
+        positions = world.all_gather((state.step, state.hooks_pending, gone, self._trained.members))
+        newest = max(step for step, *_ in positions)
+        redone = any(opened or main for step, opened, main, _ in positions if step == newest)
+        redone |= any(-1 < step < newest for step, *_ in positions)
+        back = False
+        if self._resharder is not None:
+            self.session, key = self._resharder.restore(session, state)
+            strategy: Any = session.strategy
+            strategy.discard()
+            back = key[0] < newest  # steps are made again
         else:
-            back = False
-            self._level([step for step, *_ in found])
+            self._level([step for step, *_ in positions])
         session = self.session
         if redone and not back:
-            stand.reopen()
+            state.rerun_hooks()
         if isinstance(session.strategy, Native):
-            session.strategy.regroup()
+            session.strategy.attach_group()
         session.feed.shares, session.feed.indices = None, list(session.strategy.own_micro_batches())  # even ones
-        if session.checkpoints.regroup(stand.step):
-            stand.reopen(saves=True)
-        if stand.open:
-            assert stand.progress is not None
-            session.checkpoints.progress = stand.progress
+        if session.checkpoints.regroup(state.step):
+            state.rerun_hooks(checkpoint=True)
         self._compare()
-        session.fingerprints.regroup(world, stand.step, back)
-        session.journal.regroup(stand.step)
-        before = max((members for *_, members in found), key=len)
+        state.fingerprints.regroup(world, state.step, back)
+        session.journal.regroup(state.step)
+        before = max((members for *_, members in positions), key=len)
         self._trained = generation
         how = f"; back from step {newest}, by copies in memory" if back else ""
-        self._moved(stand.step, membership_message(before, generation.members) + how)
-        self.watch = self.watch.anew()
+        self._moved(state.step, membership_message(before, generation.members) + how)
+        self._watch = self._watch.anew()
 
     def _level(self, steps: list[int]) -> None:
         """Where each rank holds the whole state: those that are behind take it from one that is not. Collective."""
@@ -197,67 +219,45 @@ class Recovery:
         if min(steps) < newest:
             self._hand_on(steps.index(newest), steps[self.session.world.rank] < newest)
 
-    def _bring_together(self, newest: int) -> bool:
-        """Where ranks share the state out. Returns whether steps are to be made again. Collective."""
-        assert self.recut is not None
-        session, stand = self.session, self.stand
-        self.session, key, counters = self.recut.settle(session, stand)
-        theirs, progress, meter, lines = counters
-        if theirs is not stand:
-            stand.__dict__.update(theirs.__dict__)
-            session.checkpoints.progress, session.checkpoints.meter = progress, meter
-            session.fingerprints.keep(lines)
-        vars(session.strategy).clear()  # what was broken off, and its memory
-        return key[0] < newest
-
     def _hand_on(self, source: int, behind: bool) -> None:
-        """State and counters of one rank to those that are behind. Collective."""
-        session, stand, world = self.session, self.stand, self.session.world
-        mine = None
-        state: Mapping[str, Tensor] = {}
+        """Tensors and training state of one rank to those that are behind. Collective."""
+        session, state, world = self.session, self._state, self.session.world
+        mine, tensors = None, dict[str, Tensor]()
         if world.rank == source:
-            state = session.averaged.sharded_state_dict()
-            kept = (session.checkpoints.progress, session.checkpoints.meter, session.fingerprints.kept())
-            mine = (stand, kept, [(name, tensor.shape, tensor.dtype) for name, tensor in state.items()])
-        given = world.all_gather(mine)[source]
-        assert given is not None
-        theirs, (progress, meter, lines), names = given
+            tensors = session.averaged.sharded_state_dict()
+            mine = (state.state_dict(), [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
+        sent = world.all_gather(mine)[source]
+        assert sent is not None
+        theirs, names = sent
         arrived = {}
         for name, shape, dtype in names:  # in host memory, one after another
-            tensor = state[name].detach().cpu().contiguous() if state else torch.empty(shape, dtype=dtype)
+            tensor = tensors[name].detach().cpu().contiguous() if tensors else torch.empty(shape, dtype=dtype)
             world.send_round(tensor.reshape(-1).view(torch.uint8), source)
             if behind:
                 arrived[name] = tensor
         if behind:
             session.averaged.load_sharded_state_dict(Given(arrived))
-            stand.__dict__.update(theirs.__dict__)
-            session.checkpoints.progress, session.checkpoints.meter = progress, meter
-            session.fingerprints.keep(lines)
+            state.load_state_dict(theirs)
 
     def _compare(self) -> None:
         """Every rank holds the same bits, or the job starts again. Collective. Errors: `TrainingFailed`."""
-        session, stand = self.session, self.stand
-        seen = hashlib.sha256()
-        state = session.averaged.sharded_state_dict() if self.recut is None else {}  # else it was compared
-        for name, tensor in sorted(state.items()):
+        session, state = self.session, self._state
+        seen = hashlib.sha256(state.digest().encode())
+        tensors = session.averaged.sharded_state_dict() if self._resharder is None else {}  # else it has compared them
+        for name, tensor in sorted(tensors.items()):
             seen.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {int(summed(tensor.detach()))}\n".encode())
-        meter = stand.meter
-        counted = meter.state() if meter is not None else {}
-        counted = {**counted, "line": {**counted["line"], "seconds": 0}} if counted else {}
-        seen.update(json.dumps([stand.step, stand.done, counted, session.checkpoints.progress.dump()]).encode())
-        found = session.world.all_gather(seen.hexdigest())
-        if len(set(found)) > 1:
+        if len(set(session.world.all_gather(seen.hexdigest()))) > 1:
             raise TrainingFailed(
-                f"after the loss of a rank the others do not hold the same state after step {stand.step}"
+                f"after the loss of a rank the others do not hold the same state after step {state.step}"
             )
 
 
 def unsupported_reason(session: Session) -> str | None:
     """Why the loss of a rank starts this job again; None: the others go on without it."""
     run, strategy = session.run, session.strategy
-    if session.world.apart and strategy.rebuilds:
+    if session.world.joining and strategy.supports_reshard:
         return None  # those that it comes to have answered
-    if isinstance(strategy, ShardedRecovery) and strategy.rebuilds and strategy.outlives(run):
+    if isinstance(strategy, ShardedRecovery) and strategy.supports_reshard and strategy.survives_rank_failure(run):
         if not run.launch.replicate_every and not strategy.keeps_copies:
             return (
                 f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank, nor a copy of "
@@ -265,7 +265,7 @@ def unsupported_reason(session: Session) -> str | None:
             )
         if session.task.needs_reference:
             return f"task {run.task.name} asks the model before training"
-    elif not isinstance(strategy, Native) or not strategy.regroups or not strategy.gives_bits(run):
+    elif not isinstance(strategy, Native) or not strategy.keeps_whole_state or not strategy.gives_bits(run):
         return f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank for itself"
     if session.world.device.type != "cpu":
         return "what waits on a GPU cannot be cut off"

@@ -14,9 +14,8 @@ that it cannot read any more once it has left its group.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +24,8 @@ from torch import Tensor
 from lockstep.checkpoint.storage import Background, place_of, share_out
 from lockstep.distributed.sharded import local
 from lockstep.distributed.tensor_slices import TensorSlice
-
-if TYPE_CHECKING:
-    from lockstep.training.session import Session
-    from lockstep.training.train_state import TrainState
+from lockstep.training.session import Session
+from lockstep.training.train_state import TrainState
 
 Key = tuple[int, int, str]  # updates made, generation of the ranks it was cut for, and `live` or `copied`
 
@@ -40,7 +37,7 @@ class Version:
     key: Key
     shares: dict[int, dict[TensorSlice, Tensor]]  # by number
     count: int  # shares that make up the whole
-    counters: Any  # what goes with the state: `counters_of`
+    train_state: dict[str, Any]  # `TrainState.state_dict`
 
 
 @dataclass
@@ -79,51 +76,51 @@ class PeerCheckpoints:
         """Nothing is copied where `launch.replicate_every` is 0."""
         self._session = session
         self.every = session.run.launch.replicate_every
-        self.kept: list[Version] = []  # newest last
+        self.versions: list[Version] = []  # newest last
         self._flight: _Flight | None = None
         self._shapes: Any = None
         self.bytes_sent = 0
 
-    def form(self, session: Session, stand: TrainState) -> None:
+    def form(self, session: Session, state: TrainState) -> None:
         """The ranks have met: connections of their own, and a first copy. Collective."""
         self._session, self._shapes, world = session, None, session.world
         self._next, self._before = neighbours(world.hosts, world.rank)
         if not self.every or world.size == 1:
-            self.kept = []
+            self.versions = []
             return
         with world.forming():
             self._group = world.group(backend="gloo")
-        self._take(stand)
+        self._take(state)
 
-    def after_step(self, stand: TrainState) -> None:
+    def after_step(self, state: TrainState) -> None:
         """Everything is done that is due after an update. Collective. Errors: what a collective raises where a rank is
         lost."""
         if not self.every or self._session.world.size == 1:
             return
         self._advance()
-        if not stand.step % self.every:
-            self._take(stand)
+        if not state.step % self.every:
+            self._take(state)
 
-    def before_more(self, stand: TrainState) -> None:
+    def before_join(self, state: TrainState) -> None:
         """Others are to come in: where a rank's part can be read with all ranks of this group only, a copy of the
         present step, once it has arrived. Collective. Errors: as `after_step`."""
         strategy: Any = self._session.strategy
-        if self.every and strategy.torn:
-            self._take(stand)
+        if self.every and strategy.update_incomplete:
+            self._take(state)
             self._land()
 
-    def part(self) -> list[Version]:
+    def detach_group(self) -> list[Version]:
         """The group is gone: nothing travels any more. Returns what has arrived, newest last."""
         if (flight := self._flight) is not None:
             flight.work.wait()
             self._arrived(flight)
-            self.kept.append(flight.version)
+            self.versions.append(flight.version)
             self._flight = None
-        return self.kept
+        return self.versions
 
     # -- a copy ------------------------------------------------------------------------------------------------------
 
-    def _take(self, stand: TrainState) -> None:
+    def _take(self, state: TrainState) -> None:
         """Begin one; waits for the one before. Collective."""
         self._land()
         session, world = self._session, self._session.world
@@ -143,8 +140,8 @@ class PeerCheckpoints:
                 work.append(dist.irecv(box, self._before, group=self._group))
             self.bytes_sent += len(buffer)
         assert world.members is not None
-        key = (stand.step, world.members.generation.number, "copied")
-        version = Version(key, {world.rank: own}, world.size, deepcopy(counters_of(session, stand)))
+        key = (state.step, world.members.generation.number, "copied")
+        version = Version(key, {world.rank: own}, world.size, state.state_dict())
 
         def wait() -> Tensor:
             for each in work:
@@ -168,8 +165,8 @@ class PeerCheckpoints:
             return
         places = [place_of(item, parts) for item in share_out(parts, world, True)]
         places.sort(key=lambda place: (-place.dtype.itemsize, place.name))
-        found = world.all_gather(places)
-        self._own, self._theirs, self._shapes = _Layout(places), _Layout(found[self._before]), shapes
+        places_of_ranks = world.all_gather(places)
+        self._own, self._theirs, self._shapes = _Layout(places), _Layout(places_of_ranks[self._before]), shapes
 
     def _advance(self) -> None:
         """Find out whether all ranks have what travels. Waits for nobody who has not. Collective."""
@@ -182,19 +179,13 @@ class PeerCheckpoints:
         if flight.work.error is not None:
             raise flight.work.error
         self._arrived(flight)
-        self.kept = [flight.version]
+        self.versions = [flight.version]
 
     @staticmethod
     def _arrived(flight: _Flight) -> None:
         if flight.work.error is None and flight.arriving is not None:
             number, pieces = flight.arriving
             flight.version.shares[number] = pieces
-
-
-def counters_of(session: Session, stand: TrainState) -> Any:
-    """What goes with a state besides the tensors: where the rank stands, evaluations, the line that is being gathered,
-    fingerprints. Not copied."""
-    return stand, session.checkpoints.progress, session.checkpoints.meter, session.fingerprints.kept()
 
 
 def neighbours(hosts: Sequence[str], rank: int) -> tuple[int, int]:

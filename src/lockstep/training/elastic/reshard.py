@@ -1,14 +1,13 @@
 """The state brought together from what the ranks that are left hold in memory, and cut anew for as many as there are.
 
 In: what each rank has of the state: its part as it is, where the step that was broken off has left it whole, and copies
-(`copies.py`). Out: the newest state of which all is there, in a strategy that is built for these ranks. Its hash is
-that of what was held, or the job starts again.
+(`peer_checkpoints.py`). Out: the newest state of which all is there, in a strategy that is built for these ranks. Its
+hash is that of what was held, or the job starts again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +21,8 @@ from lockstep.distributed.tensor_slices import Incomplete, PeerReader, SliceMap
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.exact.averaging import Averaged
-from lockstep.training.loop import TrainingFailed
-from lockstep.training.peer_checkpoints import Key, PeerCheckpoints, Version, counters_of
+from lockstep.training.elastic.peer_checkpoints import Key, PeerCheckpoints, Version
+from lockstep.training.errors import TrainingFailed
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
 
@@ -34,62 +33,60 @@ class Resharder:
     def __init__(self, session: Session) -> None:
         self.copies = PeerCheckpoints(session)
         self.options: dict[str, Any] | None = None  # of the strategy, as the job began: a rank that comes is told
-        if not session.world.apart:
+        if not session.world.joining:
             self.options = dict(session.strategy.run.strategy.options)
         self._formed = 0  # the generation that this rank's part is cut for
         self._held: list[Version] = []  # while ranks meet, all that this one has
         self._live: Version | None = None  # the same: its part as it is
         self._before: Version | None = None  # its part as it was, until all ranks train with the new one
 
-    def begin(self, session: Session, stand: TrainState) -> None:
+    def begin(self, session: Session, state: TrainState) -> None:
         """The ranks train from here on. Collective."""
-        self.copies.form(session, stand)
+        self.copies.form(session, state)
 
-    def after_step(self, stand: TrainState) -> None:
+    def after_step(self, state: TrainState) -> None:
         """Collective."""
         self._before = None
-        self.copies.after_step(stand)
+        self.copies.after_step(state)
 
-    def before_more(self, stand: TrainState) -> None:
+    def before_join(self, state: TrainState) -> None:
         """Others are to come in. Collective."""
-        self.copies.before_more(stand)
+        self.copies.before_join(state)
 
-    def part(self, session: Session, stand: TrainState) -> None:
+    def detach_group(self, session: Session, state: TrainState) -> None:
         """The group is about to go: note what this rank has. Once only, however often ranks meet until that has gone
         well: where a part belongs is a matter of the ranks that it was cut for."""
-        copied = self.copies.part()
+        copied = self.copies.detach_group()
         strategy: Any = session.strategy
-        if self._live is None and stand.step >= 0 and not strategy.torn:
+        if self._live is None and state.step >= 0 and not strategy.update_incomplete:
             number, count = strategy.part_of_state
             shares = {number: held_here(strategy.own_state())}
-            self._live = Version((stand.step, self._formed, "live"), shares, count, counters_of(session, stand))
+            self._live = Version((state.step, self._formed, "live"), shares, count, state.state_dict())
         self._held = [*copied, *(each for each in (self._before, self._live) if each is not None)]
 
-    def settle(self, session: Session, stand: TrainState) -> tuple[Session, Key, Any]:
-        """The session with a strategy for these ranks and the newest state of which all is there, which state that is,
-        and the counters that go with it. Nothing that was held is changed but by an update made late. Collective.
-        Errors: `TrainingFailed`."""
+    def restore(self, session: Session, state: TrainState) -> tuple[Session, Key]:
+        """The session with a strategy for these ranks and the newest state of which all is there, and which state that
+        is; `state` is the one that goes with it. Nothing that was held is changed but by an update made late.
+        Collective. Errors: `TrainingFailed`."""
         world, strategy = session.world, session.strategy
-        self._make_late(session, stand)
-        found = world.all_gather(
+        self._apply_deferred_update(session, state)
+        offers = world.all_gather(
             ([(v.key, list(v.shares), v.count) for v in self._held], self.options, world.members and world.members.me)
         )
-        key = best([each for each, *_ in found])
-        source = next(rank for rank, (held, *_) in enumerate(found) if any(k == key for k, *_ in held))
+        key = newest_complete([each for each, *_ in offers])
+        source = next(rank for rank, (held, *_) in enumerate(offers) if any(k == key for k, *_ in held))
         mine = next((version for version in self._held if version.key == key), None)
-        counters = world.all_gather(mine.counters if mine is not None and world.rank == source else None)[source]
-        if mine is not None:
-            counters = mine.counters if key[2] == "live" else deepcopy(mine.counters)
-        options = next(options for _, options, _ in found if options is not None)
+        theirs = world.all_gather(mine.train_state if mine is not None and world.rank == source else None)[source]
+        options = next(options for _, options, _ in offers if options is not None)
         run = session.run.model_copy(
             update={"strategy": session.run.strategy.model_copy(update={"options": dict(options)})}
         )
-        strategy = built(session, run)
+        strategy = build_strategy(session, run)
         try:
-            saved = PeerReader(_together(mine), world)
+            saved = PeerReader(_slices_of(mine), world)
         except Incomplete as caught:
             raise TrainingFailed(str(caught)) from None
-        expected = _hash(saved, mine, session)
+        expected = _hash_of_held(saved, mine, session)
         strategy.load_sharded_state_dict(saved)
         if StateHash(world).of(strategy.sharded_state_dict()) != expected:
             raise TrainingFailed(f"the state after step {key[0]} is not what the ranks that are left have held")
@@ -97,45 +94,42 @@ class Resharder:
         assert world.members is not None
         self._formed = world.members.generation.number
         self._before, self._live = self._live or self._before, None
-        if self._before is not None:
-            self._before.counters = deepcopy(self._before.counters)
         self.options = dict(options)
-        return replace(session, strategy=strategy, averaged=Averaged(session.run, strategy)), key, counters
+        state.load_state_dict(theirs if mine is None else mine.train_state)
+        return replace(session, strategy=strategy, averaged=Averaged(session.run, strategy)), key
 
-    def _make_late(self, session: Session, stand: TrainState) -> None:
+    def _apply_deferred_update(self, session: Session, state: TrainState) -> None:
         """An update that others have made, and this rank has all it needs for. Collective."""
         strategy: Any = session.strategy
-        steps = session.world.all_gather(stand.step)
-        counters = session.world.all_gather(counters_of(session, stand) if stand.step == max(steps) else None)
-        if 0 <= stand.step == max(steps) - 1 and strategy.late is not None:
-            strategy.make_late()
-            theirs, progress, meter, lines = next(each for each in counters if each is not None)
-            stand.__dict__.update(theirs.__dict__)
-            session.checkpoints.progress, session.checkpoints.meter = progress, meter
-            session.fingerprints.keep(lines)
+        steps = session.world.all_gather(state.step)
+        newest = session.world.all_gather(state.state_dict() if state.step == max(steps) else None)
+        if 0 <= state.step == max(steps) - 1 and strategy.deferred_update is not None:
+            strategy.apply_deferred_update()
+            theirs = next(each for each in newest if each is not None)
+            state.load_state_dict(theirs)
             assert self._live is not None
-            state = strategy.own_state()
+            tensors = strategy.own_state()
             for share in self._live.shares.values():
-                share.update({place: local(state[place.name]) for place in share})
-            self._live.key = (stand.step, *self._live.key[1:])
+                share.update({place: local(tensors[place.name]) for place in share})
+            self._live.key, self._live.train_state = (state.step, *self._live.key[1:]), theirs
 
 
-def built(session: Session, run: Run) -> Any:
+def build_strategy(session: Session, run: Run) -> Any:
     """A strategy for the ranks that there are, without weights. Collective. Errors: `TrainingFailed`."""
     world = session.world
-    whole = strategies.strategy_class(run).fitted(run, world.size)  # type: ignore[attr-defined]
+    whole = strategies.strategy_class(run).fit_options(run, world.size)  # type: ignore[attr-defined]
     kind: Any = strategies.strategy_class(whole)
     try:
         kind.check(whole, world.size)
     except RunError as caught:
         raise TrainingFailed(f"the {world.size} rank(s) that are left cannot go on: {caught}") from None
     strategy = kind(whole, world)
-    strategy.blank = True
+    strategy.build_empty = True
     strategy.build(session.task)
     return strategy
 
 
-def best(held: list[list[tuple[Key, list[int], int]]]) -> Key:
+def newest_complete(held: list[list[tuple[Key, list[int], int]]]) -> Key:
     """The newest state of which all shares are there, by what each rank has. Errors: `TrainingFailed`."""
     shares: dict[Key, set[int]] = {}
     counts: dict[Key, int] = {}
@@ -164,18 +158,18 @@ def _compare(strategy: Any, world: World) -> None:
     every = world.all_gather({place: int(summed(t.detach(), place.whole, place.offsets)) for place, t in cut.items()})
     copies = world.size // strategy.part_of_state[1]
     for place in {place for each in every for place in each}:
-        found = [each[place] for each in every if place in each]
-        if len(found) != copies or len(set(found)) > 1:
+        sums = [each[place] for each in every if place in each]
+        if len(sums) != copies or len(set(sums)) > 1:
             raise TrainingFailed(f"{place.name} was not cut anew as it should be")
 
 
-def _together(mine: Version | None) -> SliceMap:
+def _slices_of(mine: Version | None) -> SliceMap:
     return {place: piece for share in (mine.shares.values() if mine else ()) for place, piece in share.items()}
 
 
-def _hash(saved: PeerReader, mine: Version | None, session: Session) -> Mapping[str, str]:
+def _hash_of_held(saved: PeerReader, mine: Version | None, session: Session) -> Mapping[str, str]:
     """Of what is held. Collective. Errors: `TrainingFailed`, where two ranks hold other bits of the same."""
-    own = {place: int(summed(piece.detach(), place.whole, place.offsets)) for place, piece in _together(mine).items()}
+    own = {place: int(summed(piece.detach(), place.whole, place.offsets)) for place, piece in _slices_of(mine).items()}
     every = session.world.all_gather(own)
     sums: dict[str, int] = {}
     for name, pieces in saved.holders.items():
@@ -183,8 +177,10 @@ def _hash(saved: PeerReader, mine: Version | None, session: Session) -> Mapping[
             if any(each.get(place, every[rank][place]) != every[rank][place] for each in every):
                 raise TrainingFailed(f"the ranks that are left do not hold the same {name}")
             sums[name] = sums.get(name, 0) + every[rank][place]
-    told = {name: (str(next(iter(pieces)).dtype), next(iter(pieces)).whole) for name, pieces in saved.holders.items()}
-    return hashed(told, {name: _signed(value) for name, value in sums.items()})
+    layouts = {
+        name: (str(next(iter(pieces)).dtype), next(iter(pieces)).whole) for name, pieces in saved.holders.items()
+    }
+    return hashed(layouts, {name: _signed(value) for name, value in sums.items()})
 
 
 def _signed(value: int) -> int:

@@ -1,0 +1,180 @@
+"""The way of a run from the command to its first step: which files it passes, as a Mermaid picture.
+
+In: nothing; the built-in run is started as one process in a folder of its own. Out: on stdout the picture of
+docs/how-it-works.md, or with `--count` the figures of docs/log.md. Every call is looked at until the first step of
+training calls `train_step`. The files of the functions on the stack are the way, from the command down; the files that
+these call with the run, the job or the session are its stops.
+
+    python benchmarks/way.py [--count]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import lockstep
+
+ROOT = f"{Path(lockstep.__file__).parent}{os.sep}"
+CARRIERS = ("Run", "Job", "Session")  # the values whose way is followed
+FIRST = ["output=out", "steps=2", "launch.processes=1", "launch.device=cpu", "strategy.name=single"]
+
+
+class Call(NamedTuple):
+    """A call of a function of lockstep's that was given a run, a job or a session."""
+
+    file: str
+    function: str
+    frame: FrameType
+    caller: FrameType | None  # the nearest that is lockstep's
+
+
+class Way(NamedTuple):
+    """The files on the stack of the first step, from the command down, and the files that they call."""
+
+    files: list[tuple[str, str]]  # file, and the function by which it was entered
+    stops: list[tuple[str, str, str]]  # the file on the way, the file that it calls, and the function
+
+
+class Reached(BaseException):
+    """The first step is reached: nothing after it is looked at."""
+
+
+def ours(frame: FrameType | None) -> FrameType | None:
+    """The frame itself or the nearest of its callers that is lockstep's."""
+    while frame is not None and not frame.f_code.co_filename.startswith(ROOT):
+        frame = frame.f_back
+    return frame
+
+
+def stack(frame: FrameType | None) -> list[FrameType]:
+    """The frames of lockstep's, the newest first."""
+    found = []
+    while (frame := ours(frame)) is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def carries(frame: FrameType) -> bool:
+    """Whether it was given a run, a job or a session; what these know of themselves is left out."""
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    kinds = [type(frame.f_locals.get(name)).__name__ for name in names]
+    return any(kind in CARRIERS for kind in kinds) and not (names[0] == "self" and kinds[0] in CARRIERS)
+
+
+def follow(command: Callable[[], Any]) -> tuple[list[Call], list[FrameType]]:
+    """The calls until the first step of `training/loop.py`, and the stack there, the newest frame first."""
+    calls: list[Call] = []
+    reached: list[FrameType] = []
+
+    def look(frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or reached or not frame.f_code.co_filename.startswith(ROOT):
+            return
+        file, function = frame.f_code.co_filename.removeprefix(ROOT), frame.f_code.co_name
+        if function == "train_step":
+            frames = stack(frame)
+            if any(each.f_code.co_filename.endswith("training/loop.py") for each in frames):
+                reached.extend(frames)
+                sys.setprofile(None)
+                raise Reached
+        if not function.startswith("<") and carries(frame):
+            calls.append(Call(file, function, frame, ours(frame.f_back)))
+
+    sys.setprofile(look)
+    try:
+        command()
+    except Reached:
+        pass
+    finally:
+        sys.setprofile(None)
+    if not reached:
+        raise SystemExit("the run ended before its first step")
+    return calls, reached
+
+
+def file_of(frame: FrameType) -> str:
+    return frame.f_code.co_filename.removeprefix(ROOT)
+
+
+def way_of(calls: list[Call], frames: list[FrameType]) -> Way:
+    """A function that a function on the way calls in its own file is on the way, too: its reader stays on the page."""
+    files: list[tuple[str, str]] = []
+    for frame in reversed(frames):
+        if not files or files[-1][0] != file_of(frame):
+            files.append((file_of(frame), frame.f_code.co_name))
+    pages = {file for file, _ in files}
+    on_page = {id(frame) for frame in frames}
+    stops: list[tuple[str, str, str]] = []
+    for call in calls:
+        if id(call.frame) in on_page or call.caller is None or id(call.caller) not in on_page:
+            continue
+        caller = file_of(call.caller)
+        if call.file == caller:
+            on_page.add(id(call.frame))
+        elif (caller, call.file) not in [stop[:2] for stop in stops]:
+            stops.append((caller, call.file, call.function))
+    return Way(files, [stop for stop in stops if stop[1] not in pages])
+
+
+def built_in(folder: str) -> tuple[list[Call], list[FrameType]]:
+    """The built-in run in an empty folder, in this process."""
+    from lockstep.cli import main
+
+    os.chdir(folder)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        return follow(lambda: main(["train", *FIRST]))
+
+
+def picture(way: Way) -> str:
+    """The way in Mermaid: files from the command down to the step, and beside each the files that it calls."""
+
+    def node(file: str, function: str) -> str:
+        name = file.removesuffix(".py").replace("/", "_")
+        return f'{name}["{file}<br>{function}"]'
+
+    lines = ["flowchart TD"]
+    for (above, entry), (below, function) in itertools.pairwise(way.files):
+        lines.append(f"    {node(above, entry)} ==> {node(below, function)}")
+    first: dict[str, str] = {}
+    for caller, file, function in way.stops:
+        lines.append(f"    {node(caller, dict(way.files)[caller])} --> {node(file, first.setdefault(file, function))}")
+    return "\n".join(lines)
+
+
+def figures(calls: list[Call], way: Way) -> str:
+    """What docs/log.md compares."""
+    entered, files = 0, list[str]()
+    last = ""
+    for call in calls:
+        entered += call.file != last
+        last = call.file
+        files += [call.file] if call.file not in files else []
+    passed = {file for file, _ in way.files} | {file for _, file, _ in way.stops}
+    return (
+        f"on the way to the first step: {len(way.files)} files from the command down, {len(passed)} with those that "
+        f"they call\nall calls with the run, the job or the session: {len(calls)} calls, {len(files)} files, {entered} "
+        f"times into a file, of which {entered - len(files)} into one that was left before"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", action="store_true", help="figures instead of the picture")
+    counting = parser.parse_args().count
+    with tempfile.TemporaryDirectory() as place:
+        seen, at_the_step = built_in(place)
+        way = way_of(seen, at_the_step)
+        print(figures(seen, way) if counting else picture(way))
+    sys.stdout.flush()
+    os._exit(0)  # the run is left in the middle

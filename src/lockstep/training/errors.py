@@ -1,0 +1,57 @@
+"""Errors that end the training loop, and the one that hands it to recovery."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.config.exit_status import FAILED
+from lockstep.strategies.strategy import NotFinite
+from lockstep.training.data_loader import StepLoader
+
+
+class TrainingFailed(Exception):
+    """Training cannot go on: one message for the user, and the exit status of this rank. `everywhere`: each machine
+    prints it."""
+
+    def __init__(self, message: str, status: int = FAILED, everywhere: bool = False) -> None:
+        super().__init__(message)
+        self.status, self.everywhere = status, everywhere
+
+
+class EvaluationInterrupted(Exception):
+    """All ranks were asked to stop in the middle of an evaluation: raised on all of them."""
+
+
+class Regroup(Exception):
+    """The ranks meet again before the next step, because one joins or is evicted: raised on all of them at the same
+    step."""
+
+
+class CorruptionDetected(Exception):
+    """Ranks computed different bits; nothing was updated. `sound`: the weights agree on all ranks. `leaves`: the ranks
+    that the job evicts."""
+
+    def __init__(self, message: str, sound: bool, leaves: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.sound, self.leaves = sound, list(leaves)
+
+
+def not_finite(caught: NotFinite, feed: StepLoader, rows: np.ndarray, when: str = "") -> TrainingFailed:
+    """The error for a loss or gradient that is not finite: it names the step (or `when`), its micro-batches and their
+    examples. `rows`: the step's examples, int64 [B]."""
+    groups = feed.task.cut(feed.columns, rows)
+    lines = []
+    for micro_batch in caught.micro_batches:
+        ids = ", ".join(map(str, rows[groups[micro_batch]][:20]))
+        more = len(groups[micro_batch]) - 20
+        lines.append(
+            f"  micro-batch {micro_batch}: rows {ids}{f' and {more} more' if more > 0 else ''} of the training split"
+        )
+    what = "the loss" if caught.micro_batches else f"the gradient (norm {caught.norm}), though no loss,"
+    message = (
+        f"{when or f'step {caught.step}'}: {what} is not a finite number; nothing was updated. Look at these examples, "
+        "or lower optim.learning_rate or optim.max_grad_norm; on_nonfinite=skip leaves such steps out"
+    )
+    return TrainingFailed("\n".join([message, *lines]))

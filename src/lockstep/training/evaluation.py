@@ -1,0 +1,220 @@
+"""Evaluation: metrics, tables and samples of a split, the same at any number of ranks.
+
+In: a strategy and the examples of a split. Out: metrics and tables. Ranks take turns with batches that are cut in one
+fixed way; each example counts once. Sums over ranks are exact, and rank 0 makes metrics of them, once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import Sums
+from lockstep.data.tokens import Columns
+from lockstep.distributed.activity import ACTIVITY
+from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.world import World
+from lockstep.strategies.strategy import Strategy
+from lockstep.tasks import own_metrics
+from lockstep.tasks.abilities import Generates, GivesPredictions
+from lockstep.tasks.models.decoding import Decoding
+from lockstep.tasks.task import Task
+from lockstep.training.errors import EvaluationInterrupted
+from lockstep.training.model_stats import evaluated_at_once, validation_rows
+from lockstep.training.session import Session
+
+T = TypeVar("T")
+
+
+def evaluate_during_training(session: Session, step: int, last: bool = False) -> dict[str, float]:
+    """Scores of the validation split after `step`, which go to the sinks; empty once all ranks are asked to stop, and
+    where no step follows (`last`). Collective."""
+    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+    columns = task.splits["validation"]
+
+    def stop() -> bool:
+        return last or world.asked_to_stop(by_clock=False)
+
+    with strategy.phases("evaluation"), session.averaged.in_place():
+        try:
+            scores, _ = evaluate_with_tables(
+                run, world, task, strategy, columns, validation_rows(run, columns), stop=stop
+            )
+        except EvaluationInterrupted:
+            return {}
+        session.sinks.log(step, "validation", scores)
+        session.sinks.show(step, generate_samples(task, strategy, world))
+    session.journal.event("evaluation", step)
+    return scores
+
+
+def generate_samples(
+    task: Task,
+    strategy: Strategy,
+    world: World,
+    generate: Callable[[Mapping[str, Tensor], Decoding], Tensor] | None = None,
+) -> list[dict[str, str]]:
+    """What the model makes of a few examples, by `generate` or the strategy's own. Collective."""
+
+    def here(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(world.device) for name, tensor in inputs.items()}
+
+    seed_everything(task.run.seed, -2)
+    with strategy.averaged():
+        return task.samples(
+            lambda inputs, how: (generate or strategy.generate)(here(inputs), how),
+            lambda inputs: strategy.forward(here(inputs)),
+        )
+
+
+def evaluate(
+    run: Run,
+    world: World,
+    task: Task,
+    strategy: Strategy,
+    columns: Columns,
+    rows: np.ndarray | None = None,
+    texts: bool = True,
+) -> dict[str, float]:
+    """Metrics of a split (or of some of its rows), every example exactly once, on all ranks. Collective."""
+    return evaluate_with_tables(run, world, task, strategy, columns, rows, texts)[0]
+
+
+def evaluate_with_tables(
+    run: Run,
+    world: World,
+    task: Task,
+    strategy: Strategy,
+    columns: Columns,
+    rows: np.ndarray | None = None,
+    texts: bool = True,
+    stop: Callable[[], bool] = lambda: False,
+    generate: Callable[[Mapping[str, Tensor], Decoding], Tensor] | None = None,
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics of a split, as `evaluate`, and its tables, which a report shows. Collective. `stop`: asked before every
+    batch, the same on every rank. Errors: `EvaluationInterrupted`, once it says so.
+
+    Batches are cut from the examples sorted by length, the same at any number of ranks; ranks take turns, and
+    blank batches (every target ignored) level them. Sums are rounded to 2^-20, so that adding them is exact and its
+    order cannot matter. `texts`: with the scores of what the model writes, by `generate` or the strategy's own, which
+    take the longest.
+    """
+    rows = np.arange(len(columns)) if rows is None else rows
+    parts = {name: rows[(rows >= r.start) & (rows < r.stop)] for name, r in task.sources(columns).items()} or {"": rows}
+    of_each, interrupted = {}, None
+    with strategy.averaged():
+        try:
+            for name, part in parts.items():
+                of_each[name] = sum_split(run, world, task, strategy, columns, part, texts, stop, generate)
+        except EvaluationInterrupted as caught:  # on every rank
+            interrupted = caught
+    if interrupted is not None:
+        raise interrupted
+    return finalize_metrics(run, world, task, of_each, columns, np.concatenate([*parts.values()]), texts)
+
+
+def sum_split(
+    run: Run,
+    world: World,
+    task: Task,
+    strategy: Strategy,
+    columns: Columns,
+    rows: np.ndarray,
+    texts: bool,
+    stop: Callable[[], bool],
+    generate: Callable[[Mapping[str, Tensor], Decoding], Tensor] | None,
+) -> Sums:
+    """The sums over some rows, all ranks together, and what is gathered of each, in the order of `rows`; none for no
+    rows. Collective."""
+    size = evaluated_at_once(run)
+    places = np.argsort(-columns.lengths[rows], kind="stable")
+    order = rows[places]
+    batches = [order[i : i + size] for i in range(0, len(order), size)]
+    sums: Sums = {}
+    for turn in range(0, len(batches), strategy.data_parallel.size):
+        ACTIVITY.at(f"evaluation, batch {turn}")
+        if stop():
+            raise EvaluationInterrupted
+        mine = turn + strategy.data_parallel.rank
+        chosen = batches[mine] if mine < len(batches) else order[:0]
+        seed_everything(run.seed, -1, mine)  # what is drawn depends on the batch, not on the rank
+        batch = task.collate(columns, chosen, 0).to(world.device)
+        scores = task.score_at(strategy.forward, batch, columns, chosen)
+        if texts and isinstance(task, Generates):
+            scores |= task.score_texts(generate or strategy.generate, batch, columns, chosen)
+        add_sums(task, sums, scores, places[mine * size : (mine + 1) * size], len(rows))
+    summed = {name: strategy.data_parallel.sum(value).cpu() for name, value in sorted(sums.items())}
+    if texts and len(rows):
+        add_sums(task, summed, task.score_split(strategy.forward, columns, rows, world.device), rows, len(rows))
+    return summed
+
+
+# -- sums over batches and ranks ---------------------------------------------------------------------------------------
+
+
+def add_sums(task: Task, sums: Sums, scores: Sums, places: np.ndarray, count: int) -> None:
+    """Add a batch's to a rank's. `places`: where its examples stand among the `count` of the split. What other ranks
+    have is zero here: adding that is exact, and no row is there twice."""
+    for name, value in scores.items():
+        if name not in task.per_example_outputs:
+            value = torch.round(value.double() * 2**20) / 2**20
+            sums[name] = sums[name] + value if name in sums else value
+            continue
+        if name not in sums:
+            sums[name] = value.new_zeros(count, *value.shape[1:])
+        here = torch.from_numpy(places[: len(value)]).to(value.device)
+        sums[name][here] = value[: len(here)]  # a blank batch has a row, and no place
+
+
+def finalize_metrics(
+    run: Run, world: World, task: Task, of_each: Mapping[str, Sums], columns: Columns, rows: np.ndarray, texts: bool
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics and tables of the examples at `rows`, from what each source of them came to, one after the other.
+    `texts`: whether what the model writes was asked for. Collective. Errors: `RunError` of a function of the user's, on
+    every rank."""
+    parts = [of for of in of_each.values() if of]
+    sums = {
+        name: torch.cat([of[name] for of in parts])
+        if name in task.per_example_outputs
+        else functools.reduce(operator.add, (of[name] for of in parts))
+        for name in parts[0]
+    }
+    count = len(rows)
+    assert int(sums["examples"]) == count, f"{int(sums['examples'])} of {count} examples were evaluated"
+
+    def numbers() -> tuple[dict[str, float], dict[str, Any]]:
+        losses = {f"loss_{name}": task.metrics(of)["loss"] for name, of in of_each.items() if name and of}
+        metrics = task.metrics(sums)
+        if math.isnan(metrics.get("loss", 0.0)):  # of outputs that are no numbers: what they rank first says nothing
+            metrics = dict.fromkeys(metrics, math.nan)
+        known = {**metrics, **losses}
+        complete = texts or sums.keys() >= {*task.per_example_outputs}
+        if run.metrics and complete and isinstance(task, GivesPredictions):
+            predictions = task.predictions(sums, columns, rows)
+            known |= own_metrics.scored(run, own_metrics.functions(run), predictions, list(known))
+        return known | {"examples": count}, task.tables(sums)
+
+    return call_on_rank_zero(world, numbers)
+
+
+def call_on_rank_zero(world: World, function: Callable[[], T]) -> T:
+    """Its result on every rank: the arithmetic of one machine, and one call of the user's functions. Collective.
+    Errors: its `RunError`, on every rank."""
+    result: T | RunError | None = None
+    if world.is_main:
+        try:
+            result = function()
+        except RunError as error:
+            result = error
+    result = world.broadcast(result)
+    if isinstance(result, RunError):
+        raise result
+    return cast(T, result)

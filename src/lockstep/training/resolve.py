@@ -1,0 +1,276 @@
+"""A run becomes a job: every decision is taken and every refusal is made here, once, in the order of these lines.
+
+In: a run, what this process knows of the machines, and the number of processes. Out: a frozen `Job`, or a `RunError`.
+`plan` prints the job, ranks are sent it as text, and nobody after it asks whether something is possible. This file
+stands in the room of a rank, above tasks, strategies and checkpoints, because it asks all of them, and because a rank
+for which nobody has resolved the run (torchrun by hand, a scheduler) calls it, too. Nothing here imports torch at the
+top: a machine that only submits may have none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from lockstep.config import error_messages as messages
+from lockstep.config import plugins
+from lockstep.config.output import check_output
+from lockstep.config.run import Run, RunError, load
+from lockstep.strategies.engines import zero_agreement
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.manifest import Manifest
+    from lockstep.data.tokens import Prepared
+    from lockstep.distributed.world import World
+    from lockstep.strategies.strategy import Strategy
+    from lockstep.tasks.task import Task
+
+FILL_IN = "FILL-IN"  # in a run file that another system's became: what that did not say
+OWN_ATTENTION = "the model's own"
+
+Tell = Callable[[str, str], None]  # a label (`checks` or `tokens`) and a text
+
+
+class Scope(IntEnum):
+    """How far a run is resolved. Each scope includes those before it."""
+
+    OPTIONS = 1  # the run file and the installed packages: `init`, `sweep`
+    DATA = 2  # the data and the model: `verify`, `bench`, `replay`, `diff`, `branch`, and ranks
+    OUTPUT = 3  # OUTPUT and the object store beside it: `plan`
+    START = 4  # the Hub: `train`
+
+
+class Starter(Protocol):
+    """A launcher, as far as a run is resolved for it."""
+
+    submits: ClassVar[bool]
+
+    def check(self, run: Run, plan: Any) -> None:
+        """Refuse what can be found wrong before anything is started. Errors: `RunError`."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the process that resolves a run knows of the machines that the ranks run on."""
+
+    like_this_one: bool = True  # its devices, kernels and packages are those of the ranks
+    has_rank_0: bool = True  # rank 0 is this process or is started from here: trackers and OUTPUT are its own
+    launcher: Starter | None = None  # None: this process is a rank
+    plan: Any = None  # the launcher's `LaunchPlan`
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run with every decision taken. `dump` and `load` carry it to ranks of the same machine."""
+
+    run: Run
+    processes: int  # ranks, over all machines; 0: a rank that joins a job whose size others have looked at
+    scope: Scope
+    task: type[Task]
+    strategy: type[Strategy]  # the class that does the work, where one name stands for several
+    same_bits: bool  # whether it ends with the bits of a single process
+    prepared: Prepared | None = None  # from `Scope.DATA` on
+    padding: str | None = None  # why padding is computed; None: it is left out
+    attention: str = OWN_ATTENTION
+    newest: Manifest | None = None  # the checkpoint to go on from, as far as it was looked for; not sent
+    notes: tuple[str, ...] = ()  # for a person; not sent
+
+    @property
+    def data(self) -> Prepared:
+        """The prepared data."""
+        assert self.prepared is not None, "resolved without its data"
+        return self.prepared
+
+    def into(self, output: str) -> Job:
+        """The job with another output folder."""
+        return replace(self, run=self.run.model_copy(update={"output": output}))
+
+    def summary(self) -> str:
+        """The decisions in one line, for a person."""
+        weights = "bfloat16" if self.run.model.trained_in_bfloat16 else "float32"
+        parts = [
+            self.strategy.__name__,
+            f"attention {self.attention}",
+            f"computes in {self.run.precision} with {weights} weights",
+            "padding is left out" if self.padding is None else f"padding is computed ({self.padding})",
+            "the bits of one process" if self.same_bits else "equal to one process to rounding",
+        ]
+        return "; ".join(parts)
+
+    def dump(self) -> str:
+        """The job as JSON. Errors: `RunError` for a run that holds a secret."""
+        self.run.dump()
+        names = ("processes", "scope", "same_bits", "padding", "attention")
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values["run"] = self.run.model_dump(mode="json")
+        values["strategy"] = [self.strategy.__module__, self.strategy.__qualname__]
+        values["prepared"] = asdict(self.data)
+        return json.dumps(values)
+
+    @classmethod
+    def load(cls, text: str) -> Job:
+        """The job that `dump` wrote. Errors: `RunError` when its classes cannot be imported."""
+        from lockstep.data.tokens import Prepared
+
+        values: dict[str, Any] = json.loads(text)
+        run = load(None, [], values["run"], "the job")
+        task: Any = _class("task.name", "tasks", run.task.name)
+        _class("strategy.name", "strategies", run.strategy.name)  # a module of the user's is imported by its own rules
+        module, name = values["strategy"]
+        strategy: Any = getattr(importlib.import_module(module), name)
+        own = {"run": run, "task": task, "strategy": strategy, "prepared": Prepared(**values["prepared"])}
+        return cls(**values | own | {"scope": Scope(values["scope"])})
+
+
+def resolve(
+    run: Run,
+    machine: Machine,
+    processes: int,
+    scope: Scope = Scope.DATA,
+    tell: Tell | None = None,
+    data: Run | None = None,
+) -> Job:
+    """Everything that can be decided and refused before a process group exists. `processes`: ranks over all machines;
+    0: not known to this one, which joins a running job. `tell` hears where the tokens came from. `data`: the run whose
+    data they are, where that is another. Writes to the cache and, for a moment, to the object store of `remote_dir`.
+    Errors: `RunError`."""
+    resolve_launch(run, machine, processes, scope)
+    job = _options(run, machine, processes)
+    notes = _output(run, scope) if scope >= Scope.OUTPUT else ()
+    if scope == Scope.OPTIONS:
+        return job
+    job = replace(_data(job, data or run, tell, fresh=machine.launcher is not None), scope=scope, notes=notes)
+    return job if scope < Scope.OUTPUT else replace(job, newest=newest_checkpoint(job))
+
+
+def resolve_launch(run: Run, machine: Machine, processes: int, scope: Scope) -> None:
+    """Refuse what the run file and the launcher alone can tell. On a machine without torch that only submits, this is
+    all; the ranks resolve the rest. Errors: `RunError`."""
+    if scope > Scope.OPTIONS:  # `init --from` asks for the options of what is not filled in yet
+        _refuse_placeholders(run)
+    if processes:
+        zero_agreement.check(run, processes)  # its rows in one message
+    if machine.launcher is not None and (scope == Scope.START or not machine.launcher.submits):
+        machine.launcher.check(run, machine.plan)
+
+
+def _refuse_placeholders(run: Run) -> None:
+    """Errors: `RunError` for what `lockstep init --from` has left to be filled in."""
+    left = [key for key, value in messages.flat(run.model_dump(mode="json")).items() if value == FILL_IN]
+    if left:
+        raise RunError(f"{left[0]}: {FILL_IN} stands for what is not known; fill in {', '.join(left)}")
+
+
+def _options(run: Run, machine: Machine, processes: int) -> Job:
+    """What the run file and the installed packages decide. Errors: `RunError`."""
+    _class("strategy.name", "strategies", run.strategy.name)
+    for name in run.track.to if machine.has_rank_0 else ():
+        tracker: Any = _class("track.to", "track", name)
+        tracker.check()
+    from lockstep.checkpoint import remote_sync
+    from lockstep.strategies.engines import blocks
+    from lockstep.tasks.models import attention
+
+    attention.check(run, machine.like_this_one)
+    if run.task.options.get("loss_chunk") is not None:
+        from lockstep.tasks.models import chunked_loss
+
+        chunked_loss.check(run, machine.like_this_one)
+    run.check_shared(processes, f"launch: {processes} processes")
+    strategy = resolve_strategy(run, processes)
+    blocks.check(run, machine.like_this_one)
+    remote_sync.require_extra(run)
+    task: Any = plugins.find("tasks", run.task.name)
+    return Job(run, processes, Scope.OPTIONS, task, strategy, strategy.gives_bits(run))
+
+
+def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
+    """The class that does the work, after each of its parts has refused what it cannot do. `processes`: 0 where they
+    are not known. Errors: `RunError`."""
+    from lockstep.strategies.exact import averaging, masters
+    from lockstep.strategies.optimizers import optimizer as optimizers
+    from lockstep.strategies.strategy import Strategy, strategy_class
+    from lockstep.tasks.abilities import Generates
+    from lockstep.tasks.models import quantized
+
+    strategy = strategy_class(run)
+    if not processes:
+        return strategy
+    optimizers.check(run, strategy.flat_parts)
+    masters.check(run, strategy.trains_bfloat16, strategy.without_masters)
+    quantized.check(run, strategy.takes_4_bits)
+    averaging.check(run, strategy.flat_parts)
+    strategy.check(run, processes)
+    task: Any = plugins.find("tasks", run.task.name)
+    if strategy.generate is Strategy.generate and issubclass(task, Generates) and not task.decodes_greedily(run):
+        raise RunError(
+            f"strategy.name: {run.strategy.name} decodes greedily only; set task.beams to 1 and task.temperature to 0, "
+            "or let nothing be written (task.samples=0, task.bleu=false)"
+        )
+    return strategy
+
+
+def _output(run: Run, scope: Scope) -> tuple[str, ...]:
+    """Whether results can be written: OUTPUT, the object store, the Hub. Returns notes. Errors: `RunError`."""
+    from lockstep.checkpoint import export as hub
+    from lockstep.checkpoint import remote_sync
+
+    notes = hub.check(run) if scope == Scope.START else []
+    notes += remote_sync.check(run)
+    check_output(run)
+    return tuple(notes)
+
+
+def _data(job: Job, data: Run, tell: Tell | None, fresh: bool) -> Job:
+    """Data, tokens, and what they and the model decide. `fresh`: the Hub is asked again. Errors: `RunError`."""
+    from lockstep.data.prepare import prepare
+    from lockstep.tasks import own_metrics
+    from lockstep.tasks.models import padding, unpadded
+    from lockstep.training import model_stats
+    from lockstep.training.checkpoint_model import fetch
+
+    run = job.run
+    task: Any = job.task
+    fetch(run)
+    label = "checks" if task.own_model else "tokens"
+    prepared = prepare(data, task, fresh, None if tell is None else lambda text: tell(label, text))
+    model_stats.check_names(run, prepared)
+    own_metrics.check(run, prepared)
+    model_stats.check_average(run, prepared)
+    why = "the task pads" if task.head is None else padding.unsupported_reason(run, task.head)
+    attention = unpadded.NAME if why is None else run.model.attention or OWN_ATTENTION
+    return replace(job, prepared=prepared, padding=why, attention=attention)
+
+
+def newest_checkpoint(job: Job) -> Manifest | None:
+    """The checkpoint of OUTPUT that the job goes on from. Errors: `RunError` when OUTPUT or the object store holds
+    another run, or checkpoints of which none can be used."""
+    from lockstep.checkpoint import remote_sync
+    from lockstep.checkpoint.manifest import check_resumable
+
+    manifest = check_resumable(job.run, job.data)
+    remote_sync.check(job.run, job.data)
+    return manifest
+
+
+def for_rank(job: Run | Job, world: World, data: Run | None = None) -> Job:
+    """The job of a rank: the one that it was sent, as long as its data are still whole on this machine, or the run
+    resolved here. Errors: `RunError`."""
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # transformers may import DeepSpeed, which asks aloud
+    if isinstance(job, Job):
+        if (world.joining or job.processes == world.size) and not job.data.damages():
+            return job
+        job = job.run  # fewer machines than planned, or a cache that was cleared since
+    return resolve(job, Machine(has_rank_0=world.rank == 0), 0 if world.joining else world.size, data=data)
+
+
+def _class(key: str, kind: str, name: str) -> type:
+    try:
+        return plugins.find(kind, name)
+    except (plugins.PluginError, ImportError) as error:
+        raise RunError(f"{key}: {error}") from error
