@@ -90,8 +90,9 @@ def job(folders: Path, output: Path, *overrides: str, **values: Any) -> Run:
 
 def works(world: World, run: Run) -> int:
     from lockstep.training.rank import work
+    from lockstep.training.resolve import for_rank
 
-    return work(run, world)
+    return work(for_rank(run, world), world)
 
 
 def trained(run: Run, ranks: int = 1) -> dict[str, torch.Tensor]:
@@ -294,11 +295,12 @@ def test_a_mistake_with_pixels_is_found_before_the_first_step(
 def wrong_pixels(world: World, run: Run) -> str:
     from lockstep.training.loop import TrainingFailed
     from lockstep.training.rank import work
+    from lockstep.training.resolve import for_rank
 
     right = image_classification.normalized
     image_classification.normalized = lambda *some: right(*some)[..., ::-1].copy()  # mirrored
     try:
-        work(run, world)
+        work(for_rank(run, world), world)
     except TrainingFailed as caught:
         return "found" if "as this run computes it" in str(caught) else str(caught)
     return "nothing"
