@@ -1,3 +1,3 @@
-"""How a weight becomes the next one of its gradient: a file an optimizer."""
+"""Optimizers: the update of a weight by its gradient, one file each."""
 
 SHARED = {"optimizer"}  # the files here that are no plug-ins
