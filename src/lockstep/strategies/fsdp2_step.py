@@ -40,7 +40,7 @@ class FSDP2Step(ShardedRecovery, Native):
     """`strategy.options`: `gather: step`, and none of FSDP's own."""
 
     waits_inside = ("reduction", "overlapped", "optimizer")
-    told = ", weights gathered once a step"
+    summary_suffix = ", weights gathered once a step"
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

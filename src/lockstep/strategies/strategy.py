@@ -53,7 +53,7 @@ class Strategy(ABC):
     plugin: ClassVar[str] = "strategies"
     exact: ClassVar[bool] = False  # whether it can give the same bits as `single` at every number of processes
     needs: ClassVar[tuple[str, ...]] = ()  # packages beyond the core, as they are imported; extras have their names
-    told: ClassVar[str] = ""  # what the opening lines say of it besides its name
+    summary_suffix: ClassVar[str] = ""  # after its name in the opening lines
 
     trains_bfloat16: ClassVar[bool] = False  # whether weights may be trained in bfloat16
     without_masters: ClassVar[bool] = False  # also without float32 ones beside them

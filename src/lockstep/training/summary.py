@@ -48,7 +48,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoad
         **padding_of(run, task),
         **task.summary_lines,
         **selection_lines(run, task),
-        "processes": f"{world.size} ({run.strategy.name}{strategy.told}, "
+        "processes": f"{world.size} ({run.strategy.name}{strategy.summary_suffix}, "
         f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
         "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "
         "steps",

@@ -86,13 +86,13 @@ class ReduceStage:
 
     height: int
     nodes: tuple[Node, ...]  # the partial sums that the rank holds before
-    kept: slice  # rows that it goes on with
+    own_rows: slice  # rows that it goes on with
     sends: tuple[tuple[int, slice], ...]  # to whom, which rows
     receives: tuple[tuple[int, tuple[Node, ...]], ...]  # from whom, of which partial sums; as many rows as it keeps
 
     @property
     def rows(self) -> int:
-        return self.kept.stop - self.kept.start
+        return self.own_rows.stop - self.own_rows.start
 
 
 class ReduceSchedule:

@@ -209,7 +209,7 @@ class Scatter:
         sent.wait()
         tree = ReductionTree(self._leaves)
         for node in stage.nodes:
-            tree.place(node, [held[node][stage.kept]])
+            tree.place(node, [held[node][stage.own_rows]])
         for (_, theirs), (_, parts) in zip(stage.receives, receives, strict=True):
             for node, part in zip(theirs, parts, strict=True):
                 tree.place(node, [part])
