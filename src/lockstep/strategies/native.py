@@ -36,6 +36,8 @@ from lockstep.tasks.task import Task
 class Native(Strategy):
     """A whole copy of model and optimizer on every rank."""
 
+    plugin = "strategies"  # a base: it has no name in a run file
+
     exact = True
     trains_bfloat16 = without_masters = True
     keeps_whole_state: ClassVar[bool] = False  # on every rank: `detach_group` and `attach_group` are enough

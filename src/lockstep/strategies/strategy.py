@@ -61,6 +61,7 @@ class Strategy(ABC):
     casts_inside: ClassVar[bool] = False  # whether its engine puts an autocast of its own into the model's forward
     takes_4_bits: ClassVar[bool] = False  # whether an adapter's base may be kept in 4 bits
     supports_reshard: ClassVar[bool] = False  # whether it is a `ShardedRecovery`
+    gloo_threads: ClassVar[int] = 1  # 2 where, as long as it is exact, it makes no functional collectives
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (phases.py) in which this rank also waits for other ranks."""
 
