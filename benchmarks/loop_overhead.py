@@ -87,7 +87,7 @@ class Numbers(Sinks):
             self.usage.ask(step)
 
     def advance(self, step: int) -> None:
-        if (found := self.usage.found()) is not None:
+        if (found := self.usage.take()) is not None:
             self.log(found[0], "system", found[1])
 
 

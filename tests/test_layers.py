@@ -33,7 +33,12 @@ ROOMS = (
 )
 
 # Where private names of torch, transformers, accelerate and deepspeed may be used: docs/engines.md has a row for each.
-ADAPTERS = ("strategies/engines/", "launchers/processes/elastic", "distributed/torch_internals.py")
+ADAPTERS = (
+    "strategies/engines/",
+    "trace/tracer/deepspeed_engine.py",
+    "launchers/processes/elastic",
+    "distributed/torch_internals.py",
+)
 ENGINES = ("torch", "transformers", "accelerate", "deepspeed")
 
 

@@ -284,12 +284,12 @@ def test_a_fault_that_stays_is_told_and_tried_again(tmp_path: Path, store: Store
     trained.checkpoints.advance()
     assert "could not be copied" in trained.said[0]
     assert SECRET not in "".join(trained.said)
-    assert "step-000001 is not in" in str(trained.checkpoints.kept.rest(0.0))
+    assert "step-000001 is not in" in str(trained.checkpoints.catalog.rest(0.0))
     store.fault = lambda asked: None
     trained.saved()  # the next checkpoint, with which the older one comes, too
     assert copied(trained) is None
     assert steps_in(store) == ["step-000001", "step-000003"]
-    assert trained.checkpoints.kept.rest(0.0) is None
+    assert trained.checkpoints.catalog.rest(0.0) is None
 
 
 @pytest.mark.parametrize("fault", ["cut", 503], ids=str)

@@ -138,10 +138,8 @@ def test_the_control_a_mean_of_weighted_means_is_another_loss() -> None:
 def test_sums_of_weights_are_exact() -> None:
     """In whatever order they are added up: each is a multiple of a power of two."""
     objective, (_, targets) = made(class_weights={"a": 0.1, "b": 1 / 3, "c": 7.7}), drawn("one")
-    sums = {
-        sum(objective.targets_in_batch(part) for part in targets[torch.randperm(40)].split(size))
-        for size in (1, 3, 7, 40)
-    }
+    shuffled = ((size, targets[torch.randperm(40)]) for size in (1, 3, 7, 40))
+    sums = {sum(map(objective.targets_in_batch, values.split(size))) for size, values in shuffled}
     assert len(sums) == 1
 
 

@@ -287,7 +287,7 @@ def test_objects_between_ranks_bear_the_seal(tmp_path: Path, monkeypatch: pytest
 def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(secret.VARIABLE, "hunter2")
     with pytest.raises(RunError, match="shorter than 16 characters"):
-        secret.given()
+        secret.from_environment()
 
 
 def listening(port: int) -> set[str]:

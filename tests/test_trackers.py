@@ -296,13 +296,13 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch:
 
 def measured(world: World) -> list[tuple[int, dict[str, float]] | None]:
     usage = SystemMetrics(world)
-    found = [usage.found()]
+    found = [usage.take()]
     until_s = time.process_time() + 0.05
     while time.process_time() < until_s:
         pass
     usage.ask(7)
-    found.append(usage.found())
-    found.append(usage.found())
+    found.append(usage.take())
+    found.append(usage.take())
     return found
 
 

@@ -75,7 +75,7 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
 
 
 def metadata(run: Run, task: Task, scores: dict[str, dict[str, float]]) -> ModelCardData:
-    """What the Hub indexes."""
+    """The metadata that the Hub indexes."""
     from huggingface_hub import ModelCardData
 
     base, results = hub_model(run), _results(run, task, scores)
@@ -127,9 +127,9 @@ def hub_data(run: Run) -> str | None:
 
 def languages(run: Run) -> list[str]:
     """`hub.language`; for translation, the columns where they are called as languages are (en, de)."""
-    given = run.hub.language
-    if given is not None:
-        return [given] if isinstance(given, str) else list(given)
+    language = run.hub.language
+    if language is not None:
+        return [language] if isinstance(language, str) else list(language)
     columns = [str(run.task.options.get(side, "")) for side in ("source", "target")]
     translates = run.task.name == "translation" and all(_LANGUAGE.fullmatch(column) for column in columns)
     return columns if translates else []
@@ -169,7 +169,7 @@ def _adapter_alone(run: Run) -> bool:
 
 
 def _data_name(run: Run, task: Task) -> str:
-    """What the data is called: a Hub id, or a file's or folder's own name without where it lies."""
+    """The name of the data: a Hub id, or a file's or folder's own name without where it lies."""
     name = str(task.prepared.facts["source"])
     return name if hub_data(run) or not Path(name).expanduser().exists() else Path(name).name
 
@@ -178,13 +178,13 @@ def _results(run: Run, task: Task, scores: dict[str, dict[str, float]]) -> list[
     from huggingface_hub import EvalResult
 
     name = _data_name(run, task)
-    found = []
+    results = []
     for split, values in scores.items():
         for metric, value in values.items():
             if metric == "examples" or not math.isfinite(value):  # the Hub's parser knows no nan
                 continue
             kind, called, arguments = _METRICS.get(metric, (metric, metric.replace("_", " ").capitalize(), None))
-            found.append(
+            results.append(
                 EvalResult(
                     task_type=task.pipeline,
                     task_name=_TASKS.get(task.pipeline, task.pipeline.replace("-", " ").capitalize()),
@@ -199,7 +199,7 @@ def _results(run: Run, task: Task, scores: dict[str, dict[str, float]]) -> list[
                     metric_args=arguments,
                 )
             )
-    return found
+    return results
 
 
 def _table(scores: dict[str, dict[str, float]]) -> str:

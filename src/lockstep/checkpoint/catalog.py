@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def reason_of(error: BaseException | None) -> str | None:
-    """What went wrong, on one line."""
+    """Describe an error on one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     if isinstance(error, StoreError):
@@ -33,20 +33,20 @@ def reason_of(error: BaseException | None) -> str | None:
 
 
 class CheckpointCatalog:
-    """What there is to go on from. `say` tells the user; it is called on rank 0."""
+    """The checkpoints to go on from. `say` tells the user; it is called on rank 0."""
 
     def __init__(self, run: Run, world: World, prepared: Prepared, say: Callable[[str], None]) -> None:
         self.run, self.world, self.prepared = run, world, prepared
         self.mirror = RemoteSync(run, say) if run.remote_dir is not None and world.is_main else None
 
-    def found(self) -> tuple[list[tuple[str, Manifest | str, bool]], list[str]]:
+    def list_checkpoints(self) -> tuple[list[tuple[str, Manifest | str, bool]], list[str]]:
         """Checkpoints, newest first, of OUTPUT and then of the mirror, with their manifest or what is wrong with it,
         and whether they are in the mirror; and what the user should know. Collective. Errors: `RunError`."""
         here = [(path.name, manifest, False) for path, manifest in candidates(self.run)] if self.world.is_main else []
         here = self.world.broadcast(here)
         if self.run.remote_dir is None:
             return here, []
-        there, fault = self._by_main(lambda: self.mirror.found() if self.mirror else [])
+        there, fault = self._by_main(lambda: self.mirror.list_checkpoints() if self.mirror else [])
         if fault is not None and not here:
             raise RunError(f"remote_dir: {fault}; without it nobody can tell whether there are checkpoints")
         notes = [f"{fault}; only the checkpoints in {folder_of(self.run)} are looked at"] if fault else []
@@ -67,12 +67,12 @@ class CheckpointCatalog:
         """See that a checkpoint is in OUTPUT. Returns why it cannot be. Collective. Errors: `RunError`."""
         if not away:
             return None
-        found, fault = self._by_main(lambda: self.mirror.fetch(self.prepared, name, manifest) if self.mirror else None)
-        return found or fault
+        reason, fault = self._by_main(lambda: self.mirror.fetch(self.prepared, name, manifest) if self.mirror else None)
+        return reason or fault
 
     def _by_main(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
-        """What rank 0 comes to, or what hindered it, however long that takes. Collective. Errors: `RunError`, the same
-        on every rank."""
+        """Run `work` on rank 0 and broadcast its result or error, however long that takes. Collective. Errors:
+        `RunError`, the same on every rank."""
         from lockstep.checkpoint.storage import Background
 
         task = Background(work if self.world.is_main else lambda: None)
@@ -80,10 +80,10 @@ class CheckpointCatalog:
             task.wait(1.0)  # shorter than a collective may take
         refused = isinstance(task.error, RunError)
         said = str(task.error) if refused else reason_of(task.error)
-        found, said, refused = self.world.broadcast((task.result, said, refused))
+        result, said, refused = self.world.broadcast((task.result, said, refused))
         if refused:
             raise RunError(said)
-        return found, said
+        return result, said
 
     def rest(self, seconds: float) -> str | None:
         """At a stop: wait for what is being copied into the mirror, at most so long. Returns why the newest checkpoint

@@ -43,7 +43,7 @@ class CheckpointError(Exception):
 
 
 class Loads(Protocol):
-    """What takes over what a checkpoint has beside tensors."""
+    """The interface of an object that takes over the state that a checkpoint has beside tensors."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`step`, `meter`, `progress` and `pending`, as they were given to `Checkpoints.save`."""
@@ -81,8 +81,8 @@ class Checkpoints:
         self._shard: Shard | None = None
         self._saving: _Saving | None = None
         self._sees: bool | None = None  # whether this rank's OUTPUT is that of rank 0
-        self.kept = CheckpointCatalog(run, world, prepared, say)
-        self.mirror = self.kept.mirror  # on rank 0, of a run that has one
+        self.catalog = CheckpointCatalog(run, world, prepared, say)
+        self.mirror = self.catalog.mirror  # on rank 0, of a run that has one
         self.room = DiskSpace(run)
 
     # -- saving ------------------------------------------------------------------------------------------------------
@@ -156,9 +156,9 @@ class Checkpoints:
             self._shard = Shard(parts, self.world, self._writes())
         except (OSError, MemoryError, RuntimeError) as caught:
             reason = reason_of(caught)
-        found = self.world.all_gather((reason, self.world.host, self._shard.bytes if self._shard else 0))
-        faults = [f"rank {i} on {host}: {reason}" for i, (reason, host, _) in enumerate(found) if reason]
-        self.room.checkpoint = sum(count for *_, count in found)
+        outcomes = self.world.all_gather((reason, self.world.host, self._shard.bytes if self._shard else 0))
+        faults = [f"rank {i} on {host}: {reason}" for i, (reason, host, _) in enumerate(outcomes) if reason]
+        self.room.checkpoint = sum(count for *_, count in outcomes)
         if faults:
             self._shard = None
         return faults
@@ -190,7 +190,7 @@ class Checkpoints:
         if saving is not None:
             saving.work.wait()
         broken = max((each for each in self.world.all_gather(saving and saving.manifest.step) if each), default=0)
-        self.newest, self.best, trackers = self.world.broadcast(self.kept.left(step) if self.world.is_main else None)
+        self.newest, self.best, trackers = self.world.broadcast(self.catalog.left(step) if self.world.is_main else None)
         self.trackers = trackers | self.trackers
         owed = broken > (self.newest or 0)
         if owed and broken < step and (self.run.checkpoint.best or self.run.average.last is not None):
@@ -295,9 +295,9 @@ class Checkpoints:
         """Load the newest checkpoint that verifies, also into `state`. Returns updates done (0: there is no checkpoint)
         and what the user should know. Collective. Errors: `RunError`, on every rank, where there are checkpoints and
         none verifies."""
-        found, notes = self.kept.found()
+        checkpoints, notes = self.catalog.list_checkpoints()
         faults = list[str]()
-        for name, manifest, away in found:
+        for name, manifest, away in checkpoints:
             where = f"{name} in {self.run.remote_dir}" if away else name
             if (fault := self._loaded(strategy, name, manifest, away)) is not None:
                 faults.append(f"{where}: {fault}")
@@ -310,7 +310,9 @@ class Checkpoints:
             self.trackers.update(manifest.trackers)
             if state is not None:
                 state.load_state_dict(manifest.train_state)
-            before = {m.step: m.scores for _, m, _ in found if isinstance(m, Manifest) and m.step <= manifest.step}
+            before = {
+                m.step: m.scores for _, m, _ in checkpoints if isinstance(m, Manifest) and m.step <= manifest.step
+            }
             self.best = next((best.score for best in best_first(self.run, before)), None)
             notes += [f"{where} was downloaded, and verified"] if away else []
             notes += manifests.differences(self.run, self.world, name, manifest, strategy.gives_bits(self.run))
@@ -328,8 +330,8 @@ class Checkpoints:
         every = manifests.candidates(self.run) if self.world.is_main else ()
         here = [(path, each) for path, each in every if not (n := path.name[5:]).isdigit() or int(n) <= most]
         notes = [f"{path.name} is not used: {each}" for path, each in here if isinstance(each, str)]
-        found = [(path.name, each) for path, each in here if isinstance(each, Manifest)]
-        for name, manifest in self.world.broadcast(found):
+        checkpoints = [(path.name, each) for path, each in here if isinstance(each, Manifest)]
+        for name, manifest in self.world.broadcast(checkpoints):
             if (fault := self._loaded(strategy, name, manifest)) is None:
                 return manifest.step, notes + manifests.differences(
                     self.run, self.world, name, manifest, strategy.gives_bits(self.run)
@@ -341,7 +343,7 @@ class Checkpoints:
         """Load the best evaluated checkpoint, if one is better than the state after `step`, whose score is `last`.
         Returns the step of what is loaded now (`step`: nothing was, the last is as good) and what the user should know.
         Collective."""
-        every, notes = self.kept.found()
+        every, notes = self.catalog.list_checkpoints()
         places: dict[int, list[tuple[Manifest, bool]]] = {}  # step -> in OUTPUT, in the mirror
         for _, manifest, away in every:
             if isinstance(manifest, Manifest) and manifest.step <= step:
@@ -362,11 +364,11 @@ class Checkpoints:
         from lockstep.checkpoint.averaging import Mean
 
         steps, saved = manifests.averaged(self.run, step, self.every), []
-        every, _ = self.kept.found()
+        every, _ = self.catalog.list_checkpoints()
         for name in map(name_of, steps):
             fault: str | None = "it is not there"
             for manifest, away in [(manifest, away) for each, manifest, away in every if each == name]:
-                if (fault := self.kept.fetched(name, manifest, away) or self._fault(name, manifest)) is None:
+                if (fault := self.catalog.fetched(name, manifest, away) or self._fault(name, manifest)) is None:
                     assert isinstance(manifest, Manifest)
                     saved.append(self._open(self.folder / name, manifest))
                     break
@@ -381,7 +383,7 @@ class Checkpoints:
     def _loaded(self, strategy: ShardedState, name: str, manifest: Manifest | str, away: bool = False) -> str | None:
         """Take up a checkpoint, of the mirror if it is `away`. Returns why it was not, or None. Collective. Errors:
         `RunError`."""
-        if (fault := self.kept.fetched(name, manifest, away) or self._fault(name, manifest)) is None:
+        if (fault := self.catalog.fetched(name, manifest, away) or self._fault(name, manifest)) is None:
             assert isinstance(manifest, Manifest)
             strategy.load_sharded_state_dict(self._open(self.folder / name, manifest))
         return fault

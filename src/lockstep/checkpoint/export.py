@@ -42,7 +42,8 @@ class PushFailed(Exception):
 
 @dataclass(frozen=True)
 class PushPatience:
-    """How long a push is tried. huggingface_hub tries each upload of a file a few times by itself, within this."""
+    """The time for which a push is tried. huggingface_hub tries each upload of a file a few times by itself, within
+    this."""
 
     tries: int = 4
     wait_s: float = 2.0  # before the second try; then twice as long each time
@@ -51,7 +52,7 @@ class PushPatience:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push made."""
+    """The result of a push."""
 
     repository: str
     commit: str
@@ -116,8 +117,8 @@ def pending(run: Run) -> bool:
     if run.hub.push_to is None:
         return False
     try:
-        kept = json.loads((run.folder / PUSHED).read_text(encoding="utf-8"))
-        return kept["repository"] != run.hub.push_to or kept["export"] != _fingerprint(run.folder / "export")
+        record = json.loads((run.folder / PUSHED).read_text(encoding="utf-8"))
+        return record["repository"] != run.hub.push_to or record["export"] != _fingerprint(run.folder / "export")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return True
 

@@ -1,4 +1,4 @@
-"""What an export was when it was written, and whether it still is: `OUTPUT/export.json`.
+"""The hashes of an export when it was written, and whether it still has them: `OUTPUT/export.json`.
 
 In: the export's folder. Out: files that are on the disk, readable as the folder's others, and their hashes; later what
 is wrong with one, or nothing. Nothing here imports torch.
@@ -52,7 +52,7 @@ def withdraw(output: Path) -> None:
 
 
 def damage(output: Path) -> str | None:
-    """What is wrong with the export of an output folder, or None; reads its weights. A person may have edited its card
+    """The fault of the export of an output folder, or None; reads its weights. A person may have edited its card
     and its JSON files, which must be there and be JSON."""
     export = output / "export"
     if not (export / "config.json").is_file():
@@ -69,14 +69,14 @@ def damage(output: Path) -> str | None:
                 json.loads((export / name).read_bytes())
                 continue
             with open(export / name, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as caught:
             return f"{name}: {caught.strerror}"
         except (ValueError, RecursionError):
             return f"{name} is not JSON"
-        if found != known and name != "README.md":
+        if digest != known and name != "README.md":
             return f"{name} does not match its hash"
     return None
 

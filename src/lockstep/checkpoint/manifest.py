@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and whether that is so.
+"""The manifest of a checkpoint, and whether its files agree with it.
 
 In: `OUTPUT/checkpoints/`. Out: manifests that hold their own hash and those of every file beside them, or the one line
 that says what is wrong. Nothing here imports torch.
@@ -94,7 +94,7 @@ class Manifest:
 
     @property
     def train_state(self) -> dict[str, Any]:
-        """What training goes on from beside tensors, as `TrainState.load_state_dict` takes it."""
+        """The state that training goes on from beside tensors, as `TrainState.load_state_dict` takes it."""
         meter = {key: value for key, value in self.meter.items() if key != _OWED}
         pending = [*self.pending, *(["evaluation"] if self.meter.get(_OWED) else [])]
         return {"step": self.step, "meter": meter, "progress": self.progress, "pending": pending}
@@ -133,14 +133,14 @@ def parsed(content: bytes, name: str) -> Manifest | str:
         return f"{FILE} is of format {values['format']!r}, this version reads {FORMAT}"
     values.pop("sha256", None)
     try:
-        found = Manifest(**values)
+        manifest = Manifest(**values)
     except TypeError:
         return f"{FILE} is not a checkpoint's"
-    if found.dump() != content:
+    if manifest.dump() != content:
         return f"{FILE} does not match its own hash"
-    if name_of(found.step) != name:
-        return f"{FILE} is that of step {found.step}"
-    return replace(found, arithmetic=renamed_keys.of_checkpoint(found.arithmetic))
+    if name_of(manifest.step) != name:
+        return f"{FILE} is that of step {manifest.step}"
+    return replace(manifest, arithmetic=renamed_keys.of_checkpoint(manifest.arithmetic))
 
 
 def add_scores(folder: Path, scores: Mapping[str, float], state: Mapping[str, Any]) -> None:
@@ -174,9 +174,9 @@ def candidates(run: Run) -> Iterator[tuple[Path, Manifest | str]]:
 
 def newest_first(run: Run) -> Iterator[tuple[Path, Manifest]]:
     """Those with a readable manifest."""
-    for path, found in candidates(run):
-        if isinstance(found, Manifest):
-            yield path, found
+    for path, manifest in candidates(run):
+        if isinstance(manifest, Manifest):
+            yield path, manifest
 
 
 def misfit(path: Path, manifest: Manifest) -> str | None:
@@ -195,51 +195,55 @@ def misfit(path: Path, manifest: Manifest) -> str | None:
 def averaged(run: Run, step: int, every: int) -> list[int]:
     """The steps, in order, whose checkpoints `average.last` takes the mean of, where training ended after `step`: that
     one, and as many as are needed of those before it that a checkpoint is due at, whatever stops there were."""
-    due = range(max(every, 1), step, max(every, 1)) if every else range(0)
-    return [*due[max(0, len(due) + 1 - (run.average.last or 1)) :], step]
+    steps = range(max(every, 1), step, max(every, 1)) if every else range(0)
+    return [*steps[max(0, len(steps) + 1 - (run.average.last or 1)) :], step]
 
 
 def superfluous(run: Run, newest: Path | None = None) -> list[Path]:
     """All checkpoints but those `to_keep`, newest first; of equally good ones the earliest is kept."""
-    found = list(newest_first(run))
-    kept = to_keep(run, {manifest.step: manifest for _, manifest in found})
-    return [path for path, manifest in found if manifest.step not in kept and path != newest]
+    checkpoints = list(newest_first(run))
+    needed = to_keep(run, {manifest.step: manifest for _, manifest in checkpoints})
+    return [path for path, manifest in checkpoints if manifest.step not in needed and path != newest]
 
 
-def to_keep(run: Run, found: Mapping[int, Manifest]) -> set[int]:
+def to_keep(run: Run, manifests: Mapping[int, Manifest]) -> set[int]:
     """Of these steps: the `keep` newest, those of `checkpoint.at`, the best (also of those before each of these), and
     those that an average is made of at the end."""
-    marked = found.keys() & set(run.checkpoint.at)
+    marked = manifests.keys() & set(run.checkpoint.at)
     best = [
-        best_first(run, {step: manifest.scores for step, manifest in found.items() if step <= last})[:1]
-        for last in (*marked, max(found, default=0))
+        best_first(run, {step: manifest.scores for step, manifest in manifests.items() if step <= last})[:1]
+        for last in (*marked, max(manifests, default=0))
     ]
-    kept = {*sorted(found, reverse=True)[: run.checkpoint.keep], *marked, *(each.step for one in best for each in one)}
-    if run.average.last is not None and found:
-        kept |= found.keys() & averaged(run, max(found), found[max(found)].every)
-    return kept
+    steps = {
+        *sorted(manifests, reverse=True)[: run.checkpoint.keep],
+        *marked,
+        *(each.step for one in best for each in one),
+    }
+    if run.average.last is not None and manifests:
+        steps |= manifests.keys() & averaged(run, max(manifests), manifests[max(manifests)].every)
+    return steps
 
 
 def newest_whole(run: Run) -> int | None:
     """The step of the newest checkpoint that has its manifest and its files; their contents are not read."""
-    return next((found.step for path, found in newest_first(run) if misfit(path, found) is None), None)
+    return next((manifest.step for path, manifest in newest_first(run) if misfit(path, manifest) is None), None)
 
 
 def mismatch(path: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
-    """What is wrong with the contents of these files, or None."""
+    """The fault of the contents of these files, or None."""
     for name in names:
         try:
             with open(path / name, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             return f"{name}: {error.strerror}"
-        if found != manifest.hashes[name]:
+        if digest != manifest.hashes[name]:
             return f"{name} does not match its hash"
     return None
 
 
 def broken(path: Path, manifest: Manifest) -> str | None:
-    """What is wrong with a checkpoint's files, or None. Reads all of them."""
+    """The fault of a checkpoint's files, or None. Reads all of them."""
     return misfit(path, manifest) or mismatch(path, manifest, sorted(manifest.hashes))
 
 
@@ -290,12 +294,12 @@ def differing_keys(run: Run, data: str, manifest: Manifest) -> dict[str, tuple[A
 
 
 def _drawn(arithmetic: dict[str, Any]) -> list[Any]:
-    """What decides which source of a mixture comes when, beside how many examples each has."""
+    """The keys that decide which source of a mixture comes when, beside how many examples each has."""
     return [entry.get("weight") for entry in arithmetic.get("data.sources") or ()]
 
 
 def facts_of(world: World) -> dict[str, Any]:
-    """What can change bits and is no key of the run file: the kind of device, threads, versions."""
+    """Facts that can change bits and are no keys of the run file: the kind of device, threads, versions."""
     import torch
     import transformers
 
@@ -319,7 +323,7 @@ def changed_code(run: Run, manifest: Manifest) -> list[str]:
 
 
 def differences(run: Run, world: World, name: str, manifest: Manifest, bits: bool) -> list[str]:
-    """What differs from the saving run and can change bits: a strategy, a kind of device, threads, versions. `bits`:
+    """Differences from the saving run that can change bits: a strategy, a kind of device, threads, versions. `bits`:
     whether this run gives those of a single process."""
     notes = []
     if not (manifest.bits and bits):
@@ -346,13 +350,13 @@ def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
     each, when there are checkpoints and none can be used.
     """
     unusable = []
-    for path, found in candidates(run):
-        reason = found if isinstance(found, str) else misfit(path, found)
-        if reason is None and isinstance(found, Manifest):
-            reason = changed(run, prepared, found)
+    for path, manifest in candidates(run):
+        reason = manifest if isinstance(manifest, str) else misfit(path, manifest)
+        if reason is None and isinstance(manifest, Manifest):
+            reason = changed(run, prepared, manifest)
             if reason is None:
-                return found
-            if (damage := mismatch(path, found, sorted(found.hashes))) is None:
+                return manifest
+            if (damage := mismatch(path, manifest, sorted(manifest.hashes))) is None:
                 raise RunError(reason)
             reason = f"{damage}, and it is of another run"
         unusable.append(f"{path.name}: {reason}")
@@ -386,7 +390,8 @@ def export_of(run: Run) -> str:
 
 
 def other_export(run: Run) -> str | None:
-    """What the export of a finished run is of, where the run file now asks for another; None: it is as asked."""
+    """The model that the export of a finished run is of, where the run file now asks for another; None: it is as
+    asked."""
     there = history.scores_of(run.folder).get("export", export_of(run))
     return None if there == export_of(run) else str(there)
 

@@ -17,7 +17,7 @@ from lockstep.config.run import Run
 
 @dataclass(frozen=True)
 class Progress:
-    """What evaluations came to so far; it travels in manifests."""
+    """The progress of evaluations so far; it travels in manifests."""
 
     metric: str = ""  # `checkpoint.best`, by which these were counted
     best: float | None = None  # its highest score; more is better
@@ -26,9 +26,9 @@ class Progress:
 
     @classmethod
     def of(cls, run: Run, saved: Mapping[str, Any]) -> Progress:
-        """What a manifest says; nothing, where it was counted by another metric."""
-        found = cls(**saved)
-        return found if found.metric == (run.checkpoint.best or "") else cls(run.checkpoint.best or "")
+        """The progress in a manifest; none, where it was counted by another metric."""
+        progress = cls(**saved)
+        return progress if progress.metric == (run.checkpoint.best or "") else cls(run.checkpoint.best or "")
 
     def after(self, step: int, score: float | None, delta: float = 0.0) -> Progress:
         """With one evaluation more, which is better only by more than `delta`. One whose score is not finite is no
@@ -42,7 +42,7 @@ class Progress:
         return run.evaluate.patience is not None and self.since >= run.evaluate.patience
 
     def dump(self) -> dict[str, Any]:
-        """As JSON has it; empty before the first evaluation."""
+        """As a JSON object; empty before the first evaluation."""
         return asdict(self) if self.best is not None or self.since else {}
 
 
@@ -65,7 +65,7 @@ def score_of(run: Run, scores: Mapping[str, float]) -> float | None:
 
 def best_first(run: Run, evaluated: Mapping[int, Mapping[str, float]]) -> list[Candidate]:
     """Steps with their scores, the best first; of equal ones the earliest."""
-    found = [
+    candidates = [
         Candidate(score, step) for step, scores in evaluated.items() if (score := score_of(run, scores)) is not None
     ]
-    return sorted(found, key=lambda each: (-each.score, each.step))
+    return sorted(candidates, key=lambda each: (-each.score, each.step))

@@ -1,4 +1,4 @@
-"""What a run has in an object store: copies of the checkpoints that it keeps, and of its export.
+"""The copies of a run in an object store: those of the checkpoints that it keeps, and of its export.
 
 In: OUTPUT, where training writes as ever, and `remote_dir` of the run file. Out: MIRROR/checkpoints/step-NNNNNN/ with
 the same files, each verified after it was sent, the manifest last, so that what was cut off is never taken for a
@@ -68,19 +68,19 @@ class RemoteSync:
 
     # -- there and back ----------------------------------------------------------------------------------------------
 
-    def found(self) -> list[tuple[str, Manifest | str]]:
+    def list_checkpoints(self) -> list[tuple[str, Manifest | str]]:
         """Checkpoints that are there, newest first, with what is wrong with a manifest. What has none is no checkpoint.
         Errors: `StoreError`."""
         steps = set(self._listed())
         with suppress(ValueError, TypeError, KeyError):
             steps |= {int(step) for step in json.loads(self._read("checkpoints/index.json") or "{}")["steps"]}
-        found = []
+        copies = []
         for step in sorted(steps, reverse=True):
             if (content := self._read(f"checkpoints/{name_of(step)}/{FILE}")) is not None:
-                found.append((name_of(step), parsed(content, name_of(step))))
-        self._damaged |= {name for name, manifest in found if isinstance(manifest, str)}
-        self._there = {m.step: m for name, m in found if isinstance(m, Manifest) and name not in self._damaged}
-        return found
+                copies.append((name_of(step), parsed(content, name_of(step))))
+        self._damaged |= {name for name, manifest in copies if isinstance(manifest, str)}
+        self._there = {m.step: m for name, m in copies if isinstance(m, Manifest) and name not in self._damaged}
+        return copies
 
     def fetch(self, prepared: Prepared, name: str, manifest: Manifest | str) -> str | None:
         """Bring one back into OUTPUT, verified. Returns what is wrong with it, or None. Errors: `RunError` when it is
@@ -170,12 +170,12 @@ class RemoteSync:
         """Make the mirror hold the checkpoints that OUTPUT keeps, newest first, and no more; and the export, once there
         is one. What is there is not sent again. Errors: `StoreError`, `OSError`."""
         if self._there is None:
-            self.found()
+            self.list_checkpoints()
         there = self._there if self._there is not None else {}
         here = {m.step: (path, m) for path, m in newest_first(self.run)}
-        kept = to_keep(self.run, {step: m for step, (_, m) in here.items()})
-        self.held, faults = frozenset(name_of(step) for step in kept), list[str]()
-        for step in sorted(kept, reverse=True):
+        needed = to_keep(self.run, {step: m for step, (_, m) in here.items()})
+        self.held, faults = frozenset(name_of(step) for step in needed), list[str]()
+        for step in sorted(needed, reverse=True):
             path, manifest = here[step]
             if there.get(step) == manifest:
                 continue
@@ -211,13 +211,13 @@ class RemoteSync:
 
     def _tidy(self, there: dict[int, Manifest]) -> None:
         """Write down what is there; remove what is too much, and what was cut off before the newest."""
-        kept = to_keep(self.run, there)
-        index = json.dumps({"steps": sorted(kept)}).encode()
+        needed = to_keep(self.run, there)
+        index = json.dumps({"steps": sorted(needed)}).encode()
         if self._read("checkpoints/index.json") != index:
             self._bucket.write(self.address.below("checkpoints/index.json"), index)
         for step, objects in self._listed().items():
             cut_off = step not in there and name_of(step) not in self._damaged and step < max(there, default=0)
-            if not cut_off and (step in kept or step not in there):
+            if not cut_off and (step in needed or step not in there):
                 continue
             try:
                 self._bucket.remove(self.address.below(f"checkpoints/{name_of(step)}/{FILE}"))  # first
@@ -253,12 +253,12 @@ class RemoteSync:
         self._bucket.write(self.address.below(exported.FILE), content)
 
     def _listed(self) -> dict[int, list[Object]]:
-        """What lies in folders of steps. Errors: `StoreError`."""
-        at, found = self.address.below("checkpoints"), dict[int, list[Object]]()
+        """The objects in folders of steps. Errors: `StoreError`."""
+        at, objects = self.address.below("checkpoints"), dict[int, list[Object]]()
         for each in self._bucket.inside(at):
             if (step := _STEP.match(each.address.path.removeprefix(f"{at.path}/"))) is not None:
-                found.setdefault(int(step[1]), []).append(each)
-        return found
+                objects.setdefault(int(step[1]), []).append(each)
+        return objects
 
     def _read(self, path: str) -> bytes | None:
         """Errors: `StoreError`."""
@@ -291,7 +291,7 @@ def check(run: Run, prepared: Prepared | None = None) -> list[str]:
     try:
         mirror._opened = bucket = Bucket(mirror.address, BRIEF)
         if prepared is not None:
-            newest = next((m for _, m in mirror.found() if isinstance(m, Manifest)), None)
+            newest = next((m for _, m in mirror.list_checkpoints() if isinstance(m, Manifest)), None)
             if newest is not None and (reason := changed(run, prepared, newest, str(mirror.address))) is not None:
                 raise RunError(reason)
             return []

@@ -45,7 +45,7 @@ class StateHash:
         if self._items is None:
             self._items = share_out(parts, self._world, True)
             held = self._world.all_gather({n: (str(t.dtype), tuple(t.shape)) for n, t in parts.items()})
-            self._told = {name: told for each in held for name, told in each.items()}
+            self._told = {name: layout for each in held for name, layout in each.items()}
             self._names = sorted(self._told)
         places = {name: place for place, name in enumerate(self._names)}
         sums = torch.zeros(len(self._names), dtype=torch.int64, device=self._world.device)
@@ -63,13 +63,13 @@ class StateHash:
         return hashed(self._told, dict(zip(self._names, sums, strict=True)))
 
 
-def hashed(told: Mapping[str, tuple[str, tuple[int, ...]]], sums: Mapping[str, int]) -> dict[str, str]:
+def hashed(layouts: Mapping[str, tuple[str, tuple[int, ...]]], sums: Mapping[str, int]) -> dict[str, str]:
     """The hash of tensors of these types and shapes, by name, whose elements come to these sums."""
-    found = {"weights": hashlib.blake2b(digest_size=8), "optimizer": hashlib.blake2b(digest_size=8)}
+    digests = {"weights": hashlib.blake2b(digest_size=8), "optimizer": hashlib.blake2b(digest_size=8)}
     for name, value in sorted(sums.items()):
         kind = "weights" if name.startswith("model.") else "optimizer"
-        found[kind].update(f"{name} {told[name]} {value}\n".encode())
-    return {kind: each.hexdigest() for kind, each in found.items()}
+        digests[kind].update(f"{name} {layouts[name]} {value}\n".encode())
+    return {kind: each.hexdigest() for kind, each in digests.items()}
 
 
 def summed(part: Tensor, whole: tuple[int, ...] | None = None, offsets: tuple[int, ...] | None = None) -> Tensor:

@@ -58,8 +58,8 @@ class Written:
 
 
 def share_out(parts: Mapping[str, Tensor], world: World, writes: bool) -> list[WriteItem]:
-    """What this rank writes, such that all ranks together write everything once, and a rank whose `writes` is False
-    nothing. Collective. Errors: `OSError`, on every rank, when only such a rank holds something."""
+    """The items that this rank writes, such that all ranks together write everything once, and a rank whose `writes` is
+    False nothing. Collective. Errors: `OSError`, on every rank, when only such a rank holds something."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(parts), is_coordinator=world.is_main)
     plans, able = zip(*world.all_gather((planner.create_local_plan(), writes)), strict=True)
@@ -78,8 +78,8 @@ def held_here(parts: Mapping[str, Tensor]) -> dict[TensorSlice, Tensor]:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(parts), is_coordinator=True)
     items = [item for item in planner.create_local_plan().items if item.tensor_data is not None]
-    found = {place_of(item, parts): local(parts[item.index.fqn]) for item in items}
-    return {place: tensor for place, tensor in found.items() if tensor.numel()}
+    slices = {place_of(item, parts): local(parts[item.index.fqn]) for item in items}
+    return {place: tensor for place, tensor in slices.items() if tensor.numel()}
 
 
 def place_of(item: WriteItem, parts: Mapping[str, Tensor]) -> TensorSlice:
@@ -236,8 +236,8 @@ class Files(Saved):
 
     def whole(self, name: str) -> Tensor:
         """One tensor, on the host."""
-        found: Any = self._reader.read_metadata().state_dict_metadata[name]
-        tensor = torch.empty(found.size, dtype=found.properties.dtype)
+        metadata: Any = self._reader.read_metadata().state_dict_metadata[name]
+        tensor = torch.empty(metadata.size, dtype=metadata.properties.dtype)
         self.read({name: tensor})
         return tensor
 

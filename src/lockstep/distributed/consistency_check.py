@@ -30,8 +30,8 @@ _PATHS = ("data.source", "data.train", "data.validation", "data.test", "model.so
 
 
 def facts(run: Run, data: str) -> dict[str, str]:
-    """What must be the same on every machine before a process starts: keys of the run file, versions, contents. `data`:
-    the hash of the tokens."""
+    """Facts that must be equal on every machine before a process starts: keys of the run file, versions, contents.
+    `data`: the hash of the tokens."""
     values: dict[str, Any] = run.model_dump(mode="json")
     for key in _OWN:
         del values[key]
@@ -39,22 +39,22 @@ def facts(run: Run, data: str) -> dict[str, str]:
         for key in ("source", "train", "validation", "test"):
             if _is_local({"data": entry}, f"data.{key}"):
                 del entry[key]
-    found = {key: repr(value) for key, value in messages.flat(values).items()}
+    values_of = {key: repr(value) for key, value in messages.flat(values).items()}
     for key in _PATHS:
-        found = {k: v for k, v in found.items() if not (k.split("[")[0] == key and _is_local(values, key))}
-    found["the data"] = data[:16]
+        values_of = {k: v for k, v in values_of.items() if not (k.split("[")[0] == key and _is_local(values, key))}
+    values_of["the data"] = data[:16]
     if run.model.source is not None and (folder := Path(run.model.source).expanduser()).is_dir():
-        found["the model's files"] = fingerprint(folder)
+        values_of["the model's files"] = fingerprint(folder)
     own = user_code.hashes_of(user_code.named(run).values())
-    found |= {f"the code of {file}": seal for file, seal in own.items()}
-    found["the code of lockstep"] = user_code.hash_of_lockstep()
-    found["version of lockstep"] = __version__
+    values_of |= {f"the code of {file}": seal for file, seal in own.items()}
+    values_of["the code of lockstep"] = user_code.hash_of_lockstep()
+    values_of["version of lockstep"] = __version__
     for package in _PACKAGES:
         try:
-            found[f"version of {package}"] = version(package)
+            values_of[f"version of {package}"] = version(package)
         except PackageNotFoundError:
-            found[f"version of {package}"] = "not installed"
-    return found
+            values_of[f"version of {package}"] = "not installed"
+    return values_of
 
 
 def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:
@@ -113,6 +113,6 @@ def _some(names: list[str]) -> str:
 
 def _is_local(values: dict[str, Any], key: str) -> bool:
     section, _, name = key.partition(".")
-    given = values[section].get(name)
-    paths = given if isinstance(given, list) else [given]
+    value = values[section].get(name)
+    paths = value if isinstance(value, list) else [value]
     return any(isinstance(path, str) and Path(path).expanduser().exists() for path in paths)

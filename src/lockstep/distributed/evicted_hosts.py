@@ -42,12 +42,12 @@ def note(folder: Path, host: str, step: int) -> None:
 
 def of(folder: Path) -> list[Excluded]:
     """Those that are written down, in the order of their steps."""
-    found = []
+    hosts = []
     for path in folder.glob(file_of("*")):
         with suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
-            told = json.loads(path.read_text(encoding="utf-8"))
-            found.append(Excluded(str(told["host"]), int(told["step"]), float(told["time"])))
-    return sorted(found, key=lambda each: (each.step, each.host))
+            record = json.loads(path.read_text(encoding="utf-8"))
+            hosts.append(Excluded(str(record["host"]), int(record["step"]), float(record["time"])))
+    return sorted(hosts, key=lambda each: (each.step, each.host))
 
 
 def check(folder: Path) -> None:

@@ -82,7 +82,7 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class State:
-    """What a launched run is doing now."""
+    """The present activity of a launched run."""
 
     word: Word
     text: str = ""  # more, for a person: why it waits, where it runs
@@ -121,8 +121,8 @@ def write(folder: Path, launched: JobRecord) -> bool:
 def sweep_up(folder: Path) -> None:
     """Remove what processes of this host that are gone have left of files they wrote aside. Errors: `OSError`."""
     for path in folder.glob(".*.partial"):
-        found = _ASIDE.fullmatch(path.name)
-        if found and found["host"] == socket.gethostname() and born(int(found["pid"])) is None:
+        match = _ASIDE.fullmatch(path.name)
+        if match and match["host"] == socket.gethostname() and born(int(match["pid"])) is None:
             path.unlink(missing_ok=True)
 
 

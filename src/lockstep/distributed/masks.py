@@ -21,11 +21,11 @@ _kept: list[Library] = []  # as long as they live, they hold
 @functools.cache
 def draw_wide() -> None:
     """From now on, in this process, for every tensor on the CPU. Calling it again does nothing."""
-    found = Library("aten", "IMPL")
+    library = Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Oo]verrid")
-        found.impl("bernoulli_.float", bernoulli, "CPU")
-    _kept.append(found)
+        library.impl("bernoulli_.float", bernoulli, "CPU")
+    _kept.append(library)
 
 
 def bernoulli(tensor: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:

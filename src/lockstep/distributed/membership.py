@@ -1,4 +1,4 @@
-"""Who belongs to a job whose ranks may be lost and replaced: launchers say, generation by generation.
+"""Membership of a job whose ranks may be lost and replaced: launchers post it, generation by generation.
 
 In: the launchers' store, and who this process is. Out: the members of the newest generation, in the order of their
 ranks; and an end of all that this process waits for in a generation that has lost somebody. docs/faults.md tells the
@@ -42,7 +42,7 @@ NOBODYS = 0x10CC  # the tag of messages that nobody waits for
 
 @dataclass(frozen=True)
 class MemberAddress:
-    """What a launcher tells a process that it starts as a member."""
+    """The address and name that a launcher gives to a process that it starts as a member."""
 
     host: str  # of the store
     port: int
@@ -65,8 +65,8 @@ class Generation:
 
 
 class Roster:
-    """What launchers write. Of a job on several machines each has one; the store takes a generation from one of them
-    only, however many try."""
+    """The list of members, which launchers write. Of a job on several machines each has one; the store takes a
+    generation from one of them only, however many try."""
 
     def __init__(self, store: Any, room: str, key: str, members: Sequence[str] | None = None) -> None:
         """`members`: of the first generation, which is posted; None: another machine does that."""
@@ -128,10 +128,10 @@ class Membership:
         self._turn, self._over = threading.Lock(), threading.Event()
 
     @classmethod
-    def given(cls) -> Membership | None:
+    def from_environment(cls) -> Membership | None:
         """Of this process; None where the launcher that started it keeps no roll."""
-        found = os.environ.get(VARIABLE)
-        return None if found is None else cls(MemberAddress(**json.loads(found)))
+        value = os.environ.get(VARIABLE)
+        return None if value is None else cls(MemberAddress(**json.loads(value)))
 
     def connect(self, limit_s: float) -> None:
         """Errors: `NetworkError`."""
@@ -139,7 +139,7 @@ class Membership:
         self._limit_s = limit_s
         room = f"{place.room}"
         self._connection = stores.connected(place.host, place.port, limit_s, limit_s)
-        self._store = Sealed(dist.PrefixStore(room, self._connection), room, secret.given())
+        self._store = Sealed(dist.PrefixStore(room, self._connection), room, secret.from_environment())
         if not place.apart:
             self.take(self.generation_of(0))
 
@@ -153,10 +153,10 @@ class Membership:
 
     def newest(self) -> Generation:
         """The newest one that there is; this rank's own where there is no newer one."""
-        found = self.generation
-        while self._store.check([f"generation/{found.number + 1}"]):
-            found = self.generation_of(found.number + 1)
-        return found
+        generation = self.generation
+        while self._store.check([f"generation/{generation.number + 1}"]):
+            generation = self.generation_of(generation.number + 1)
+        return generation
 
     def ready(self) -> None:
         """This rank can come in from here on, or go on where another is lost."""
@@ -195,11 +195,11 @@ class Membership:
         """The newest generation that is newer than this rank's, once there is one and this rank is in it; None after
         `limit_s`, once `stop` says so, or where nobody goes on."""
         until = time.monotonic() + limit_s
-        while (found := self.newest()).number <= self.generation.number or self.me not in found.members:
+        while (generation := self.newest()).number <= self.generation.number or self.me not in generation.members:
             if time.monotonic() > until or stop() or self.given_up:
                 return None
             time.sleep(0.01)
-        return found
+        return generation
 
     def all_come(self, generation: Generation, limit_s: float) -> bool:
         """Whether all members of a generation have come to it; False where a newer one has been posted, or after
@@ -258,8 +258,8 @@ class Membership:
                 if not self._store.check([f"generation/{newer + 1}"]):
                     continue
                 newer += 1
-                found = self.generation_of(newer)
-                lost = found.lost or self.me not in found.members
+                generation = self.generation_of(newer)
+                lost = generation.lost or self.me not in generation.members
                 groups: list[Any] = []
                 with self._turn:
                     if self.generation.number != number:  # this rank has found it by itself, and gone on
@@ -316,10 +316,10 @@ def _main_thread() -> tuple[str, int]:
 
 def _sockets() -> dict[int, int]:
     """Of this process, inode -> file descriptor. Linux only."""
-    found = {}
+    sockets = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
-                found[status.st_ino] = int(name)
-    return found
+                sockets[status.st_ino] = int(name)
+    return sockets

@@ -35,13 +35,13 @@ def endpoint(text: str) -> tuple[str, int]:
 def address_of(host: str) -> str:
     """The first address a name has, IPv4 before IPv6. Errors: `NetworkError`, naming the host."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as caught:
         raise NetworkError(
             f"the host {host!r} has no address on {socket.gethostname()}: {getattr(caught, 'strerror', caught)}; use "
             f"an IP address, or a name that this machine resolves"
         ) from None
-    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+    return str(min(addresses, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 def route_to(host: str) -> str:
@@ -63,17 +63,17 @@ def route_to(host: str) -> str:
 def interfaces() -> dict[str, str]:
     """Interface -> its first IPv4 address, of those that have one; empty where the system does not tell (only Linux
     does)."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     if sys.platform != "linux":
-        return found
+        return names
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(asked.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                names[name] = socket.inet_ntoa(answer[20:24])
+    return names
 
 
 def interface_to(host: str, several: bool) -> str | None:
@@ -92,7 +92,7 @@ def interface_to(host: str, several: bool) -> str | None:
 
 
 def patiently(ask: Callable[[], str | None], limit_s: float) -> str | None:
-    """What `ask` answers, which may fail for so many seconds. Errors: `NetworkError`."""
+    """The answer of `ask`, which may fail for so many seconds. Errors: `NetworkError`."""
     until = time.monotonic() + limit_s
     while True:
         try:
@@ -150,7 +150,7 @@ def end_silent(port: int, limit_s: float) -> None:
 def reach(host: str, port: int, limit_s: float, say: Callable[[str], None]) -> None:
     """Wait until something listens there. `say` is told once when that takes a while. Errors: `NetworkError` after
     `limit_s` seconds, naming host, port, this machine's address on the way, and the reason."""
-    own, began, told = route_to(host), time.monotonic(), False
+    own, began, noted = route_to(host), time.monotonic(), False
     while True:
         left = limit_s - (time.monotonic() - began)
         try:
@@ -163,9 +163,9 @@ def reach(host: str, port: int, limit_s: float, say: Callable[[str], None]) -> N
             raise NetworkError(
                 f"{host}:{port} could not be reached from {socket.gethostname()} ({own}) within {limit_s:g} s: {reason}"
             )
-        if not told and spent > 5:
+        if not noted and spent > 5:
             say(f"waiting for {host}:{port}: {reason}")
-            told = True
+            noted = True
         time.sleep(min(0.5, max(0.0, limit_s - spent)))
 
 

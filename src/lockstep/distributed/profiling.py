@@ -57,21 +57,21 @@ class Profiler:
             self._profile.stop()
             self._profile = None
 
-    def _write(self, found: profile) -> None:
+    def _write(self, trace_profile: profile) -> None:
         """A disk that does not take it is no reason to stop training."""
         if self._step is None or self._step < self._first:  # the run ended while it was warming up
             return
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             trace = self._folder / f"rank-{self._rank}.json.gz"
-            found.export_chrome_trace(str(trace))
-            summary = summary_of(found, self._cuda)
+            trace_profile.export_chrome_trace(str(trace))
+            summary = summary_of(trace_profile, self._cuda)
             summary |= {"rank": self._rank, "first": self._first, "last": self._step}
             path = Path(self._folder / f"rank-{self._rank}.summary.json")
             path.write_text(json.dumps(summary | {"trace": trace.name}, indent=1), encoding="utf-8")
 
 
-def summary_of(found: profile, cuda: bool) -> dict[str, Any]:
+def summary_of(trace_profile: profile, cuda: bool) -> dict[str, Any]:
     """The operators that took the longest by themselves, in seconds over all steps that were looked at: on the GPU
     where there is one, else on the CPU."""
     rows = [
@@ -81,7 +81,7 @@ def summary_of(found: profile, cuda: bool) -> dict[str, Any]:
             "cpu_s": event.self_cpu_time_total / 1e6,
             "device_s": event.self_device_time_total / 1e6 if cuda else 0.0,
         }
-        for event in found.key_averages()
+        for event in trace_profile.key_averages()
         if not event.key.startswith("ProfilerStep")
     ]
     key = "device_s" if cuda else "cpu_s"

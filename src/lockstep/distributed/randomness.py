@@ -62,14 +62,14 @@ def own_generators(task: Any, model: nn.Module) -> list[str]:
     model's modules, and in the modules that define the task's and the model's classes. Those that a function makes for
     itself when it is called are not seen."""
     seen: set[int] = set()
-    found = list(_within(task, "task", seen, _DEPTH))
+    generators = list(_within(task, "task", seen, _DEPTH))
     for name, module in model.named_modules():
-        found += _within(module, f"model.{name}" if name else "model", seen, _DEPTH)
+        generators += _within(module, f"model.{name}" if name else "model", seen, _DEPTH)
     homes = {kind.__module__ for holder in (task, *model.modules()) for kind in type(holder).__mro__}
     for home in sorted(h for h in homes if not _of_library(h) and h in sys.modules):
         for name, value in vars(sys.modules[home]).items():
-            found += _within(value, f"{home}.{name}", seen, 1)
-    return found
+            generators += _within(value, f"{home}.{name}", seen, 1)
+    return generators
 
 
 def _of_library(module: str) -> bool:

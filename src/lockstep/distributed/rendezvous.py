@@ -46,7 +46,7 @@ class Rendezvous:
         arguments: dict[str, Any] = {"device_id": device} if cuda and not self.shared else {}
         try:
             self._choose_interface()
-            torch_internals.seal_pickles(secret.given())
+            torch_internals.seal_pickles(secret.from_environment())
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda and not self.shared else "gloo",
                 **self._store(),
@@ -64,11 +64,11 @@ class Rendezvous:
     def compare_secrets(self, group: dist.ProcessGroup) -> None:
         """Before an object travels, which nobody could open that has another secret. Collective. Errors: `Unreached`,
         on every rank that has another one than some other rank."""
-        key = secret.given()
+        key = secret.from_environment()
         mine = torch.frombuffer(bytearray(secret.sealed(key, "ranks", b"")), dtype=torch.uint8)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(found, mine, group=group)
-        for rank, theirs in enumerate(found):
+        boxes = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(boxes, mine, group=group)
+        for rank, theirs in enumerate(boxes):
             if (why := secret.difference(key, "ranks", theirs.numpy().tobytes())) is not None:
                 raise Unreached(
                     f"rank {self.rank} of {self.size} on {socket.gethostname()} cannot train with rank {rank}: {why}. "
@@ -104,11 +104,11 @@ class Rendezvous:
         if not host or "GLOO_SOCKET_IFNAME" in os.environ:
             return
         limit_s = min(60.0, self.timeout.total_seconds())  # a container's name may take a while to be known
-        found = network.patiently(lambda: network.interface_to(host, several=self.several), limit_s)
-        if found is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = found
-            if found != "lo":
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", found)
+        interface = network.patiently(lambda: network.interface_to(host, several=self.several), limit_s)
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+            if interface != "lo":
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
     def _unreached(self, caught: Exception) -> str:
         host, port = self.address

@@ -24,17 +24,17 @@ class ForgedError(Exception):
     """Something that bears no seal of this job: one message for the user."""
 
 
-def given() -> str:
+def from_environment() -> str:
     """The job's secret, or "" where there is none. Errors: `RunError` for one that can be guessed."""
-    found = os.environ.get(VARIABLE, "").strip()
-    if found and len(found) < SHORTEST:
+    value = os.environ.get(VARIABLE, "").strip()
+    if value and len(value) < SHORTEST:
         raise RunError(f"{VARIABLE}: shorter than {SHORTEST} characters; `openssl rand -hex 32` prints a good one")
-    return found
+    return value
 
 
-def given_or_made() -> str:
+def from_environment_or_new() -> str:
     """The job's secret; a fresh one where none is given. For launchers that hand it to every rank themselves."""
-    return given() or secrets.token_hex(32)
+    return from_environment() or secrets.token_hex(32)
 
 
 def sealed(secret: str, name: str, content: bytes) -> bytes:
@@ -42,16 +42,16 @@ def sealed(secret: str, name: str, content: bytes) -> bytes:
     return _tag(secret, name, content) + content
 
 
-def opened(secret: str, name: str, found: bytes) -> bytes:
-    """What `sealed` was given. Errors: `ForgedError`."""
-    if (why := difference(secret, name, found)) is not None:
+def opened(secret: str, name: str, message: bytes) -> bytes:
+    """The message that `sealed` was given. Errors: `ForgedError`."""
+    if (why := difference(secret, name, message)) is not None:
         raise ForgedError(f"{name!r} in the store bears no seal of this job: {why}, or somebody else writes there")
-    return found[_TAG:]
+    return message[_TAG:]
 
 
-def difference(secret: str, name: str, found: bytes) -> str | None:
-    """Why what `found` was sealed with is most likely not this secret; None where it is."""
-    tag, content = found[:_TAG], found[_TAG:]
+def difference(secret: str, name: str, message: bytes) -> str | None:
+    """Why what `message` was sealed with is most likely not this secret; None where it is."""
+    tag, content = message[:_TAG], message[_TAG:]
     if hmac.compare_digest(tag, _tag(secret, name, content)):
         return None
     if not secret:
@@ -62,5 +62,9 @@ def difference(secret: str, name: str, found: bytes) -> str | None:
 
 
 def _tag(secret: str, name: str, content: bytes) -> bytes:
-    told = name.encode()
-    return hmac.new(secret.encode(), b"%d:%b:%b" % (len(told), told, content), hashlib.sha256).hexdigest().encode()
+    name_bytes = name.encode()
+    return (
+        hmac.new(secret.encode(), b"%d:%b:%b" % (len(name_bytes), name_bytes, content), hashlib.sha256)
+        .hexdigest()
+        .encode()
+    )

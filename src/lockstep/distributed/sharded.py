@@ -1,4 +1,4 @@
-"""Who holds what: the state of a run as the tensors that each rank has, whole or in part.
+"""Sharded state: the tensors that each rank has of a run's state, whole or in part.
 
 In: one mapping a rank, `model.NAME` and `optimizer.KEY.NAME` -> tensor. A DTensor is a part that knows its place in the
 whole; a plain tensor is whole, and ranks that hold one of the same name hold the same. Out: the whole state on rank 0,
@@ -48,7 +48,7 @@ class Given(Saved):
 
 
 class ShardedState(Protocol):
-    """What has a state of which each rank holds some, such as a strategy. Every method but `gives_bits` is
+    """A state of which each rank holds some, such as a strategy's. Every method but `gives_bits` is
     collective."""
 
     def gives_bits(self, run: Run) -> bool:
@@ -64,14 +64,16 @@ class ShardedState(Protocol):
 def gather(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     """Whole tensors, by name: all of them on rank 0, elsewhere those that are there without being gathered. One tensor
     at a time travels. Collective."""
-    found = {}
+    whole_tensors = {}
     for name, tensor in parts.items():
         if not isinstance(tensor, DTensor):
-            found[name] = tensor
+            whole_tensors[name] = tensor
         elif (gathered := whole(tensor)) is not None and world.is_main:
-            found[name] = gathered.cpu()
+            whole_tensors[name] = gathered.cpu()
     if world.size > 1:
-        held = world.all_gather([(n, t.shape, t.dtype) for n, t in found.items()] if not world.is_main else list(found))
+        held = world.all_gather(
+            [(n, t.shape, t.dtype) for n, t in whole_tensors.items()] if not world.is_main else list(whole_tensors)
+        )
         arrived = set(held[0])
         for rank in range(1, world.size):
             for name, shape, dtype in held[rank]:
@@ -79,11 +81,11 @@ def gather(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
                     continue
                 arrived.add(name)
                 if world.is_main:
-                    found[name] = torch.empty(shape, dtype=dtype)
-                    dist.recv(found[name], rank)
+                    whole_tensors[name] = torch.empty(shape, dtype=dtype)
+                    dist.recv(whole_tensors[name], rank)
                 elif world.rank == rank:
-                    dist.send(found[name].detach().cpu().contiguous(), 0)
-    return dict(sorted(found.items()))
+                    dist.send(whole_tensors[name].detach().cpu().contiguous(), 0)
+    return dict(sorted(whole_tensors.items()))
 
 
 def local(tensor: Tensor | None) -> Tensor:
@@ -101,10 +103,10 @@ def whole(tensor: Tensor | None) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def fill(own: Tensor, given: Tensor) -> None:
-    """Write this rank's part of `given` (whole, the same on every rank) into `own`."""
+def fill(own: Tensor, whole_tensor: Tensor) -> None:
+    """Write this rank's part of `whole_tensor` (whole, the same on every rank) into `own`."""
     if isinstance(own, DTensor):
-        spread = distribute_tensor(given.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+        spread = distribute_tensor(whole_tensor.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
         local(own).copy_(local(spread))
     else:
-        own.copy_(given)
+        own.copy_(whole_tensor)

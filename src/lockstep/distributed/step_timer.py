@@ -1,4 +1,4 @@
-"""What a rank spends its time on: each moment between two log points belongs to one phase.
+"""The time of a rank by phases of a step: each moment between two log points belongs to one phase.
 
 In: `with phases("forward"): ...`, in the loop and in strategies. Out: seconds of each phase since they were last taken.
 On a CPU a change of phase reads a clock. On CUDA it records an event on the current stream, and a phase is the time
@@ -60,17 +60,17 @@ class StepTimer:
 
     def during(self, name: str, items: Iterable[T]) -> Generator[T]:
         """Iterate over items; the time it takes to get them belongs to this phase."""
-        found = iter(items)
+        iterator = iter(items)
         try:
             while True:
                 with self(name):
                     try:
-                        item = next(found)
+                        item = next(iterator)
                     except StopIteration:
                         return
                 yield item
         finally:
-            if (close := getattr(found, "close", None)) is not None:
+            if (close := getattr(iterator, "close", None)) is not None:
                 close()
 
     def take(self) -> list[float]:
@@ -80,8 +80,8 @@ class StepTimer:
             self._marks[-1][1].synchronize()
             self._fold()
         self._computed = self.computed()
-        found, self._seconds = self._seconds, [0.0] * len(NAMES)
-        return found
+        seconds, self._seconds = self._seconds, [0.0] * len(NAMES)
+        return seconds
 
     def computed(self) -> float:
         """Seconds since there is this clock in which micro-batches went through the model, up to the last change of

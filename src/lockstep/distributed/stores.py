@@ -79,8 +79,8 @@ class Sealed:
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """The value that the key has now; b"" where it has none and one was expected."""
         before = self._seal(key, expected) if expected else b""
-        found = self._store.compare_set(key, before.decode(), self._seal(key, desired).decode())
-        return self._open(key, found) if found else b""
+        value = self._store.compare_set(key, before.decode(), self._seal(key, desired).decode())
+        return self._open(key, value) if value else b""
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self._open(key, value) for key, value in zip(keys, self._store.multi_get(list(keys)), strict=True)]
@@ -99,8 +99,8 @@ class Sealed:
             self._secret, f"{self._room}/{key}", value.encode() if isinstance(value, str) else bytes(value)
         )
 
-    def _open(self, key: str, found: bytes) -> bytes:
+    def _open(self, key: str, message: bytes) -> bytes:
         try:
-            return secret.opened(self._secret, f"{self._room}/{key}", found)
+            return secret.opened(self._secret, f"{self._room}/{key}", message)
         except secret.ForgedError as caught:
             raise RendezvousStateError(str(caught)) from None

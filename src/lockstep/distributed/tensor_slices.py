@@ -50,8 +50,8 @@ class PeerReader(Saved):
         for rank, places in enumerate(world.all_gather(list(mine))):
             for place in places:
                 self.holders.setdefault(place.name, {}).setdefault(place, rank)
-        for name, found in self.holders.items():
-            if sum(math.prod(place.sizes) for place in found) != math.prod(next(iter(found)).whole):
+        for name, slices in self.holders.items():
+            if sum(math.prod(place.sizes) for place in slices) != math.prod(next(iter(slices)).whole):
                 raise Incomplete(f"nobody who is left holds all of {name}")
 
     def __contains__(self, name: str) -> bool:
@@ -60,8 +60,10 @@ class PeerReader(Saved):
     @property
     def sent(self) -> Iterable[TensorSlice]:
         """The pieces that this rank sends."""
-        found = (place for each in self.holders.values() for place, rank in each.items() if rank == self.world.rank)
-        return sorted(found, key=lambda place: (place.name, place.offsets))
+        own_slices = (
+            place for each in self.holders.values() for place, rank in each.items() if rank == self.world.rank
+        )
+        return sorted(own_slices, key=lambda place: (place.name, place.offsets))
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
         wanted = {name for names in self.world.all_gather(list(targets)) for name in names}

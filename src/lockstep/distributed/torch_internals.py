@@ -1,4 +1,4 @@
-"""What torch keeps private and this package uses outside of the engines: the store ranks met in, groups, pickles, the
+"""Private parts of torch that this package uses outside of the engines: the store ranks met in, groups, pickles, the
 flight recorder, gloo's threads, the parts of a sparse tensor.
 
 In and out: see each function. A release of torch that moves one of these breaks this file and no other; docs/engines.md
@@ -42,7 +42,7 @@ def groups() -> list[Any]:
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """How long the collectives of a group (None: the default one) may wait from now on."""
+    """Set how long the collectives of a group (None: the default one) may wait from now on."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
@@ -50,14 +50,14 @@ def open_collectives() -> list[str]:
     """The collectives that this rank has entered and that have not ended, as torch's flight recorder has them; nothing
     where it was built without one."""
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
-    found = []
+    collectives = []
     for entry in json.loads(dump(True, False)).get("entries", []) if dump is not None else []:
         if not entry["retired"]:
             tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
             what = ", ".join(f"{kind} {size}" for kind, size in tensors)
             group = entry["process_group"][1] or "its group"
-            found.append(f"{entry['profiling_name']} number {entry['collective_seq_id']} of {group} ({what})")
-    return found
+            collectives.append(f"{entry['profiling_name']} number {entry['collective_seq_id']} of {group} ({what})")
+    return collectives
 
 
 def seal_pickles(key: str) -> None:

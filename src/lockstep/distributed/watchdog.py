@@ -50,7 +50,7 @@ class Watchdog:
         if self.world.size > 1 and self.limit_s > 0:
             store = torch_internals.default_store().clone()  # a connection of its own
             # a beat names a process that may be killed: it bears the job's seal
-            self._store: Any = Sealed(dist.PrefixStore("lockstep-watch", store), "watch", secret.given())
+            self._store: Any = Sealed(dist.PrefixStore("lockstep-watch", store), "watch", secret.from_environment())
             self._main = threading.get_ident()
             self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
             self._thread.start()
@@ -84,12 +84,12 @@ class Watchdog:
                 stuck = now - since > self.limit_s
                 self._asked = now
                 self._store.set(str(self.world.rank), json.dumps(self._beat(beats, stuck)))
-                found = self._found = self._others(seen, now)
+                latest = self._found = self._others(seen, now)
                 self._asked = None
                 silent = [r for r, (_, when) in seen.items() if now - when > self.limit_s]
-                everyone_waits = len(found) == self.world.size and all(b["stack"] for b in found.values())
+                everyone_waits = len(latest) == self.world.size and all(b["stack"] for b in latest.values())
                 if silent or (stuck and everyone_waits):
-                    self._tell(found, silent)
+                    self._tell(latest, silent)
             self._store.set(str(self.world.rank), json.dumps({"over": True}))
         except RendezvousStateError as caught:
             error(f"rank {self.world.rank} cannot read what the others say: {caught}", self.world.log)
@@ -134,7 +134,7 @@ class Watchdog:
 
     def _others(self, seen: dict[int, tuple[Any, float]], now: float) -> dict[int, dict[str, Any]]:
         """The last beat of every rank that has begun and is not through."""
-        found = {}
+        beats = {}
         for rank in range(self.world.size):
             if not self._store.check([str(rank)]):
                 continue
@@ -142,15 +142,15 @@ class Watchdog:
             if beat["over"]:
                 seen.pop(rank, None)
                 continue
-            found[rank] = beat
+            beats[rank] = beat
             if rank not in seen or seen[rank][0] != beat["beat"]:
                 seen[rank] = (beat["beat"], now)
-        return found
+        return beats
 
-    def _tell(self, found: dict[int, dict[str, Any]], silent: list[int]) -> None:
+    def _tell(self, beats: dict[int, dict[str, Any]], silent: list[int]) -> None:
         """Say who it is, once for the job, and end this rank; it lives on where ranks may be lost, and one is."""
         if first := self._store.add("told", 1) == 1:
-            self._end_silent(found, silent)
+            self._end_silent(beats, silent)
         if silent and self.world.members is not None and not self._left:
             self._left = True
             self._over.wait(
@@ -162,37 +162,37 @@ class Watchdog:
         sys.stderr.flush()
         os._exit(FAILED)
 
-    def _end_silent(self, found: dict[int, dict[str, Any]], silent: list[int]) -> None:
-        text = verdict(found, silent, self.limit_s)
+    def _end_silent(self, beats: dict[int, dict[str, Any]], silent: list[int]) -> None:
+        text = verdict(beats, silent, self.limit_s)
         if silent and self.world.members is not None:
             text = text.replace("The job ends here", "It counts as lost")
         error(text, self.world.log)
         for rank in silent:
-            if self.world.members is not None and found[rank]["host"] != self.world.host:
+            if self.world.members is not None and beats[rank]["host"] != self.world.host:
                 self.world.members.accuse(rank)
-            if found[rank]["host"] == self.world.host and sibling(found[rank]["pid"]):
+            if beats[rank]["host"] == self.world.host and sibling(beats[rank]["pid"]):
                 with contextlib.suppress(OSError):  # a stopped process does not end when it is asked to
-                    os.kill(found[rank]["pid"], signal.SIGKILL)
+                    os.kill(beats[rank]["pid"], signal.SIGKILL)
 
 
 def parsed(text: bytes) -> dict[str, Any]:
     """A beat, or `{"over": True}`. Errors: `RendezvousStateError` for what no rank writes."""
     try:
-        found = json.loads(text)
-        if found == {"over": True}:
-            return dict(found)
-        lists = [found["stack"], found["collectives"]]
+        beat = json.loads(text)
+        if beat == {"over": True}:
+            return dict(beat)
+        lists = [beat["stack"], beat["collectives"]]
         right = (
-            found["over"] is False
-            and all(type(found[name]) is int for name in ("beat", "pid", "progress"))
-            and all(type(word) is str for word in [found["host"], found["place"], *lists[0], *lists[1]])
+            beat["over"] is False
+            and all(type(beat[name]) is int for name in ("beat", "pid", "progress"))
+            and all(type(word) is str for word in [beat["host"], beat["place"], *lists[0], *lists[1]])
             and all(type(each) is list for each in lists)
         )
     except (ValueError, TypeError, LookupError, RecursionError):
         right = False
     if not right:
         raise RendezvousStateError(f"{text[:80]!r} is no sign of life")
-    return dict(found)
+    return dict(beat)
 
 
 def sibling(pid: int) -> bool:
@@ -206,14 +206,14 @@ def sibling(pid: int) -> bool:
 
 
 def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float) -> str:
-    """What a person should read. Silent ranks first; else those that are furthest behind or not in a collective."""
+    """The message for a person. Silent ranks first; else those that are furthest behind or not in a collective."""
 
     def who(rank: int) -> str:
         return f"rank {rank} (pid {beats[rank]['pid']}) on {beats[rank]['host']}, {beats[rank]['place']}"
 
     def inside(rank: int) -> str:
-        found = beats[rank].get("collectives")
-        return f", in {'; '.join(found)}" if found else ""
+        collectives = beats[rank].get("collectives")
+        return f", in {'; '.join(collectives)}" if collectives else ""
 
     if silent:
         names = "; ".join(who(rank) for rank in silent)

@@ -1,4 +1,4 @@
-"""Who am I, and how do I reach the others: rank, device, process group, collectives. Nobody else reads RANK & co.
+"""This process in its job: rank, device, process group, collectives. Nobody else reads RANK & co.
 
 In: the six variables every launcher sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT), or none. Out: one `World` a process.
@@ -31,7 +31,6 @@ from lockstep.track.console import LOG
 # Kernels that oneDNN keeps in a process, made for the sizes of a product: every micro-batch without padding has its
 # own, and the 1,024 that are its default take some 350 MiB. A micro-batch of a usual model uses about 20 of them.
 ONEDNN_KERNELS = "256"
-PLAIN = ("allreduce", "ddp")  # strategies that, as long as they are exact, make no functional collectives
 SIX = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -60,18 +59,18 @@ class World:
         self._rendezvous = Rendezvous(init_method, self.rank, self.size, several, timeout, shared)
         self._control: dist.ProcessGroup | None = None  # for decisions; None in a job of one process
         self._deterministic = self.device.type == "cuda" and run.strategy.exact
-        self._gloo_threads = 2 if run.strategy.exact and run.strategy.name in PLAIN else 1
+        self.gloo_threads = 1  # of each group: `torch_internals.gloo_threads`
         self._asking: Callable[[], int] | None = None
-        self.members = Membership.given()  # where the launcher keeps a roll of ranks
+        self.members = Membership.from_environment()  # where the launcher keeps a roll of ranks
         self.grows = False  # whether ranks are to meet again with more of them: the same on every rank, as a stop is
-        self.apart = self.members is not None and self.members.place.apart  # until it has joined the others
-        if self.apart:
+        self.joining = self.members is not None and self.members.place.apart  # until it has joined the others
+        if self.joining:
             self.rank, self.size, self.hosts = 0, 1, [self.host]
 
     @property
     def is_main(self) -> bool:
         """True on the one rank that writes files and talks to the user."""
-        return self.rank == 0 and not self.apart
+        return self.rank == 0 and not self.joining
 
     @property
     def whereabouts(self) -> str:
@@ -85,7 +84,7 @@ class World:
         """Set threads, connect to the other ranks, and listen for stop signals. Collective. Errors: `Unreached`."""
         torch.set_num_threads(self.threads)
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # it is read with the first product
-        torch_internals.gloo_threads(self._gloo_threads)
+        torch_internals.gloo_threads(self.gloo_threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self._deterministic:
@@ -131,7 +130,7 @@ class World:
 
     @property
     def _soon(self) -> timedelta:
-        """How long ranks that meet again wait for one another."""
+        """The time that ranks which meet again wait for one another."""
         return min(self._rendezvous.timeout, timedelta(seconds=SOON_S))
 
     def detach_group(self) -> None:
@@ -150,7 +149,7 @@ class World:
         self.members.take(generation)
         self.rank, self.size = generation.members.index(self.members.me), len(generation.members)
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.size))  # for engines that read them
-        self.apart, self.grows, self.hosts = False, False, [self.host] * self.size
+        self.joining, self.grows, self.hosts = False, False, [self.host] * self.size
         if self.size > 1:
             whole = self._rendezvous
             self._rendezvous = replace(whole, timeout=self._soon)
@@ -176,15 +175,15 @@ class World:
         """Engines that read the six variables by themselves see what is so: none of them in a job of one process, or
         they would make a process group of one and wrap the model for nothing; and for the local rank, which they take
         for the number of a GPU, that number where ranks share one."""
-        kept = {name: os.environ[name] for name in SIX if name in os.environ}
-        for name in kept if self.size == 1 else ():
+        variables = {name: os.environ[name] for name in SIX if name in os.environ}
+        for name in variables if self.size == 1 else ():
             del os.environ[name]
         if self.size > 1 and self.device.type == "cuda":
             os.environ["LOCAL_RANK"] = str(self.device.index)
         try:
             yield
         finally:
-            os.environ.update(kept)
+            os.environ.update(variables)
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -224,9 +223,9 @@ class World:
         """Every rank's value (small, picklable), in rank order, on every rank. Collective."""
         if self._control is None:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._control)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
 
     def all_reduce_max(self, number: int) -> Callable[[], int]:
         """Begin to ask for the highest of all ranks' numbers; what is returned waits for the answer. Collective, and

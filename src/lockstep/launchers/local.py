@@ -28,6 +28,9 @@ LOOPBACK = "127.0.0.1"  # whoever is on this machine; nobody else
 class Local(Launcher):
     """The launcher of a laptop or of one machine with GPUs."""
 
+    forks_ranks = True
+    takes_srun = True
+
     def plan(self, run: Run) -> LaunchPlan:
         processes = processes_of(run)
         run.check_shared(processes, f"launch.processes: {processes} processes")
@@ -60,7 +63,7 @@ class Local(Launcher):
 
         prestart()
         node = Node(socket.gethostname(), LOOPBACK, plan.processes, holds=True)
-        key = secret.given_or_made()
+        key = secret.from_environment_or_new()
         rendezvous = ElasticRendezvous(LOOPBACK, 0, 1, 1, node, Limits(), key=key)
         sent = str(run.folder / "run.yaml") if plan.job is None else plan.job.dump()
         arguments = (sent, tuple(words), {secret.VARIABLE: key})

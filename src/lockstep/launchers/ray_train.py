@@ -95,7 +95,7 @@ class Ray(Launcher):
             "folder": os.getcwd(),
             "job": list(words),
             "board": board,
-            "secret": secret.given_or_made(),
+            "secret": secret.from_environment_or_new(),
         }
         before = {n: signal.signal(n, _asking(board)) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
         try:

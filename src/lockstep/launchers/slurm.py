@@ -41,6 +41,7 @@ class Slurm(Launcher):
     """Nodes of a cluster with SLURM and a file system that all of them share."""
 
     submits = True
+    takes_srun = True
 
     class Options(Section):
         """What is asked of SLURM."""
@@ -249,7 +250,9 @@ def submit(plan: LaunchPlan) -> str:
             Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"output: cannot write {error.filename}: {error.strerror}") from None
-    os.environ.setdefault(secret.VARIABLE, secret.given_or_made())  # sbatch hands its environment to the job's tasks
+    os.environ.setdefault(
+        secret.VARIABLE, secret.from_environment_or_new()
+    )  # sbatch hands its environment to the job's tasks
     return _ask(*plan.command).strip().partition(";")[0]
 
 

@@ -31,6 +31,7 @@ class Torchrun(Launcher):
     """Torch elastic on every machine, meeting through c10d."""
 
     joins = True
+    forks_ranks = True
 
     class Options(Section):
         """Where the machines meet, and for how long they wait."""
@@ -150,7 +151,7 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     where = f"{address} on {interface}" if interface else address
     say(f"machine    {socket.gethostname()}, {where}; meeting at {host}:{port}")
-    key = secret.given() if most > 1 else secret.given_or_made()
+    key = secret.from_environment() if most > 1 else secret.from_environment_or_new()
     if key:
         variables[secret.VARIABLE] = key
     else:

@@ -118,7 +118,7 @@ class FSDP2(ShardedRecovery):
         super().__init__(run, world)
         self.in_tree_order = self.gives_bits(run)
         self.tensor = tensor_ranks(run)
-        if world.apart:  # in no group of ranks yet
+        if world.joining:  # in no group of ranks yet
             return
         self.replicas = int(run.strategy.options.get("replicate", 1))
         self.shards = world.size // (self.replicas * self.tensor)
@@ -233,15 +233,15 @@ class FSDP2(ShardedRecovery):
 
     def receive(self, source: nn.Module | None) -> None:
         """Weights and buffers from rank 0's model, one at a time; each rank keeps its part. Collective."""
-        given: dict[str, Tensor] = {}  # every name: which of them a tied weight goes by may differ
+        whole_of: dict[str, Tensor] = {}  # every name: which of them a tied weight goes by may differ
         if source is not None:
-            given |= dict(source.named_parameters(remove_duplicate=False))
-            given |= dict(source.named_buffers(remove_duplicate=False))
+            whole_of |= dict(source.named_parameters(remove_duplicate=False))
+            whole_of |= dict(source.named_buffers(remove_duplicate=False))
         with torch.no_grad():
             for name, own in [*self.model.named_parameters(), *self.model.named_buffers()]:
                 whole = (
-                    given[name].detach().to(self.world.device, own.dtype)
-                    if given
+                    whole_of[name].detach().to(self.world.device, own.dtype)
+                    if whole_of
                     else torch.empty(own.shape, dtype=own.dtype, device=self.world.device)
                 )
                 if self.world.size > 1:
@@ -298,14 +298,14 @@ class FSDP2(ShardedRecovery):
         return [call]
 
     def take_effects(self, effects: SideEffects) -> SideEffects:
-        found = effects.together(self.world.all_gather)
-        names = sorted(found.moved | found.hooked | ((found.written | found.evaluated) & self.parts.keys()))
+        agreed = effects.together(self.world.all_gather)
+        names = sorted(agreed.moved | agreed.hooked | ((agreed.written | agreed.evaluated) & self.parts.keys()))
         if names and (self.world.size == 1 or not self.named.keys().isdisjoint(names)):
             raise RunError(
                 f"strategy.options.gather: FSDP would lose what the model's forward does to {first_few(names)}, "
                 f"since it puts other tensors in the place of weights. Use {fsdp_config.INSTEAD}"
             )
-        return super().take_effects(found)
+        return super().take_effects(agreed)
 
     @property
     def root(self) -> FSDPModule:
@@ -329,9 +329,9 @@ class FSDP2(ShardedRecovery):
             self.tree = ReductionTree(0)  # lets go of its sums
 
     def sums_of_step(self, losses: Tensor, numbers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        losses, found = super().sums_of_step(losses, [*numbers, *self.uses.signature()])
-        self.uses.compare(found[-2:], self.data_parallel.size)
-        return losses, found[:-2]
+        losses, counts = super().sums_of_step(losses, [*numbers, *self.uses.signature()])
+        self.uses.compare(counts[-2:], self.data_parallel.size)
+        return losses, counts[:-2]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -339,8 +339,8 @@ class FSDP2(ShardedRecovery):
 
     def whole_gradient(self) -> Gradient:
         """Each rank holds its parts, and each part as many ranks as it is not cut over."""
-        found = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self.named.items()}
-        parts = [Part(n, p, found[n], cuts(found[n]) / self.world.size) for n, p in self.named.items()]
+        gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self.named.items()}
+        parts = [Part(n, p, gradients[n], cuts(gradients[n]) / self.world.size) for n, p in self.named.items()]
         return Gradient(parts, list(self.named), self.world.sum)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -364,7 +364,8 @@ class FSDP2(ShardedRecovery):
 
     @classmethod
     def fit_options(cls, run: Run, processes: int) -> Run:
-        """As many replicas as the run file says, or as divide the processes and leave something to shard."""
+        """The run with the replicas of its file, or with as many as divide the processes and leave something to
+        shard."""
         options, tensor = dict(run.strategy.options), tensor_ranks(run)
         able = [n for n in range(1, int(options.get("replicate", 1)) + 1) if not processes % (n * tensor)]
         if "replicate" in options:
@@ -387,12 +388,12 @@ class FSDP2(ShardedRecovery):
         return gathered.cpu() if self.world.is_main else None
 
     def export(self) -> dict[str, Tensor] | None:
-        found = {name: self.on_main(tensor) for name, tensor in self.model.state_dict().items()}
+        weights = {name: self.on_main(tensor) for name, tensor in self.model.state_dict().items()}
         if not self.world.is_main:
             return None
         low = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
         low = low if self.run.model.trained_in_bfloat16 else set()
-        return {n: t.bfloat16() if n in low else t for n, t in found.items() if t is not None}
+        return {n: t.bfloat16() if n in low else t for n, t in weights.items() if t is not None}
 
     def close(self) -> None:
         self.scatters.clear()

@@ -39,8 +39,10 @@ BUCKET_BYTES = 25 * 2**20
 class FSDP2Step(ShardedRecovery, Native):
     """`strategy.options`: `gather: step`, and none of FSDP's own."""
 
+    plugin = "strategies"  # a base: it has no name in a run file
+
     waits_inside = ("reduction", "overlapped", "optimizer")
-    told = ", weights gathered once a step"
+    summary_suffix = ", weights gathered once a step"
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
@@ -98,15 +100,15 @@ class FSDP2Step(ShardedRecovery, Native):
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def take_effects(self, effects: SideEffects) -> SideEffects:
-        found = super().take_effects(effects)
-        if found.moved and not self.alone:
-            names = first_few(sorted(found.moved))
+        agreed = super().take_effects(effects)
+        if agreed.moved and not self.alone:
+            names = first_few(sorted(agreed.moved))
             raise RunError(
                 f"strategy.name: the model's forward gives {names} other memory (by `.data =`, or a new parameter), "
                 "and fsdp2 updates the memory that it had. Write into the weight in place "
                 "(`weight.copy_(...)` under torch.no_grad()), or use strategy.name=ddp"
             )
-        return found
+        return agreed
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         leaves = batch.count if self.run.strategy.exact else self.world.size
@@ -146,11 +148,11 @@ class FSDP2Step(ShardedRecovery, Native):
         while self.sent < len(self.buckets):
             self.send()
         rows = self.sum_rows(self.with_last_leaf(list(self.rows), [self.take_gradient(i) for i in self.rows]))
-        found = {i: self.own_rows(summed) for i, summed in rows.items()}
+        gradients = {i: self.own_rows(summed) for i, summed in rows.items()}
         for positions, slots, sums in zip(self.buckets, self.slots, self.scatter.finish(), strict=True):
             (slot,) = sums.values()
-            found |= zip(positions, slots.own(slot, self.world.rank), strict=True)
-        return [found[i] for i in range(len(self.parameters))]
+            gradients |= zip(positions, slots.own(slot, self.world.rank), strict=True)
+        return [gradients[i] for i in range(len(self.parameters))]
 
     def own_rows(self, gradient: Tensor) -> Tensor:
         """This rank's rows of a row-sparse gradient."""

@@ -85,15 +85,15 @@ class HFTrainer(Hooked):
         return model
 
     def handler(self, arguments: Any) -> Any:
-        """What Trainer gives to DistributedDataParallel, and gradients that live in its buckets."""
+        """The arguments that Trainer gives to DistributedDataParallel, with gradients that live in its buckets."""
         from accelerate import DistributedDataParallelKwargs
 
-        given = {"bucket_cap_mb": arguments.ddp_bucket_cap_mb, "static_graph": arguments.ddp_static_graph}
+        options = {"bucket_cap_mb": arguments.ddp_bucket_cap_mb, "static_graph": arguments.ddp_static_graph}
         return DistributedDataParallelKwargs(
             find_unused_parameters=bool(arguments.ddp_find_unused_parameters),
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
-            **{name: value for name, value in given.items() if value is not None},
+            **{name: value for name, value in options.items() if value is not None},
         )
 
     def loss(self, outputs: Any, targets: Tensor, num_items_in_batch: float) -> Tensor:

@@ -114,7 +114,7 @@ class Pipeline(ShardedRecovery):
 
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)
-        if world.apart:  # in no group of ranks yet
+        if world.joining:  # in no group of ranks yet
             return
         self.ranks, self.schedule_name, each = _shape(run, world.size)
         self.pipelines = world.size // self.ranks
@@ -225,7 +225,7 @@ class Pipeline(ShardedRecovery):
         seed_everything(self.run.seed, self.batch.step, micro.index)
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
-        """What the last stage calls backward on."""
+        """The scalar on which the last stage calls backward."""
         loss = self.loss_sum(outputs, micro)
         self.losses[micro.index] = loss.detach()
         with self.autocast(False):
@@ -240,8 +240,8 @@ class Pipeline(ShardedRecovery):
                     parameter.grad = gradient
                 held.collect(0)
         totals = self.across_pipelines()
-        found = [dict(zip(held.owned, total, strict=True)) for held, total in zip(self.held, totals, strict=True)]
-        return self.links.tie(self.held, found)
+        gradients = [dict(zip(held.owned, total, strict=True)) for held, total in zip(self.held, totals, strict=True)]
+        return self.links.tie(self.held, gradients)
 
     def across_pipelines(self) -> list[list[Tensor]]:
         """For each part what its tree's root is when the trees of all pipelines are one. Collective."""
@@ -269,8 +269,8 @@ class Pipeline(ShardedRecovery):
     def whole_gradient(self, gradients: list[dict[str, Tensor]]) -> Gradient:
         """Each stage holds its own weights'; a tied weight counts where its owner is."""
         parts = [
-            Part(name, parameter, found[name], float(name in held.owned))
-            for held, found in zip(self.held, gradients, strict=True)
+            Part(name, parameter, gradients_of[name], float(name in held.owned))
+            for held, gradients_of in zip(self.held, gradients, strict=True)
             for name, parameter in held.parameters.items()
         ]
         return Gradient(parts, self.order, summing(self.pipe))
@@ -311,7 +311,7 @@ class Pipeline(ShardedRecovery):
 
     @classmethod
     def fit_options(cls, run: Run, processes: int) -> Run:
-        """As many stages as the run file says, or one pipeline of all processes."""
+        """The run with the stages of its file, or with one pipeline of all processes."""
         stages = run.strategy.options.get("stages")
         if stages is None or not processes % stages:
             return run
@@ -344,10 +344,10 @@ class Pipeline(ShardedRecovery):
             held_state.load(saved, tensors, self.stepper, self.scaling, held.parameters)
 
     def export(self) -> dict[str, Tensor] | None:
-        found = gather(self.weights(), self.world)
+        weights = gather(self.weights(), self.world)
         if not self.world.is_main:
             return None
-        return {key: found[self.cut.canonical[key]] for key in self.cut.whole.state_dict()}
+        return {key: weights[self.cut.canonical[key]] for key in self.cut.whole.state_dict()}
 
     def close(self) -> None:
         del self.model, self.optimizer, self.stepper, self.schedule, self.engine, self.held, self.cut_parts

@@ -53,7 +53,7 @@ class Strategy(ABC):
     plugin: ClassVar[str] = "strategies"
     exact: ClassVar[bool] = False  # whether it can give the same bits as `single` at every number of processes
     needs: ClassVar[tuple[str, ...]] = ()  # packages beyond the core, as they are imported; extras have their names
-    told: ClassVar[str] = ""  # what the opening lines say of it besides its name
+    summary_suffix: ClassVar[str] = ""  # after its name in the opening lines
 
     trains_bfloat16: ClassVar[bool] = False  # whether weights may be trained in bfloat16
     without_masters: ClassVar[bool] = False  # also without float32 ones beside them
@@ -61,6 +61,7 @@ class Strategy(ABC):
     casts_inside: ClassVar[bool] = False  # whether its engine puts an autocast of its own into the model's forward
     takes_4_bits: ClassVar[bool] = False  # whether an adapter's base may be kept in 4 bits
     supports_reshard: ClassVar[bool] = False  # whether it is a `ShardedRecovery`
+    gloo_threads: ClassVar[int] = 1  # 2 where, as long as it is exact, it makes no functional collectives
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (phases.py) in which this rank also waits for other ranks."""
 
@@ -116,7 +117,7 @@ class Strategy(ABC):
 
     @classmethod
     def rounding(cls, run: Run) -> float:
-        """How far loss, norm and gradients may be from those of `single` where bits are not promised, relatively.
+        """The relative tolerance of loss, norm and gradients beside those of `single`, where bits are not promised.
         Sums of float32 in two orders stay well below this."""
         return 1e-4
 
@@ -170,7 +171,7 @@ class Strategy(ABC):
         return torch.autocast(self.world.device.type, low or torch.bfloat16, wanted)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What backward is called on: times the loss scale, where there is one."""
+        """The loss times the loss scale, where there is one: backward is called on it."""
         return loss if self.scaling is None else loss * self.scaling.value
 
     def loss_sum(self, outputs: Any, micro: MicroBatch) -> Tensor:
@@ -259,11 +260,11 @@ class Strategy(ABC):
         """After an update: master weights into the weights of the model, where there are any."""
 
     def weights_changed(self) -> None:
-        """What the optimizer updates holds other numbers: into the model with them. Collective."""
+        """Copy new values of what the optimizer updates into the model. Collective."""
         self.round_masters()
 
     def updated_parts(self) -> list[tuple[str, Tensor]]:
-        """What this rank updates of each trained parameter, in memory; DTensors of parts; tied ones maybe repeated."""
+        """This rank's part of each trained parameter, in memory; DTensors of parts; tied ones maybe repeated."""
         return [(name, parameter.detach()) for name, parameter in self.named.items()]
 
     def averaged(self) -> AbstractContextManager[bool]:
@@ -301,22 +302,22 @@ class Strategy(ABC):
         """Wait for the last update. Errors: `NotFinite`, where it was not made and the run says to stop then."""
         doubt, self._doubt = self._doubt, None
         if doubt is not None:
-            step, found = doubt
-            self.check_finite(step, *found.wait())
+            step, results = doubt
+            self.check_finite(step, *results.wait())
 
     def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Sums over ranks: the losses of the step's micro-batches [M], and how many of them gave each trainable
         parameter a gradient. Collective. Errors: `RunError` when there is no gradient at all, on every rank."""
-        losses, found = self.sums_of_step(losses, [*uses, self.switched, self.sources.noted])
-        self.sources.agree(found.pop(), losses, self.sum_of_step)
-        if found.pop():
+        losses, counts = self.sums_of_step(losses, [*uses, self.switched, self.sources.noted])
+        self.sources.agree(counts.pop(), losses, self.sum_of_step)
+        if counts.pop():
             self.effects = self.take_effects(replace(self.effects, switched=frozenset(["weights"])))
-        if not any(found):
+        if not any(counts):
             raise RunError(
                 "no weight of the model gets a gradient: the loss does not depend on its trainable weights (look at "
                 "the task's loss, and at what is frozen or detached)"
             )
-        return losses, found
+        return losses, counts
 
     def sums_of_step(self, losses: Tensor, numbers: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Over ranks. The numbers never were on the device, so nobody waits for it. Collective."""
@@ -359,12 +360,14 @@ class Strategy(ABC):
 
     def take_effects(self, effects: SideEffects) -> SideEffects:
         """Those of all ranks. Collective. Errors: `RunError`, on every rank, for what this strategy cannot keep."""
-        found = effects.together(self.world.all_gather)
-        if found.replaced:
-            raise RunError(f"model(): {side_effects.replacement(found.replaced)}")
-        if found.per_process and self.world.size > 1:
-            raise RunError(side_effects.refusal(self.run.strategy.name, found, self.model, self.statistics is not None))
-        return found
+        agreed = effects.together(self.world.all_gather)
+        if agreed.replaced:
+            raise RunError(f"model(): {side_effects.replacement(agreed.replaced)}")
+        if agreed.per_process and self.world.size > 1:
+            raise RunError(
+                side_effects.refusal(self.run.strategy.name, agreed, self.model, self.statistics is not None)
+            )
+        return agreed
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -408,5 +411,5 @@ class Strategy(ABC):
 
 def strategy_class(run: Run) -> type[Strategy]:
     """The class a run's strategy is of. Errors: `PluginError`, `ImportError`."""
-    found: type[Strategy] = plugins.find("strategies", run.strategy.name)
-    return found.resolve_class(run)
+    cls: type[Strategy] = plugins.find("strategies", run.strategy.name)
+    return cls.resolve_class(run)

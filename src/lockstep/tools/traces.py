@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.run import RunError
+from lockstep.trace.alignment import window
 from lockstep.trace.compare import Verdict, compare
 from lockstep.trace.errors import TraceError
 from lockstep.trace.findings import Finding, findings
+from lockstep.trace.matching import match
 from lockstep.trace.read import Trace, is_trace, read
 from lockstep.trace.run import run
 from lockstep.track.console import Console
@@ -73,8 +75,9 @@ def _optimizer(trace: Trace, number: int) -> str:
     return f"{step.layout.optimizer}" + (f" (optimizer {number})" if len(trace.optimizers) > 1 else "")
 
 
-def diff(a: Path, b: Path, exact: bool = False, perturbed: Path | None = None) -> int:
-    """Compare two traces. Returns 0 where nothing differs beyond rounding (`exact`: at all), else 1. Errors:
+def diff(a: Path, b: Path, exact: bool = False, perturbed: Path | None = None, align: bool = False) -> int:
+    """Compare two traces. `align`: where their steps see other examples, also over the first steps in which both have
+    seen the same. Returns 0 where nothing differs beyond rounding (`exact`: at all), else 1. Errors:
     `RunError`."""
     with refusing():
         one, other = read(a), read(b)
@@ -83,6 +86,8 @@ def diff(a: Path, b: Path, exact: bool = False, perturbed: Path | None = None) -
     console = Console(True)
     for verdict in verdicts:
         _say(console, verdict, f"{_optimizer(one, verdict.optimizer)}: " if len(verdicts) > 1 else "")
+        if align and verdict.first == "examples":
+            console.say(_aligned(one, other, verdict.optimizer))
     for trace in (one, other):
         found = findings(trace)
         if found:
@@ -90,6 +95,16 @@ def diff(a: Path, b: Path, exact: bool = False, perturbed: Path | None = None) -
             for line in finding_lines(found)[1:]:
                 console.say(f"  {line}")
     return 0 if all(v.first is None for v in verdicts) else 1
+
+
+def _aligned(one: Trace, other: Trace, optimizer: int) -> str:
+    found = window(one, other, optimizer, match(one, other, optimizer))
+    if found is None:
+        return "--align: there is no step up to which both have seen the same examples"
+    losses = "" if found.losses is None else f"; mean loss {found.losses[0]:.6g} and {found.losses[1]:.6g}"
+    change = "" if found.change is None else f"; the change of the weights differs by {found.change:.2g}"
+    steps = f"after {found.a} and {found.b} steps both have seen the same {found.examples} examples"
+    return f"--align: {steps}{losses}{change}"
 
 
 def _say(console: Console, verdict: Verdict, name: str) -> None:

@@ -22,6 +22,12 @@ MISSING_GRADIENT = (
     "these parameters take part in the computation on one side only: a branch that depends on the rank, or parameters "
     "that one side freezes"
 )
+SYNC = "SyncBatchNorm computes them over all ranks, and a norm without batch statistics needs none"
+CLIPPED_ELSEWHERE = (
+    "gradients are clipped by hand on one side, which changes them: by the norm of a rank's own shard, or "
+    "before they are "
+    "reduced; or clipping is called another number of times"
+)
 LENGTHS = (
     "one run made more steps: count the batches of an epoch, the accumulation steps and how the "
     "last, smaller batch is treated"
@@ -46,6 +52,12 @@ def of_start(apart: int, among: int, ranks_apart: Sequence[int]) -> str:
     )
 
 
+def of_names(tied: Sequence[str]) -> str:
+    if tied:
+        return f"{', '.join(tied[:3])} is tied to another parameter on one side and not on the other: tie it again"
+    return "the optimizers hold different parameters: some are frozen, new or left out on one side"
+
+
 def of_examples(trace: Trace, optimizer: int, step: int, one: Counter[str], other: Counter[str]) -> str:
     ranks = data_ranks(trace, optimizer)
     lists = [tuple(r.steps[optimizer][step].examples or ()) for r in ranks if step in r.steps[optimizer]]
@@ -54,6 +66,11 @@ def of_examples(trace: Trace, optimizer: int, step: int, one: Counter[str], othe
         return (
             "all ranks got the same examples: give each its share (DistributedSampler, or "
             "accelerator.prepare of the loader)"
+        )
+    if m > n and len(set(other)) < m and set(other) == set(one):
+        return (
+            f"each example goes through the model {m // n} times in a step: forward and backward run "
+            "more than once, or ranks repeat"
         )
     if m > n and m % n == 0:
         if m // n == len(lists):
@@ -81,17 +98,32 @@ def of_examples(trace: Trace, optimizer: int, step: int, one: Counter[str], othe
     return "the step is cut elsewhere: compare batch size, the last, smaller batch (drop_last) and the sampler"
 
 
-def of_loss(one: Losses, other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> str:
+def of_loss(one: Losses, other: Losses, ours: Sequence[Step], theirs: Sequence[Step], stochastic: bool = True) -> str:
+    """`stochastic`: a model has modules of dropout."""
     modes = {s.training for s in ours} | {s.training for s in theirs}
     if modes >= {True, False}:
         side = "here" if any(s.training is False for s in theirs) else "in the reference"
         return f"the model is in evaluation mode {side} and in training mode in the other: call model.train()"
+    silent = [i for i, own in enumerate(other.each) if own and not any(own)]
+    if silent and any(any(own) for own in other.each):
+        return f"the loss of rank {silent[0]} is 0: its examples are masked, or it skips the loss"
+    if (left := _left_out(theirs)) and not _left_out(ours):
+        return f"backward is not called for {left} of the micro-batches that went through the model"
+    targets = [_targets(records) for records in (ours, theirs)]
+    if None not in targets and targets[0] != targets[1]:
+        return (
+            f"the step has {targets[1]} targets here and {targets[0]} in the reference: padding counts as a "
+            "target (label -100 "
+            "leaves it out), or labels are masked in another way"
+        )
     ratio = other.summed / one.summed if one.summed else math.nan
     for way, name in _factors(len(other.each), other.micro_batches, one.micro_batches):
         if math.isfinite(ratio) and abs(ratio / way - 1) < NEAR and abs(way - 1) > NEAR:
             return (
                 f"the loss is {name} times what it should be: {_why_factor(way, len(other.each), other.micro_batches)}"
             )
+    if (len(theirs), other.micro_batches) != (len(ours), one.micro_batches) and _batch_norm(theirs):
+        return f"batch norm computes statistics of each rank's or micro-batch's own examples: {SYNC}"
     if not one.equal_counts or not other.equal_counts:
         return (
             "losses are means over unequal numbers of targets: divide the sum of all ranks' and "
@@ -100,10 +132,28 @@ def of_loss(one: Losses, other: Losses, ours: Sequence[Step], theirs: Sequence[S
         )
     if {s.autocast for s in ours} != {s.autocast for s in theirs}:
         return "products are computed in another precision on one side: compare autocast and the model's dtype"
+    if not stochastic:
+        return (
+            "the loss function or its options differ (label smoothing, weights, reduction), or inputs that no hash "
+            "sees, such as a mask; the model has no dropout"
+        )
     return (
-        "random numbers (dropout, augmentation) differ between the runs, or a part of the inputs that "
-        "no hash sees, such as a mask"
+        "random numbers (dropout, augmentation) differ between the runs, or the loss function, or inputs that no hash "
+        "sees, such as a mask"
     )
+
+
+def _left_out(records: Sequence[Step]) -> int:
+    return sum(max((s.forwards or 0) - (s.backwards or 0), 0) for s in records if s.backwards)
+
+
+def _targets(records: Sequence[Step]) -> int | None:
+    counts = [n for s in records for n in s.targets or [None]]
+    return None if None in counts else sum(n for n in counts if n is not None)
+
+
+def _batch_norm(records: Sequence[Step]) -> bool:
+    return any("running_mean" in name for s in records for name, *_ in s.raw.get("buffers_of", ()))
 
 
 def _factors(world: int, micro: int, reference_micro: int) -> list[tuple[float, str]]:
@@ -198,7 +248,13 @@ def _not_reduced(split: set[str], among: int) -> str:
 
 def _of_factor(f: float, wrong: int, among: int, sizes: tuple[int, int, int], records: Sequence[Step]) -> str:
     world, micro, reference = sizes
-    which = "every gradient is" if wrong > 0.9 * among else f"{wrong} of {among} gradients are"
+    if wrong <= 0.9 * among:
+        return (
+            f"only a part of the parameters, by the factor {f:.4g}: look at what computes these gradients "
+            "(a custom function, "
+            "a hook, a layer that is used twice)"
+        )
+    which = "every gradient is"
     scale = next((s.scale for s in records if s.scale), None)
     if scale and abs(f / scale - 1) < NEAR:
         return f"{which} multiplied by the loss scale {scale:g}: the gradients were not unscaled"
@@ -217,6 +273,9 @@ def _of_factor(f: float, wrong: int, among: int, sizes: tuple[int, int, int], re
 def of_clip_limits(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> str:
     if len(one) != len(other):
         return "gradients are clipped more often, or not at all, on one side"
+    kinds = {str(c.get("how")) for c in one}, {str(c.get("how")) for c in other}
+    if kinds[0] != kinds[1]:
+        return f"gradients are clipped in another way: {', '.join(kinds[0])} and {', '.join(kinds[1])}"
     return "another limit of the gradient norm"
 
 
@@ -270,5 +329,5 @@ def of_update(factors: Mapping[str, tuple[float, float]], ours: Sequence[Step], 
 
 def of_buffers(names: Sequence[str]) -> str:
     if any("running" in n or "num_batches" in n for n in names):
-        return "batch-norm statistics are those of each rank's own batch: SyncBatchNorm computes them over all ranks"
+        return f"batch-norm statistics are those of each rank's own batch: {SYNC}"
     return "a buffer that the forward changes depends on the rank or on how the batch is cut"

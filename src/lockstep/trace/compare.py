@@ -28,6 +28,10 @@ ORDER = ("start weights", "examples", "loss", "gradient", "clipping", "learning 
 SAFETY = 10  # times what a perturbed last bit changes
 SMALL = 1e-3  # of the whole gradient's norm: a smaller gradient holds the rounding of larger numbers
 FLOORS = {"loss": 1e-6, "gradient": 4e-6, "update": 1e-3, "buffers": 1e-5}
+FLOORS_HALF = {  # products round to this, wherever the batch is cut, and last bits of float32 weights do not show it
+    "bfloat16": {"loss": 4e-3, "gradient": 4e-2, "update": 0.2, "buffers": 1e-2},
+    "float16": {"loss": 5e-4, "gradient": 5e-3, "update": 0.1, "buffers": 2e-3},
+}
 WITHOUT_REFERENCE = {
     "float32": {"loss": 1e-4, "gradient": 1e-4, "update": 1e-2, "buffers": 1e-3},
     "half": {"loss": 2e-2, "gradient": 0.1, "update": 0.3, "buffers": 5e-2},
@@ -135,13 +139,14 @@ class _Pair:
 
 def _tolerance(a: Trace, perturbed: Trace | None, optimizer: int) -> Tolerance:
     records = [s for _, s in a.at(optimizer, a.steps(optimizer)[0])]
-    half = any(s.autocast for s in records) or any("16" in p.dtype for s in records for p in s.layout.parameters)
+    dtypes = {s.autocast for s in records if s.autocast} | {p.dtype for s in records for p in s.layout.parameters}
+    half = next((d for d in FLOORS_HALF if d in dtypes), None)
     default = WITHOUT_REFERENCE["half" if half else "float32"]
     if perturbed is None:
-        return Tolerance({}, default, f"of {'half precision' if half else 'float32'}, without a perturbed reference")
+        return Tolerance({}, default, f"of {half or 'float32'}, without a perturbed reference")
     names = {n: n for n in merged_start(a, optimizer)}
     found: dict[int, dict[str, float]] = {}
-    largest = dict(FLOORS)
+    largest = dict(FLOORS_HALF.get(half or "", FLOORS))
     for step in (s for s in a.steps(optimizer) if s in set(perturbed.steps(optimizer))):
         pair = _Pair(a, perturbed, optimizer, step, names)
         row = _measured(pair)
@@ -171,12 +176,28 @@ def _measured(pair: _Pair) -> tuple[float | None, float | None, float | None]:
 
 def _start(a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], exact: bool) -> None:
     one, other = merged_start(a, optimizer), merged_start(b, optimizer)
+    lonely = [n for n in one if n not in names], [m for m in other if m not in set(names.values())]
+    if any(lonely):
+        ties = [_ties(t, optimizer) for t in (a, b)]
+        tied = [n for n in lonely[0] if n in ties[1]] + [m for m in lonely[1] if m in ties[0]]
+        lines = [
+            f"trained in {side} alone: {_few(each)}"
+            for side, each in zip(("the reference", "this run"), lonely, strict=True)
+            if each
+        ]
+        raise _Parted("start weights", tuple(lines), causes.of_names(tied))
     found = _differences(one, other, names, None)
     apart = {n: d for n, d in found.items() if d > (0 if exact else 1e-6)}
     if apart:
         lines = [f"the weights differ before the first step: {_listed(apart)}"]
         split = sorted({rank for w in other.values() for rank in w.apart})
         raise _Parted("start weights", tuple(lines), causes.of_start(len(apart), len(found), split))
+
+
+def _ties(trace: Trace, optimizer: int) -> set[str]:
+    """Names of parameters that share a tensor with another name."""
+    steps = (s for rank in trace.ranks for s in list(rank.steps.get(optimizer, {}).values())[:1])
+    return {name for step in steps for names in step.layout.ties for name in names}
 
 
 def _step(pair: _Pair, limits: Mapping[str, float], before: Sequence[Row]) -> Row:
@@ -212,8 +233,12 @@ def _loss(pair: _Pair, limit: float) -> tuple[float | None, tuple[Losses, Losses
     how, apart = agreeing(one, other, limit)
     if how is None:
         text = f"the loss: {one.summed:.8g} in the reference, {other.summed:.8g} here"
-        raise _Parted("loss", (text,), causes.of_loss(one, other, *pair.records()))
+        raise _Parted("loss", (text,), causes.of_loss(one, other, *pair.records(), stochastic=_stochastic(pair)))
     return apart, (one, other, how)
+
+
+def _stochastic(pair: _Pair) -> bool:
+    return any(m["stochastic"] for trace in (pair.a, pair.b) for rank in trace.ranks for m in rank.models)
 
 
 def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | None) -> dict[str, float]:
@@ -228,6 +253,13 @@ def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | No
     wrong = {n: d for n, d in found.items() if d > limit or math.isnan(d)}
     if wrong:
         factors = {n: factor(one[n], other[pair.names[n]]) for n in wrong}
+        counts = [len(side[0].clips or ()) for side in pair.records()]
+        if counts[0] != counts[1] and not split:
+            text = (
+                f"clipping: {counts[0]} times in the reference, {counts[1]} times here; gradients "
+                f"differ: {_listed(wrong)}"
+            )
+            raise _Parted("clipping", (text,), causes.CLIPPED_ELSEWHERE)
         cause = causes.of_gradient(pair.b, pair.optimizer, pair.step, (wrong, found, factors), set(split), losses)
         raise _Parted("gradient", (f"gradients differ: {_listed(wrong)}",), cause)
     return found
@@ -235,10 +267,13 @@ def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | No
 
 def _clipping(pair: _Pair, limit: float) -> None:
     sides = [list(s[0].clips or []) for s in pair.records()]
-    limits = [[c["limit"] for c in side] for side in sides]
+    limits = [[(c["how"], c["limit"]) for c in side] for side in sides]
     if limits[0] != limits[1]:
-        text = f"clipping: at {limits[0] or 'nothing'} in the reference, at {limits[1] or 'nothing'} here"
+        words = [", ".join(f"{how}({limit})" for how, limit in side) or "none" for side in limits]
+        text = f"clipping: {words[0]} in the reference, {words[1]} here"
         raise _Parted("clipping", (text,), causes.of_clip_limits(sides[0], sides[1]))
+    if any(c.get("unseen") for side in sides for c in side):
+        return  # an engine clips inside of its step
     one, other = pair.both("grads")
     found = _differences(one, other, pair.names, SMALL)
     wrong = {n: d for n, d in found.items() if d > 2 * limit}

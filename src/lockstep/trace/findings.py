@@ -7,7 +7,7 @@ gradients are not reduced also come apart, and that is not said.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.trace import epochs
@@ -33,19 +33,13 @@ def findings(trace: Trace) -> list[Finding]:
     """All of a trace."""
     found: list[Finding] = []
     for optimizer in trace.optimizers:
-        for look in (
-            _replicas,
-            _same_examples,
-            _parameters,
-            _still,
-            _gradients,
-            _clipping,
-            _overflow,
-            _schedules,
-            _dtypes,
-            _ties,
-        ):
+        if stale := _stale(trace, optimizer):
+            found.append(stale)
+            continue
+        for look in LOOKS:
             found += look(trace, optimizer)
+    if any(each.code in ("stale-optimizer", "untied") for each in found):  # what follows from it
+        found = [each for each in found if each.code not in ("in-no-optimizer", "no-gradient")]
     found += _modes(trace)
     found += [Finding(code, what, cause) for code, what, cause in epochs.findings(trace)]
     return list(dict.fromkeys(found))
@@ -98,6 +92,10 @@ def _replicas_at(trace: Trace, optimizer: int, step: int) -> Finding | None:
         what = f"before step {step} rank {_rank_of(found)} has other weights: {_few(list(found))}"
         return Finding("replicas-weights", what, cause, step)
     if found := apart(lambda s: s.unclipped):
+        if not apart(lambda s: s.grads):
+            cause = "clip after gradients are reduced: each rank scales by the norm of its own gradient here"
+            what = f"step {step}: gradients are clipped before they are reduced over ranks"
+            return Finding("clip-before-reduce", what, cause, step)
         return _not_reduced(trace, optimizer, step, list(found), max(_largest(w.apart) for w in found.values()))
     if (options := _unequal_options(trace.at(optimizer, step))) is not None:
         cause = "every rank has to use the same learning rate and options"
@@ -202,18 +200,22 @@ def _parameters(trace: Trace, optimizer: int) -> Iterator[Finding]:
                 "optimizer are not in it"
             )
             yield Finding("in-no-optimizer", f"{_few(trained)}: get gradients and are in no optimizer", cause)
-    layouts = {id(s.layout): s.layout for r in trace.ranks for s in r.steps.get(optimizer, {}).values()}
-    for layout in layouts.values():
-        stale = [p for p in layout.parameters if not p.held and p.trained]
-        if stale and len(stale) == len(layout.parameters):
-            cause = (
-                "make the optimizer after the model is moved, wrapped or replaced, from the parameters "
-                "of the model that is called"
-            )
-            yield Finding(
-                "stale-optimizer", f"no model that was called holds the parameters of {layout.optimizer}", cause
-            )
-            return
+
+
+def _stale(trace: Trace, optimizer: int) -> Finding | None:
+    for rank in trace.ranks:
+        for step in rank.steps.get(optimizer, {}).values():
+            parameters = step.layout.parameters
+            if parameters and not any(p.held for p in parameters):
+                cause = (
+                    "make the optimizer after the model is moved, wrapped or replaced, from the parameters "
+                    "of the model "
+                    "that is called"
+                )
+                what = f"no model that was called holds the parameters of {step.layout.optimizer}"
+                return Finding("stale-optimizer", what, cause)
+            break
+    return None
 
 
 def _still(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -382,6 +384,20 @@ def _ties(trace: Trace, optimizer: int) -> Iterator[Finding]:
                     "untied", f"step {number}: {' and '.join(lost[0])} were one parameter and are two", cause, number
                 )
                 return
+
+
+LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
+    _replicas,
+    _same_examples,
+    _ties,
+    _parameters,
+    _still,
+    _gradients,
+    _clipping,
+    _overflow,
+    _schedules,
+    _dtypes,
+)
 
 
 # -- modes -----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lockstep.trace.compare import Verdict, compare
@@ -26,15 +27,21 @@ def values_of(trace: Trace, reference: Trace | None) -> dict[str, Any]:
     optimizer = trace.optimizers[0]
     verdict = compare(reference, trace, optimizer=optimizer) if reference is not None else None
     return {
-        "title": " ".join(trace.about.get("command", [])) or trace.folder.name,
+        "title": _command(trace),
         "trace": trace,
-        "reference": " ".join(reference.about.get("command", [])) if reference is not None else None,
+        "reference": _command(reference) if reference is not None else None,
         "findings": findings(trace),
         "verdict": verdict,
         "heat": _differences(verdict) if verdict is not None and verdict.rows else _norms(trace, optimizer),
         "lanes": _lanes(trace, optimizer),
         "steps": _steps(trace, optimizer),
     }
+
+
+def _command(trace: Trace) -> str:
+    """What was traced, without the folder of its first word."""
+    words = trace.about.get("command") or []
+    return " ".join([Path(words[0]).name, *words[1:]]) if words else trace.folder.name
 
 
 def _spread(values: Sequence[Any], count: int) -> list[Any]:

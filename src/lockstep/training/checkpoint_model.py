@@ -70,7 +70,7 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
 
 
 def evaluated(run: Run, files: Files, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What is evaluated in place of the weights that are trained, where the optimizer keeps an average."""
+    """The weights that are evaluated, where the optimizer keeps an average of those that it trains."""
     rule = optimizers.rule(run.optim)
     state: dict[str, dict[str, Tensor]] = {}
     for whole in (each for each in files.names if rule.averages and each.startswith("optimizer.")):
@@ -79,11 +79,11 @@ def evaluated(run: Run, files: Files, weights: dict[str, Tensor]) -> dict[str, T
     return {n: rule.evaluated(weight, state[n]) if n in state else weight for n, weight in weights.items()}
 
 
-def _under_all_names(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _under_all_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights as a state dict has them: under each of their names, where several share one. A buffer that checkpoints
     leave out is the model's own."""
     places: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         places.setdefault(id(tensor), []).append(name)
-    known = ((names, next((each for each in names if each in given), None)) for names in places.values())
-    return {name: given[first] for names, first in known if first is not None for name in names}
+    known = ((names, next((each for each in names if each in weights), None)) for names in places.values())
+    return {name: weights[first] for names, first in known if first is not None for name in names}

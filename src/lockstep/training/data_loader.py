@@ -36,13 +36,13 @@ FORESEEN = 2  # of a stream, steps made before one is given out: ranks agree on 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a feeding thread met, to be raised where the batch is wanted."""
+    """An error of the feeding thread, to be raised where the batch is wanted."""
 
     error: BaseException
 
 
 def stopping(world: World) -> Callable[[Unreadable], None]:
-    """What asks all ranks to stop before a shard is needed that cannot be read, and says so."""
+    """A function that asks all ranks to stop before a shard is needed that cannot be read, and prints why."""
 
     def ends(caught: Unreadable) -> None:
         if world.local_rank == 0:  # the ranks of a machine read the same files
@@ -85,13 +85,13 @@ class StepLoader:
     @property
     def mixture(self) -> dict[str, str]:
         """Opening lines about several sources, and about shards; none of one source that is no stream."""
-        told = {} if self.mixed is None else {"mixture": self.mixed.told(list(self.sources), self.total)}
+        lines = {} if self.mixed is None else {"mixture": self.mixed.told(list(self.sources), self.total)}
         if isinstance(self.columns, Streamed):
             most = len(self.columns) if self.mixed is None else int(self.mixed.sizes.max())
             window = f"{min(self.task.run.data.stream_window, most):,} examples"
             some = window if self.mixed is None else f"up to {window} of each source"
-            told["stream"] = f"{len(self.columns.shard_sizes):,} shards, {some} shuffled together"
-        return told
+            lines["stream"] = f"{len(self.columns.shard_sizes):,} shards, {some} shuffled together"
+        return lines
 
     def deal(self, shares: Shares, rank: int) -> None:
         """From the next batch that `steps` gives on, ranks run these micro-batches; `rank` is this one."""
@@ -149,7 +149,7 @@ class StepLoader:
 
     def _source_of(self, rows: np.ndarray) -> np.ndarray:
         """Which source of the mixture each is from: int64, same shape."""
-        return np.searchsorted([found.stop for found in self.sources.values()], rows, side="right")
+        return np.searchsorted([span.stop for span in self.sources.values()], rows, side="right")
 
     def _targets_of(self, rows: np.ndarray, step: int) -> np.ndarray:
         """Of each source of the mixture: float64 [S]."""
@@ -163,11 +163,11 @@ class StepLoader:
             not self.task.collates_in_thread()
         ):  # it may draw; in a thread it does not, and what is seeded here is the model's
             seed_everything(self.seed, step, index, 1)
-        found = self.task.collate_at(self.columns, rows, index, step)
+        micro = self.task.collate_at(self.columns, rows, index, step)
         if self.mixed is None:
-            return found
+            return micro
         of = self._source_of(rows if len(rows) else np.zeros(1, dtype=np.int64))  # blank: of one example
-        return replace(found, sources=torch.from_numpy(of))
+        return replace(micro, sources=torch.from_numpy(of))
 
     def _jobs(self, after: int) -> Iterator[tuple[int, int, np.ndarray]]:
         """This rank's micro-batches of the steps from `after` on: step, index and rows."""

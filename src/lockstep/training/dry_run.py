@@ -1,4 +1,4 @@
-"""What is tried before the first step, and leaves no trace: the longest examples, a checkpoint's memory, and the end.
+"""The dry run before the first step, which leaves no trace: the longest examples, a checkpoint's memory, and the end.
 
 In: everything built. Out: nothing, or an error that would otherwise have come after hours.
 """
@@ -56,9 +56,9 @@ def try_a_step(session: Session, then: Callable[[], None] = lambda: None) -> Non
 
 
 def try_the_end(session: Session) -> None:
-    """What comes after the first step, before it: a checkpoint's memory, evaluation of the longest examples, samples,
-    and an export unless the model is large. A mistake in a task of one's own is found here and not after hours; nothing
-    is left behind. Collective."""
+    """Try everything that comes after the first step: a checkpoint's memory, evaluation of the longest examples,
+    samples, and an export unless the model is large. A mistake in a task of one's own is found here and not after
+    hours; nothing is left behind. Collective."""
     session.checkpoints.dry_run(session.averaged)
     try:
         _tried(session)
@@ -104,15 +104,15 @@ def _tried(session: Session) -> None:
 
 
 def enough_room(session: Session, step: int) -> list[str]:
-    """What the user should know of the disk of OUTPUT before training goes on after `step` updates. Collective. Errors:
+    """Notes for the user on the disk of OUTPUT before training goes on after `step` updates. Collective. Errors:
     `RunError`, on every rank, where it has no room for what the run writes."""
-    room, feed, found = session.checkpoints.room, session.feed, list[str]()
+    room, feed, notes = session.checkpoints.room, session.feed, list[str]()
     fault = None
     if session.world.is_main:
         try:
-            found = room.check(step, feed.total, session.checkpoints.every, session.world.size)
+            notes = room.check(step, feed.total, session.checkpoints.every, session.world.size)
         except RunError as caught:
             fault = str(caught)
     if (fault := session.world.broadcast(fault)) is not None:
         raise RunError(fault)
-    return found
+    return notes

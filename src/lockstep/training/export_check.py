@@ -38,7 +38,7 @@ LOW_PRECISION = 2e-3  # both in half precision, or what that makes of the export
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What the run's own evaluation says of a few examples."""
+    """The run's own losses of a few examples."""
 
     places: list[int]  # among the raw rows' examples
     losses: list[float]  # mean over its targets, of each
@@ -47,7 +47,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Compared:
-    """What came of it, for a person, and whether it is an error."""
+    """The outcome for a person, and whether it is an error."""
 
     text: str
     agrees: bool = True
@@ -56,17 +56,17 @@ class Compared:
 def evaluated(run: Run, task: Task, strategy: Strategy) -> Evaluated:
     """The losses of a few examples by the model that is exported, as evaluations compute them. Collective."""
     why = _why_not(run, task)
-    kept = RawRows.of(task.prepared.facts)
-    if why or kept is None:
+    raw_rows = RawRows.of(task.prepared.facts)
+    if why or raw_rows is None:
         return Evaluated([], [], why or "no raw rows were kept of its data")
     ACTIVITY.at("evaluating a few examples, to compare the export with")
-    columns = task.splits[kept.split] if kept.examples is None else kept.examples
-    lengths = columns.lengths[kept.at]
-    places = np.argsort(lengths, kind="stable")[:: max(1, len(kept.at) // EXAMPLES)][:EXAMPLES].tolist()
+    columns = task.splits[raw_rows.split] if raw_rows.examples is None else raw_rows.examples
+    lengths = columns.lengths[raw_rows.at]
+    places = np.argsort(lengths, kind="stable")[:: max(1, len(raw_rows.at) // EXAMPLES)][:EXAMPLES].tolist()
     device, losses = strategy.world.device, []
     with strategy.averaged():
         for place in places:
-            rows = kept.at[[place]]
+            rows = raw_rows.at[[place]]
             micro = task.collate(columns, rows, 0).to(device)
             logits = strategy.forward(micro.inputs)
             loss = logits[..., 0].sum() if run.task.options.get("loss_chunk") else _loss(task, logits, micro.targets)
@@ -94,10 +94,10 @@ def _why_not(run: Run, task: Task) -> str:
     return ""
 
 
-def compare(run: Run, task: Task, found: Evaluated, folder: Path, device: torch.device) -> Compared:
+def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: torch.device) -> Compared:
     """The export in a folder beside what was evaluated. Rank 0 only."""
-    if found.why_not:
-        return Compared(f"the export was not compared: {found.why_not}")
+    if expected.why_not:
+        return Compared(f"the export was not compared: {expected.why_not}")
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if 2 * size > _memory():
         return Compared("the export was not compared: this machine has too little memory to load it")
@@ -111,7 +111,7 @@ def compare(run: Run, task: Task, found: Evaluated, folder: Path, device: torch.
             f"{folder} is written, but from_pretrained does not load it as it should: {_line(caught)}", False
         )
     try:
-        losses, rounding = exported_losses(run, task, job, model, found.places)
+        losses, rounding = exported_losses(run, task, job, model, expected.places)
     except NotCovered as caught:
         return Compared(f"the export was not compared: {caught}")
     except OtherExamples as caught:
@@ -126,7 +126,7 @@ def compare(run: Run, task: Task, found: Evaluated, folder: Path, device: torch.
     within = max(LOW_PRECISION, plain_check.FACTOR * rounding) if low else SAME_PRECISION
     if run.model.dtype == "bfloat16" and adapters.is_adapter(folder):
         within = max(within, ROUNDED_BASE)
-    pairs = list(zip(found.losses, losses, strict=True))
+    pairs = list(zip(expected.losses, losses, strict=True))
     wrong = [
         f"{own:.7g} in this run, {theirs:.7g} by the export"
         for own, theirs in pairs
@@ -145,7 +145,7 @@ def compare(run: Run, task: Task, found: Evaluated, folder: Path, device: torch.
 
 
 def _scale(pairs: Sequence[tuple[float, float]]) -> float:
-    """What small losses are compared beside: their mean, or a hundredth where all are small."""
+    """The scale beside which small losses are compared: their mean, or a hundredth where all are small."""
     return max(1e-2, sum(abs(own) for own, _ in pairs if math.isfinite(own)) / max(1, len(pairs)))
 
 
@@ -159,12 +159,12 @@ class OtherExamples(Exception):
 
 def loaded_job(run: Run, task: Task, folder: Path) -> Plain:
     """The run as plain reads it, with the tokenizer of an export. Errors: `NotCovered`, and whatever loading raises."""
-    kept = RawRows.of(task.prepared.facts)
-    assert kept is not None
+    raw_rows = RawRows.of(task.prepared.facts)
+    assert raw_rows is not None
     values = plain_sides.plain_file(run, task)
     if run.task.options.get("loss_chunk"):
         values["task"] |= {"label_smoothing": 0.0}  # evaluations are without it
-    return Plain(values, str(folder), {"train": plain_sides.rows_of(task, kept)}, plain_sides.labels_of(task))
+    return Plain(values, str(folder), {"train": plain_sides.rows_of(task, raw_rows)}, plain_sides.labels_of(task))
 
 
 def exported_losses(
@@ -173,11 +173,11 @@ def exported_losses(
     """The losses of the examples at these places, each a mean over its targets, by the export alone; and how far they
     are from those in float32, relatively, at most. Errors: `NotCovered`, `OtherExamples`, and whatever the model
     raises."""
-    kept = RawRows.of(task.prepared.facts)
-    assert kept is not None
-    examples: list[dict[str, Any]] = job.encode(job.splits["train"])[: len(kept.at)]
-    if len(examples) != len(kept.at):
-        raise OtherExamples(f"its tokenizer makes {len(examples)} examples of texts that were {len(kept.at)}")
+    raw_rows = RawRows.of(task.prepared.facts)
+    assert raw_rows is not None
+    examples: list[dict[str, Any]] = job.encode(job.splits["train"])[: len(raw_rows.at)]
+    if len(examples) != len(raw_rows.at):
+        raise OtherExamples(f"its tokenizer makes {len(examples)} examples of texts that were {len(raw_rows.at)}")
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
     device, losses = next(model.parameters()).device, dict[bool, list[float]]()
     for narrow in (True, False):

@@ -22,10 +22,10 @@ from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session, join_ranks
 
 
-def finished(given: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Run, Path]:
+def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Run, Path]:
     """The run of an output folder, with overrides, and its export; of one of its checkpoints what an export of it is,
     in the cache. Errors: `RunError`."""
-    output, checkpoint = origin.parts(given)
+    output, checkpoint = origin.parts(folder)
     if not (output / "run.yaml").is_file():
         raise RunError(f"{output} is not the output folder of a run: it has no run.yaml")
     export = output / "export"
@@ -62,7 +62,7 @@ def of_export(run: Run, export: Path, output: Path) -> Run:
 def scores(
     output: Path, split: str | None, overrides: Sequence[str] | Mapping[str, Any]
 ) -> tuple[str, dict[str, dict[str, float]]]:
-    """What the data are called, and metrics of a split (default: validation, and test where there is one). This process
+    """The name of the data, and metrics of a split (default: validation, and test where there is one). This process
     becomes the only rank of a job. Errors: `RunError`."""
     run, export = finished(output, overrides)
     alone = of_export(run, export, run.folder)
@@ -80,19 +80,19 @@ def scores(
         task.calibrate(task.calibration_in(export))
         if task.needs_calibration and wanted != ["validation"]:  # of a checkpoint that was not evaluated
             task.calibrate(evaluated(alone, world, task, strategy, task.splits["validation"]))
-    found = {name: evaluated(alone, world, task, strategy, task.splits[name]) for name in wanted}
+    metrics = {name: evaluated(alone, world, task, strategy, task.splits[name]) for name in wanted}
     strategy.close()
     del session, strategy
     world.close()
-    return str(task.prepared.facts["source"]), found
+    return str(task.prepared.facts["source"]), metrics
 
 
 def evaluate(output: Path, split: str | None, overrides: list[str]) -> int:
     """Print the metrics of a split (default: validation, and test where there is one). Returns the exit status."""
-    source, found = scores(output, split, overrides)
+    source, of_splits = scores(output, split, overrides)
     console = Console(True)
     console.facts({"model": str(output if origin.parts(output)[1] else output / "export"), "data": source})
-    metrics = next(iter(found.values()))
-    rows = [[metric, *(f"{values[metric]:,.6g}" for values in found.values())] for metric in metrics]
-    console.table("scores", ["", *found], rows)
+    metrics = next(iter(of_splits.values()))
+    rows = [[metric, *(f"{values[metric]:,.6g}" for values in of_splits.values())] for metric in metrics]
+    console.table("scores", ["", *of_splits], rows)
     return 0

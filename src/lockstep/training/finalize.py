@@ -41,20 +41,20 @@ def final_scores(
         splits = [split for split in ("validation", "test") if split in task.splits]
         try:
             exported = step
-            found: dict[str, Final] = {}
+            finals: dict[str, Final] = {}
             if run.average.last is not None:
                 steps = session.checkpoints.take_mean(session.averaged, step)
                 console.say(f"the mean of the weights after steps {', '.join(map(str, steps))} is exported")
             session.averaged.exchange()
             if run.export == "best":
-                exported, found = best_model(session, console, state, final)
-                if exported != step and found:
-                    sinks.log(step, "validation", found.pop("validation")[0])
+                exported, finals = best_model(session, console, state, final)
+                if exported != step and finals:
+                    sinks.log(step, "validation", finals.pop("validation")[0])
             for split in splits:  # validation first, which decides what others are scored with
-                found[split] = found[split] if split in found else final(split)
+                finals[split] = finals[split] if split in finals else final(split)
                 if split == "validation" and isinstance(task, Calibrates):
-                    task.calibrate(found[split][0])
-            return exported, found
+                    task.calibrate(finals[split][0])
+            return exported, finals
         except EvaluationInterrupted:
             return None
 
@@ -65,7 +65,7 @@ def best_model(
     """Let the strategy hold the best evaluated model, of which a checkpoint is kept, unless the last is better. Returns
     its step, and what the last one scored if that was asked. Collective. Errors: `EvaluationInterrupted`."""
     run, checkpoints, progress, step = session.run, session.checkpoints, state.progress, state.step
-    found = {}
+    finals = {}
     if state.over:  # the last one was evaluated already
         by = f" by more than {run.evaluate.min_delta:g}" if run.evaluate.min_delta else ""
         console.say(
@@ -73,8 +73,8 @@ def best_model(
             f"{progress.step} were not better{by or f' by {run.checkpoint.best}'} (evaluate.patience)"
         )
     else:
-        found["validation"] = final("validation")
-    last = score_of(run, found["validation"][0]) if found else None
+        finals["validation"] = final("validation")
+    last = score_of(run, finals["validation"][0]) if finals else None
     exported, notes = checkpoints.take_best(session.averaged, step, last)
     if exported != step:
         session.averaged.exchange()  # what was loaded is in its own place
@@ -82,4 +82,4 @@ def best_model(
         console.note(text)
     which = "that of the last step" if exported == step else f"that of step {exported} of {step}"
     console.say(f"the best model by {run.checkpoint.best} is {which}, and is exported")
-    return exported, found
+    return exported, finals

@@ -62,7 +62,7 @@ def batches(session: Session, step: int) -> Generator[StepBatch]:
     """This rank's part of every step, after `step` updates. Collective where ranks hand micro-batches over."""
     ends = stopping(session.world)
     if session.run.launch.rebalance_every and session.world.size > 1:
-        found = LoadBalancer(session).steps(step, ends)
+        steps = LoadBalancer(session).steps(step, ends)
     else:
-        found = session.feed.steps(step, ends)
-    return session.strategy.phases.during("data", found)
+        steps = session.feed.steps(step, ends)
+    return session.strategy.phases.during("data", steps)

@@ -1,4 +1,4 @@
-"""What a run amounts to, before it starts: its data, its model, its steps, tokens a step, and memory by a formula.
+"""The numbers of a run before it starts: its data, its model, its steps, tokens a step, and memory by a formula.
 
 In: a run, its prepared data and the number of processes. Out: facts for `lockstep plan`. The model is built on the meta
 device, where it takes no memory; nothing is trained.
@@ -63,11 +63,11 @@ def counts(model: nn.Module) -> tuple[int, int]:
 
 def resolve_options(run: Run, task: Task, world: World) -> Run:
     """The run with what its strategy leaves to the memory of the machines. The same on every rank. Collective."""
-    found = strategy_class(run)
-    if not found.needs_memory_to_resolve(run):
+    cls = strategy_class(run)
+    if not cls.needs_memory_to_resolve(run):
         return run
     memory = min(world.all_gather(capacity(world.device, world.local_size)))
-    return found.resolve_options(run, world.size, *counts(freeze(run, task.model(empty=True))), memory)
+    return cls.resolve_options(run, world.size, *counts(freeze(run, task.model(empty=True))), memory)
 
 
 def check_names(run: Run, prepared: Prepared) -> None:
@@ -79,13 +79,13 @@ def check_names(run: Run, prepared: Prepared) -> None:
 
 def treatment(run: Run, model: nn.Module) -> str:
     """The optimizer, and what of its weights has a rate, a decay or a rule of its own."""
-    found: dict[ParamGroupSpec, int] = {}
+    counts: dict[ParamGroupSpec, int] = {}
     for how in assigned(run.optim, model).values():
-        found[how] = found.get(how, 0) + 1
+        counts[how] = counts.get(how, 0) + 1
     rows = [
         f"{count} weight{'s' * (count > 1)}{f' ({how.kind})' if how.kind else ''} at "
         f"{how.scale * run.optim.learning_rate:.3g}, decay {how.decay:g}"
-        for how, count in found.items()
+        for how, count in counts.items()
     ]
     more = f"; {len(rows) - 6} more groups" if len(rows) > 6 else ""
     return f"{run.optim.name}: {'; '.join(rows[:6])}{more}"
@@ -145,9 +145,9 @@ def units(feed: StepLoader) -> str:
     """Tokens (or what else counts an example's length) of a step, with and without padding."""
     last = 0 if isinstance(feed.columns, Streamed) else feed.total - 1  # later in a stream is another window to read
     steps = np.unique(np.linspace(0, last, min(LOOKED_AT, feed.total)).astype(int))
-    found = [feed.make(int(step)) for step in steps]
-    real, padded = (sum(getattr(batch, name) for batch in found) for name in ("tokens", "padded"))
-    return f"about {real / len(found):,.0f} a step; {padded / real:.2f} computed for each real one"
+    sampled = [feed.make(int(step)) for step in steps]
+    real, padded = (sum(getattr(batch, name) for batch in sampled) for name in ("tokens", "padded"))
+    return f"about {real / len(sampled):,.0f} a step; {padded / real:.2f} computed for each real one"
 
 
 def padding(run: Run, task: Task) -> dict[str, str]:
@@ -165,18 +165,18 @@ def validation_rows(run: Run, columns: Columns) -> np.ndarray | None:
 
 
 def selection_lines(run: Run, task: Task) -> dict[str, str]:
-    """What is evaluated and exported, where that is not all of validation and the weights."""
-    found, of = {}, len(task.splits["validation"])
+    """Lines about evaluation and export, where these are not of all of validation and of the last weights."""
+    lines, of = {}, len(task.splits["validation"])
     if run.evaluate.limit is not None and run.evaluate.limit < of:
-        found["evaluation"] = f"{run.evaluate.limit:,} of {of:,} validation examples, drawn with the seed"
+        lines["evaluation"] = f"{run.evaluate.limit:,} of {of:,} validation examples, drawn with the seed"
     if run.average.told:
         both = "evaluated and exported" if run.average.ema is not None else "exported"
-        found["average"] = f"{run.average.told} is {both}"
-    return found
+        lines["average"] = f"{run.average.told} is {both}"
+    return lines
 
 
 def memory(run: Run, processes: int, every: int, trained: int, packed: int = 0, state: float | None = None) -> str:
-    """What a process holds, by a formula: weights of `every` parameter, `packed` of them in 4 bits; the rest of those
+    """Memory of a process, by a formula: weights of `every` parameter, `packed` of them in 4 bits; the rest of those
     that are trained, the optimizer's `state` of each among it."""
     sizes, note = held(run, processes, every, trained, packed, state)
     parts = ", ".join(f"{name} {size(each)}" for name, each in sizes.items() if each or name != "partial sums")
@@ -192,15 +192,15 @@ def held(
     run: Run, processes: int, every: int, trained: int, packed: int, state: float | None
 ) -> tuple[dict[str, float], str]:
     """Bytes by kind, and what was decided for it."""
-    found, note = strategy_class(run), ""
-    if found.needs_memory_to_resolve(run):
-        run = found.resolve_options(run, processes, every, trained, capacity(pick_device(run, 0), processes))
-        found, note = strategy_class(run), f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
-    each = found.bytes_held(run, processes, state) | {"partial sums": found.partial_sums(run, processes)}
+    cls, note = strategy_class(run), ""
+    if cls.needs_memory_to_resolve(run):
+        run = cls.resolve_options(run, processes, every, trained, capacity(pick_device(run, 0), processes))
+        cls, note = strategy_class(run), f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
+    each = cls.bytes_held(run, processes, state) | {"partial sums": cls.partial_sums(run, processes)}
     # the frozen matrices of an adapter's base; its vectors, which are float32, are few
     low = 0.5 if run.model.adapter and run.model.dtype == "bfloat16" else 1.0  # of float32's bytes
-    kept = trained + low * (every - trained - packed) + quantized.BYTES / 4 * packed
-    return {name: bytes_ * (kept if name == "weights" else trained) for name, bytes_ in each.items()}, note
+    weights = trained + low * (every - trained - packed) + quantized.BYTES / 4 * packed
+    return {name: bytes_ * (weights if name == "weights" else trained) for name, bytes_ in each.items()}, note
 
 
 def shortage(run: Run, prepared: Prepared, processes: int, there: float) -> str | None:

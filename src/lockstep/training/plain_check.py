@@ -45,7 +45,7 @@ FACTOR = 10.0  # times what a change of a weight's last bit comes to, or half pr
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two correct computations may be apart, relatively. Where the numbers come from: docs/verify.md."""
+    """Tolerances: relative differences of two correct computations. docs/verify.md has their source."""
 
     loss: float
     gradient: float  # of the norm of the whole gradient
@@ -61,7 +61,7 @@ LEAST_LOW = Tolerance(1e-3, 1e-2)  # the run's own in bfloat16 or float16
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a batch comes to, by one path."""
+    """The loss and gradients of a batch, by one path."""
 
     loss: float  # mean over targets, in training mode
     evaluated: float | None  # the same in evaluation mode; None: the run computes no such loss then
@@ -123,7 +123,7 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
     try:
         sides = sides_of(session.run, session.task, strategy, first_micro_batch(session))
         with preserved(sides.model, strategy.effects.written):
-            found = differences(sides, strategy)
+            differing = differences(sides, strategy)
     except (Elsewhere, NotCovered) as caught:
         return True, f"not compared with a plain computation: {caught}"
     except OtherTokens as caught:
@@ -133,7 +133,7 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
             f"before the first step: the comparison with a plain computation fails ({caught}), so that nothing is "
             "known of this run's loss. verify.plain=false trains without it; please report this"
         )
-    if not found:
+    if not differing:
         groups = groups_of(sides)
         count = len({place for places in groups.values() for place in places})
         of = "of the first micro-batch and others" if sides.first else "of the training split"
@@ -141,7 +141,7 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
             f"loss and gradient of {count} examples {of} equal those of transformers alone, without dropout, to "
             "rounding"
         )
-    lines = "\n".join(f"  {difference}" for difference in found[:6])
+    lines = "\n".join(f"  {difference}" for difference in differing[:6])
     return False, (
         f"before the first step, without dropout:\n{lines}\n{causes(sides, strategy)}\nNothing was trained. If you "
         "know better: verify.plain=false trains without this comparison"
@@ -154,13 +154,13 @@ def first_micro_batch(session: Session) -> np.ndarray:
     if isinstance(feed.columns, Streamed):
         return np.empty(0, np.int64)
     rows = feed.order.step(0)
-    found: np.ndarray = rows[feed.task.cut(feed.columns, rows)[0]]
-    return found
+    first: np.ndarray = rows[feed.task.cut(feed.columns, rows)[0]]
+    return first
 
 
 def differences(sides: Sides, strategy: Strategy) -> list[Difference]:
-    """What differs by more than rounding, of all groups of examples. Errors: `NotCovered`."""
-    found: list[Difference] = []
+    """Differences of more than rounding, over all groups of examples. Errors: `NotCovered`."""
+    differing: list[Difference] = []
     inside = strategy.casts_inside and sides.run.precision == "bf16"
     strict = takes_float32(sides.run, sides.task) and not inside
     low = "bfloat16" if sides.run.model.trained_in_bfloat16 else sides.run.precision.replace("fp32", "")
@@ -171,22 +171,22 @@ def differences(sides: Sides, strategy: Strategy) -> list[Difference]:
             own = own_numbers(sides, places, strategy.autocast(False))
             if compared(name, own, plain[name], LEAST):  # rounding may come to more, which is measured only then
                 measured = apart(perturbed_numbers(sides, places), plain[name])
-                found += compared(name, own, plain[name], LEAST.at_least(measured))
+                differing += compared(name, own, plain[name], LEAST.at_least(measured))
     if low:
         within = LEAST_LOW.at_least(half_precision(sides, groups, plain))
         for name, places in groups.items():
             own = own_numbers(sides, places, strategy.autocast())
-            found += compared(f"{name} in {low}", own, plain[name], within)
-    return found
+            differing += compared(f"{name} in {low}", own, plain[name], within)
+    return differing
 
 
 def groups_of(sides: Sides) -> dict[str, list[int]]:
     """Which examples are computed together, by what is special about them: places in `sides.at`."""
-    found = raw_rows.groups([int(n) for n in sides.columns.lengths[sides.at]], EXAMPLES)
+    groups = raw_rows.groups([int(n) for n in sides.columns.lengths[sides.at]], EXAMPLES)
     if sides.first:
-        del found["the first examples"]
-        found = {"the first micro-batch": sides.first[:EXAMPLES]} | found
-    return found
+        del groups["the first examples"]
+        groups = {"the first micro-batch": sides.first[:EXAMPLES]} | groups
+    return groups
 
 
 def takes_float32(run: Run, task: Task) -> bool:
@@ -216,14 +216,14 @@ def apart(a: Numbers, b: Numbers) -> Tolerance:
 def all_of(of: str, own: Numbers, plain: Numbers, within: Tolerance) -> tuple[list[Difference], list[Difference]]:
     """Two computations of the same examples beside each other: the numbers of all, and those of each weight."""
     whole = max(plain.norm, 1e-30)
-    found = [
+    pairs = [
         Difference(of, "the number of targets", own.targets, plain.targets, relative(own.targets, plain.targets), 1e-9),
         Difference(of, "the loss", own.loss, plain.loss, relative(own.loss, plain.loss), within.loss),
         Difference(of, "the gradient's norm", own.norm, plain.norm, relative(own.norm, plain.norm), within.gradient),
     ]
     if own.evaluated is not None and plain.evaluated is not None:
         size = relative(own.evaluated, plain.evaluated)
-        found.append(Difference(of, "the loss in evaluation mode", own.evaluated, plain.evaluated, size, within.loss))
+        pairs.append(Difference(of, "the loss in evaluation mode", own.evaluated, plain.evaluated, size, within.loss))
     of_weights = []
     for name in dict.fromkeys([*plain.gradient, *own.gradient]):
         (norm, along), (norms, alongs) = (side.gradient.get(name, (0.0, 0.0)) for side in (own, plain))
@@ -231,7 +231,7 @@ def all_of(of: str, own: Numbers, plain: Numbers, within: Tolerance) -> tuple[li
         of_weights.append(Difference(of, f"the gradient's norm in {name}", norm, norms, size, within.gradient))
         turn, what = _apart(along, alongs) / whole, f"the gradient along the weight {name}"
         of_weights.append(Difference(of, what, along, alongs, turn, within.gradient))
-    return found, of_weights
+    return pairs, of_weights
 
 
 def _apart(a: float, b: float) -> float:
@@ -239,7 +239,7 @@ def _apart(a: float, b: float) -> float:
 
 
 def relative(a: float, b: float) -> float:
-    """How far they are apart, beside the second."""
+    """Their difference, relative to the second."""
     return abs(a - b) / max(abs(b), 1e-30) if math.isfinite(a) and math.isfinite(b) else math.inf
 
 
@@ -247,7 +247,7 @@ def relative(a: float, b: float) -> float:
 
 
 def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) -> Numbers:
-    """As a step of the run computes them."""
+    """Compute them as a step of the run does."""
     task, model, run = sides.task, sides.model, sides.run
     rows = sides.at[list(places)]
     seed_everything(run.seed, 0, 0, 1)  # for a task whose collate draws
@@ -263,7 +263,7 @@ def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) 
 
 
 def plain_numbers(sides: Sides, places: Sequence[int], precision: AbstractContextManager[Any] | None = None) -> Numbers:
-    """As transformers and torch compute them. Errors: `NotCovered`, `PlainFailed`."""
+    """Compute them with transformers and torch alone. Errors: `NotCovered`, `PlainFailed`."""
     examples, count = [sides.examples[place] for place in places], 0.0
     if sides.run.task.name == "masked_language_modeling":
         examples = _masked(sides, places, examples)
@@ -276,13 +276,13 @@ def plain_numbers(sides: Sides, places: Sequence[int], precision: AbstractContex
         return total
 
     with plain_path():
-        found = _numbers(sides.plain, loss, 1.0)
+        numbers = _numbers(sides.plain, loss, 1.0)
     per = max(count, 1e-30)
     return Numbers(
-        found.loss / per,
-        None if found.evaluated is None else found.evaluated / per,
+        numbers.loss / per,
+        None if numbers.evaluated is None else numbers.evaluated / per,
         count,
-        {name: (norm / per, product / per) for name, (norm, product) in found.gradient.items()},
+        {name: (norm / per, product / per) for name, (norm, product) in numbers.gradient.items()},
     )
 
 
@@ -319,10 +319,10 @@ def half_precision(sides: Sides, groups: Mapping[str, Sequence[int]], plain: Map
         model = copy.deepcopy(model).bfloat16()
     low, kind = replace(sides, job=job, plain=model), device_of(model).type
     dtype = torch.float16 if sides.run.precision == "fp16" else torch.bfloat16
-    found = [
+    pairs = [
         apart(plain_numbers(low, places, torch.autocast(kind, dtype)), plain[name]) for name, places in groups.items()
     ]
-    return Tolerance(max(each.loss for each in found), max(each.gradient for each in found))
+    return Tolerance(max(each.loss for each in pairs), max(each.gradient for each in pairs))
 
 
 def _masked(sides: Sides, places: Sequence[int], examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -348,11 +348,11 @@ def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float
             total = loss()
             assert total is not None
             weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            found = torch.autograd.grad(total / targets, list(weights.values()), allow_unused=True)
+            gradients = torch.autograd.grad(total / targets, list(weights.values()), allow_unused=True)
         finally:
             model.train()
     gradient = {}
-    for (name, weight), slope in zip(weights.items(), found, strict=True):
+    for (name, weight), slope in zip(weights.items(), gradients, strict=True):
         if slope is not None:
             slope = (slope.to_dense() if slope.is_sparse else slope).double()
             own = weight.detach().double()

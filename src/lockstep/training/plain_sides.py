@@ -86,26 +86,26 @@ def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int
         raise Elsewhere("the model or the task is code of yours")
     if run.model.trust_remote_code:
         raise Elsewhere("the model may be code from the Hub (model.trust_remote_code)")
-    kept = RawRows.of(task.prepared.facts)
-    if kept is None:
+    raw_rows = RawRows.of(task.prepared.facts)
+    if raw_rows is None:
         raise Elsewhere("no raw rows were kept of its data")
     with plain_path():
         job = job_of(run, task)
-        examples = job.encode(rows_of(task, kept))[: len(kept.at)]
+        examples = job.encode(rows_of(task, raw_rows))[: len(raw_rows.at)]
         check_tokenizer(run, task, job, examples)
-    columns = task.splits[kept.split] if kept.examples is None else kept.examples
+    columns = task.splits[raw_rows.split] if raw_rows.examples is None else raw_rows.examples
     model = whole_model(run, task, strategy)
     plain = plain_model(job, model)
     job.reference = plain  # before training it is the model itself
-    of_split = kept.split == "train" and kept.examples is None
-    first = np.flatnonzero(np.isin(kept.at, micro_batch)).tolist() if of_split else []
-    return Sides(run, task, model, plain, job, columns, kept.at, examples, first)
+    of_split = raw_rows.split == "train" and raw_rows.examples is None
+    first = np.flatnonzero(np.isin(raw_rows.at, micro_batch)).tolist() if of_split else []
+    return Sides(run, task, model, plain, job, columns, raw_rows.at, examples, first)
 
 
 def job_of(run: Run, task: Task, tokenizer: str | None = None) -> Plain:
     """The run as the plain path reads it, of the rows that were kept. `tokenizer`: another folder than the run's."""
-    kept = RawRows.of(task.prepared.facts)
-    rows = [] if kept is None else rows_of(task, kept)
+    raw_rows = RawRows.of(task.prepared.facts)
+    rows = [] if raw_rows is None else rows_of(task, raw_rows)
     return Plain(plain_file(run, task), tokenizer or task.prepared.tokenizer, {"train": rows}, labels_of(task))
 
 
@@ -131,20 +131,20 @@ def check_tokenizer(run: Run, task: Task, job: Plain, examples: list[dict[str, A
             )
 
 
-def rows_of(task: Task, kept: RawRows) -> list[dict[str, Any]]:
+def rows_of(task: Task, raw_rows: RawRows) -> list[dict[str, Any]]:
     """The kept rows as the plain path reads them."""
     if task.run.task.name != "question_answering":
-        return kept.rows
-    told = [(row[TEXTS], row[START]) for row in kept.rows]
-    answers = [[{"text": texts[0], "answer_start": start}] if texts else [] for texts, start in told]
-    return [row | {TEXTS: found} for row, found in zip(kept.rows, answers, strict=True)]
+        return raw_rows.rows
+    spans = [(row[TEXTS], row[START]) for row in raw_rows.rows]
+    answers = [[{"text": texts[0], "answer_start": start}] if texts else [] for texts, start in spans]
+    return [row | {TEXTS: answer} for row, answer in zip(raw_rows.rows, answers, strict=True)]
 
 
 def labels_of(task: Task) -> list[Any] | None:
     """The values of labels, in the order of their codes."""
     facts = task.prepared.facts
-    found = facts.get("label_values", facts.get("labels"))
-    return None if found is None else list(found)
+    labels = facts.get("label_values", facts.get("labels"))
+    return None if labels is None else list(labels)
 
 
 def plain_file(run: Run, task: Task) -> dict[str, Any]:
@@ -210,18 +210,20 @@ def with_tensors_of(plain: nn.Module, model: nn.Module) -> None:
     theirs = dict(plain.named_parameters(remove_duplicate=False))
     if own.keys() != theirs.keys():
         raise PlainFailed(f"the plain model has other weights: {', '.join(sorted(own.keys() ^ theirs.keys())[:3])}")
-    given: dict[int, nn.Parameter] = {}
+    shared: dict[int, nn.Parameter] = {}
     for name, parameter in own.items():
         if parameter.shape != theirs[name].shape:
             raise PlainFailed(f"the plain model's {name} has another shape")
         wide = parameter.dtype == torch.float32
-        kept = parameter if wide else nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+        kept_parameter = (
+            parameter if wide else nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+        )
         holder, _, last = name.rpartition(".")
-        setattr(plain.get_submodule(holder), last, given.setdefault(id(parameter), kept))
+        setattr(plain.get_submodule(holder), last, shared.setdefault(id(parameter), kept_parameter))
     modules = dict(model.named_modules())
     for path, module in plain.named_modules():
         others = vars(modules[path]) | dict(modules[path].named_buffers(recurse=False)) if path in modules else {}
         held = {n: v for n, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta}
         for name in [*held, *dict(module.named_buffers(recurse=False))]:
-            if isinstance(found := others.get(name), Tensor):
-                setattr(module, name, found)
+            if isinstance(other := others.get(name), Tensor):
+                setattr(module, name, other)

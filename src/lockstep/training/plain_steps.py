@@ -47,7 +47,7 @@ class PlainStep:
 
 @dataclass(frozen=True)
 class PlainRecord:
-    """What plain needs to know of a job, as plain data."""
+    """A job as plain data, for the plain reference."""
 
     tokenizer: str  # folder
     total: int  # steps of the run
@@ -58,7 +58,7 @@ class PlainRecord:
 
     @staticmethod
     def read(folder: Path) -> PlainRecord:
-        """What `record_session` wrote."""
+        """Read a folder of `record_session`."""
         values = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return PlainRecord(**{**values, "steps": [PlainStep(**step) for step in values["steps"]]})
 
@@ -98,8 +98,8 @@ def record_session(session: Session, count: int = 2) -> None:
             _save(folder / f"step-{place}.safetensors", gradients | strategy.state_dict(), world)
     if world.is_main:
         loss, tokenizer = scores["loss"], session.task.prepared.tokenizer
-        found = PlainRecord(tokenizer, feed.total, steps, rows.tolist(), loss, shown)
-        (folder / FILE).write_text(json.dumps(asdict(found)), encoding="utf-8")
+        record = PlainRecord(tokenizer, feed.total, steps, rows.tolist(), loss, shown)
+        (folder / FILE).write_text(json.dumps(asdict(record)), encoding="utf-8")
 
 
 def numbers_of(run: Run, feed: StepLoader, count: int) -> list[int]:
@@ -115,13 +115,13 @@ def _masked(
     session: Session, columns: Columns, groups: Sequence[np.ndarray], step: int
 ) -> dict[str, list[list[list[int]]]]:
     """Tokens that are read and that are predicted, of all micro-batches: which are masked is drawn, so it is data."""
-    found: dict[str, Any] = {"read": [], "predicted": []}
+    tokens: dict[str, Any] = {"read": [], "predicted": []}
     for index, rows in enumerate(groups):
         micro: MicroBatch = session.task.collate_at(columns, rows, index, step)
         lengths = columns.lengths[rows].tolist()
         for key, ids in (("read", micro.inputs["input_ids"]), ("predicted", micro.targets)):
-            found[key].append([row[:n] for row, n in zip(ids.tolist(), lengths, strict=False)])
-    return found
+            tokens[key].append([row[:n] for row, n in zip(ids.tolist(), lengths, strict=False)])
+    return tokens
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:

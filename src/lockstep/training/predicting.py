@@ -25,12 +25,12 @@ Given = str | Sequence[str] | Mapping[str, Any]  # a text; the texts of a pair; 
 
 
 def predictions(
-    output: Path, given: Sequence[Given], overrides: Sequence[str] | Mapping[str, Any]
+    output: Path, inputs: Sequence[Given], overrides: Sequence[str] | Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """For each what was asked, by column, and the answer: JSON by name. Errors: `RunError`."""
     run, export = finished(output, overrides)
     task = _task(run)
-    rows = [row_of(each, task.input_columns(run), f"text {place}") for place, each in enumerate(given, 1)]
+    rows = [row_of(each, task.input_columns(run), f"text {place}") for place, each in enumerate(inputs, 1)]
     yield from (_whole(task.input_columns(run), row, answer) for row, answer in _answered(task, run, export, rows))
 
 
@@ -68,29 +68,29 @@ def predict(
     return 0
 
 
-def row_of(given: Given, columns: Sequence[str], place: str) -> tuple[str, ...]:
+def row_of(value: Given, columns: Sequence[str], place: str) -> tuple[str, ...]:
     """The texts of one row, in the order of the columns. Errors: `RunError`, which names the place."""
-    if isinstance(given, Mapping):
-        if missing := [column for column in columns if column not in given]:
+    if isinstance(value, Mapping):
+        if missing := [column for column in columns if column not in value]:
             raise RunError(
                 f"predict: {place} has no column {missing[0]!r}, which this model reads; it has "
-                f"{', '.join(map(str, given))}"
+                f"{', '.join(map(str, value))}"
             )
-        found = tuple(_text(given[column], column, place) for column in columns)
-    elif isinstance(given, str):
-        found = tuple(given.split("\t")) if len(columns) > 1 else (given,)
+        row = tuple(_text(value[column], column, place) for column in columns)
+    elif isinstance(value, str):
+        row = tuple(value.split("\t")) if len(columns) > 1 else (value,)
     else:
-        found = tuple(_text(each, f"text {n}", place) for n, each in enumerate(given, 1))
-    if len(found) != len(columns):
+        row = tuple(_text(each, f"text {n}", place) for n, each in enumerate(value, 1))
+    if len(row) != len(columns):
         reads = "one text" if len(columns) == 1 else f"two texts ({' and '.join(columns)}), with one tab between them"
         raise RunError(
             f"predict: this model reads {reads}, as in $'first text\\tsecond text' or on a line of standard input; "
-            f"{place} is {' | '.join(found)[:60]!r}"
+            f"{place} is {' | '.join(row)[:60]!r}"
         )
-    for text in found:
+    for text in row:
         if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
             raise RunError(f"predict: {place} is {text[:60]!r}, which is not UTF-8; convert it")
-    return found
+    return row
 
 
 def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]]:

@@ -113,6 +113,6 @@ def at_a_stop(session: Session, console: Console) -> None:
     """Wait for what is being copied, which the time for a collective limits: what asked for the stop may not wait
     longer. Says what the mirror lacks. Collective."""
     run = session.run
-    missing = session.checkpoints.kept.rest(run.launch.timeout_s / 2)
+    missing = session.checkpoints.catalog.rest(run.launch.timeout_s / 2)
     if missing is not None:
         console.note(f"{missing}. Here the run goes on from {run.folder}; elsewhere from what is there")

@@ -1,4 +1,4 @@
-"""What every launcher starts: one rank of a job, from the run file to the export.
+"""One rank of a job, from the run file to the export: every launcher starts `main`.
 
 In: a run and the six variables. Out: an exit status (0 done, 1 failed, 2 bad run, 75 stopped and resumable), and
 on rank 0 OUTPUT/.
@@ -125,7 +125,7 @@ def main_of_file(path: str, words: Sequence[str] = TRAIN) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a run that reached its last step."""
+    """The outcome of a run that reached its last step."""
 
     step: int  # updates done: fewer than the run's where evaluate.patience has ended it
     exported: int  # the step whose model is exported
@@ -159,8 +159,8 @@ class RankZeroSinks(Sinks):
 
     def advance(self, step: int) -> None:
         self._console.advance(step)
-        if (found := self._usage.found()) is not None:
-            self.log(found[0], "system", found[1])
+        if (usage := self._usage.take()) is not None:
+            self.log(usage[0], "system", usage[1])
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         if self._told.get("samples", -1) < step:
@@ -193,7 +193,7 @@ def work(job: Job, world: World) -> int:
     run = job.run
     join_ranks(job, world)
     console = Console(world.is_main, world.log, run.track.console)
-    done = not world.apart and finished_already(job, world)
+    done = not world.joining and finished_already(job, world)
     if world.is_main:
         append(world.log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {world.size} process(es), rank 0 on {world.host}")
     if done:
@@ -202,17 +202,17 @@ def work(job: Job, world: World) -> int:
     ACTIVITY.at("building the model")
     with console.busy(lambda: ACTIVITY.name):
         session = replace(build_session(job, world, console.note), journal=EventLog(world, run.folder))
-        state, compared = (session.new_state(-1), "") if world.apart else resumed(session, console)
+        state, compared = (session.new_state(-1), "") if world.joining else resumed(session, console)
         session = replace(session, compared=compared)
-    found = train_and_evaluate(session, console, state)
-    if found is None:
+    trained = train_and_evaluate(session, console, state)
+    if trained is None:
         return STOPPED if session.checkpoints.newest else FAILED
-    weights = found.strategy.exported()
-    evaluated = export_check.evaluated(run, session.task, found.strategy)
-    doubts = session.task.warnings + own_generators(session.task, found.strategy.model)
-    found.strategy.close()
-    known = promised(found.strategy, doubts)
-    return DONE if weights is None else export_and_publish(session, console, found, weights, known, evaluated)
+    weights = trained.strategy.exported()
+    evaluated = export_check.evaluated(run, session.task, trained.strategy)
+    doubts = session.task.warnings + own_generators(session.task, trained.strategy.model)
+    trained.strategy.close()
+    known = promised(trained.strategy, doubts)
+    return DONE if weights is None else export_and_publish(session, console, trained, weights, known, evaluated)
 
 
 def train_and_evaluate(session: Session, console: Console, state: TrainState) -> Trained | None:
@@ -248,17 +248,17 @@ def train_and_evaluate(session: Session, console: Console, state: TrainState) ->
             session.journal.event("stop", step)
             end = "stopped"
             return None
-        exported, found = final
+        exported, finals = final
         if world.is_main and (cleared := session.checkpoints.clear()) is not None:
             console.say(cleared)  # before what is written of these scores
-        show_final_scores(session, state, exported, found)
+        show_final_scores(session, state, exported, finals)
         end = "done"
         return Trained(
             step,
             exported,
             state.meter.total,
-            {split: scores for split, (scores, _) in found.items()},
-            {split: tables for split, (_, tables) in found.items()},
+            {split: scores for split, (scores, _) in finals.items()},
+            {split: tables for split, (_, tables) in finals.items()},
             strategy,
         )
     except BaseException as caught:
@@ -307,7 +307,7 @@ def stopped_at(session: Session, step: int) -> str:
 def export_and_publish(
     session: Session,
     console: Console,
-    found: Trained,
+    trained: Trained,
     weights: Mapping[str, torch.Tensor],
     known: Promised,
     evaluated: export_check.Evaluated,
@@ -315,24 +315,26 @@ def export_and_publish(
     """Export, pages, the closing lines, and the push to the Hub, which may take long: no other rank waits for it in a
     collective. Rank 0 only. Returns the exit status: 1 for an export that gives other losses than the run, which goes
     nowhere else."""
-    run, task, steps = session.run, session.task, found.step
-    scores = {"step": found.exported, "export": export_of(run), "splits": found.scores}
-    told = {"tables.json": found.tables, history.SCORES: scores}
+    run, task, steps = session.run, session.task, trained.step
+    scores = {"step": trained.exported, "export": export_of(run), "splits": trained.scores}
+    records = {"tables.json": trained.tables, history.SCORES: scores}
     ours = led_away(session.world.log.parent) is None
     with suppress(OSError):
         if ours:  # the export that is there, if any, is not what these are of
             exported.withdraw(run.folder)
-    for name, values in told.items() if ours else ():  # before the export, which is what says that the run is finished
+    for name, values in (
+        records.items() if ours else ()
+    ):  # before the export, which is what says that the run is finished
         try:
             replace_text(run.folder / name, json.dumps(redact_all(values, printable)))
         except OSError as caught:
             console.note(f"{run.folder / name} could not be written: {caught.strerror or caught}")
-    write_model(session, weights, found.scores, steps, found.exported)
+    write_model(session, weights, trained.scores, steps, trained.exported)
     sha256 = write_summary(run, task, session.journal, console, steps, weights)
     compared = export_check.compare(run, task, evaluated, run.folder / "export", session.world.device)
     console.facts({"compared": session.compared} if session.compared else {})
     console.facts({"export": compared.text} if compared.agrees else {})
-    closing(console, run, task, found.scores, found.counts, session.world, sha256, known)
+    closing(console, run, task, trained.scores, trained.counts, session.world, sha256, known)
     if not compared.agrees:
         exported.withdraw(run.folder)
         error(compared.text, session.world.log)
@@ -378,26 +380,26 @@ def finished_already(job: Job, world: World) -> bool:
     """Whether OUTPUT holds this run's end; rank 0 looks, and writes run.yaml. Collective. Errors: `RunError` on every
     rank, when OUTPUT holds another run or cannot be written."""
     run, prepared = job.run, job.data
-    found: bool | str = False
+    outcome: bool | str = False
     if world.is_main:
         try:
             if world.refusal is not None:
                 raise RunError(world.refusal)
             manifest = check_resumable(run, prepared)
-            found = finished(run, manifest)
+            outcome = finished(run, manifest)
             keep(run)
             if job.scope < Scope.START:  # nobody has looked before
                 require(run)
                 remote_sync.check(run)
                 remote_sync.check(run, prepared)
-            if found and manifest is not None and not told_whole(run.folder):
+            if outcome and manifest is not None and not told_whole(run.folder):
                 finish_interrupted(job, manifest.step)
         except RunError as caught:
-            found = str(caught)
-    found = world.broadcast(found)
-    if isinstance(found, str):
-        raise RunError(found)
-    return found
+            outcome = str(caught)
+    outcome = world.broadcast(outcome)
+    if isinstance(outcome, str):
+        raise RunError(outcome)
+    return outcome
 
 
 transformers.logging.set_verbosity_error()

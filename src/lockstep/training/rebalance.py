@@ -70,9 +70,9 @@ class LoadBalancer:
             self._asked = self._world.all_gather_numbers([computed - self._seconds, self._tokens])
             self._seconds, self._tokens = computed, 0
 
-    def _hear(self, found: Sequence[Sequence[float]], step: int) -> None:
+    def _hear(self, reports: Sequence[Sequence[float]], step: int) -> None:
         """Seconds and tokens of each rank."""
-        rates = [seconds / tokens if tokens > 0 else math.nan for seconds, tokens in found]
+        rates = [seconds / tokens if tokens > 0 else math.nan for seconds, tokens in reports]
         if not all(0 < rate < math.inf for rate in rates):  # a rank had blank micro-batches only
             return
         self._rates.append(rates)
@@ -111,7 +111,7 @@ def decided(now: Shares, equal: Shares, rates: Sequence[float]) -> Shares:
 
 
 def expected(shares: Shares, rates: Sequence[float]) -> float:
-    """How long the rank takes that takes longest, micro-batches having one token each: they cost about the same."""
+    """Seconds of the slowest rank, with one token a micro-batch: they cost about the same."""
     return max(len(each) * rate for each, rate in zip(shares, rates, strict=True))
 
 
@@ -123,18 +123,19 @@ def quickest(rates: Sequence[float], leaves: int) -> tuple[range, ...]:
     best: dict[int, tuple[int, tuple[range, ...]]] = {0: (0, ())}  # first leaf that is left -> sums to send, shares
     for rank, can in enumerate(most):
         later = len(most) - rank - 1
-        found: dict[int, tuple[int, tuple[range, ...]]] = {}
+        longer: dict[int, tuple[int, tuple[range, ...]]] = {}
         for start, (sums, shares) in best.items():
             for end in range(max(start + 1, leaves - after[rank]), min(start + can, leaves - later) + 1):
                 sent = sums + partial_sums(start, end, leaves)
-                if end not in found or sent < found[end][0]:
-                    found[end] = (sent, (*shares, range(start, end)))
-        best = found
+                if end not in longer or sent < longer[end][0]:
+                    longer[end] = (sent, (*shares, range(start, end)))
+        best = longer
     return best[leaves][1]
 
 
 def _most(rates: Sequence[float], leaves: int) -> list[int]:
-    """How many leaves each rank can take, where all are through as early as can be and each takes one or more."""
+    """The number of leaves that each rank can take, where all are through as early as can be and each takes one or
+    more."""
 
     def can(limit: float) -> list[int]:
         return [int(limit * (1 + 1e-9) / rate) for rate in rates]
@@ -143,13 +144,14 @@ def _most(rates: Sequence[float], leaves: int) -> list[int]:
     low, high = 0, len(limits) - 1
     while low < high:
         middle = (low + high) // 2
-        found = can(limits[middle])
-        low, high = (low, middle) if min(found) >= 1 and sum(found) >= leaves else (middle + 1, high)
+        counts = can(limits[middle])
+        low, high = (low, middle) if min(counts) >= 1 and sum(counts) >= leaves else (middle + 1, high)
     return can(limits[low])
 
 
 def partial_sums(first: int, end: int, leaves: int) -> int:
-    """How many partial sums the leaves `first..end-1` leave: the length of `reduction.partial_nodes`, at once."""
+    """The number of partial sums that the leaves `first..end-1` leave: the length of `reduction.partial_nodes`, at
+    once."""
     room = 1 << (leaves - 1).bit_length() if end == leaves else end  # beside the tree's last nodes there is nothing
     count = 0
     while first < end:
@@ -161,7 +163,7 @@ def partial_sums(first: int, end: int, leaves: int) -> int:
 
 
 def rebalance_message(shares: Shares, equal: Shares, rates: Sequence[float], hosts: Sequence[str], step: int) -> str:
-    """What a person should read."""
+    """The note for a person."""
     if shares == equal:
         return f"hand over: from step {step + 1} on ranks share micro-batches equally again; they compute alike"
     usual = statistics.median_low(rates)

@@ -74,7 +74,7 @@ def _asked(run: Run, world: World, task: UsesReference, strategy: Strategy, spli
     Ranks take turns, and each row is filled in by one of them, so that the sum over ranks is what that one said."""
     columns, size = task.splits[split], task.reference_batch_size or usual_batch(run)
     order = np.argsort(-np.asarray(columns.lengths), kind="stable")
-    found = torch.zeros(len(columns), task.reference_size, dtype=torch.float64, device=world.device)
+    reference = torch.zeros(len(columns), task.reference_size, dtype=torch.float64, device=world.device)
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     for turn in range(0, len(batches), strategy.data_parallel.size):
         ACTIVITY.at(f"what the model says of {split} before training, batch {turn}")
@@ -86,5 +86,5 @@ def _asked(run: Run, world: World, task: UsesReference, strategy: Strategy, spli
         except torch.OutOfMemoryError as caught:
             caught.add_note(f"({ACTIVITY.name}, of {size} examples; task.reference_batch_size takes fewer)")
             raise
-        found[torch.from_numpy(rows).to(world.device)] = said[: len(rows)]
-    return strategy.data_parallel.sum(found).cpu().numpy()
+        reference[torch.from_numpy(rows).to(world.device)] = said[: len(rows)]
+    return strategy.data_parallel.sum(reference).cpu().numpy()

@@ -63,7 +63,7 @@ def replay(job: Job, world: World, output: str, wanted: str, begin: str) -> int:
     compared: list[dict[str, Any]] = []
     if any(name in (known := written.get(done, {})) for name in _HASHED):  # what was loaded is what was trained
         compared.append({"now": {"step": done, **hashed(strategy)}, "then": known})
-    found: dict[str, Any] = {}
+    step_facts: dict[str, Any] = {}
     try:
         for batch in feed.steps(after=done):
             number = batch.step + 1
@@ -77,14 +77,14 @@ def replay(job: Job, world: World, output: str, wanted: str, begin: str) -> int:
                 line |= hashed(strategy)
             compared.append({"now": line, "then": known})
             if looker is not None:
-                found = looker.found(batch, rate, line)
+                step_facts = looker.found(batch, rate, line)
                 break
     except NotFinite as caught:
         raise not_finite(caught, feed, feed.order.step(caught.step)) from caught
     strategy.close()
     if world.is_main:
-        told = {"from": done, "notes": notes, "steps": compared, "step": found, "total": feed.total}
-        (run.folder / FOUND).write_text(json.dumps(told), encoding="utf-8")
+        report = {"from": done, "notes": notes, "steps": compared, "step": step_facts, "total": feed.total}
+        (run.folder / FOUND).write_text(json.dumps(report), encoding="utf-8")
     return DONE
 
 
@@ -95,7 +95,7 @@ def finite(strategy: Strategy, world: World) -> bool:
 
 
 class _Looker:
-    """What one step is made of. Everything is looked at before the step but its gradient, which it hears of."""
+    """The facts of one step. Everything is looked at before the step but its gradient, which it hears of."""
 
     def __init__(self, session: Session, batch: StepBatch) -> None:
         """Collective."""
@@ -149,7 +149,7 @@ def _losses(session: Session, rows: np.ndarray) -> np.ndarray:
     Ranks take turns, and each is filled in by one of them. Collective."""
     run, world, task, strategy = session.run, session.world, session.task, session.strategy
     columns = task.splits["train"]
-    found = torch.zeros(len(rows), dtype=torch.float64, device=world.device)
+    losses = torch.zeros(len(rows), dtype=torch.float64, device=world.device)
     share = strategy.data_parallel
     for turn in range(0, len(rows), share.size):
         mine = turn + share.rank
@@ -157,5 +157,5 @@ def _losses(session: Session, rows: np.ndarray) -> np.ndarray:
         seed_everything(run.seed, -1, mine)
         sums = task.score(strategy.forward, task.collate(columns, chosen, 0).to(world.device))
         if len(chosen):
-            found[mine] = sums["loss"].double() / max(1, task.count_targets(columns, chosen))
-    return share.sum(found).cpu().numpy()
+            losses[mine] = sums["loss"].double() / max(1, task.count_targets(columns, chosen))
+    return share.sum(losses).cpu().numpy()

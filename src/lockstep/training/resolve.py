@@ -105,8 +105,8 @@ class Job:
     def dump(self) -> str:
         """The job as JSON. Errors: `RunError` for a run that holds a secret."""
         self.run.dump()
-        kept = ("processes", "scope", "same_bits", "padding", "attention")
-        values: dict[str, Any] = {name: getattr(self, name) for name in kept}
+        names = ("processes", "scope", "same_bits", "padding", "attention")
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
         values["run"] = self.run.model_dump(mode="json")
         values["strategy"] = [self.strategy.__module__, self.strategy.__qualname__]
         values["prepared"] = asdict(self.data)
@@ -263,10 +263,10 @@ def for_rank(job: Run | Job, world: World, data: Run | None = None) -> Job:
     resolved here. Errors: `RunError`."""
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # transformers may import DeepSpeed, which asks aloud
     if isinstance(job, Job):
-        if (world.apart or job.processes == world.size) and not job.data.damages():
+        if (world.joining or job.processes == world.size) and not job.data.damages():
             return job
         job = job.run  # fewer machines than planned, or a cache that was cleared since
-    return resolve(job, Machine(has_rank_0=world.rank == 0), 0 if world.apart else world.size, data=data)
+    return resolve(job, Machine(has_rank_0=world.rank == 0), 0 if world.joining else world.size, data=data)
 
 
 def _class(key: str, kind: str, name: str) -> type:

@@ -134,17 +134,18 @@ class SdcCheck:
         world = self._world
         if world.size == 1:
             return
-        found = world.all_gather(_hashed(held))
-        counts = Counter(found)
+        hashes = world.all_gather(_hashed(held))
+        counts = Counter(hashes)
         if len(counts) == 1:
             return
         (usual, most), *_ = counts.most_common()
-        wrong = [rank for rank, each in enumerate(found) if each != usual] if most > len(found) / 2 else []
+        wrong = [rank for rank, each in enumerate(hashes) if each != usual] if most > len(hashes) / 2 else []
         others = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in wrong)
-        told = f"those of {others} are other ones" if wrong else "no majority has the same"
+        message = f"those of {others} are other ones" if wrong else "no majority has the same"
         then, leaves = decide_eviction(self._run, world.hosts, wrong, range(world.size))
         raise CorruptionDetected(
-            f"sdc_check: {when} the ranks do not hold the same weights: {told}. What changed them came after the last "
+            f"sdc_check: {when} the ranks do not hold the same weights: {message}. What changed them came after the "
+            "last "
             f"checkpoint, before which they were compared; {then}",
             False,
             leaves,

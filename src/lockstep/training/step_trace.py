@@ -82,15 +82,15 @@ def take_apart(job: Job, world: World, output: str, wanted: str) -> int:
         strategy.train_step(batch, rate)
     strategy.close()
     if world.is_main:
-        told = {"from": done, "notes": notes, "total": feed.total, "entries": [asdict(e) for e in entries]}
-        (run.folder / FOUND).write_text(json.dumps(told), encoding="utf-8")
+        report = {"from": done, "notes": notes, "total": feed.total, "entries": [asdict(e) for e in entries]}
+        (run.folder / FOUND).write_text(json.dumps(report), encoding="utf-8")
     return DONE
 
 
 def read(folder: Path) -> tuple[list[Entry], dict[str, Any]]:
     """The entries, and the rest of what was written."""
-    told = json.loads((folder / FOUND).read_text(encoding="utf-8"))
-    return [Entry(**values) for values in told.pop("entries")], told
+    report = json.loads((folder / FOUND).read_text(encoding="utf-8"))
+    return [Entry(**values) for values in report.pop("entries")], report
 
 
 def hash_of(*tensors: Tensor) -> str:
@@ -105,17 +105,17 @@ def hash_of(*tensors: Tensor) -> str:
 
 def _looked_at(strategy: Strategy, world: World, batch: StepBatch, rate: float) -> list[Entry]:
     """On rank 0, all that the ranks have seen in the order of KINDS and micro-batches. Collective."""
-    found = _tensors("weights before", _weights(strategy, world))
-    found.append(Entry("rows", "", hash_of(torch.from_numpy(batch.ids))))
+    entries = _tensors("weights before", _weights(strategy, world))
+    entries.append(Entry("rows", "", hash_of(torch.from_numpy(batch.ids))))
     tracer = _Tracer(strategy, batch)
     with tracer.hooked(), strategy.listening(tracer):
         result = strategy.train_step(batch, rate)
-    found += tracer.entries
+    entries += tracer.entries
     norm = float(result.grad_norm)
-    found.append(Entry("norm", "", norm.hex(), value=norm))
-    found.append(Entry("rate", "", float(rate).hex(), value=float(rate)))
-    found += _tensors("update", _weights(strategy, world))
-    mine = found if world.is_main else [e for e in found if e.micro_batch >= 0]
+    entries.append(Entry("norm", "", norm.hex(), value=norm))
+    entries.append(Entry("rate", "", float(rate).hex(), value=float(rate)))
+    entries += _tensors("update", _weights(strategy, world))
+    mine = entries if world.is_main else [e for e in entries if e.micro_batch >= 0]
     every = [replace(e, rank=rank) for rank, each in enumerate(world.all_gather(mine)) for e in each]
     places = {id(e): i for i, e in enumerate(every)}
     computed = ("inputs", "forward", "loss", "backward", "leaf")  # of one micro-batch after the other
@@ -177,17 +177,17 @@ class _Tracer(StepObserver):
             self.entries.append(Entry(kind, name, hash_of(*held), micro, **more))
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        given = [t for t in (*args, *(kwargs[k] for k in sorted(kwargs))) if isinstance(t, Tensor)]
+        tensors = [t for t in (*args, *(kwargs[k] for k in sorted(kwargs))) if isinstance(t, Tensor)]
         self._micro = next((m.index for m in self._batch.micro_batches if _same(m, kwargs)), -1)
         if self._micro >= 0:
-            self._add("inputs", "", given, self._micro)
+            self._add("inputs", "", tensors, self._micro)
 
     def _module(self, name: str) -> Any:
         def forward(module: nn.Module, args: Any, output: Any) -> None:
             if self._micro < 0:
                 return
-            self._add("forward", name, given := _floats(output), self._micro)
-            for place, tensor in enumerate(each for each in given if each.requires_grad):
+            self._add("forward", name, floats := _floats(output), self._micro)
+            for place, tensor in enumerate(each for each in floats if each.requires_grad):
                 # on the tensor: a hook on the module would put a node of its own into the graph
                 tensor.register_hook(partial(self._given, f"{name}{f' ({place})' if place else ''}", self._micro))
 

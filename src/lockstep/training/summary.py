@@ -1,4 +1,4 @@
-"""What a run says of itself: the opening lines, and the closing table.
+"""The opening lines of a run, and its closing table.
 
 In: what a rank has built, and what came of it. Out: facts and tables for the console.
 """
@@ -48,7 +48,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoad
         **padding_of(run, task),
         **task.summary_lines,
         **selection_lines(run, task),
-        "processes": f"{world.size} ({run.strategy.name}{strategy.told}, "
+        "processes": f"{world.size} ({run.strategy.name}{strategy.summary_suffix}, "
         f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
         "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "
         "steps",
@@ -56,7 +56,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoad
 
 
 def parameters(strategy: Strategy) -> str:
-    """How many the model has, and how many of them are trained where that is not all of them, as with an adapter."""
+    """The number of parameters, and of those that are trained where that is not all of them, as with an adapter."""
     whole, trained = strategy.parameter_count, strategy.trained_count
     text = f"{_millions(whole)} parameters"
     if trained < whole:
@@ -69,14 +69,17 @@ def _millions(count: int) -> str:
 
 
 def precisions(run: Run, strategy: Strategy) -> str:
-    """What numbers are computed and kept in, as it is and not as it was asked for; moments are there after a step."""
+    """The dtypes that the run computes with and keeps, as they are and not as they were asked for; moments are there
+    after a step."""
     optimizer: Any = getattr(strategy, "optimizer", None)
     states = optimizer.state.values() if optimizer is not None else ()
     moments = [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
-    kept: dict[str, list[torch.Tensor]] = {"weights": list(strategy.model.parameters()), "moments": moments}
-    told = [f"{what} {' and '.join(sorted({str(t.dtype)[6:] for t in held}))}" for what, held in kept.items() if held]
+    tensors_of: dict[str, list[torch.Tensor]] = {"weights": list(strategy.model.parameters()), "moments": moments}
+    parts = [
+        f"{what} {' and '.join(sorted({str(t.dtype)[6:] for t in held}))}" for what, held in tensors_of.items() if held
+    ]
     packed = run.model.quantization or "uint8"
-    return f"computed in {run.precision}, kept in {', '.join(told).replace('uint8', packed)}"
+    return f"computed in {run.precision}, kept in {', '.join(parts).replace('uint8', packed)}"
 
 
 def closing(
@@ -92,7 +95,7 @@ def closing(
     """The closing table, where the results are, and what to try next."""
     best = {split: task.best_possible(split) for split in scores}
     rows = []
-    for name in dict.fromkeys(name for found in scores.values() for name in found):
+    for name in dict.fromkeys(name for metrics in scores.values() for name in metrics):
         row = [name]
         for split in scores:
             value = scores[split].get(name)  # of a source of a mixture, that a split may have nothing of
@@ -140,7 +143,7 @@ class Promised(StrEnum):
 
 
 def promised(strategy: Strategy, doubts: Sequence[str]) -> Promised:
-    """What is known of a run that was trained by a strategy. `doubts`: about the user's code."""
+    """The promises of a run that a strategy trained. `doubts`: about the user's code."""
     if strategy.effects.per_process or strategy.effects.moved:
         return Promised.ONE_PROCESS
     return Promised.NOT_CHECKED if doubts else Promised.YES
@@ -179,15 +182,15 @@ def digest_of(folder: Path, weights: Mapping[str, torch.Tensor] | None) -> str |
     """SHA-256 over the exported weights: an adapter's, or all parts of a large model's. Of an export in another format,
     which may hold a date or be pickled, over the weights that it was written of: name, type, shape and numbers; None
     where those are not at hand."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors"))
     for path in files:
         with open(path, "rb") as file:
             while block := file.read(2**20):
-                found.update(block)
+                digest.update(block)
     if not files and weights is None:
         return None
     for name, tensor in sorted((weights or {}).items()) if not files else ():
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

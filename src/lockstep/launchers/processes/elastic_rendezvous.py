@@ -99,7 +99,7 @@ class ElasticRendezvous(Leaving):
         self.gone = False  # whether the store is
         self.holds = node.holds
         self.continues = False  # whether this machine's ranks may be lost one by one
-        self._key = secret.given() if key is None else key
+        self._key = secret.from_environment() if key is None else key
         timeout_s = max(limits.lost, 10)
         try:
             if node.holds:

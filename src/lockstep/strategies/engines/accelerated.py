@@ -37,14 +37,14 @@ def accelerator(run: Run, world: World, handlers: list[Any], **options: Any) -> 
     with world.variables_for_engines():
         if sharded and world.device.type == "cpu":  # Accelerate shards on GPUs only, unless it takes CPUs for them
             PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
-        found = Accelerator(
+        engine = Accelerator(
             mixed_precision="bf16" if run.precision == "bf16" and not run.model.trained_in_bfloat16 else "no",
             kwargs_handlers=handlers,
             **({"cpu": world.device.type == "cpu"} | options),
         )
-    assert found.num_processes == world.size, f"Accelerate sees {found.num_processes} of {world.size} processes"
-    assert found.device.type == world.device.type, f"Accelerate is on {found.device}, the run on {world.device}"
-    return found
+    assert engine.num_processes == world.size, f"Accelerate sees {engine.num_processes} of {world.size} processes"
+    assert engine.device.type == world.device.type, f"Accelerate is on {engine.device}, the run on {world.device}"
+    return engine
 
 
 def prepared(engine: Any, model: nn.Module, optimizer: Any) -> Any:
@@ -58,9 +58,9 @@ def prepared(engine: Any, model: nn.Module, optimizer: Any) -> Any:
         return engine.prepare(model, optimizer)
 
 
-def release(found: Any) -> None:
+def release(engine: Any) -> None:
     """Let go of models and of Accelerate's process-wide state."""
     from accelerate.state import AcceleratorState
 
-    found.free_memory()
+    engine.free_memory()
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,4 +1,4 @@
-"""How a model's layers are trained: compiled, computed again in backward, what they save on the host.
+"""Options of a model's layers: compiled, recomputed in backward, saved activations on the host.
 
 In: the keys `compile`, `checkpoint_activations` and `offload_activations` of `model`, and a model that no engine has
 wrapped. Out: the same model, names and all. Only `forward` of each layer is replaced: hooks of engines stay outside, so
@@ -39,9 +39,9 @@ def check(run: Run, here: bool) -> None:
     asked = [key for key in KEYS if getattr(run.model, key)]
     if not asked or layers.own_model(run):  # the task says that `model` is of no use
         return
-    given = run.strategy.options | dict(run.strategy.options.get("fsdp") or {})
+    options = run.strategy.options | dict(run.strategy.options.get("fsdp") or {})
     for key, theirs in _ENGINES_OWN.items():
-        if key in asked and (twice := next((option for option in theirs if given.get(option)), None)):
+        if key in asked and (twice := next((option for option in theirs if options.get(option)), None)):
             raise RunError(f"model.{key}: strategy.options.{twice} does the same once more; leave one of them out")
     gpu = run.launch.device != "cpu" and not (here and not torch.cuda.is_available())
     if run.model.offload_activations and not gpu:
@@ -70,23 +70,23 @@ def _check_model(run: Run, asked: list[str]) -> None:
 
 def _layers_of(model: nn.Module, asked: list[str]) -> list[nn.Module]:
     """The layers of a model for which all that is `asked` is possible. Errors: `RunError`."""
-    found = layers.blocks(model)
+    blocks = layers.blocks(model)
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if not found:
+    if not blocks:
         raise RunError(
             f"model.{asked[0]}: no layers of {kind} were found that run once, each by itself; leave {asked[0]} out"
         )
     if "checkpoint_activations" not in asked:
-        return found
+        return blocks
     instead = "leave it out, or use more micro_batches, which need less memory"
     if not getattr(model, "supports_gradient_checkpointing", True):
         raise RunError(f"model.checkpoint_activations: transformers does not compute layers of {kind} again; {instead}")
-    if any(averaged(block) for block in found):
+    if any(averaged(block) for block in blocks):
         raise RunError(
             f"model.checkpoint_activations: layers of {kind} keep running statistics, which would be moved twice; "
             f"{instead}"
         )
-    return found
+    return blocks
 
 
 def prepare(run: Run, model: nn.Module) -> None:
@@ -156,8 +156,8 @@ class OnHost(saved_tensors_hooks):
         """`weights`: the storages' addresses; `device`: whose tensors are moved."""
 
         def pack(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
-            kept = tensor.device.type != device or tensor.nbytes < SMALL
-            if kept or tensor.untyped_storage().data_ptr() in weights:
+            stays = tensor.device.type != device or tensor.nbytes < SMALL
+            if stays or tensor.untyped_storage().data_ptr() in weights:
                 return None, tensor
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device == "cuda")
             return tensor.device, host.copy_(tensor)

@@ -1,4 +1,4 @@
-"""How known families of models are cut into the stages of a pipeline: each stage is the model's own code with holes.
+"""Pipeline stages of known families of models: each stage is the model's own code with holes.
 
 In: a transformers model, and the number of stages. Out: for each stage a `StagePart`, which takes the hidden states
 that the stage before gave and runs the model's own `forward` from its first own layer to its last. Embeddings live with
@@ -56,7 +56,7 @@ FAMILIES: dict[str, tuple[Stack, ...]] = {  # by the config's model_type; two st
 
 
 def layer_count(config: Any) -> int:
-    """How many layers a model of this config is cut between. Errors: `RunError` where it cannot be cut."""
+    """The number of layers between which a model of this config is cut. Errors: `RunError` where it cannot be cut."""
     ours = type(config).__module__.startswith("transformers.")  # code from the Hub may take the name of a known family
     if config.model_type not in FAMILIES or not ours:
         raise RunError(
@@ -140,12 +140,12 @@ class _Absent(StandIn):
         self.width = width
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = args[0] if args else kwargs["input_ids"]
-        if not isinstance(given, Tensor):
-            return torch.zeros(*given, self.width)  # some positions are asked for by shape
-        if given.is_floating_point() and given.ndim == 3:
-            return given
-        return torch.zeros(*given.shape, self.width, device=given.device)
+        tokens = args[0] if args else kwargs["input_ids"]
+        if not isinstance(tokens, Tensor):
+            return torch.zeros(*tokens, self.width)  # some positions are asked for by shape
+        if tokens.is_floating_point() and tokens.ndim == 3:
+            return tokens
+        return torch.zeros(*tokens.shape, self.width, device=tokens.device)
 
 
 class _Entry(StandIn):
@@ -186,7 +186,8 @@ class StagePart(nn.Module):
                     place.append((module, name))
 
     def _crossing(self, layer: int) -> int:
-        """How many hidden states cross the boundary before a layer: the encoder's output goes with the decoder's."""
+        """The number of hidden states that cross the boundary before a layer: the encoder's output goes with the
+        decoder's."""
         return 2 if layer > self.cut.sizes[0] else 1
 
     def _replace_foreign(self) -> None:
@@ -247,11 +248,11 @@ class StagePart(nn.Module):
     def tensor(self, name: str) -> Tensor:
         """A parameter or buffer of this part, by first name."""
         module, attribute = self._places[name][0]
-        found = module._parameters.get(attribute)
-        if found is None:
-            found = module._buffers[attribute]  # type: ignore[assignment]
-        assert found is not None
-        return found
+        held = module._parameters.get(attribute)
+        if held is None:
+            held = module._buffers[attribute]  # type: ignore[assignment]
+        assert held is not None
+        return held
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -280,5 +281,5 @@ class StagePart(nn.Module):
             return self.model(**inputs)
         except _Reached as reached:
             hidden = reached.args[0]
-        kept, self._encoded = self._encoded, []
-        return tuple(tensor.contiguous() for tensor in (*kept, hidden))
+        encoded, self._encoded = self._encoded, []
+        return tuple(tensor.contiguous() for tensor in (*encoded, hidden))

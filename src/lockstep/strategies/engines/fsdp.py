@@ -1,4 +1,4 @@
-"""What FSDP has to be helped with: outputs that it does not look into, and weights that a micro-batch does not use.
+"""Help for FSDP: outputs that it does not look into, and weights that a micro-batch does not use.
 
 In: a model before and after `fully_shard`. Out: the same model, every gradient of which is reduced, by all ranks in the
 same order; and which weights had one.
@@ -76,7 +76,7 @@ def inside(output: Any) -> list[Tensor]:
     left = _pytree.tree_leaves(output)
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in left):
         return []
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     seen: set[int] = set()
     while left:
         thing = left.pop()
@@ -89,8 +89,8 @@ def inside(output: Any) -> list[Tensor]:
             if not isinstance(leaf, Tensor):
                 left.append(leaf)
             elif leaf.requires_grad:
-                found.append(leaf)
-    return found
+                tensors.append(leaf)
+    return tensors
 
 
 def _names(slots: Any) -> Sequence[str]:

@@ -153,12 +153,12 @@ class Hooked(Native):
         return gradients
 
     def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
-        losses, found = super().agree(losses, uses)
+        losses, counts = super().agree(losses, uses)
         if self.ddp is not None and self.steady is not False and self.in_tree:
-            self.steady = min(found) == self.tree.leaves
+            self.steady = min(counts) == self.tree.leaves
             if not self.steady:
                 self.leave_ddp()
-        return losses, found
+        return losses, counts
 
     def prime(self, micro: MicroBatch) -> None:
         """One backward without a gradient: `static_graph` learns its graph from a first backward outside `no_sync`."""

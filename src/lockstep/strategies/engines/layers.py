@@ -1,4 +1,4 @@
-"""What engines have to know of the inside of a model of transformers: which layers it has, and how it runs them.
+"""Facts for engines on the inside of a model of transformers: which layers it has, and how it runs them.
 
 In: a model, or its config. Out: the blocks that are sharded together, a plan for tensor parallelism, or a refusal.
 """
@@ -30,13 +30,13 @@ class StandIn(nn.Module):
 
 
 def uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:
-    """How often one forward uses each weight (more than once: tied weights, layers that are shared, embeddings that are
-    looked up again), by the weight's id. Nothing of it is left in the model."""
-    found: dict[int, int] = {}
+    """Count how often one forward uses each weight (more than once: tied weights, layers that are shared, embeddings
+    that are looked up again), by the weight's id. Nothing of it is left in the model."""
+    counts: dict[int, int] = {}
 
     def count(module: nn.Module, _: Any) -> None:
         for parameter in module.parameters(recurse=False):
-            found[id(parameter)] = found.get(id(parameter), 0) + 1
+            counts[id(parameter)] = counts.get(id(parameter), 0) + 1
 
     hooks = [m.register_forward_pre_hook(count) for m in model.modules()]
     training = model.training
@@ -48,7 +48,7 @@ def uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:
         model.train(training)
         for hook in hooks:
             hook.remove()
-    return found
+    return counts
 
 
 def own_model(run: Run) -> bool:
@@ -100,47 +100,47 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
     if getattr(getattr(model, "config", None), "model_type", None) in _PAST_HOOKS | _RUN_AGAIN:
         return []
-    found = [block for block in _layers(model) if alone(block)]
-    inner = {id(below) for block in found for below in block.modules() if below is not block}
-    return [block for block in found if id(block) not in inner]
+    single = [block for block in _layers(model) if alone(block)]
+    inner = {id(below) for block in single for below in block.modules() if below is not block}
+    return [block for block in single if id(block) not in inner]
 
 
 def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     """The modules that the user names, with `*` for any part of a name. Errors: `RunError` for a name that fits none,
     and for blocks within one another."""
-    found: dict[str, nn.Module] = {}
+    chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
         fitting = {name: m for name, m in model.named_modules() if name and fnmatchcase(name, pattern)}
         if not fitting:
             known = ", ".join(name for name, _ in model.named_children())
             raise RunError(f"strategy.options.blocks: the model has no module {pattern!r}; at its top it has {known}")
-        found |= fitting
-    for name in found:
-        if outer := next((other for other in found if name.startswith(f"{other}.")), None):
+        chosen |= fitting
+    for name in chosen:
+        if outer := next((other for other in chosen if name.startswith(f"{other}.")), None):
             raise RunError(f"strategy.options.blocks: {name} is inside of {outer}; name one of them")
-    return list(found.values())
+    return list(chosen.values())
 
 
 def _by_size(model: nn.Module, called_once: Sequence[str]) -> list[nn.Module]:
     """Of a model that nothing is known of: the outermost modules with at most a quarter of all weights and at least a
     fiftieth, among those that every forward calls exactly once."""
     total = sum(p.numel() for p in model.parameters())
-    found: list[str] = []
+    names: list[str] = []
     for name, module in model.named_modules():
         size = sum(p.numel() for p in module.parameters())
-        inner = any(name.startswith(f"{block}.") for block in found)
+        inner = any(name.startswith(f"{block}.") for block in names)
         if name in called_once and not inner and total / 50 <= size <= total / 4:
-            found.append(name)
-    return [model.get_submodule(name) for name in found]
+            names.append(name)
+    return [model.get_submodule(name) for name in names]
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     if (called_once := getattr(model, "lockstep_called_once", None)) is not None:
         return _by_size(model, called_once)
-    kept = set(getattr(model, "_no_split_modules", None) or ())
-    found = [m for m in model.modules() if type(m).__name__ in kept]
-    if found:
-        return found
+    class_names = set(getattr(model, "_no_split_modules", None) or ())
+    modules = [m for m in model.modules() if type(m).__name__ in class_names]
+    if modules:
+        return modules
     lists = {id(m): _held(m) for m in model.modules() if isinstance(m, nn.ModuleList)}
     lists = {key: items for key, items in lists.items() if len({type(item) for item in items}) == 1}
     # not Funnel's blocks of layers

@@ -59,8 +59,8 @@ def run_schedule(schedule: Any, micro_batches: list[MicroBatch]) -> None:
 
 
 class StageModule(nn.Module):
-    """What a stage runs of a micro-batch. The random state travels with the hidden states, so that dropout draws what
-    it draws in a single process."""
+    """The part of a micro-batch that a stage runs. The random state travels with the hidden states, so that dropout
+    draws what it draws in a single process."""
 
     def __init__(
         self, part: StagePart, loss: Callable[[Any, MicroBatch], Tensor], begin: Callable[[MicroBatch], None]
@@ -184,7 +184,7 @@ class Links:
             self._sent.append((work, tensor))
 
     def receive(self, name: str, like: Tensor, source: int, stage: int) -> Tensor:
-        """What a stage sent."""
+        """Receive a tensor that a stage sent."""
         if self.rank_of(stage) == self.rank_of(source):
             return self._here[name, stage].pop(0)
         tensor = torch.empty_like(like, memory_format=torch.contiguous_format)
@@ -193,14 +193,14 @@ class Links:
 
     def tie(self, parts: list[Held], totals: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Totals for all uses of a weight, from those its owners have. Collective."""
-        for held, found in zip(parts, totals, strict=True):
+        for held, gradients in zip(parts, totals, strict=True):
             for name in held.owned:
                 for stage in self.holders[name][1:]:
-                    self.send(name, found[name].clone(), held.part.stage, stage)
-        for held, found in zip(parts, totals, strict=True):
+                    self.send(name, gradients[name].clone(), held.part.stage, stage)
+        for held, gradients in zip(parts, totals, strict=True):
             for name, parameter in held.parameters.items():
                 if name not in held.owned:
-                    found[name] = self.receive(name, parameter, self.holders[name][0], held.part.stage)
+                    gradients[name] = self.receive(name, parameter, self.holders[name][0], held.part.stage)
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
@@ -222,12 +222,12 @@ class Held:
 
     def receive_tied(self) -> list[tuple[Tensor, Tensor]]:
         """The weights that a later stage uses too, each with the gradient of a micro-batch that comes from there."""
-        found = []
+        received = []
         for name, parameter in self.parameters.items():
             later = [stage for stage in self._links.holders[name] if stage > self.part.stage]
             if later:
-                found.append((parameter, self._links.receive(name, parameter, later[0], self.part.stage)))
-        return found
+                received.append((parameter, self._links.receive(name, parameter, later[0], self.part.stage)))
+        return received
 
     def collect(self, index: int) -> None:
         """Move the gradients that backward left into the tree, or on to an earlier stage that uses the weight too."""

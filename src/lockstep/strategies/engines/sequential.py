@@ -1,4 +1,4 @@
-"""How an `nn.Sequential` of the user's is cut into the stages of a pipeline: between its modules.
+"""Pipeline stages of an `nn.Sequential` of the user's, which is cut between its modules.
 
 In: the model of the task `module`. Out: for each stage a `SequentialPart`, which runs the modules from its first own
 one to its last. A layer is a module with weights and those without any that follow it.
@@ -19,7 +19,7 @@ from lockstep.tasks.modules.dataset import INPUT
 
 
 def layer_count(run: Run) -> int:
-    """How many layers the user's model is cut between. Errors: `RunError` where it cannot be cut."""
+    """The number of layers between which the user's model is cut. Errors: `RunError` where it cannot be cut."""
     model = user_functions.model(run, empty=True)
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise RunError(
@@ -36,14 +36,14 @@ def layer_count(run: Run) -> int:
 
 def _layers(model: nn.Sequential) -> list[list[str]]:
     """Names of the modules of each layer."""
-    found: list[list[str]] = [[]]
+    layers: list[list[str]] = [[]]
     for name, module in model.named_children():
         if any(True for _ in module.parameters()) and any(
-            True for held in found[-1] for _ in model.get_submodule(held).parameters()
+            True for held in layers[-1] for _ in model.get_submodule(held).parameters()
         ):
-            found.append([])
-        found[-1].append(name)
-    return found
+            layers.append([])
+        layers[-1].append(name)
+    return layers
 
 
 class SequentialCut(Cut):
@@ -66,12 +66,12 @@ class SequentialCut(Cut):
     def part(self, stage: int) -> StagePart:
         return SequentialPart(self, stage)
 
-    def shape_before(self, stage: int, given: Tensor) -> tuple[int, ...]:
+    def shape_before(self, stage: int, first: Tensor) -> tuple[int, ...]:
         """Of what the stage before gives, from the shape of what the model is given: found on the meta device. Errors:
         `RunError`."""
-        key = (stage, given.shape, given.dtype)
+        key = (stage, first.shape, first.dtype)
         if key not in self._shapes:
-            hidden: Any = torch.empty_like(given, device="meta")
+            hidden: Any = torch.empty_like(first, device="meta")
             self.whole.eval()
             with torch.no_grad():
                 for name in (n for before in range(stage) for n in self.names_of(before)):
@@ -121,8 +121,8 @@ class SequentialPart(StagePart):
         self, received: Sequence[Tensor], inputs: Mapping[str, Any], resume: Callable[[], None] | None = None
     ) -> Any:
         """What the next stage is given, or a `Computed` on the last one."""
-        given, seen = self._given(inputs)
-        hidden = given if self.first else received[0].view_as(received[0])
+        arguments, seen = self._given(inputs)
+        hidden = arguments if self.first else received[0].view_as(received[0])
         if resume is not None:
             resume()
         names = self.cut.names_of(self.stage)

@@ -1,4 +1,4 @@
-"""What a model's forward changes by itself: weights, buffers, which weights are trained, plain attributes.
+"""Side effects of a model's forward: weights, buffers, which weights are trained, plain attributes.
 
 In: a model, and ways to call its forward. Out: `SideEffects`, by name, of each rank and of all; refusals. What was
 changed is put back: a forward before training leaves no trace.
@@ -33,7 +33,7 @@ Forward = Callable[[], None]
 
 @dataclass(frozen=True)
 class SideEffects:
-    """What forward changes by itself, by the names of parameters and buffers."""
+    """Side effects of forward, by the names of parameters and buffers."""
 
     written: frozenset[str] = frozenset()  # their numbers
     moved: frozenset[str] = frozenset()  # those of them that got other memory
@@ -165,11 +165,11 @@ def _holds_tensor(value: Any, depth: int = 4) -> bool:
 
 def _cells(function: FunctionType) -> list[Any]:
     """The variables that a function closes over, those that have a value."""
-    found = []
+    cells = []
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # nothing is in it yet
-            found.append(cell.cell_contents)
-    return found
+            cells.append(cell.cell_contents)
+    return cells
 
 
 def first_few(names: Collection[str]) -> str:

@@ -140,17 +140,17 @@ class Storages(TorchDispatchMode):
         plain, mine = torch.UntypedStorage.resize_, self
 
         def resize(storage: Any, size: int) -> Any:
-            found = plain(storage, size)
+            result = plain(storage, size)
             mine.resized(storage)
-            return found
+            return result
 
         self._plain_resize = plain
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         return super().__enter__()
 
-    def __exit__(self, *told: Any) -> None:
+    def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
-        super().__exit__(*told)
+        super().__exit__(*error)
 
 
 class Ledger(Storages):
@@ -366,5 +366,5 @@ def summed_by(strategy: Any) -> Iterator[Tensor]:
 
 
 def _listed(strategy: Any, name: str) -> list[Any]:
-    found = getattr(strategy, name, None)
-    return list(found) if isinstance(found, list) else []
+    value = getattr(strategy, name, None)
+    return list(value) if isinstance(value, list) else []

@@ -174,11 +174,15 @@ class Sharded(ShardedRecovery):
             self.observer.reduced(EngineGradient(self._whole_gradient))
         optim.set_rate(self.optimizer, learning_rate)
         with self.phases("optimizer"):
-            kept = [(p, key, self._whole_state(p, key)) for p in unused for key in (None, *self._moments())]
+            frozen = [(p, key, self._whole_state(p, key)) for p in unused for key in (None, *self._moments())]
             self.engine.step()
-            for parameter, key, whole in kept:  # DeepSpeed took their gradient for zero: decay and momentum moved them
+            for (
+                parameter,
+                key,
+                whole,
+            ) in frozen:  # DeepSpeed took their gradient for zero: decay and momentum moved them
                 self._set(parameter, whole, key)
-            if kept:
+            if frozen:
                 self._refresh_model()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
         self.check_finite(batch.step, losses, norm)
@@ -230,12 +234,12 @@ class Sharded(ShardedRecovery):
         """By parameter name on rank 0, nothing elsewhere. Collective."""
         from deepspeed.utils import safe_get_full_grad
 
-        found = {}
+        gradients = {}
         for name, parameter in self._trained():
             gradient = safe_get_full_grad(parameter)
             if self.world.is_main:
-                found[name] = gradient.float().clone()
-        return found
+                gradients[name] = gradient.float().clone()
+        return gradients
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.engine.eval()
@@ -284,31 +288,31 @@ class Sharded(ShardedRecovery):
     def _whole_weights(self, keepers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
         """fp32 on the CPU of rank 0 (or of a parameter's keeper), nothing elsewhere; no rank holds more than one
         parameter whole on its device. Collective."""
-        found = {}
+        weights = {}
         for name, parameter in self.named.items():
             weight = self._whole_weight(parameter)
             assert weight.shape == self.shapes[name], f"{name}: {weight.shape}, not {self.shapes[name]}"
             if self.stage < 3:  # the model's own copy is whole: what is saved is what it computes with
                 assert torch.equal(weight.to(parameter.dtype), parameter.detach()), f"{name}: not the model's weight"
             if self.world.rank == (keepers[name] if keepers else 0):
-                found[name] = weight.to("cpu", copy=True)
-        return found
+                weights[name] = weight.to("cpu", copy=True)
+        return weights
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors: DeepSpeed gives them to every rank, one at a time, and each is kept by one rank."""
         load = [0] * self.world.size  # numbers that each rank keeps
-        found = {f"model.{n}": w for n, w in self._whole_weights(self._keepers(load)).items()}
+        tensors = {f"model.{n}": w for n, w in self._whole_weights(self._keepers(load)).items()}
         held = self.optimizer.state.get(self._flat()[0], {})
         for key in self._moments():
             keepers = self._keepers(load)
             for name, parameter in self._trained():
                 value = self._whole_state(parameter, key)
                 if self.world.rank == keepers[name]:
-                    found[f"optimizer.{key}.{name}"] = value.cpu()
-        found |= {f"model.{n}": b for n, b in self.model.named_buffers()}
+                    tensors[f"optimizer.{key}.{name}"] = value.cpu()
+        tensors |= {f"model.{n}": b for n, b in self.model.named_buffers()}
         if "step" in held:  # one for all: every parameter is in every update
-            found |= {f"optimizer.step.{n}": held["step"].cpu().clone() for n, _ in self._trained()}
-        return found
+            tensors |= {f"optimizer.step.{n}": held["step"].cpu().clone() for n, _ in self._trained()}
+        return tensors
 
     def _keepers(self, load: list[int]) -> dict[str, int]:
         """Parameter -> the rank with the least to keep so far; adds to its load."""
@@ -322,13 +326,13 @@ class Sharded(ShardedRecovery):
         """Rank 0 reads every tensor by itself and sends it; each rank keeps its shard of it."""
         names = [n for n, _ in self._trained()]
         fresh = self.stepper.rule.begin(self.optimizer.param_groups[0], self._flat()[0])
-        found = [k for k in fresh if k not in self.stepper.rule.counters and f"optimizer.{k}.{names[0]}" in saved]
+        keys = [k for k in fresh if k not in self.stepper.rule.counters and f"optimizer.{k}.{names[0]}" in saved]
         key = f"optimizer.step.{names[0]}"
         step = float(self._from_main(saved, key, torch.Size())) if key in saved else None
-        self._make_optimizer_state(found, step)
+        self._make_optimizer_state(keys, step)
         for name, parameter in self.named.items():
             self._set(parameter, self._from_main(saved, f"model.{name}", self.shapes[name]), None)
-        for key in found:
+        for key in keys:
             for name, parameter in self._trained():
                 self._set(parameter, self._from_main(saved, f"optimizer.{key}.{name}", self.shapes[name]), key)
         saved.read({f"model.{n}": b for n, b in self.model.named_buffers()})

@@ -37,15 +37,15 @@ def keeps_bf16_weights(options: Mapping[str, Any]) -> bool:
 
 def remaining(options: Mapping[str, Any]) -> dict[str, Any]:
     """What DeepSpeed is to read: without what the run file says, and without "auto", which leaves it to lockstep."""
-    found = {}
+    rest = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
             value = {k: v for k, v in remaining(value).items() if not (name == "zero_optimization" and k == "stage")}
             if not value and options[name]:
                 continue
         if value != AUTO and name not in OURS:
-            found[name] = value
-    return found
+            rest[name] = value
+    return rest
 
 
 def differing(run: Run, processes: int, stage: int, options: Mapping[str, Any], key: str) -> list[str]:
@@ -131,8 +131,8 @@ def _scheduler(run: Run, value: Any) -> Iterator[str]:
         yield ""
         return
     if run.optim.warmup_steps or run.optim.warmup_fraction:
-        given = value.get("params") or {}
-        if run.optim.schedule != "cosine" and given.get("warmup_type") != "linear":
+        parameters = value.get("params") or {}
+        if run.optim.schedule != "cosine" and parameters.get("warmup_type") != "linear":
             yield ".params.warmup_type (linear)"
     same = {
         "warmup_min_lr": 0,

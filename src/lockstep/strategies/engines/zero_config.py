@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: its own config, made of the run file and of `strategy.options`. Strategies that use it share
+"""DeepSpeed's config, made of the run file and of `strategy.options`. Strategies that use it share
 this.
 
 In: a run and the user's part. Out: the whole config as DeepSpeed reads it, or a `RunError` naming the key.
@@ -135,7 +135,7 @@ def _ask_deepspeed(content: dict[str, Any], options: Mapping[str, Any], key: str
     try:
         DeepSpeedConfig(_Asked(content, asked))
     except ValidationError as error:
-        return [_told(found, content, options, key) for found in error.errors()]
+        return [_told(fault, content, options, key) for fault in error.errors()]
     except Exception as error:  # DeepSpeed refuses in many ways
         return [f"{key}: DeepSpeed says: {' '.join(str(error).split())[:400]}"]
     rows = []
@@ -162,7 +162,7 @@ def _belongs(location: tuple[int | str, ...], section: Any) -> bool:
 
 def shared_out(held: Mapping[str, float], processes: int, stage: int, low: bool) -> dict[str, float]:
     """`Strategy.bytes_held` of plain data parallelism -> that of a stage. `low`: the model's own weights are bf16."""
-    found = {**held, "optimizer": held["optimizer"] + 4.0}  # a copy of the weights that it updates
-    found |= {"weights": 2.0, "gradients": 2.0} if low else {}
+    shares = {**held, "optimizer": held["optimizer"] + 4.0}  # a copy of the weights that it updates
+    shares |= {"weights": 2.0, "gradients": 2.0} if low else {}
     shared = {"weights": 3, "gradients": 2, "optimizer": 1}  # from which stage on
-    return {name: each / (processes if stage >= shared[name] else 1) for name, each in found.items()}
+    return {name: each / (processes if stage >= shared[name] else 1) for name, each in shares.items()}

@@ -69,24 +69,24 @@ class PendingSend:
 
 
 def gather_in_stages(
-    own: Tensor, found: ReduceSchedule, rank: int, group: dist.ProcessGroup | None, then: Callable[[Tensor], None]
+    own: Tensor, schedule: ReduceSchedule, rank: int, group: dist.ProcessGroup | None, then: Callable[[Tensor], None]
 ) -> Bucket:
     """Every rank's slot to every rank, from the last stage of a plan back to the first: the ranks that a stage has sent
     rows to give them back whole. `then` is given all slots [W, N], in the plan's order of this rank."""
-    total = own.new_empty(len(found.layout), own.numel())
+    total = own.new_empty(len(schedule.layout), own.numel())
     before: dict[int, tuple[ReduceStage, int]] = {}  # by height, with the row where begins what the rank held before it
     first = 0
-    for stage in found.stages(rank):
+    for stage in schedule.stages(rank):
         before[stage.height] = (stage, first)
-        first += stage.kept.start
+        first += stage.own_rows.start
     total[first] = own
     del own  # maybe all that was received with it
-    for height in range(found.height, 0, -1):
+    for height in range(schedule.height, 0, -1):
         if height not in before:
             yield
             continue
         stage, first = before[height]
-        whole = total[first + stage.kept.start : first + stage.kept.stop]
+        whole = total[first + stage.own_rows.start : first + stage.own_rows.stop]
         sent = PendingSend(
             [(peer, whole) for peer, _ in stage.receives],
             [(peer, total[first + rows.start : first + rows.stop]) for peer, rows in stage.sends],

@@ -52,9 +52,9 @@ class Averaged:
         if self.section.ema is None:
             return
         for _, part, mean in self.held:
-            kept = local(part).clone()
+            weights = local(part).clone()
             local(part).copy_(local(mean))
-            local(mean).copy_(kept)
+            local(mean).copy_(weights)
         self.strategy.weights_changed()
 
     @contextmanager

@@ -31,7 +31,7 @@ class NotFinite(ArithmeticError):
 
 @dataclass
 class Part:
-    """What this rank holds of the gradient of one parameter."""
+    """This rank's part of the gradient of one parameter."""
 
     name: str
     parameter: Tensor  # as the optimizer has it
@@ -68,8 +68,8 @@ class Gradient:
     def whole(self, world: World) -> dict[str, Tensor]:
         """By parameter name on rank 0, nothing elsewhere. Collective."""
         dense = [(p, p.gradient.to_dense() if p.gradient.is_sparse else p.gradient) for p in self.parts if p.counted]
-        found = gather({part.name: part.spread(part.name, gradient) for part, gradient in dense}, world)
-        return {name: found[name] for name in self.names} if world.is_main else {}
+        gradients = gather({part.name: part.spread(part.name, gradient) for part, gradient in dense}, world)
+        return {name: gradients[name] for name in self.names} if world.is_main else {}
 
     def scale_(self, factor: Tensor) -> None:
         """Multiply it by a float32 scalar, in place."""

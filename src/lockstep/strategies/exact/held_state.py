@@ -26,10 +26,10 @@ def sharded(
     scaling: LossScale | None = None,
     names: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """What a rank has to save: these tensors, and the optimizer's state of the parameters `names` (default: of all that
+    """The tensors that a rank saves: these, and the optimizer's state of the parameters `names` (default: of all that
     it steps)."""
-    found = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    return found | stepper.saved(names) | dict(scaling.state() if scaling else {})
+    state = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    return state | stepper.saved(names) | dict(scaling.state() if scaling else {})
 
 
 def load(

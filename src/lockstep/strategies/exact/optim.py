@@ -28,11 +28,11 @@ def groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups, those first that are treated as the section says of all, decayed and not; frozen parameters are
     in none."""
-    found: dict[ParamGroupSpec, list[tuple[str, Tensor]]] = {ParamGroupSpec(1.0, optim.weight_decay, ""): []}
-    found.setdefault(ParamGroupSpec(1.0, 0.0, ""), [])
+    members: dict[ParamGroupSpec, list[tuple[str, Tensor]]] = {ParamGroupSpec(1.0, optim.weight_decay, ""): []}
+    members.setdefault(ParamGroupSpec(1.0, 0.0, ""), [])
     for name, parameter in named:
         if parameter.requires_grad:
-            found.setdefault(treated[name], []).append((name, parameter))
+            members.setdefault(treated[name], []).append((name, parameter))
     return [
         {
             "params": [parameter for _, parameter in held],
@@ -42,8 +42,8 @@ def groups(
             "weight_decay": how.decay,
             "kind": how.kind,
         }
-        for i, (how, held) in enumerate(found.items())
-        if held or (i == 0 and not any(found.values()))  # torch wants one
+        for i, (how, held) in enumerate(members.items())
+        if held or (i == 0 and not any(members.values()))  # torch wants one
     ]
 
 
@@ -53,18 +53,18 @@ def build(optim: OptimSection, model: nn.Module) -> Stepper:
 
 
 def state_bytes(optim: OptimSection, model: nn.Module) -> float:
-    """What the optimizer keeps for each parameter that is trained, on the average, from the shapes of the model's."""
-    found, held, count = rule(optim), 0, 0
+    """Bytes of optimizer state for each parameter that is trained, on the average, from the shapes of the model's."""
+    cls, held, count = rule(optim), 0, 0
     for group in groups(optim, model.named_parameters(), assigned(optim, model)):
         for parameter in group["params"]:
-            state = found.begin(group, torch.empty(parameter.shape, device="meta"))
+            state = cls.begin(group, torch.empty(parameter.shape, device="meta"))
             held += sum(each.numel() * each.element_size() for each in state.values() if each.dim())
             count += parameter.numel()
     return held / max(1, count)
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
-    """How a parameter is spread over ranks: not at all, or as its DTensor says."""
+    """The layout of a parameter over ranks: whole, or that of its DTensor."""
     return tensor
 
 
@@ -80,10 +80,10 @@ class Stepper(torch.optim.Optimizer):
     """A rule, on whole tensors or on this rank's parts of them."""
 
     def __init__(
-        self, found: Optimizer, parts: list[dict[str, Any]], spread: Callable[[str, Tensor], Tensor] = as_it_is
+        self, rule_of_groups: Optimizer, parts: list[dict[str, Any]], spread: Callable[[str, Tensor], Tensor] = as_it_is
     ) -> None:
         super().__init__(parts, {})
-        self.rule, self.spread = found, spread
+        self.rule, self.spread = rule_of_groups, spread
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -188,26 +188,26 @@ class Stepper(torch.optim.Optimizer):
         """`optimizer.KEY.NAME` of these parameters (default: of all) as this rank has to save it: a tensor that only it
         holds, one that all hold, or its part of a DTensor. Parameters that no update has touched get the state that
         they begin with, so that what is saved has the same names after every step."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, p, group, like in self._held():
             if names is None or name in names:
                 state: State = self.state[p]
                 if not state:
                     state.update(self.rule.begin(group, p.detach() if like is None else like))
-                found |= self._under_names(name, state, like is None)
-        return found
+                tensors |= self._under_names(name, state, like is None)
+        return tensors
 
     def places(self, saved: Saved, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """The optimizer state with room for what there is in `saved`, which is the parameters' state from here on."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, p, group, like in self._held():
             if names is None or name in names:
                 state = self.rule.begin(group, p.detach() if like is None else like)
                 state = {key: value for key, value in state.items() if f"optimizer.{key}.{name}" in saved}
                 if state:
                     self.state[p] = state
-                    found |= self._under_names(name, state, like is None)
-        return found
+                    tensors |= self._under_names(name, state, like is None)
+        return tensors
 
     def _under_names(self, name: str, state: State, cut: bool) -> dict[str, Tensor]:
         return {
@@ -223,16 +223,16 @@ class Stepper(torch.optim.Optimizer):
         if not self.rule.averages or not self.state:
             yield False
             return
-        kept: list[tuple[Tensor, Tensor]] = []
+        trained_parts: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad():
             for p in (p for group in self.param_groups for p in group["params"] if self.state[p]):
                 part = local(p.detach())
-                kept.append((part, part.clone()))
+                trained_parts.append((part, part.clone()))
                 part.copy_(self.rule.evaluated(part.float(), {key: local(v) for key, v in self.state[p].items()}))
         changed()
         yield True
         with torch.no_grad():
-            for part, trained in kept:
+            for part, trained in trained_parts:
                 part.copy_(trained)
         changed()
 

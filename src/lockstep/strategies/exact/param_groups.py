@@ -1,4 +1,4 @@
-"""How each weight is treated: its rate beside the run's, its decay, its rule, and whether it is trained at all.
+"""The parameter group of each weight: its rate beside the run's, its decay, its rule, and whether it is trained at all.
 
 In: the `optim` section, `model.freeze`, and a model, which may be on the meta device. Out: one `ParamGroupSpec` for
 each trained weight, by name: the same for every strategy, whatever part of the model a rank holds.
@@ -37,7 +37,7 @@ class ParamGroupSpec:
 
 def assigned(optim: OptimSection, model: nn.Module) -> dict[str, ParamGroupSpec]:
     """Of every weight that is trained, in the model's order. Errors: `RunError` for patterns that match none."""
-    exempt, found = undecayed(model), rule(optim)
+    exempt, cls = undecayed(model), rule(optim)
     embeddings = {
         id(p)
         for module in model.modules()
@@ -56,7 +56,7 @@ def assigned(optim: OptimSection, model: nn.Module) -> dict[str, ParamGroupSpec]
                 scale = group.learning_rate / optim.learning_rate
             decay = decay if group.weight_decay is None else group.weight_decay
         weight = Weight(name, tuple(p.shape), id(p) in embeddings, _LAYER.match(f"model.{name}") is not None)
-        treated[name] = ParamGroupSpec(scale, 0.0 if name in exempt else decay, found.kind(weight))
+        treated[name] = ParamGroupSpec(scale, 0.0 if name in exempt else decay, cls.kind(weight))
     for group in optim.groups:
         if group.match not in matched:
             first = any(fnmatchcase(name, group.match) for name in named)
@@ -85,7 +85,7 @@ def layer_factors(names: Sequence[str], embeddings: Collection[str], decay: floa
     decoder's) counts from its own top. Errors: `RunError` where there are no layers."""
     if decay == 1.0:
         return dict.fromkeys(names, 1.0)
-    places = {name: (found[1], int(found[2])) for name in names if (found := _LAYER.match(f"model.{name}"))}
+    places = {name: (match[1], int(match[2])) for name in names if (match := _LAYER.match(f"model.{name}"))}
     if not places:
         raise RunError("optim.layerwise_lr_decay: the model has no list of layers; use optim.groups")
     sizes: dict[str, int] = {}
@@ -109,10 +109,10 @@ def freeze(run: Run, model: nn.Module) -> nn.Module:
         if not parameter.numel():  # of two sizes that are equal: nothing is there to train or to save
             parameter.requires_grad_(False)
     for pattern in run.model.freeze:
-        found = [name for name in named if fnmatchcase(name, pattern)]
-        if not found:
+        matching = [name for name in named if fnmatchcase(name, pattern)]
+        if not matching:
             raise RunError(f"model.freeze: {_unmatched(pattern, named)}")
-        for name in found:
+        for name in matching:
             named[name].requires_grad_(False)
     if run.model.freeze and not any(p.requires_grad for p in named.values()):
         raise RunError("model.freeze: no weight is left to train")
@@ -122,8 +122,10 @@ def freeze(run: Run, model: nn.Module) -> nn.Module:
 def _unmatched(pattern: str, named: Mapping[str, object]) -> str:
     core = pattern.strip("*.")
     near = [name for name in named if core in name] or difflib.get_close_matches(core, list(named), cutoff=0.4)
-    told = ", ".join((near or list(named))[:2])
-    return f"no weight that is trained is called {pattern!r}; there are {told}, ... (* stands for any part of a name)"
+    examples = ", ".join((near or list(named))[:2])
+    return (
+        f"no weight that is trained is called {pattern!r}; there are {examples}, ... (* stands for any part of a name)"
+    )
 
 
 # -- the model --------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ AT_ONCE = 8  # ranks of one host that send to each other directly
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """How sums travel between the ranks of a process group."""
+    """The schedule by which sums travel between the ranks of a process group."""
 
     all_reduce: str = "auto"  # as `strategy.all_reduce` says
     hosts: tuple[str, ...] = ()  # of each rank; none: all on one
@@ -48,18 +48,18 @@ def links(run: Run, world: World, group: dist.ProcessGroup | None = None) -> Lin
 
 
 def merged(nodes: Iterable[Node], leaves: int) -> tuple[Node, ...]:
-    """What partial sums come to when siblings have merged as far as they can, in leaf order."""
-    found: set[Node] = set()
+    """Merge siblings among partial sums as far as possible, in leaf order."""
+    nodes_after: set[Node] = set()
     for level, index in nodes:
         while (1 << level) < leaves:
             sibling = index ^ 1
             if sibling << level < leaves:  # the sibling covers leaves; otherwise this node is its parent already
-                if (level, sibling) not in found:
+                if (level, sibling) not in nodes_after:
                     break
-                found.remove((level, sibling))
+                nodes_after.remove((level, sibling))
             level, index = level + 1, index >> 1
-        found.add((level, index))
-    return tuple(sorted(found, key=lambda node: node[1] << node[0]))
+        nodes_after.add((level, index))
+    return tuple(sorted(nodes_after, key=lambda node: node[1] << node[0]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,18 +81,18 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class ReduceStage:
-    """What one rank does when the parts of a group come together. Rows are slots, counted within those that the rank
+    """One rank's work when the parts of a group come together. Rows are slots, counted within those that the rank
     holds before; a message is of all `nodes` of its sender's part."""
 
     height: int
     nodes: tuple[Node, ...]  # the partial sums that the rank holds before
-    kept: slice  # rows that it goes on with
+    own_rows: slice  # rows that it goes on with
     sends: tuple[tuple[int, slice], ...]  # to whom, which rows
     receives: tuple[tuple[int, tuple[Node, ...]], ...]  # from whom, of which partial sums; as many rows as it keeps
 
     @property
     def rows(self) -> int:
-        return self.kept.stop - self.kept.start
+        return self.own_rows.stop - self.own_rows.start
 
 
 class ReduceSchedule:
@@ -109,7 +109,7 @@ class ReduceSchedule:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """What all ranks' partial sums come to: the root, where every leaf is there."""
+        """The result of all ranks' partial sums: the root, where every leaf is there."""
         return self.root.nodes
 
     @property
@@ -122,31 +122,31 @@ class ReduceSchedule:
         return self._held(self._alone[rank], rank)
 
     def stages(self, rank: int) -> tuple[ReduceStage, ...]:
-        """What a rank does, from the first stage to the last. To gather, it goes back: it sends what it received and
+        """One rank's stages, from the first to the last. To gather, it goes back: it sends what it received and
         receives what it sent."""
         if rank not in self._stages:
-            found: list[ReduceStage] = []
+            planned: list[ReduceStage] = []
             part = self._alone[rank]
             while part is not self.root:
                 group = self._above[part]
-                found.append(self._stage(group, part, rank))
+                planned.append(self._stage(group, part, rank))
                 part = group
-            self._stages[rank] = tuple(found)
+            self._stages[rank] = tuple(planned)
         return self._stages[rank]
 
     def _stage(self, group: RankGroup, part: RankGroup, rank: int) -> ReduceStage:
         sends: list[tuple[int, slice]] = []
-        at, kept = 0, slice(0, 0)
+        at, own_rows = 0, slice(0, 0)
         for other in group.parts:
             for peer in self._peers(part, other).get(rank, ()):
                 rows = slice(at, at := at + len(self._held(group, peer)))
                 if peer == rank:
-                    kept = rows
+                    own_rows = rows
                 else:
                     sends.append((peer, rows))
         others = [other for other in group.parts if other is not part]
         receives = [(other.answers(part.ranks, rank), other.nodes) for other in others]
-        return ReduceStage(group.height, part.nodes, kept, tuple(sends), tuple(receives))
+        return ReduceStage(group.height, part.nodes, own_rows, tuple(sends), tuple(receives))
 
     def _held(self, group: RankGroup, rank: int) -> tuple[int, ...]:
         """The slots that a rank holds when its group has come together."""
@@ -154,10 +154,10 @@ class ReduceSchedule:
             return (rank,)
         if (group, rank) not in self._rows:
             above = self._above[group]
-            found = [
+            held = [
                 self._held(above, peer) for other in above.parts for peer in self._peers(group, other).get(rank, ())
             ]
-            self._rows[group, rank] = tuple(chain.from_iterable(found))
+            self._rows[group, rank] = tuple(chain.from_iterable(held))
         return self._rows[group, rank]
 
     def _peers(self, part: RankGroup, other: RankGroup) -> Mapping[int, list[int]]:
@@ -165,10 +165,10 @@ class ReduceSchedule:
         if part is other:
             return {rank: [rank] for rank in part.ranks}
         if (part, other) not in self._given:
-            given: dict[int, list[int]] = {}
+            shares: dict[int, list[int]] = {}
             for peer in other.ranks:
-                given.setdefault(part.answers(other.ranks, peer), []).append(peer)
-            self._given[part, other] = given
+                shares.setdefault(part.answers(other.ranks, peer), []).append(peer)
+            self._given[part, other] = shares
         return self._given[part, other]
 
     # -- groups ------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class ReduceSchedule:
         return [range(ranks.start, cut), range(cut, ranks.stop)]
 
     def _left(self, ranks: range, cut: int) -> int:
-        """How many partial sums two halves would come to."""
+        """The number of partial sums of two halves."""
         halves = (range(ranks.start, cut), range(cut, ranks.stop))
         return sum(len(merged(chain.from_iterable(self.layout[rank] for rank in half), self.leaves)) for half in halves)
 

@@ -45,8 +45,8 @@ class ReductionTree:
         while (1 << level) < self.leaves:
             sibling = index ^ 1
             if sibling << level < self.leaves:
-                found = self.nodes.pop((level, sibling), None)
-                return ((0, leaf), None) if found is None else ((level + 1, index >> 1), found)
+                waiting = self.nodes.pop((level, sibling), None)
+                return ((0, leaf), None) if waiting is None else ((level + 1, index >> 1), waiting)
             level, index = level + 1, index >> 1
         return (0, leaf), None
 
@@ -102,7 +102,7 @@ def layout_of(leaves: int, ranks: int, shares: Shares | None = None) -> tuple[tu
 
 
 def most_held(leaves: int, ranks: int, apart: bool = False, uneven: bool = False) -> int:
-    """How many partial sums a rank holds at most while it makes its leaves one after another and adds each, while it is
+    """The most partial sums that a rank holds while it makes its leaves one after another and adds each, while it is
     made, to the one that waits for it: max(1, log2(k)) for a share that is a whole subtree of k leaves. `apart`: a leaf
     is made whole before it is added: 1 + log2(k). `uneven`: with any shares; those that begin at 1 take most."""
     most = 0
@@ -209,7 +209,7 @@ class Scatter:
         sent.wait()
         tree = ReductionTree(self._leaves)
         for node in stage.nodes:
-            tree.place(node, [held[node][stage.kept]])
+            tree.place(node, [held[node][stage.own_rows]])
         for (_, theirs), (_, parts) in zip(stage.receives, receives, strict=True):
             for node, part in zip(theirs, parts, strict=True):
                 tree.place(node, [part])
@@ -265,10 +265,10 @@ class Exchange:
 
     def _gather(self, nodes: dict[Node, Tensor]) -> Iterable[None]:
         (own,) = nodes.values()
-        if (found := self._scatter.plan) is not None:
-            has, wanted = found.order(self._rank), self._order
+        if (plan := self._scatter.plan) is not None:
+            has, wanted = plan.order(self._rank), self._order
             return gather_in_stages(
-                own, found, self._rank, self._group, lambda total: self._gathered.append(in_order(total, has, wanted))
+                own, plan, self._rank, self._group, lambda total: self._gathered.append(in_order(total, has, wanted))
             )
         total = own.new_empty(self._ranks, own.numel())
         total[self._rank] = own  # sent from there: what was received is not kept

@@ -39,11 +39,11 @@ class RowSlots:
 
     def own(self, slot: Tensor, rank: int) -> list[Tensor]:
         """One rank's rows of each tensor: views of its slot [N]."""
-        found = []
+        parts = []
         for shape, each, width, start in zip(self._shapes, self._each, self._widths, self._starts, strict=True):
             rows = max(0, min(each, shape[0] - rank * each)) if shape else 1
-            found.append(slot[start : start + rows * width].view(rows, *shape[1:]) if shape else slot[start])
-        return found
+            parts.append(slot[start : start + rows * width].view(rows, *shape[1:]) if shape else slot[start])
+        return parts
 
     def take(self, slots: Tensor, tensors: Sequence[Tensor]) -> None:
         """The rows of all ranks [W, N] into whole tensors that have dimensions."""

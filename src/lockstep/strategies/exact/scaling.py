@@ -44,10 +44,10 @@ class LossScale:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """In here the scale is 1, and afterwards what it was."""
-        kept = self.value, self.good_steps
+        before = self.value, self.good_steps
         self.value = torch.ones_like(self.value)
         yield
-        self.value, self.good_steps = kept
+        self.value, self.good_steps = before
 
     def state(self) -> Mapping[str, Tensor]:
         """What a checkpoint keeps of it. Those tensors are never written into but by loading."""

@@ -31,15 +31,15 @@ def row_sparse(model: nn.Module, device: torch.device, uses: Mapping[int, int]) 
     names: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)] = names.get(id(parameter), 0) + 1
-    found = set()
+    sparse = set()
     for name, module in model.named_modules():
         if type(module) is not nn.Embedding or names[id(module.weight)] > 1 or not module.weight.requires_grad:
             continue
         once = uses.get(id(module.weight)) == 1
         if once and module.max_norm is None and not module.scale_grad_by_freq and module.num_embeddings > SMALL:
             module.sparse = True
-            found.add(f"{name}.weight")
-    return found
+            sparse.add(f"{name}.weight")
+    return sparse
 
 
 def by_row(gradient: Tensor) -> Tensor:

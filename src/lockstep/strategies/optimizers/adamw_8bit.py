@@ -85,9 +85,9 @@ class AdamW8bit(Optimizer):
             self.plain.update(group, [weight], [gradient], [{"step": state["step"], **moments}])
             for key, signed in _MOMENTS.items():
                 code = self._code(signed, weight.device)
-                packed, found = functional.quantize_blockwise(moments[key], code=code, blocksize=BLOCK)
+                packed, quantization = functional.quantize_blockwise(moments[key], code=code, blocksize=BLOCK)
                 state[key].copy_(packed)
-                state[f"{key}_scale"].copy_(found.absmax)
+                state[f"{key}_scale"].copy_(quantization.absmax)
 
     def _code(self, signed: bool, device: Any) -> Tensor:
         """The 256 numbers that a block's largest is multiplied with."""

@@ -28,7 +28,7 @@ GroupOf = Mapping[str, Any]  # what a group's weights have in common: lr, weight
 
 @dataclass(frozen=True)
 class Weight:
-    """What a rule may want to know of a weight before there is one."""
+    """Facts on a weight, for a rule that decides before there is one."""
 
     name: str
     shape: tuple[int, ...]
@@ -108,23 +108,23 @@ class Optimizer(ABC):
 
 def rule(section: OptimSection) -> Optimizer:
     """The optimizer that a run file names, with its keys. Errors: `PluginError`."""
-    found: type[Optimizer] = plugins.find("optimizers", section.name)
-    return found(found.Options.model_validate(section.options))
+    cls: type[Optimizer] = plugins.find("optimizers", section.name)
+    return cls(cls.Options.model_validate(section.options))
 
 
 def check(run: Run, flat: bool) -> None:
     """Refuse, before any process starts, what cannot be updated. `flat`: the strategy's engine hands over parts of
     tensors that are laid end to end, and nothing else. Errors: `RunError`."""
-    found, name = rule(run.optim), run.optim.name
-    found.require()
-    found.check(run)
-    if flat and (not found.any_part or found.averages):
-        why = "exports an average of weights" if found.any_part else "updates whole tensors"
+    cls, name = rule(run.optim), run.optim.name
+    cls.require()
+    cls.check(run)
+    if flat and (not cls.any_part or cls.averages):
+        why = "exports an average of weights" if cls.any_part else "updates whole tensors"
         raise RunError(
             f"optim.name: {name} {why}, and {run.strategy.name} has DeepSpeed hold parts of flat ones; use "
             "strategy.name=fsdp2, or optim.name=adamw, lion or sgd"
         )
-    if run.strategy.options.get("cpu_offload") and not found.any_part and run.launch.device != "cpu":
+    if run.strategy.options.get("cpu_offload") and not cls.any_part and run.launch.device != "cpu":
         raise RunError(
             f"strategy.options.cpu_offload: {name} updates whole tensors, which are brought together on the device; "
             "leave it out, or use optim.name=adamw, lion or sgd"

@@ -19,9 +19,11 @@ _INSTALLED: list[Hooks] = []  # one a process
 def begin(settings: Settings) -> Recorder:
     """Trace this process from now on, into `settings.folder`; what was traced before ends."""
     from .hooks import Hooks
+    from .late_imports import watch
     from .recorder import Recorder
     from .writer import Writer
 
+    new = not _INSTALLED
     if not _INSTALLED:
         hooks = Hooks()
         hooks.install()
@@ -30,6 +32,8 @@ def begin(settings: Settings) -> Recorder:
     end()
     recorder = Recorder(settings, Writer(Path(settings.folder)))
     _INSTALLED[0].recorder = recorder
+    if new:
+        watch(_INSTALLED[0])
     return recorder
 
 

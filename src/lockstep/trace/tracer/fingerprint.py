@@ -36,7 +36,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Block:
-    """Where a local tensor lies in the whole one: a box of `size` at `offset` of `shape`."""
+    """Where a local tensor lies in the whole one: a box of `size` at `offset` of `shape`. With one number each, a
+    range of the flattened whole tensor."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -45,6 +46,8 @@ class Block:
     @property
     def flat(self) -> tuple[int, int] | None:
         """(start, stop) in the flattened whole tensor; None: the box is not contiguous there."""
+        if len(self.offset) == 1:
+            return self.offset[0], self.offset[0] + self.size[0]
         start, count, stride, whole = 0, 1, 1, True
         for n, o, s in zip(reversed(self.shape), reversed(self.offset), reversed(self.size), strict=True):
             if not whole and s > 1:

@@ -33,6 +33,7 @@ class Hooks:
         self.recorder: Recorder | None = None
         self.backward_depth = 0
         self.failed = False
+        self.engine_steps = False  # an engine makes a step, and its inner optimizers' are parts of it
         self._stepping: dict[int, dict[str, Any]] = {}
         self._scaled: Any = None
 
@@ -62,7 +63,7 @@ class Hooks:
     # -- optimizers --------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.recorder is None or id(optimizer) in self._stepping:
+        if self.recorder is None or self.engine_steps or id(optimizer) in self._stepping:
             return None
         self._stepping[id(optimizer)] = {}
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
@@ -150,6 +151,8 @@ def _wrap_backward(hooks: Hooks) -> None:
             return original(tensors, *args, **kwargs)
         finally:
             hooks.backward_depth -= 1
+            if not hooks.backward_depth:
+                hooks.guarded(recorder.after_backward)
             _THREAD.depth = depth  # checkpointing leaves a forward by an exception
 
     torch.autograd.backward = backward

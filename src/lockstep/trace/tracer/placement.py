@@ -16,6 +16,21 @@ from .fingerprint import Block, whole
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 
 
+class Part:
+    """A rank's part of a parameter, or of its gradient, that an engine keeps in a flat tensor of its own. Stands for
+    the parameter `source` where the recorder reads an optimizer's parameters."""
+
+    def __init__(self, source: Tensor, tensor: Tensor, block: Block, grad: Part | None = None) -> None:
+        self.source, self.tensor, self.block, self.grad = source, tensor, block, grad
+        self.shape, self.dtype, self.device = block.shape, tensor.dtype, tensor.device
+        self.requires_grad = source.requires_grad
+
+
+def key(parameter: Any) -> int:
+    """What names are kept by."""
+    return id(parameter.source) if isinstance(parameter, Part) else id(parameter)
+
+
 def plain_name(name: str) -> str:
     """Without what DDP, FSDP, torch.compile, checkpointing and Lightning put in front. `module` is taken off at the
     front alone, as models have parts of that name."""
@@ -30,8 +45,10 @@ def is_dtensor(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local(tensor: Tensor) -> tuple[Tensor, Block, str]:
+def local(tensor: Any) -> tuple[Tensor, Block, str]:
     """The rank's part, its block, and "partial" where the parts are summands of the whole, else ""."""
+    if isinstance(tensor, Part):
+        return tensor.tensor, tensor.block, ""
     if not is_dtensor(tensor):
         return tensor, whole(tensor), ""
     part: Any = tensor

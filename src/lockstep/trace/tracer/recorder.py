@@ -6,10 +6,12 @@ error, end. Never communicates. What lies on a device is copied once a step and 
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import weakref
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +82,7 @@ class Recorder:
         self.evaluation: Evaluation | None = None
         self.loader: str | None = None
         self.last_grads: dict[int, list[tuple[weakref.ref[Any], weakref.ref[Any], int]]] = {}
+        self.zeroed: dict[int, bool] = {}  # by optimizer, since its last step
         self.pending: list[Any] = []
         self.perturbed = False
         self.loaders = 0
@@ -156,8 +159,7 @@ class Recorder:
         """`backward` is about to be called on tensors."""
         if self.evaluation is not None and self.since.seen:
             self.end_evaluation()
-        if self.since.backwards == 0:
-            self._look_for_old_gradients()
+        self._look_for_zeroed_gradients()
         self.since.backwards += 1
         for clip in self.since.clips:
             if not clip.get("early"):
@@ -167,13 +169,22 @@ class Recorder:
             scale = self.since.scale if scaled else None
             self.since.losses.append((loss.detach().reshape(()).clone(), scale))
 
-    def _look_for_old_gradients(self) -> None:
-        """Gradients that are the objects they were at the last step, never written to since: nobody zeroed them."""
+    def _look_for_zeroed_gradients(self) -> None:
+        """Whether anybody has zeroed gradients since the last step of each optimizer: they are None, other objects, or
+        were written to. `grad.data.zero_()` writes without being counted, so that first steps look at values."""
         for number, grads in self.last_grads.items():
+            if self.zeroed.get(number, True):
+                continue
             same = [g for p, ref, version in grads if (g := _same(p, ref, version)) is not None]
-            if same and len(same) == len(grads) and any(bool(g.count_nonzero()) for g in same[:3]):
-                self.since.notes.append(f"not zeroed: {number}")
-        self.last_grads = {}
+            early = self.steps[number] < 5 and len(same) == len(grads)
+            if len(same) < len(grads) or (early and not any(bool(g.count_nonzero()) for g in same[:3])):
+                self.zeroed[number] = True
+
+    def after_backward(self) -> None:
+        """The gradients as this backward left them: what is written to them from now on is somebody else's."""
+        for number, grads in self.last_grads.items():
+            if not self.zeroed.get(number, True):
+                self.last_grads[number] = _held(p for ref, _, _ in grads if (p := ref()) is not None)
 
     # -- clipping, scaling, schedules --------------------------------------------------------------------------------
 
@@ -186,7 +197,7 @@ class Recorder:
             clip["scaled"] = True
         self.since.clips.append(clip)
         if self.measures(self._next_step()) and grads:
-            parts = [placement.local(p.grad) for p in grads]  # type: ignore[arg-type]
+            parts = [placement.local(p.grad) for p in grads]
             found = measure([t for t, _, _ in parts], [b for _, b, _ in parts])
             self.since.clipped = {id(p): v for p, v in zip(grads, found, strict=True)}
         return clip
@@ -227,6 +238,8 @@ class Recorder:
         layout = self._layout_of(optimizer, number, parameters)
         groups = [options_of(group) for group in optimizer.param_groups]  # a scheduler changes them after the step
         here: dict[str, Any] = {"number": number, "layout": layout, "parameters": parameters, "groups": groups}
+        if step and self.since.backwards and not self.zeroed.get(number, True):
+            self.since.notes.append(f"not zeroed: {number}")
         if not self.measures(step):
             return here
         params = [p for p, _ in parameters]
@@ -263,9 +276,8 @@ class Recorder:
         vectors: dict[str, list[Tensor]] = {}
         if "grads" in here:
             vectors = self._measured(optimizer, here, record)
-        self.last_grads[number] = [
-            (weakref.ref(p), weakref.ref(p.grad), _version(p.grad)) for p, _ in here["parameters"] if p.grad is not None
-        ]
+        self.last_grads[number] = _held(p for p, _ in here["parameters"])
+        self.zeroed[number] = not self.last_grads[number]
         self.pending.append(Pending(record, vectors, self.since))
         self.steps[number] += 1
         self.since = Since()
@@ -277,11 +289,17 @@ class Recorder:
         names, _, _ = self.names()
         outside = {}
         held = {
-            id(p) for ref in self.optimizers if (o := ref()) is not None for g in o.param_groups for p in g["params"]
+            placement.key(p)
+            for ref in self.optimizers
+            if (o := ref()) is not None
+            for g in o.param_groups
+            for p in g["params"]
         }
         for root in (r for ref in self.roots if (r := ref()) is not None):
             for parameter in root.parameters():
                 if parameter.requires_grad and id(parameter) not in held:
+                    if id(parameter) not in names:  # made or replaced since
+                        names = self.names(fresh=True)[0]
                     outside[names.get(id(parameter), "?")] = parameter.grad is not None
         return {
             "opt": number,
@@ -358,9 +376,9 @@ class Recorder:
         names, _, ties = self.names(fresh)
         known = self.layouts.get(number)
         signature = (
-            *((id(p), p.dtype, tuple(p.shape), p.device) for p, _ in parameters),
+            *((placement.key(p), p.dtype, tuple(p.shape), p.device) for p, _ in parameters),
             tuple(map(tuple, ties)),
-            tuple(names.get(id(p)) for p, _ in parameters),
+            tuple(names.get(placement.key(p)) for p, _ in parameters),
         )
         if known is not None and known.signature == signature:
             return known
@@ -371,8 +389,8 @@ class Recorder:
             _, block, partial = placement.local(p)
             rows.append(
                 {
-                    "name": names.get(id(p)) or f"?{type(optimizer).__name__}{number}.{i}",
-                    "held": id(p) in names,
+                    "name": names.get(placement.key(p)) or f"?{type(optimizer).__name__}{number}.{i}",
+                    "held": placement.key(p) in names,
                     "shape": list(block.shape),
                     "offset": list(block.offset),
                     "size": list(block.size),
@@ -390,7 +408,7 @@ class Recorder:
             "layout",
             id=layout.number,
             opt=number,
-            optimizer=type(optimizer).__name__,
+            optimizer=getattr(optimizer, "kind", type(optimizer).__name__),
             parameters=rows,
             ties=ties,
             untied=self._untied(),
@@ -548,6 +566,12 @@ def memoryview_of(tensor: Tensor) -> bytes:
     import ctypes
 
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+
+
+def _held(parameters: Iterable[Any]) -> list[tuple[weakref.ref[Any], weakref.ref[Any], int]]:
+    """Of the first few parameters with gradients, what tells whether the gradient is written to."""
+    found = ((weakref.ref(p), weakref.ref(p.grad), _version(p.grad)) for p in parameters if p.grad is not None)
+    return list(itertools.islice(found, 8))
 
 
 def _same(parameter: Any, grad: Any, version: int) -> Tensor | None:

@@ -32,7 +32,7 @@ Key = tuple[int, int, str]  # updates made, generation of the ranks it was cut f
 
 @dataclass
 class Version:
-    """What a rank has of the state after some step."""
+    """A rank's shares of the state after some step."""
 
     key: Key
     shares: dict[int, dict[TensorSlice, Tensor]]  # by number
@@ -165,8 +165,8 @@ class PeerCheckpoints:
             return
         places = [place_of(item, parts) for item in share_out(parts, world, True)]
         places.sort(key=lambda place: (-place.dtype.itemsize, place.name))
-        found = world.all_gather(places)
-        self._own, self._theirs, self._shapes = _Layout(places), _Layout(found[self._before]), shapes
+        places_of_ranks = world.all_gather(places)
+        self._own, self._theirs, self._shapes = _Layout(places), _Layout(places_of_ranks[self._before]), shapes
 
     def _advance(self) -> None:
         """Find out whether all ranks have what travels. Waits for nobody who has not. Collective."""

@@ -54,8 +54,8 @@ from lockstep.training.train_state import TrainState
 def recovery_for(
     session: Session, state: TrainState, watch: Watchdog, moved: Callable[[int, str], None]
 ) -> Recovery | None:
-    """What trains a session whose ranks may be lost; None, and a note, where that is not possible. Errors: `RunError`,
-    where the run asks for evictions that are not possible either."""
+    """A `Recovery` that trains a session whose ranks may be lost; None, and a note, where that is not possible. Errors:
+    `RunError`, where the run asks for evictions that are not possible either."""
     run, members = session.run, session.world.members
     why = (
         unsupported_reason(session) if members else "it takes launch.name=local, torchrun, or slurm with ranks=elastic"
@@ -86,7 +86,7 @@ class Recovery:
         members = self.session.world.members
         assert members is not None
         members.ready()
-        if self.session.world.apart:
+        if self.session.world.joining:
             self._meet(math.inf)
         self._trained = members.generation
         while True:
@@ -149,8 +149,8 @@ class Recovery:
                 strategy: Any = self.session.strategy
                 strategy.detach_group()
             world.detach_group()
-            generation = members.awaited(limit_s, lambda: world.apart and world.stop.came and members.withdraw())
-            if generation is None and world.apart and not members.given_up:
+            generation = members.awaited(limit_s, lambda: world.joining and world.stop.came and members.withdraw())
+            if generation is None and world.joining and not members.given_up:
                 raise SystemExit(STOPPED)  # by which its launcher knows that all are asked to stop
             if generation is None and members.given_up:
                 raise TrainingFailed("the ranks that are left cannot go on by themselves")
@@ -180,10 +180,10 @@ class Recovery:
         if len(set(world.all_gather(world.agreed))) > 1:
             raise TrainingFailed("a rank that comes in has another run file, code, data or package than the others")
         gone = bool(set(first) - set(generation.members))
-        found = world.all_gather((state.step, state.hooks_pending, gone, self._trained.members))
-        newest = max(step for step, *_ in found)
-        redone = any(opened or main for step, opened, main, _ in found if step == newest)
-        redone |= any(-1 < step < newest for step, *_ in found)
+        positions = world.all_gather((state.step, state.hooks_pending, gone, self._trained.members))
+        newest = max(step for step, *_ in positions)
+        redone = any(opened or main for step, opened, main, _ in positions if step == newest)
+        redone |= any(-1 < step < newest for step, *_ in positions)
         back = False
         if self._resharder is not None:
             self.session, key = self._resharder.restore(session, state)
@@ -191,7 +191,7 @@ class Recovery:
             strategy.discard()
             back = key[0] < newest  # steps are made again
         else:
-            self._level([step for step, *_ in found])
+            self._level([step for step, *_ in positions])
         session = self.session
         if redone and not back:
             state.rerun_hooks()
@@ -203,7 +203,7 @@ class Recovery:
         self._compare()
         state.fingerprints.regroup(world, state.step, back)
         session.journal.regroup(state.step)
-        before = max((members for *_, members in found), key=len)
+        before = max((members for *_, members in positions), key=len)
         self._trained = generation
         how = f"; back from step {newest}, by copies in memory" if back else ""
         self._moved(state.step, membership_message(before, generation.members) + how)
@@ -255,7 +255,7 @@ class Recovery:
 def unsupported_reason(session: Session) -> str | None:
     """Why the loss of a rank starts this job again; None: the others go on without it."""
     run, strategy = session.run, session.strategy
-    if session.world.apart and strategy.supports_reshard:
+    if session.world.joining and strategy.supports_reshard:
         return None  # those that it comes to have answered
     if isinstance(strategy, ShardedRecovery) and strategy.supports_reshard and strategy.survives_rank_failure(run):
         if not run.launch.replicate_every and not strategy.keeps_copies:
@@ -281,7 +281,7 @@ def unsupported_reason(session: Session) -> str | None:
 
 
 def membership_message(before: tuple[str, ...], now: tuple[str, ...]) -> str:
-    """What became of the ranks, in words."""
+    """Describe which ranks failed and which joined."""
     lost = [str(rank) for rank, member in enumerate(before) if member not in now]
     came = [str(rank) for rank, member in enumerate(now) if member not in before]
     parts = [f"{_ranks(lost)} {'was' if len(lost) == 1 else 'were'} lost"] if lost else []

@@ -33,7 +33,7 @@ class Resharder:
     def __init__(self, session: Session) -> None:
         self.copies = PeerCheckpoints(session)
         self.options: dict[str, Any] | None = None  # of the strategy, as the job began: a rank that comes is told
-        if not session.world.apart:
+        if not session.world.joining:
             self.options = dict(session.strategy.run.strategy.options)
         self._formed = 0  # the generation that this rank's part is cut for
         self._held: list[Version] = []  # while ranks meet, all that this one has
@@ -70,14 +70,14 @@ class Resharder:
         Collective. Errors: `TrainingFailed`."""
         world, strategy = session.world, session.strategy
         self._apply_deferred_update(session, state)
-        found = world.all_gather(
+        offers = world.all_gather(
             ([(v.key, list(v.shares), v.count) for v in self._held], self.options, world.members and world.members.me)
         )
-        key = newest_complete([each for each, *_ in found])
-        source = next(rank for rank, (held, *_) in enumerate(found) if any(k == key for k, *_ in held))
+        key = newest_complete([each for each, *_ in offers])
+        source = next(rank for rank, (held, *_) in enumerate(offers) if any(k == key for k, *_ in held))
         mine = next((version for version in self._held if version.key == key), None)
         theirs = world.all_gather(mine.train_state if mine is not None and world.rank == source else None)[source]
-        options = next(options for _, options, _ in found if options is not None)
+        options = next(options for _, options, _ in offers if options is not None)
         run = session.run.model_copy(
             update={"strategy": session.run.strategy.model_copy(update={"options": dict(options)})}
         )
@@ -158,8 +158,8 @@ def _compare(strategy: Any, world: World) -> None:
     every = world.all_gather({place: int(summed(t.detach(), place.whole, place.offsets)) for place, t in cut.items()})
     copies = world.size // strategy.part_of_state[1]
     for place in {place for each in every for place in each}:
-        found = [each[place] for each in every if place in each]
-        if len(found) != copies or len(set(found)) > 1:
+        sums = [each[place] for each in every if place in each]
+        if len(sums) != copies or len(set(sums)) > 1:
             raise TrainingFailed(f"{place.name} was not cut anew as it should be")
 
 
@@ -177,8 +177,10 @@ def _hash_of_held(saved: PeerReader, mine: Version | None, session: Session) -> 
             if any(each.get(place, every[rank][place]) != every[rank][place] for each in every):
                 raise TrainingFailed(f"the ranks that are left do not hold the same {name}")
             sums[name] = sums.get(name, 0) + every[rank][place]
-    told = {name: (str(next(iter(pieces)).dtype), next(iter(pieces)).whole) for name, pieces in saved.holders.items()}
-    return hashed(told, {name: _signed(value) for name, value in sums.items()})
+    layouts = {
+        name: (str(next(iter(pieces)).dtype), next(iter(pieces)).whole) for name, pieces in saved.holders.items()
+    }
+    return hashed(layouts, {name: _signed(value) for name, value in sums.items()})
 
 
 def _signed(value: int) -> int:

@@ -1,0 +1,248 @@
+"""The museum of silent faults: run every exhibit under `lockstep trace`, and write docs/museum.md.
+
+    python benchmarks/silent_faults.py run [--only NAME ...] [--healthy]   prints a line each; nonzero where one is not
+    found python benchmarks/silent_faults.py page                                runs all, and writes the page
+
+In: tests/museum/. Each takes some ten seconds on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import runpy
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MUSEUM = ROOT / "tests" / "museum"
+sys.path.insert(0, str(ROOT / "tests"))
+
+import torch.distributed.fsdp  # noqa: E402
+import torch.utils.checkpoint  # noqa: E402, F401
+from museum.exhibits import FAULTS, HEALTHY, Exhibit, Healthy  # noqa: E402
+
+from lockstep.trace import tracer  # noqa: E402
+from lockstep.trace.compare import compare  # noqa: E402
+from lockstep.trace.errors import TraceError  # noqa: E402
+from lockstep.trace.findings import findings  # noqa: E402
+from lockstep.trace.read import read  # noqa: E402
+from lockstep.trace.run import prepare, run  # noqa: E402
+from lockstep.trace.tracer import late_imports, recorder  # noqa: E402, F401
+from lockstep.trace.tracer.settings import Settings  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Result:
+    """`said`: the first thing that was found, empty: nothing; `right`: it is the cause that was expected."""
+
+    said: str
+    right: bool
+
+
+def command(script: str, arguments: str, processes: int) -> list[str]:
+    words = [str(MUSEUM / script), *shlex.split(arguments)]
+    if processes == 1:
+        return [sys.executable, *words]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [sys.executable, *launcher, *words]
+
+
+ANEW = ("engines.py", "sharded.py")  # they import too much to be forked
+
+
+class Runs:
+    """Traces in a temporary folder; a reference is traced once."""
+
+    def __init__(self, folder: Path, anew: bool) -> None:
+        self.folder, self.anew = folder, anew
+        self._known: dict[tuple[str, str, int, bool], Path] = {}
+
+    def trace(self, script: str, arguments: str, processes: int, perturb: bool = False) -> Path:
+        key = (script, arguments, processes, perturb)
+        if key not in self._known:
+            path = self.folder / f"{len(self._known):03d}"
+            words = command(script, arguments, processes)
+            with quiet(self.folder / "log.txt"):
+                if self.anew or script in ANEW:
+                    status = run(words, path, perturb=perturb)
+                else:
+                    prepare(path, words, settings := Settings(str(path), perturb=perturb))
+                    status = forked(script, arguments, processes, settings)
+            if status:
+                log = (self.folder / "log.txt").read_text()[-1500:]
+                raise RuntimeError(f"{script} {arguments} ended with status {status}: {log}")
+            self._known[key] = path
+        return self._known[key]
+
+
+def forked(script: str, arguments: str, processes: int, settings: Settings) -> int:
+    """Ranks forked from this process, which has imported torch: some seconds less for each. Returns the worst
+    status."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(processes):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        status = 1
+        try:
+            if processes > 1:
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(processes)}
+            sys.argv = [str(MUSEUM / script), *shlex.split(arguments)]
+            tracer.begin(settings)
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            tracer.end()
+            sys.stdout.flush()
+            os._exit(status)
+    worst = 0
+    while children:
+        child, ended = os.wait()
+        children.remove(child)
+        if (status := os.waitstatus_to_exitcode(ended)) and not worst:
+            worst = status
+            for other in children:  # they would wait for it
+                os.kill(other, signal.SIGKILL)
+    return worst
+
+
+class quiet:
+    """Standard streams of child processes go to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        sys.stdout.flush()
+        self.saved = os.dup(1), os.dup(2)
+        with self.path.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+
+    def __exit__(self, *_: object) -> None:
+        for number, saved in zip((1, 2), self.saved, strict=True):
+            os.dup2(saved, number)
+            os.close(saved)
+
+
+def look(runs: Runs, exhibit: Exhibit) -> Result:
+    folder = runs.trace(exhibit.script, exhibit.arguments, exhibit.processes)
+    trace = read(folder)
+    found = findings(trace)
+    if exhibit.reference is None:
+        if not found:
+            return Result("", False)
+        return Result(f"[{found[0].code}] {found[0].what}: {found[0].cause}", found[0].code == exhibit.expected)
+    reference, perturbed = (runs.trace(exhibit.script, exhibit.reference, 1, p) for p in (False, True))
+    verdict = compare(read(reference), trace, read(perturbed))
+    if verdict.first is None:
+        return Result("", False)
+    text = f"{verdict.first}, step {verdict.step}: {verdict.cause}"
+    return Result(text, any(part in verdict.cause for part in exhibit.expected.split("|")))
+
+
+def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
+    trace = read(runs.trace(healthy.script, healthy.arguments, healthy.processes))
+    found = findings(trace)
+    if found:
+        return Result(f"[{found[0].code}] {found[0].what}", False)
+    if healthy.reference is not None:
+        reference, perturbed = (runs.trace(healthy.script, healthy.reference, 1, p) for p in (False, True))
+        verdict = compare(read(reference), trace, read(perturbed))
+        if verdict.first is not None:
+            return Result(f"{verdict.first}, step {verdict.step}: {'; '.join(verdict.lines)}", False)
+    return Result("", True)
+
+
+def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result]]) -> str:
+    found, right = sum(bool(r.said) for _, r in rows), sum(r.right for _, r in rows)
+    clean = sum(r.right for _, r in healthy)
+    lines = [
+        "# The museum of silent faults",
+        "",
+        "Each row is a small training script with one fault that raises no error. `lockstep trace` runs it "
+        "unchanged; where a",
+        "reference is named, `lockstep diff` compares it with a right job on one process. Written by",
+        "`python benchmarks/silent_faults.py page` from [tests/museum](../tests/museum).",
+        "",
+        f"**{found} of {len(rows)} faults are found, {right} with the cause that was planted named first. "
+        f"{clean} of {len(healthy)} healthy scripts have no finding.**",
+        "",
+        f"Measured {time.strftime('%Y-%m-%d')} on 2 cores of an AMD EPYC virtual machine without a GPU, "
+        f"Python {platform.python_version()}.",
+        "",
+        "| fault | symptom | processes | beside | verdict | cause named |",
+        "|---|---|---|---|---|---|",
+    ]
+    for exhibit, result in rows:
+        name = f"[{exhibit.name}]({exhibit.link})" if exhibit.link else exhibit.name
+        side = f"`{exhibit.reference}`" if exhibit.reference else "alone"
+        said = result.said.replace("|", "\\|") or "**nothing**"
+        mark = "yes" if result.right else "no"
+        lines.append(f"| {name} | {exhibit.symptom} | {exhibit.processes} | {side} | {said} | {mark} |")
+    lines += ["", "To see one:", "", "```sh"]
+    example = rows[0][0]
+    lines += [f"lockstep trace -o a -- {shlex.join(['torchrun', '--nproc-per-node', str(example.processes)])} "]
+    lines[-1] += f"tests/museum/{example.script} {example.arguments}"
+    lines += ["python benchmarks/silent_faults.py run --only " + example.name, "```", "", "## Healthy scripts", ""]
+    lines += ["| script | processes | beside | finding |", "|---|---|---|---|"]
+    for each, result in healthy:
+        side = f"`{each.reference}`" if each.reference else "alone"
+        said = result.said.replace("|", "\\|") or "none"
+        lines.append(f"| `{each.script} {each.arguments}` | {each.processes} | {side} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("run", "page"))
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--healthy", action="store_true", help="of `run`: the healthy scripts instead")
+    parser.add_argument("--anew", action="store_true", help="start each command in a process of its own, by torchrun")
+    known = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rows: list[tuple[Exhibit, Result]] = []
+    clean: list[tuple[Healthy, Result]] = []
+    with tempfile.TemporaryDirectory(prefix="lockstep-museum-") as folder:
+        runs = Runs(Path(folder), known.anew)
+        faults = [e for e in FAULTS if not known.only or e.name in known.only]
+        healthy = [h for h in HEALTHY if not known.only or h.script in known.only]
+        for exhibit in faults if not known.healthy else ():
+            result = guarded(look, runs, exhibit)
+            rows.append((exhibit, result))
+            print("right" if result.right else "WRONG", exhibit.name, "|", result.said or "nothing", flush=True)
+        for each in healthy if known.healthy or known.what == "page" else ():
+            result = guarded(look_at_healthy, runs, each)
+            clean.append((each, result))
+            print("clean" if result.right else "FALSE", each.script, each.arguments, "|", result.said, flush=True)
+    if known.what == "page":
+        (ROOT / "docs" / "museum.md").write_text(page(rows, clean))
+    return 0 if all(r.right for _, r in [*rows, *clean]) else 1
+
+
+def guarded(look_at, runs: Runs, each) -> Result:  # type: ignore[no-untyped-def]
+    try:
+        return look_at(runs, each)
+    except (RuntimeError, TraceError, subprocess.SubprocessError) as error:
+        return Result(f"ERROR {error}", False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""What tracing costs: processor time of a step with and without, in turns, and bytes a step.
+
+    python benchmarks/trace_overhead.py [--folder MODEL]     prints two rows of a table
+
+In: a model of MiniLM's size (6 layers of 384, a vocabulary of 30,522; 8 texts of 64 tokens) and the quick start's size
+(2 layers of 64). Out: medians of a step's seconds, and bytes of trace a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+from lockstep.trace import tracer
+from lockstep.trace.tracer.settings import Settings
+
+SIZES = {
+    "MiniLM, 22.7M parameters": (384, 6, 12, 30522, 8, 64),
+    "MiniLM, 16 texts of 128 tokens": (384, 6, 12, 30522, 16, 128),
+    "2 layers of 64": (64, 2, 4, 4000, 32, 64),
+}
+
+
+def measured(sizes: tuple[int, ...], rounds: int, steps: int) -> tuple[float, float, float, int]:
+    """Seconds of the processor a step without and with the tracer, bytes a step, tensors."""
+    width, layers, heads, words, batch, length = sizes
+    config = BertConfig(
+        vocab_size=words,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+    )
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    ids, labels = torch.randint(0, words, (batch, length)), torch.randint(2, (batch,))
+    times: dict[bool, list[float]] = {False: [], True: []}
+    size = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(2 * rounds):
+            traced = turn % 2 == 1
+            if traced:
+                tracer.begin(Settings(f"{folder}/{turn}"))
+            for step in range(steps + 1):
+                began = time.process_time()
+                optimizer.zero_grad()
+                model(input_ids=ids, labels=labels).loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                if step:
+                    times[traced].append(time.process_time() - began)
+            if traced:
+                tracer.end()
+                size = sum(f.stat().st_size for f in Path(folder, str(turn)).glob("*.jsonl")) // (steps + 1)
+    tensors = sum(1 for _ in model.parameters())
+    return statistics.median(times[False]), statistics.median(times[True]), size, tensors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6)
+    known = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} thread(s)")
+    print("| model | tensors | seconds a step | traced | times | kB a step |")
+    print("|---|---|---|---|---|---|")
+    for name, sizes in SIZES.items():
+        plain, traced, size, tensors = measured(sizes, known.rounds, known.steps)
+        print(
+            f"| {name} | {tensors} | {plain:.3f} | {traced:.3f} | {traced / plain:.2f} | {size / 1e3:.0f} |", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()

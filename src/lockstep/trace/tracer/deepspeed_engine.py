@@ -1,0 +1,126 @@
+"""DeepSpeed's engines, whose optimizers hold flat partitions: each parameter's part on this rank, by local accessors.
+
+In: an engine at its step. Out: records as of one optimizer. Stages 1 and 2 keep where a partition's pieces come from in
+`_hp_mapping`, for which there is no public name that does not communicate; stage 3 has `safe_get_local_*`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from .fingerprint import Block
+from .hooks import Hooks
+from .placement import Part
+
+
+class EngineOptimizer:
+    """What the recorder sees in place of the engine's optimizer."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.kind = type(engine.optimizer).__name__
+        self.state: dict[Any, Any] = {}
+        self.param_groups: list[dict[str, Any]] = []
+        self._parts: dict[int, Part] = {}
+
+    def refresh(self, gradients: bool) -> None:
+        """Read the parts that this rank has now."""
+        groups: dict[int, list[Part]] = {}
+        for parameter in self.engine.module.parameters():
+            found = _part(parameter, gradients)
+            if found is None:
+                continue
+            number, part = found
+            known = self._parts.setdefault(id(parameter), part)
+            known.tensor, known.grad = part.tensor, part.grad
+            groups.setdefault(number, []).append(known)
+        options = self.engine.optimizer.param_groups
+        self.param_groups = [
+            {k: v for k, v in options[min(n, len(options) - 1)].items() if k != "params"} | {"params": parts}
+            for n, parts in sorted(groups.items())
+        ]
+        scale = float(getattr(self.engine.optimizer, "loss_scale", 1.0) or 1.0)
+        for part in (p for parts in groups.values() for p in parts if p.grad is not None and scale != 1.0):
+            assert part.grad is not None
+            part.grad.tensor = part.grad.tensor.float() / scale
+
+
+def _part(parameter: Any, gradients: bool) -> tuple[int, Part] | None:
+    """(parameter group, this rank's part); None: it has none."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is not None:
+        start = mapping.lp_fragment_address.start
+        shape, tensor = tuple(parameter.shape), mapping.hp_fragment
+        block = Block(shape, (start,), (tensor.numel(),))
+        grad = mapping.get_lp_grad_fragment(parameter._index_in_param_group) if gradients else None
+        part = None if grad is None else Part(parameter, grad.reshape(-1)[: tensor.numel()], block)
+        return mapping.param_group_index, Part(parameter, tensor.detach().reshape(-1), block, part)
+    if hasattr(parameter, "ds_id") and parameter.ds_tensor is not None:
+        return _of_stage_3(parameter, gradients)
+    return None
+
+
+def _of_stage_3(parameter: Any, gradients: bool) -> tuple[int, Part] | None:
+    from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_grad
+
+    tensor = safe_get_local_fp32_param(parameter)
+    if tensor is None:
+        return None
+    import torch.distributed as dist
+
+    rank = dist.get_rank(parameter.ds_process_group) if dist.is_initialized() else 0
+    numel, start = parameter.ds_tensor.ds_numel, rank * parameter.ds_tensor.ds_numel
+    count = max(min(numel, parameter.ds_numel - start), 0)  # the last parts are padded
+    block = Block(tuple(parameter.ds_shape), (min(start, parameter.ds_numel),), (count,))
+    grad = safe_get_local_grad(parameter) if gradients else None
+    part = None if grad is None else Part(parameter, _flat(grad)[:count], block)
+    return 0, Part(parameter, _flat(tensor)[:count], block, part)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)
+
+
+def install(hooks: Hooks) -> None:
+    """Called when deepspeed was imported."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    original = DeepSpeedEngine.step
+    optimizers: dict[int, EngineOptimizer] = {}
+
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = hooks.recorder
+        partitioned = any(
+            getattr(p, "_hp_mapping", None) is not None or hasattr(p, "ds_id") for p in self.module.parameters()
+        )
+        if recorder is None or not partitioned or not self.is_gradient_accumulation_boundary():
+            return original(self, *args, **kwargs)
+        optimizer = optimizers.setdefault(id(self), EngineOptimizer(self))
+        hooks.guarded(optimizer.refresh, True)
+        limit = self.gradient_clipping()
+        if limit:
+            recorder.since.clips.append({"how": "clip_grad_norm_", "limit": float(limit), "unseen": True})
+        here = hooks.guarded(recorder.before_step, optimizer)
+        skipped, hooks.engine_steps = self.skipped_steps, True
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            hooks.engine_steps = False
+        if self.skipped_steps > skipped:
+            hooks.guarded(recorder.skipped, optimizer)
+        elif here is not None:
+            hooks.guarded(optimizer.refresh, False)
+            hooks.guarded(_after, recorder, optimizer, here)
+        return result
+
+    DeepSpeedEngine.step = step
+
+
+def _after(recorder: Any, optimizer: EngineOptimizer, here: dict[str, Any]) -> None:
+    """Parts are views of flat tensors that an engine may have made anew: read them again."""
+    here["locals"] = [(p.tensor, p.block, "") for p, _ in here["parameters"]]
+    recorder.after_step(optimizer, here)

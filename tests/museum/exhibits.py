@@ -1,0 +1,289 @@
+"""What the museum shows: a script with a fault, what it looks like, and what `lockstep trace` or `diff` has to say of
+it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """`expected`: the code of a finding in the run alone, or a part of the cause that `diff` names; it has to come
+    first. `reference`: arguments of the right job on one process, where the fault shows beside one. `link`: a public
+    report."""
+
+    name: str
+    symptom: str
+    script: str
+    arguments: str
+    processes: int
+    expected: str
+    reference: str | None = None
+    link: str = ""
+
+
+def alone(name: str, expected: str, symptom: str, extra: str = "", processes: int = 2, link: str = "") -> Exhibit:
+    return Exhibit(name, symptom, "loop.py", f"--fault {name} {extra}".strip(), processes, expected, None, link)
+
+
+def beside(
+    name: str,
+    expected: str,
+    symptom: str,
+    extra: str = "",
+    reference: str = "--batch 32",
+    processes: int = 2,
+    link: str = "",
+) -> Exhibit:
+    return Exhibit(name, symptom, "loop.py", f"--fault {name} {extra}".strip(), processes, expected, reference, link)
+
+
+def text(
+    name: str, expected: str, symptom: str, extra: str = "", processes: int = 2, link: str = "", alone: bool = False
+) -> Exhibit:
+    reference = None if alone else "--batch 16"
+    return Exhibit(name, symptom, "text.py", f"--fault {name} {extra}".strip(), processes, expected, reference, link)
+
+
+FAULTS = (
+    alone(
+        "no-set-epoch",
+        "same-order",
+        "every epoch has the same order",
+        link="https://github.com/pytorch/pytorch/issues/31771",
+    ),
+    alone("no-sampler", "same-examples", "each rank trains on the whole data set"),
+    alone("sampler-seed", "seen-twice", "ranks shuffle by other seeds, so that they share examples"),
+    alone("divided-twice", "seen-part", "half of the data set is never seen"),
+    alone("seed-by-rank", "replicas-start", "models that nobody wraps start from different weights"),
+    alone("not-wrapped", "not-reduced", "each rank trains a model of its own"),
+    alone("around-wrapper", "not-reduced", "the forward calls model.module, and DDP never hears of it"),
+    alone("no-sync", "not-reduced", "every backward runs under no_sync"),
+    alone("ignored", "not-reduced-some", "DDP ignores a parameter"),
+    alone("one-not-reduced", "not-reduced-some", "a hand-written all-reduce leaves out a parameter", "--wrap hand"),
+    alone("clip-before-reduce", "clip-before-reduce", "each rank clips before gradients are reduced", "--wrap hand"),
+    beside("clip-own-shard", "clipped by hand", "each rank clips its shard by the shard's own norm", "--wrap fsdp"),
+    alone("rate-by-rank", "replicas-options", "the learning rate depends on the rank"),
+    alone("write-on-one-rank", "replicas-weights", "rank 1 writes to a weight between steps"),
+    alone("state-on-one-rank", "replicas-weights", "rank 1 has other moments (a state loaded on one rank)"),
+    alone("not-in-optimizer", "in-no-optimizer", "a layer is in no optimizer", processes=1),
+    alone("stale-optimizer", "stale-optimizer", "the optimizer was made before the model was replaced", processes=1),
+    alone("detached", "no-gradient", "a detach cuts the graph", processes=1),
+    alone("zero-before-step", "all-zero", "zero_grad stands between backward and step", processes=1),
+    alone("zero-never", "not-zeroed", "nobody zeroes gradients", processes=1),
+    alone("clip-before-unscale", "clip-before-unscale", "clipping sees scaled gradients", "--amp float16", 1),
+    alone("clip-each-micro-batch", "clip-early", "clipping after each micro-batch", "--accumulate 2", 1),
+    alone(
+        "schedule-each-micro-batch",
+        "scheduler",
+        "the scheduler steps with each micro-batch",
+        "--accumulate 4 --batch 4",
+        1,
+    ),
+    alone("schedule-by-rank", "scheduler", "the scheduler steps once a rank"),
+    alone("schedule-twice", "scheduler", "the scheduler steps twice", processes=1),
+    alone("overflow", "not-finite", "an infinite loss is applied", processes=1),
+    alone("explodes", "not-finite", "weights overflow", "--optimizer SGD --epochs 6", 1),
+    alone("half", "dtype", "something casts the model while it trains", "--optimizer SGD", 1),
+    alone("bf16-weights", "unchanged", "changes are smaller than the last bit of bf16", processes=1),
+    alone(
+        "evaluate-in-training-mode",
+        "evaluated-in-training-mode",
+        "dropout while evaluating",
+        "--evaluate --dropout 0.1",
+        1,
+    ),
+    alone(
+        "left-in-evaluation-mode",
+        "trained-in-evaluation-mode",
+        "no train() after evaluating",
+        "--evaluate --dropout 0.1",
+        1,
+    ),
+    alone(
+        "eval-mode", "trained-in-evaluation-mode", "the model is in evaluation mode from the start", "--dropout 0.1", 1
+    ),
+    alone(
+        "drop-evaluation", "evaluation-part", "drop_last leaves out the last batch of an evaluation", "--evaluate", 1
+    ),
+    alone(
+        "padded-evaluation",
+        "evaluation-twice",
+        "an evaluation counts examples that DistributedSampler repeats",
+        "--evaluate --batch 10",
+        3,
+        "https://github.com/pytorch/pytorch/issues/25162",
+    ),
+    text("untied", "tied to another", "input and output embeddings came apart", "--batch 16", 1),
+    text("untied-later", "untied", "tied embeddings come apart in training", "--batch 8", 1, alone=True),
+    beside("summed", "summed over ranks", "gradients are summed over ranks, not averaged", "--wrap hand"),
+    beside("not-divided", "without dividing", "losses of micro-batches are added", "--accumulate 2 --batch 8"),
+    beside("divided-loss", "twice", "the loss is divided by accumulation twice", "--accumulate 2 --batch 8"),
+    beside(
+        "zero-each-micro-batch", "left out", "gradients are zeroed before each micro-batch", "--accumulate 2 --batch 8"
+    ),
+    beside("zeroed-loss", "is 0: its examples", "rank 1 masks its loss", ""),
+    beside(
+        "twice",
+        "goes through the model 2 times",
+        "backward runs twice on the same batch",
+        processes=1,
+        extra="--batch 32",
+    ),
+    beside("scaled-rate", "scaled by the number of ranks", "the learning rate grows with the ranks, unasked"),
+    beside("one-cycle", "another learning rate", "another schedule"),
+    beside("weight-decay", "weight_decay", "another weight decay"),
+    beside("other-seed", "drawn from different random numbers", "another seed"),
+    beside("clip-limit", "another limit", "another limit of the norm"),
+    beside("no-clip", "not at all", "no clipping"),
+    beside("clip-value", "in another way", "clipped by value"),
+    beside("wrong-backward", "only a part", "a custom function whose gradient is wrong"),
+    beside("smoothed", "label smoothing", "label smoothing on one side"),
+    beside(
+        "batch-of-a-process",
+        "the batch size is one of a process",
+        "the global batch grows with the ranks",
+        "--batch 32",
+    ),
+    beside(
+        "batch-norm", "SyncBatchNorm", "statistics of each rank's own batch", "--norm batch", "--batch 32 --norm batch"
+    ),
+    beside("mixed", "another precision", "autocast on one side alone", "--amp bfloat16 --epochs 1"),
+    beside("reset-state", "optimizer's state", "the optimizer's state is cleared after each step"),
+    beside(
+        "other-optimizer",
+        "the optimizers are",
+        "Adam where AdamW is meant",
+        "--optimizer Adam",
+        "--batch 32 --optimizer NAdam",
+    ),
+    text(
+        "mean-of-means",
+        "unequal numbers of targets",
+        "micro-batches with unequal targets weigh alike",
+        "--batch 8 --accumulate 2",
+        1,
+        "https://github.com/huggingface/transformers/issues/34191",
+    ),
+    text(
+        "mean-of-ranks",
+        "unequal numbers of targets",
+        "ranks with unequal targets weigh alike",
+        "--batch 8",
+        2,
+        "https://github.com/huggingface/transformers/issues/34242",
+    ),
+    text(
+        "world-forgotten",
+        "divided by the number of ranks twice",
+        "sums are divided by all targets, and averaged over ranks",
+        "--batch 8",
+    ),
+    text(
+        "first-counts",
+        "unequal numbers of targets",
+        "every micro-batch is divided by the first one's targets",
+        "--batch 8 --accumulate 2",
+        1,
+    ),
+    text("padding-counts", "padding counts as a target", "padding counts as a target", "--batch 8"),
+    text(
+        "last-left-out",
+        "backward is not called",
+        "backward is not called on the last micro-batch",
+        "--batch 8 --accumulate 2",
+        1,
+    ),
+    Exhibit(
+        "trainer-accumulation",
+        "Trainer does not divide the loss of a model that computes it itself (BERT's classifier) by accumulation",
+        "engines.py",
+        "--engine trainer --batch 4 --accumulate 2",
+        1,
+        "2 (the micro-batches of a step)",
+        "--engine trainer --batch 8",
+    ),
+    Exhibit(
+        "accelerate-divided-twice",
+        "the script divides the loss by accumulation, and accelerator.backward does it again",
+        "engines.py",
+        "--engine accelerate --batch 4 --accumulate 2 --fault divided-twice",
+        1,
+        "divided by the number of micro-batches twice",
+        "--engine accelerate --batch 8",
+    ),
+    Exhibit(
+        "deepspeed-summed",
+        "losses are multiplied by the number of ranks under ZeRO 2",
+        "sharded.py",
+        "--stage 2 --fault summed",
+        2,
+        "number of ranks",
+        "--batch 32",
+    ),
+    Exhibit(
+        "deepspeed-default-clipping",
+        "DeepSpeed clips at 1.0 where gradient_clipping is not in the config",
+        "sharded.py",
+        "--stage 2 --fault default-clipping",
+        2,
+        "not at all, on one side",
+        "--batch 32",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """A script that no finding may be made of; `reference`: arguments beside which it has to be the same training."""
+
+    script: str
+    arguments: str
+    processes: int = 1
+    reference: str | None = None
+
+
+HEALTHY = (
+    Healthy("loop.py", "--batch 32"),
+    Healthy("loop.py", "--batch 16", 2, "--batch 32"),
+    Healthy("loop.py", "--batch 8", 4, "--batch 32"),
+    Healthy("loop.py", "--batch 16 --wrap fsdp", 2, "--batch 32"),
+    Healthy("loop.py", "--batch 16 --wrap hand", 2, "--batch 32"),
+    Healthy("loop.py", "--batch 16 --accumulate 2", 1, "--batch 32"),
+    Healthy("loop.py", "--batch 8 --accumulate 2", 2, "--batch 32"),
+    Healthy("loop.py", "--batch 8 --accumulate 2 --wrap fsdp", 2, "--batch 32"),
+    Healthy("loop.py", "--batch 32 --amp bfloat16"),
+    Healthy("loop.py", "--batch 16 --amp bfloat16", 2, "--batch 32 --amp bfloat16"),
+    Healthy("loop.py", "--batch 32 --amp float16"),
+    Healthy("loop.py", "--batch 16 --amp float16", 2, "--batch 32 --amp float16"),
+    Healthy("loop.py", "--batch 32 --fault zero-to-zero", 1, "--batch 32"),
+    Healthy("loop.py", "--batch 32 --evaluate --dropout 0.1"),
+    Healthy("loop.py", "--batch 16 --evaluate --dropout 0.1", 2),
+    Healthy("loop.py", "--batch 16 --evaluate", 2, "--batch 32 --evaluate"),
+    Healthy("loop.py", "--batch 32 --norm batch"),
+    *(
+        Healthy("loop.py", f"--batch 16 --optimizer {name}", 2, f"--batch 32 --optimizer {name}")
+        for name in ("SGD", "Adam", "NAdam", "RMSprop")
+    ),
+    *(
+        Healthy("loop.py", f"--batch 32 --optimizer {name}")
+        for name in ("Adagrad", "Adamax", "RAdam", "Adadelta", "ASGD", "Rprop")
+    ),
+    Healthy("loop.py", "--batch 32 --epochs 4"),
+    Healthy("loop.py", "--batch 16 --fault no-clip", 2, "--batch 32 --fault no-clip"),
+    Healthy("loop.py", "--batch 16 --fault one-cycle", 2, "--batch 32 --fault one-cycle"),
+    Healthy("text.py", "--batch 16"),
+    Healthy("text.py", "--batch 8", 2, "--batch 16"),
+    Healthy("text.py", "--batch 4", 4, "--batch 16"),
+    Healthy("text.py", "--batch 8 --accumulate 2", 1, "--batch 16"),
+    Healthy("text.py", "--batch 4 --accumulate 2", 2, "--batch 16"),
+    Healthy("sharded.py", "--batch 32"),
+    *(Healthy("sharded.py", f"--stage {stage}", 2, "--batch 32") for stage in (1, 2, 3)),
+    Healthy("sharded.py", "--stage 2 --batch 8 --accumulate 2", 2, "--batch 32"),
+    Healthy("engines.py", "--engine accelerate"),
+    Healthy("engines.py", "--engine accelerate --batch 4", 2, "--engine accelerate --batch 8"),
+    Healthy("engines.py", "--engine accelerate --batch 4 --accumulate 2", 1, "--engine accelerate --batch 8"),
+    Healthy("engines.py", "--engine trainer"),
+    Healthy("engines.py", "--engine trainer --batch 4", 2),
+    Healthy("engines.py", "--engine trainer --model gpt2 --batch 4 --accumulate 2", 1, "--engine trainer --model gpt2"),
+)

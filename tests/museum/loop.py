@@ -1,0 +1,219 @@
+"""A training loop of a small classifier, as tutorials have it, with one fault of a list.
+
+    python loop.py [--fault NAME] [--batch N] [--accumulate N] [--wrap ddp|fsdp|none|hand]
+
+It imports torch alone. Without a fault it trains rightly, on one process or, under torchrun, on several.
+"""
+
+import argparse
+import contextlib
+import copy
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--fault", default="")
+parser.add_argument("--batch", type=int, default=16, help="of a process")
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--wrap", default="ddp")
+parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--norm", default="layer")
+parser.add_argument("--amp", default="")
+parser.add_argument("--optimizer", default="AdamW")
+parser.add_argument("--evaluate", action="store_true")
+parser.add_argument("--dropout", type=float, default=0.0)
+a = parser.parse_args()
+world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+
+
+def fault(*names: str) -> bool:
+    return a.fault in names
+
+
+class Double(torch.autograd.Function):
+    """The identity, whose gradient is wrong."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(32) if a.norm == "batch" else nn.LayerNorm(32)
+        self.first = nn.Sequential(nn.Linear(12, 32), norm, nn.GELU(), nn.Dropout(a.dropout))
+        self.middle = nn.Linear(32, 32)
+        self.last = nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if fault("wrong-backward"):
+            x = Double.apply(x)
+        if fault("detached"):
+            x = x.detach()
+        if fault("checkpoint-randomness"):
+            x = torch.utils.checkpoint.checkpoint(
+                lambda y: nn.functional.dropout(torch.tanh(self.middle(y)), 0.3, self.training),
+                x,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        else:
+            x = nn.functional.dropout(torch.tanh(self.middle(x)), 0.3 if a.fault == "reference-dropout" else 0.0)
+        return self.last(x)
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(100 if fault("uneven", "padded-evaluation") else 128, 12, generator=generator)
+    return TensorDataset(x, (x[:, :3] + 0.3 * x[:, 3:6]).argmax(1))
+
+
+def reduce_by_hand(model: nn.Module) -> None:
+    for i, parameter in enumerate(model.parameters()):
+        if parameter.grad is None or (fault("one-not-reduced") and i == 2):
+            continue
+        dist.all_reduce(parameter.grad)
+        if not fault("summed"):
+            parameter.grad /= world
+
+
+def main() -> None:
+    if world > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(rank if fault("seed-by-rank") else 1 if fault("other-seed") else 0)
+    if fault("no-seed"):
+        torch.seed()
+    plain = Classifier()
+    if fault("bf16-weights"):
+        plain = plain.to(torch.bfloat16)
+    optimizer = None
+    if fault("stale-optimizer"):
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        plain = copy.deepcopy(plain)
+    if fault("eval-mode"):
+        plain.eval()
+    dataset = data()
+    replicas, index = (1, 0) if fault("no-sampler") else (world, rank)
+    shuffled = DistributedSampler(
+        dataset, replicas, index, shuffle=True, seed=3 + (rank if fault("sampler-seed") else 0)
+    )
+    loader = DataLoader(dataset, batch_size=a.batch, sampler=shuffled)
+    ordered = DistributedSampler(dataset, world, rank, shuffle=False)
+    test = DataLoader(dataset, batch_size=24, sampler=ordered, drop_last=fault("drop-evaluation"))
+
+    model: nn.Module = plain
+    if world > 1 and a.wrap == "ddp" and not fault("not-wrapped", "seed-by-rank"):
+        if fault("ignored"):
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(plain, ["middle.weight"])
+        model = DistributedDataParallel(plain)
+    elif world > 1 and a.wrap == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(plain.first)
+        fully_shard(plain)
+    rate = 1e-2 * (world if fault("scaled-rate") else 1 + rank * 0.1 if fault("rate-by-rank") else 1)
+    rate = 1e-6 if fault("bf16-weights") else 1e38 if fault("explodes") else rate
+    kind = getattr(torch.optim, a.optimizer)
+    options = {"weight_decay": 0.1} if fault("weight-decay") else {}
+    if optimizer is None:
+        held = [p for n, p in model.named_parameters() if not (fault("not-in-optimizer") and "middle" in n)]
+        optimizer = kind(held, lr=rate, **options)
+    steps = max(a.epochs * len(loader) // a.accumulate, 1)
+    if fault("one-cycle"):
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=8 * steps)
+    else:
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=8 * steps)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=a.amp == "float16")
+    made = 0
+    for epoch in range(a.epochs):
+        if not fault("no-set-epoch"):
+            shuffled.set_epoch(epoch)
+        for i, (x, y) in enumerate(loader):
+            last = (i + 1) % a.accumulate == 0
+            if fault("divided-twice") and i % world != rank:
+                continue
+            if fault("bf16-weights"):
+                x = x.to(torch.bfloat16)
+            if fault("zero-never"):
+                pass
+            elif (i % a.accumulate == 0) or fault("zero-each-micro-batch"):
+                optimizer.zero_grad(set_to_none=not fault("zero-to-zero"))
+            quiet = isinstance(model, DistributedDataParallel) and (not last or fault("no-sync"))
+            with model.no_sync() if quiet else contextlib.nullcontext():
+                with torch.autocast("cpu", getattr(torch, a.amp or "bfloat16"), enabled=bool(a.amp)):
+                    caller = plain if fault("around-wrapper") else model
+                    loss = nn.functional.cross_entropy(caller(x).float(), y, label_smoothing=0.1 * fault("smoothed"))
+                if fault("zeroed-loss") and rank == 1:
+                    loss = loss * 0
+                if fault("overflow") and made == 3:
+                    loss = loss * float("inf")
+                divisor = 1 if fault("not-divided") else a.accumulate**2 if fault("divided-loss") else a.accumulate
+                scaler.scale(loss / divisor).backward()
+                if fault("clip-each-micro-batch"):
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                if fault("twice"):
+                    scaler.scale(nn.functional.cross_entropy(caller(x).float(), y)).backward()
+            if not last:
+                if fault("schedule-each-micro-batch"):
+                    schedule.step()
+                continue
+            if fault("zero-before-step"):
+                optimizer.zero_grad()
+            if fault("clip-before-reduce"):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if world > 1 and a.wrap == "hand":
+                reduce_by_hand(plain)
+            if a.amp == "float16" and not fault("clip-before-unscale"):
+                scaler.unscale_(optimizer)
+            if fault("clip-own-shard"):
+                own = [p.grad.to_local() for p in model.parameters()]
+                norm = torch.stack([g.norm() for g in own]).norm()
+                for g in own:
+                    g.mul_(min(0.1 / float(norm), 1.0))
+            elif fault("clip-value"):
+                nn.utils.clip_grad_value_(model.parameters(), 0.001)
+            elif not fault("clip-each-micro-batch", "clip-before-reduce", "no-clip", "explodes"):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5 if fault("clip-limit") else 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            made += 1
+            for _ in range(world if fault("schedule-by-rank") else 2 if fault("schedule-twice") else 1):
+                schedule.step()
+            if fault("write-on-one-rank") and made == 3 and rank == 1:
+                with torch.no_grad():
+                    plain.last.bias.add_(0.01)
+            if fault("state-on-one-rank") and made == 3 and rank == 1:
+                for state in optimizer.state.values():
+                    state["exp_avg"].mul_(1.5)
+            if fault("half") and made == 3:
+                plain.to(torch.bfloat16)
+                plain.register_forward_pre_hook(lambda _, inputs: tuple(t.to(torch.bfloat16) for t in inputs))
+            if fault("reset-state"):
+                optimizer.state.clear()
+        if a.evaluate:
+            if not fault("evaluate-in-training-mode"):
+                model.eval()
+            right = 0
+            with torch.no_grad():
+                for x, y in test:
+                    right += int((plain(x).argmax(1) == y).sum())
+            if not fault("left-in-evaluation-mode"):
+                model.train()
+    if rank == 0:
+        print("steps", made)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+main()
