@@ -232,7 +232,9 @@ def test_an_adapter_trains_the_head_besides(folders: Path, tmp_path: Path) -> No
     base = job(folders, tmp_path / "base", steps=1, evaluate={"every": 0}, checkpoint={"every": 0})
     before = trained(base)
     adapter = {"type": "lora", "r": 2, "target_modules": ["q_proj", "v_proj"]}
-    run = job(folders, tmp_path / "out", model={"source": str(base.folder / "export"), "adapter": adapter})
+    run = job(
+        folders, tmp_path / "out", model={"source": str(base.folder / "export"), "adapter": adapter, "dtype": "float32"}
+    )
     after = trained(run)
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert {"classifier.weight", "classifier.bias"} < changed
@@ -293,7 +295,7 @@ def test_a_mistake_with_pixels_is_found_before_the_first_step(
 
 
 def wrong_pixels(world: World, run: Run) -> str:
-    from lockstep.training.loop import TrainingFailed
+    from lockstep.training.errors import TrainingFailed
     from lockstep.training.rank import work
     from lockstep.training.resolve import for_rank
 

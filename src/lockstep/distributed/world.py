@@ -1,4 +1,4 @@
-"""Who am I, and how do I reach the others: rank, device, process group, collectives. Nobody else reads RANK & co.
+"""This process in its job: rank, device, process group, collectives. Nobody else reads RANK & co.
 
 In: the six variables every launcher sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT), or none. Out: one `World` a process.
@@ -130,7 +130,7 @@ class World:
 
     @property
     def _soon(self) -> timedelta:
-        """How long ranks that meet again wait for one another."""
+        """The time that ranks which meet again wait for one another."""
         return min(self._rendezvous.timeout, timedelta(seconds=SOON_S))
 
     def detach_group(self) -> None:

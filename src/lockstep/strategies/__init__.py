@@ -1,1 +1,1 @@
-"""How one optimizer step is computed by all ranks together."""
+"""Strategies: one optimizer step, computed by all ranks together."""

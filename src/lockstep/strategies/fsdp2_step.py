@@ -42,7 +42,7 @@ class FSDP2Step(ShardedRecovery, Native):
     plugin = "strategies"  # a base: it has no name in a run file
 
     waits_inside = ("reduction", "overlapped", "optimizer")
-    told = ", weights gathered once a step"
+    summary_suffix = ", weights gathered once a step"
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

@@ -93,7 +93,7 @@ class Native(Strategy):
         return make_model(task)
 
     def parts_to_step(self) -> dict[str, nn.Parameter]:
-        """What this rank updates of each trained parameter."""
+        """This rank's part of each trained parameter, which it updates."""
         return self.named
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
@@ -255,7 +255,7 @@ class Native(Strategy):
             masters.write(self.stepped.values(), self.places.values())
 
     def spread(self, name: str, tensor: Tensor) -> Tensor:
-        """What this rank has of a trained parameter, its gradient or its moment, as a part of the whole."""
+        """This rank's part of a trained parameter, gradient or moment, as a DTensor where it is not whole."""
         return tensor
 
     def updated_parts(self) -> list[tuple[str, Tensor]]:

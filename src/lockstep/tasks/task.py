@@ -199,10 +199,7 @@ class Task(ABC):
 
     @property
     def reports_example_losses(self) -> bool:
-        """Whether `loss_each` may stand for `loss_sum`: not where a class of the user's overrides the latter alone, or
-        somebody listens to it."""
-        if "loss_sum" in vars(self):
-            return False
+        """Whether `loss_each` may stand for `loss_sum`: not where a class of the user's overrides the latter alone."""
         classes = type(self).__mro__
         each, whole = (next(i for i, c in enumerate(classes) if name in vars(c)) for name in ("loss_each", "loss_sum"))
         return each <= whole

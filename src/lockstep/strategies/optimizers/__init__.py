@@ -1,1 +1,1 @@
-"""How a weight becomes the next one of its gradient: a file an optimizer."""
+"""Optimizers: the update of a weight by its gradient, one file each."""
