@@ -266,7 +266,8 @@ class Sharded(ShardedRecovery):
 
         if parameter.requires_grad:
             return safe_get_full_fp32_param(parameter)
-        if self.stage == 3 and parameter.ds_status == ZeroParamStatus.INFLIGHT:  # an evaluation fetched it in advance
+        fetched = getattr(parameter, "ds_status", None)
+        if self.stage == 3 and fetched == ZeroParamStatus.INFLIGHT:  # an evaluation asked for it in advance
             self.engine.optimizer.empty_partition_cache()
         with zero.GatheredParameters([parameter], enabled=self.stage == 3):
             return parameter.detach().float().clone()
