@@ -57,7 +57,7 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
             else f"the local model {code(Path(run.model.source).name)}"
         )
         origin = f"{'An adapter of' if _adapter_alone(run) else 'Fine-tuned from'} {named}"
-    averaged = f" The weights are {run.average.told}." if run.average.told else ""
+    averaged = f" The weights are {run.average.summary}." if run.average.summary else ""
     same = " Under `strategy.exact` the same bits come out at any number of processes." if run.strategy.exact else ""
     # struck before they are YAML, to which a bare *** means something else
     head = yaml_dump(redact_all(metadata(run, task, scores).to_dict(), printable), sort_keys=False).strip()

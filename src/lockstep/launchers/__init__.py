@@ -1,1 +1,1 @@
-"""How processes are started, on this machine and elsewhere."""
+"""Launchers: from a run to its processes, on this machine and elsewhere."""

@@ -169,9 +169,9 @@ def selection_lines(run: Run, task: Task) -> dict[str, str]:
     lines, of = {}, len(task.splits["validation"])
     if run.evaluate.limit is not None and run.evaluate.limit < of:
         lines["evaluation"] = f"{run.evaluate.limit:,} of {of:,} validation examples, drawn with the seed"
-    if run.average.told:
+    if run.average.summary:
         both = "evaluated and exported" if run.average.ema is not None else "exported"
-        lines["average"] = f"{run.average.told} is {both}"
+        lines["average"] = f"{run.average.summary} is {both}"
     return lines
 
 
