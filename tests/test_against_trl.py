@@ -1,5 +1,5 @@
 """Pairs of answers beside TRL's trainers: the same rows make the same tokens, and the same weights the same loss,
-rewards and gradients, to float32's rounding. A control has another beta."""
+rewards and gradients, to float32's rounding. A control has another beta. The plain reference is held to them, too."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from harness import build
 from task_runs import make, sentence, write
 
 from lockstep.distributed.world import World
+from lockstep.plain.job import Plain
+from lockstep.plain.losses import batch_loss
 
 pytestmark = pytest.mark.extras
 
@@ -85,6 +87,17 @@ def judged(task: Any, model: Any, batch: Any) -> tuple[float, dict[str, torch.Te
     return float(loss.detach()), gradients(model), task.metrics(sums)
 
 
+def by_plain(task: Any, model: Any, folder: Path, reference: Any = None) -> tuple[float, dict[str, torch.Tensor]]:
+    """Mean loss and its gradients by `lockstep.plain`, from the raw rows on."""
+    rows = [dict(row) for row in rows_of(folder, task.run.task.name)]
+    job = Plain(task.run.model_dump(mode="json"), task.prepared.tokenizer, {"train": rows})
+    job.reference = reference
+    model.zero_grad()
+    total, count = batch_loss(job, model, job.encode(rows))
+    (total / count).backward()
+    return float(total.detach()) / count, gradients(model)
+
+
 def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad.to_dense().clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -134,6 +147,9 @@ def test_preferences_are_those_of_the_dpo_trainer(loss: str, folder: Path) -> No
     assert found == pytest.approx(float(wanted.detach()), rel=2e-6)
     assert metrics["loss"] == pytest.approx(float(wanted.detach()), rel=2e-6)
     assert close(slopes, gradients(theirs))
+    loss_by_plain, slopes_by_plain = by_plain(task, model, folder, reference.eval())
+    assert loss_by_plain == pytest.approx(float(wanted.detach()), rel=2e-6)
+    assert close(slopes_by_plain, gradients(theirs))
     names = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
     if loss != "ipo":  # whose rewards here are of a token, as its loss is; TRL's are of the whole answer
         rewards = [metrics[n] for n in ("accuracy", "margin", "reward_chosen", "reward_rejected")]
@@ -162,6 +178,9 @@ def test_simpo_is_that_of_the_cpo_trainer(folder: Path) -> None:
     found, slopes, metrics = judged(task, model, batch)
     assert found == pytest.approx(float(wanted.detach()), rel=2e-6)
     assert close(slopes, gradients(theirs))
+    loss_by_plain, slopes_by_plain = by_plain(task, model, folder)
+    assert loss_by_plain == pytest.approx(float(wanted.detach()), rel=2e-6)
+    assert close(slopes_by_plain, gradients(theirs))
     rewards = [metrics[n] for n in ("accuracy", "margin", "reward_chosen", "reward_rejected")]
     names = ("accuracies", "margins", "chosen", "rejected")
     assert rewards == pytest.approx([said[f"eval_rewards/{n}"] for n in names], rel=1e-5, abs=1e-6)
@@ -187,5 +206,8 @@ def test_rewards_are_those_of_the_reward_trainer(center: float, folder: Path) ->
     found, slopes, metrics = judged(task, model, batch)
     assert found == pytest.approx(float(wanted.detach()), rel=2e-6)
     assert close(slopes, gradients(theirs))
+    loss_by_plain, slopes_by_plain = by_plain(task, model, folder)
+    assert loss_by_plain == pytest.approx(float(wanted.detach()), rel=2e-6)
+    assert close(slopes_by_plain, gradients(theirs))
     rewards = [metrics[n] for n in ("accuracy", "margin", "reward")]
     assert rewards == pytest.approx(told(trainer._metrics["eval"], "accuracy", "margin", "mean_reward"), abs=1e-6)

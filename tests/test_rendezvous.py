@@ -85,7 +85,7 @@ def test_a_machine_that_waits_is_told_how_the_job_ended(threads: ThreadPoolExecu
         joined.result(LONG)
     assert second.ended() == End(0, "a")
     assert not over.done()
-    second.told()
+    second.acknowledge_end()
     assert over.result(LONG)
 
 

@@ -119,3 +119,25 @@ def test_every_command_asks_the_same_function(monkeypatch: pytest.MonkeyPatch, t
     start.resolve_options(run)
     assert sweep.start is start
     assert scopes == [Scope.START, Scope.OUTPUT, Scope.DATA, Scope.DATA, Scope.OPTIONS, Scope.OPTIONS]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "threads"),
+    [
+        (["strategy.name=ddp"], 2),
+        (["strategy.name=allreduce"], 2),
+        (["strategy.name=ddp", "strategy.exact=false"], 1),
+        (["strategy.name=fsdp2"], 1),
+    ],
+)
+def test_two_threads_of_gloo_where_no_collective_is_functional(
+    overrides: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lockstep.training import session
+
+    seen: list[int] = []
+    joined = world(2)
+    joined.join = lambda: seen.append(joined.gloo_threads)  # set before the ranks meet
+    monkeypatch.setattr(session, "agree", lambda *what: None)
+    session.join_ranks(of(*overrides), joined)
+    assert seen == [threads]

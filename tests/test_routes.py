@@ -46,7 +46,7 @@ def test_every_slot_ends_as_the_root_on_its_rank(ranks: int, leaves: int, a_host
             for stage in (s for s in plan.stages(rank) if s.height == height):
                 slots, nodes = held[rank]
                 assert set(stage.nodes) == nodes
-                kept = slots[stage.kept]
+                kept = slots[stage.own_rows]
                 gathered = list(nodes)
                 for peer, theirs in stage.receives:
                     (sent,) = [

@@ -38,7 +38,7 @@ def test_trials_are_a_tree_of_stretches() -> None:
     assert tree.begins == {"t1": ("t0", 8), "t2": ("t1", 18), "t3": ("t1", 18), "t4": ("t1", 18)}
     assert tree.left_at("t0") == [8]
     assert tree.left_at("t1") == [18]
-    assert tree.told == "4 trial(s) begin with steps of another one: 36 steps instead of 98"
+    assert tree.summary == "4 trial(s) begin with steps of another one: 36 steps instead of 98"
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""What is kept on disk: checkpoints, the export, and its way to the Hub."""
+"""The files of a run: checkpoints, the export, and its way to the Hub."""

@@ -57,7 +57,7 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
             else f"the local model {code(Path(run.model.source).name)}"
         )
         origin = f"{'An adapter of' if _adapter_alone(run) else 'Fine-tuned from'} {named}"
-    averaged = f" The weights are {run.average.told}." if run.average.told else ""
+    averaged = f" The weights are {run.average.summary}." if run.average.summary else ""
     same = " Under `strategy.exact` the same bits come out at any number of processes." if run.strategy.exact else ""
     # struck before they are YAML, to which a bare *** means something else
     head = yaml_dump(redact_all(metadata(run, task, scores).to_dict(), printable), sort_keys=False).strip()
@@ -75,7 +75,7 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
 
 
 def metadata(run: Run, task: Task, scores: dict[str, dict[str, float]]) -> ModelCardData:
-    """What the Hub indexes."""
+    """The metadata that the Hub indexes."""
     from huggingface_hub import ModelCardData
 
     base, results = hub_model(run), _results(run, task, scores)
@@ -169,7 +169,7 @@ def _adapter_alone(run: Run) -> bool:
 
 
 def _data_name(run: Run, task: Task) -> str:
-    """What the data is called: a Hub id, or a file's or folder's own name without where it lies."""
+    """The name of the data: a Hub id, or a file's or folder's own name without where it lies."""
     name = str(task.prepared.facts["source"])
     return name if hub_data(run) or not Path(name).expanduser().exists() else Path(name).name
 

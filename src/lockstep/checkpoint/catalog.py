@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def reason_of(error: BaseException | None) -> str | None:
-    """What went wrong, on one line."""
+    """Describe an error on one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     if isinstance(error, StoreError):
@@ -33,7 +33,7 @@ def reason_of(error: BaseException | None) -> str | None:
 
 
 class CheckpointCatalog:
-    """What there is to go on from. `say` tells the user; it is called on rank 0."""
+    """The checkpoints to go on from. `say` tells the user; it is called on rank 0."""
 
     def __init__(self, run: Run, world: World, prepared: Prepared, say: Callable[[str], None]) -> None:
         self.run, self.world, self.prepared = run, world, prepared
@@ -71,8 +71,8 @@ class CheckpointCatalog:
         return reason or fault
 
     def _by_main(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
-        """What rank 0 comes to, or what hindered it, however long that takes. Collective. Errors: `RunError`, the same
-        on every rank."""
+        """Run `work` on rank 0 and broadcast its result or error, however long that takes. Collective. Errors:
+        `RunError`, the same on every rank."""
         from lockstep.checkpoint.storage import Background
 
         task = Background(work if self.world.is_main else lambda: None)

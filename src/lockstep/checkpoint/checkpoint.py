@@ -43,7 +43,7 @@ class CheckpointError(Exception):
 
 
 class Loads(Protocol):
-    """What takes over what a checkpoint has beside tensors."""
+    """The interface of an object that takes over the state that a checkpoint has beside tensors."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`step`, `meter`, `progress` and `pending`, as they were given to `Checkpoints.save`."""

@@ -74,7 +74,7 @@ class DiskSpace:
         return []
 
     def warning(self, last: bool) -> str | None:
-        """What is to be said now of a disk that has become too full for what comes next; said once, until it had room
+        """The note on a disk that has become too full for what comes next; said once, until it had room
         again. `last`: no checkpoint comes any more."""
         free, need = free_bytes(self.run.folder), self._next(last)
         low = free is not None and free < need and free + sum(map(size_of, self._dispensable())) < need
@@ -130,8 +130,8 @@ class DiskSpace:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """What this user may write on the disk of a folder, which may not be there yet; None where the file system does not
-    say."""
+    """The bytes that this user may write on the disk of a folder, which may not be there yet; None where the file
+    system does not say."""
     for path in (folder, *folder.parents):
         try:
             disk = os.statvfs(path)

@@ -42,7 +42,8 @@ class PushFailed(Exception):
 
 @dataclass(frozen=True)
 class PushPatience:
-    """How long a push is tried. huggingface_hub tries each upload of a file a few times by itself, within this."""
+    """The time for which a push is tried. huggingface_hub tries each upload of a file a few times by itself, within
+    this."""
 
     tries: int = 4
     wait_s: float = 2.0  # before the second try; then twice as long each time
@@ -51,7 +52,7 @@ class PushPatience:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push made."""
+    """The result of a push."""
 
     repository: str
     commit: str

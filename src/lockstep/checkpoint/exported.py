@@ -1,4 +1,4 @@
-"""What an export was when it was written, and whether it still is: `OUTPUT/export.json`.
+"""The hashes of an export when it was written, and whether it still has them: `OUTPUT/export.json`.
 
 In: the export's folder. Out: files that are on the disk, readable as the folder's others, and their hashes; later what
 is wrong with one, or nothing. Nothing here imports torch.
@@ -52,7 +52,7 @@ def withdraw(output: Path) -> None:
 
 
 def damage(output: Path) -> str | None:
-    """What is wrong with the export of an output folder, or None; reads its weights. A person may have edited its card
+    """The fault of the export of an output folder, or None; reads its weights. A person may have edited its card
     and its JSON files, which must be there and be JSON."""
     export = output / "export"
     if not (export / "config.json").is_file():

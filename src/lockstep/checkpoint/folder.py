@@ -71,7 +71,7 @@ def remove(path: Path) -> None:
 
 
 def clear_away(run: Run) -> None:
-    """What processes that were killed have left half done."""
+    """Remove the half-written files of processes that were killed."""
     for pattern in (".step-*.partial", ".step-*.removed"):
         for path in folder_of(run).glob(pattern):
             shutil.rmtree(path, ignore_errors=True)

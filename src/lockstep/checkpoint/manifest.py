@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and whether that is so.
+"""The manifest of a checkpoint, and whether its files agree with it.
 
 In: `OUTPUT/checkpoints/`. Out: manifests that hold their own hash and those of every file beside them, or the one line
 that says what is wrong. Nothing here imports torch.
@@ -94,7 +94,7 @@ class Manifest:
 
     @property
     def train_state(self) -> dict[str, Any]:
-        """What training goes on from beside tensors, as `TrainState.load_state_dict` takes it."""
+        """The state that training goes on from beside tensors, as `TrainState.load_state_dict` takes it."""
         meter = {key: value for key, value in self.meter.items() if key != _OWED}
         pending = [*self.pending, *(["evaluation"] if self.meter.get(_OWED) else [])]
         return {"step": self.step, "meter": meter, "progress": self.progress, "pending": pending}
@@ -230,7 +230,7 @@ def newest_whole(run: Run) -> int | None:
 
 
 def mismatch(path: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
-    """What is wrong with the contents of these files, or None."""
+    """The fault of the contents of these files, or None."""
     for name in names:
         try:
             with open(path / name, "rb") as file:
@@ -243,7 +243,7 @@ def mismatch(path: Path, manifest: Manifest, names: Iterable[str]) -> str | None
 
 
 def broken(path: Path, manifest: Manifest) -> str | None:
-    """What is wrong with a checkpoint's files, or None. Reads all of them."""
+    """The fault of a checkpoint's files, or None. Reads all of them."""
     return misfit(path, manifest) or mismatch(path, manifest, sorted(manifest.hashes))
 
 
@@ -294,12 +294,12 @@ def differing_keys(run: Run, data: str, manifest: Manifest) -> dict[str, tuple[A
 
 
 def _drawn(arithmetic: dict[str, Any]) -> list[Any]:
-    """What decides which source of a mixture comes when, beside how many examples each has."""
+    """The keys that decide which source of a mixture comes when, beside how many examples each has."""
     return [entry.get("weight") for entry in arithmetic.get("data.sources") or ()]
 
 
 def facts_of(world: World) -> dict[str, Any]:
-    """What can change bits and is no key of the run file: the kind of device, threads, versions."""
+    """Facts that can change bits and are no keys of the run file: the kind of device, threads, versions."""
     import torch
     import transformers
 
@@ -323,7 +323,7 @@ def changed_code(run: Run, manifest: Manifest) -> list[str]:
 
 
 def differences(run: Run, world: World, name: str, manifest: Manifest, bits: bool) -> list[str]:
-    """What differs from the saving run and can change bits: a strategy, a kind of device, threads, versions. `bits`:
+    """Differences from the saving run that can change bits: a strategy, a kind of device, threads, versions. `bits`:
     whether this run gives those of a single process."""
     notes = []
     if not (manifest.bits and bits):
@@ -390,7 +390,8 @@ def export_of(run: Run) -> str:
 
 
 def other_export(run: Run) -> str | None:
-    """What the export of a finished run is of, where the run file now asks for another; None: it is as asked."""
+    """The model that the export of a finished run is of, where the run file now asks for another; None: it is as
+    asked."""
     there = history.scores_of(run.folder).get("export", export_of(run))
     return None if there == export_of(run) else str(there)
 

@@ -17,7 +17,7 @@ from lockstep.config.run import Run
 
 @dataclass(frozen=True)
 class Progress:
-    """What evaluations came to so far; it travels in manifests."""
+    """The progress of evaluations so far; it travels in manifests."""
 
     metric: str = ""  # `checkpoint.best`, by which these were counted
     best: float | None = None  # its highest score; more is better
@@ -26,7 +26,7 @@ class Progress:
 
     @classmethod
     def of(cls, run: Run, saved: Mapping[str, Any]) -> Progress:
-        """What a manifest says; nothing, where it was counted by another metric."""
+        """The progress in a manifest; none, where it was counted by another metric."""
         progress = cls(**saved)
         return progress if progress.metric == (run.checkpoint.best or "") else cls(run.checkpoint.best or "")
 
@@ -42,7 +42,7 @@ class Progress:
         return run.evaluate.patience is not None and self.since >= run.evaluate.patience
 
     def dump(self) -> dict[str, Any]:
-        """As JSON has it; empty before the first evaluation."""
+        """As a JSON object; empty before the first evaluation."""
         return asdict(self) if self.best is not None or self.since else {}
 
 

@@ -1,4 +1,4 @@
-"""What a run has in an object store: copies of the checkpoints that it keeps, and of its export.
+"""The copies of a run in an object store: those of the checkpoints that it keeps, and of its export.
 
 In: OUTPUT, where training writes as ever, and `remote_dir` of the run file. Out: MIRROR/checkpoints/step-NNNNNN/ with
 the same files, each verified after it was sent, the manifest last, so that what was cut off is never taken for a
@@ -253,7 +253,7 @@ class RemoteSync:
         self._bucket.write(self.address.below(exported.FILE), content)
 
     def _listed(self) -> dict[int, list[Object]]:
-        """What lies in folders of steps. Errors: `StoreError`."""
+        """The objects in folders of steps. Errors: `StoreError`."""
         at, objects = self.address.below("checkpoints"), dict[int, list[Object]]()
         for each in self._bucket.inside(at):
             if (step := _STEP.match(each.address.path.removeprefix(f"{at.path}/"))) is not None:

@@ -58,8 +58,8 @@ class Written:
 
 
 def share_out(parts: Mapping[str, Tensor], world: World, writes: bool) -> list[WriteItem]:
-    """What this rank writes, such that all ranks together write everything once, and a rank whose `writes` is False
-    nothing. Collective. Errors: `OSError`, on every rank, when only such a rank holds something."""
+    """The items that this rank writes, such that all ranks together write everything once, and a rank whose `writes` is
+    False nothing. Collective. Errors: `OSError`, on every rank, when only such a rank holds something."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(parts), is_coordinator=world.is_main)
     plans, able = zip(*world.all_gather((planner.create_local_plan(), writes)), strict=True)

@@ -1,4 +1,4 @@
-"""How a job ends, as an exit status: the one home of these numbers, which launchers and schedulers act on."""
+"""The exit statuses of a job: the one home of these numbers, which launchers and schedulers act on."""
 
 DONE = 0
 FAILED = 1  # a launcher may start the job again

@@ -11,10 +11,10 @@ from pydantic import AfterValidator, BeforeValidator
 
 _NAMES = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "bar": "|", "pipe": "|", "space": " "}
 LAYOUT = (
-    "of local files; class_folders: each text a file, in a folder called by its label; parallel: lines of train.en and "
-    "train.de (or .gz, ...) with the same number are one example; conll: lines of a word and its tags, blank lines "
-    "between sentences; squad: SQuAD's own JSON; columns: JSON that maps each column to the list of its values; "
-    "records: a JSON document that holds one list of rows"
+    "of local files; class_folders: each text or image a file, in a folder called by its label; parallel: lines "
+    "of train.en and train.de (or .gz, ...) with the same number are one example; conll: lines of a word and its "
+    "tags, blank lines between sentences; squad: SQuAD's own JSON; columns: JSON that maps each column to the "
+    "list of its values; records: a JSON document that holds one list of rows"
 )
 SEPARATOR = (
     "what separates the cells of .csv and .tsv files: one character, or tab, comma, semicolon, bar, space; default: a "

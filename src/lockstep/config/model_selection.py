@@ -68,8 +68,8 @@ class AverageSection(Section):
         return self
 
     @property
-    def told(self) -> str:
-        """What is exported in place of the last weights; empty: they are."""
+    def summary(self) -> str:
+        """The weights that are exported in place of the last ones; empty: none are."""
         if self.ema is not None:
             return f"the moving average of the weights (decay {self.ema:g}{', with a warm-up' * self.ema_warmup})"
         return "" if self.last is None else f"the mean of the weights at the last {self.last} checkpoints"

@@ -1,8 +1,9 @@
 """A name in the run file -> the one class in that file.
 
 In: a kind (`tasks`, `strategies`, `optimizers`, `launchers`, `track`) and a name, or a dotted path to a class of yours.
-Out: the class. A new plug-in is one new file in the kind's folder; nothing is registered anywhere. Beside them lies the
-interface (`tasks/task.py`, ...); other files of the folder are named in its `SHARED`.
+Out: the class. A new plug-in is one new file in the kind's folder; nothing is registered anywhere. A plug-in is a
+public class that inherits `plugin` from the interface (`tasks/task.py`, ...). A class that sets `plugin` itself is a
+base of others. Names are read from the files' text, since importing them takes seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import os
-import pkgutil
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,8 +56,37 @@ def names(kind: str) -> list[str]:
 def _names(package: ModuleType, changed: tuple[int, ...]) -> list[str]:
     """`changed`: when its folders were: what is put there later is found, too."""
     names_of = {file: name for name, file in _FILES.items()}
-    found = (m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg and m.name not in package.SHARED)
-    return sorted(names_of.get(file, file) for file in found)
+    interface = _SINGULAR[package.__name__.rpartition(".")[2]].capitalize()
+    files = [file for folder in package.__path__ for file in Path(folder).glob("*.py")]
+    plugins = [file.stem for file in files if any(_inherits(file, name, interface) for name in _classes(file))]
+    return sorted(names_of.get(file, file) for file in plugins)
+
+
+@lru_cache(maxsize=512)
+def _classes(file: Path) -> dict[str, tuple[list[str], bool]]:
+    """The public classes in a file that have bases: the bases' names, and whether the class sets `plugin` itself."""
+    text = file.read_text(encoding="utf-8")
+    heads = list(re.finditer(r"^class ([A-Za-z]\w*)\(([^)]*)\):$", text, re.MULTILINE))
+    ends = [*(head.start() for head in heads[1:]), len(text)][: len(heads)]
+    return {
+        head[1]: (re.findall(r"\w+", head[2]), bool(re.search(r"^    plugin\b", text[head.end() : end], re.MULTILINE)))
+        for head, end in zip(heads, ends, strict=True)
+    }
+
+
+def _inherits(file: Path, name: str, interface: str, as_base: bool = False) -> bool:
+    """Whether a class of a file descends from an interface; as a plug-in, unless `as_base`."""
+    bases, sets_plugin = _classes(file).get(name, ([], False))
+    if sets_plugin and not as_base:
+        return False
+    return any(base == interface or _inherits(_home(file, base), base, interface, True) for base in bases)
+
+
+def _home(file: Path, name: str) -> Path:
+    """The file that a name comes from: the file itself, or that of the module of lockstep that it is imported from."""
+    text = file.read_text(encoding="utf-8")
+    found = re.search(rf"^from lockstep\.([\w.]+) import (?:\([^)]*\b{name}\b|[^\n(]*\b{name}\b)", text, re.MULTILINE)
+    return file if found is None else Path(__file__).parents[1] / f"{found[1].replace('.', '/')}.py"
 
 
 def find(kind: str, name: str) -> type:
@@ -84,6 +114,7 @@ def find(kind: str, name: str) -> type:
         and c.__module__ == module.__name__
         and not c.__name__.startswith("_")
         and getattr(c, "plugin", "") == kind
+        and "plugin" not in vars(c)
     ]
     if len(classes) != 1:
         raise PluginError(f"lockstep/{kind}/{name}.py must hold exactly one plug-in class, it holds {len(classes)}")

@@ -134,14 +134,16 @@ class Columns:
     @property
     def sides(self) -> list[Any]:
         """Tokens of each example that go through the model, and are padded, on their own: source, then target."""
-        return [self.ragged(name).lengths for name in _SIDES if name in self.names]
+        return [self.ragged(name).lengths for name in _SIDES if name in self.names] or [self.lengths]
 
     @cached_property
     def lengths(self) -> Any:
-        """Tokens of each example, both sides: int32 [examples]. What a step is cut by."""
+        """Tokens of each example, both sides: int32 [examples]; 1 of examples without tokens. What a step is cut by."""
         sides = [self.ragged(name) for name in _SIDES if name in self.names]
         if len(sides) == 1:
             return sides[0].lengths
+        if not sides:  # no tokens: every example counts the same
+            return Numbers(self._shards, lambda shard, rows: np.ones(len(rows), dtype=np.int32))
 
         def both(shard: int, rows: np.ndarray) -> np.ndarray:
             return np.asarray(sum(side.lengths_in(shard, rows) for side in sides), dtype=np.int32)
@@ -202,8 +204,6 @@ def index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
             rows[file.name] = int(pa.ipc.open_stream(mapped).read_all().num_rows)
     (folder / INDEX).write_text(json.dumps({"rows": rows}), encoding="utf-8")
     columns = Columns(folder)
-    if not columns.sides:
-        return {"rows": rows}
     tokens = sum(int(part.sum(dtype=np.int64)) for _, part in columns.lengths.parts())
     return {"rows": rows, "tokens": tokens, "longest": longest_of(columns.lengths, LONGEST).tolist()}
 

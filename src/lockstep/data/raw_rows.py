@@ -7,6 +7,7 @@ numbers; of one that cuts and joins texts, what the task makes of these rows alo
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lockstep.data.tokens import Make
 
 VERSION = 2  # of what is kept; a new number has rows chosen anew
+BYTES = "base64"  # what the one key of bytes is called
 FACT = "raw_rows"  # among the facts of `Prepared`
 _FIRST = 24  # rows that are trained first, where rows are taken in the usual order
 _SPREAD, _LONGEST = 8, 3  # rows that are chosen by their place, and by their length
@@ -89,11 +91,11 @@ def fact(splits: Mapping[str, Dataset], columns: Sequence[str], run: Run) -> dic
     kept: dict[str, Any] = {"split": split, "at": [], "rows": [], "cut": []}
     size = 0
     for place in dict.fromkeys(places):
-        whole = some[place]
+        whole = _as_json(some[place])
         row = _shortened(whole, max(2000, _CHARACTERS * tokens))
         try:
             size += len(json.dumps(row))
-        except (TypeError, ValueError):  # bytes, times: no text
+        except (TypeError, ValueError):  # times: no text
             continue
         if size > _BYTES and kept["rows"]:
             break
@@ -117,12 +119,17 @@ def _longest(dataset: Dataset) -> np.ndarray:
 
 
 def _shortened(value: Any, most: int) -> Any:
-    """A value, every text within it cut."""
+    """A value, every text within it cut, and no file."""
     if isinstance(value, str):
         return value[:most]
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and BYTES not in value:
         return {key: _shortened(each, most) for key, each in value.items()}
     return [_shortened(each, most) for each in value] if isinstance(value, list) else value
+
+
+def _as_json(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row, its bytes as mappings that JSON can hold."""
+    return {k: {BYTES: base64.b64encode(v).decode()} if isinstance(v, bytes) else v for k, v in row.items()}
 
 
 def with_examples(prepared: Prepared, run: Run, task: type[Makes]) -> Prepared:

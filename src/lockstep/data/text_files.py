@@ -1,8 +1,8 @@
-"""Texts in files of their own: a folder for each label, or a file for each language.
+"""Texts or images in files of their own: a folder for each label, or a file for each language.
 
-In: `data` of a run with `layout: class_folders` (train/pos/1.txt) or `layout: parallel` (train.en and train.de); files
-may be compressed. Out: the files of each split, and what they hold as a `datasets.Dataset`: columns text and label, or
-one column a language.
+In: `data` of a run with `layout: class_folders` (train/pos/1.txt, train/cat/1.jpg) or `layout: parallel` (train.en and
+train.de); files of texts may be compressed. Out: the files of each split, and what they hold as a `datasets.Dataset`:
+columns text and label, image and label, or one column a language.
 """
 
 from __future__ import annotations
@@ -45,23 +45,30 @@ def is_language(name: str) -> bool:
     )
 
 
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
 # -- a folder for each label -----------------------------------------------------------------------------------------
 
 
 def classes_in(folder: Path) -> list[Path]:
-    """The folders in a folder that hold texts, in order of their names, which are the labels."""
+    """The folders in a folder that hold texts or images, in order of their names, which are the labels."""
     if not folder.is_dir():
         return []
     return sorted(f for f in folder.iterdir() if f.is_dir() and not f.name.startswith(".") and _texts_in(f))
 
 
 def _texts_in(folder: Path) -> list[Path]:
-    """Files that end in .txt, or whose names have no ending, compressed or not."""
+    """Files that end in .txt, or whose names have no ending, compressed or not; and images."""
     return sorted(
         f
         for f in folder.iterdir()
-        if compressed.plain(f).suffix in (".txt", "") and not f.name.startswith(".") and f.is_file()
+        if (compressed.plain(f).suffix in (".txt", "") or is_image(f)) and not f.name.startswith(".") and f.is_file()
     )
+
+
+def is_image(file: Path) -> bool:
+    """Whether the name of a file says that it is an image."""
+    return file.suffix.lower() in IMAGES
 
 
 def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[str, list[Path]]:
@@ -78,14 +85,14 @@ def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[st
             found = {"train": _of_classes(classes_in(root))}
             if not found["train"]:
                 raise RunError(
-                    f"data.source: no folder in {root} holds texts; wanted are files like train/LABEL/1.txt or "
-                    "LABEL/1.txt"
+                    f"data.source: no folder in {root} holds texts or images; wanted are files like "
+                    "train/LABEL/1.txt or LABEL/1.jpg"
                 )
     for split, value in given.items():
         folders = [f for text in ([value] if isinstance(value, str) else value) for f in _folders(text, split, data)]
         found[split] = [file for f in folders for file in (_texts_in(f) or _of_classes(classes_in(f)))]
         if not found[split]:
-            raise RunError(f"data.{split}: {value} holds no texts in folders that are called by their label")
+            raise RunError(f"data.{split}: {value} holds no texts or images in folders called by their label")
     return found
 
 
@@ -102,10 +109,17 @@ def _of_classes(folders: Iterable[Path]) -> list[Path]:
 
 
 def read_classes(files: list[Path], key: str, data: DataSection) -> Dataset:
-    """Columns text and label. Errors: `RunError`."""
+    """Columns text and label, or image (the file as bytes) and label. Errors: `RunError`."""
     import datasets
 
-    encoding = data.encoding
+    encoding, images = data.encoding, [is_image(file) for file in files]
+    if all(images):
+        rows = {"image": [file.read_bytes() for file in files], "label": [file.parent.name for file in files]}
+        kinds = {"image": datasets.Value("binary"), "label": datasets.Value("string")}
+        return datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
+    if any(images):
+        text, image = files[images.index(False)], files[images.index(True)]
+        raise RunError(f"{key}: {text} is a text and {image} an image; a data set holds texts or images, and not both")
 
     for file in files:
         readable.check(file, key, encoding)

@@ -30,8 +30,8 @@ _PATHS = ("data.source", "data.train", "data.validation", "data.test", "model.so
 
 
 def facts(run: Run, data: str) -> dict[str, str]:
-    """What must be the same on every machine before a process starts: keys of the run file, versions, contents. `data`:
-    the hash of the tokens."""
+    """Facts that must be equal on every machine before a process starts: keys of the run file, versions, contents.
+    `data`: the hash of the tokens."""
     values: dict[str, Any] = run.model_dump(mode="json")
     for key in _OWN:
         del values[key]

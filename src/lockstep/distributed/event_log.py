@@ -1,4 +1,4 @@
-"""What happened when: `OUTPUT/events.jsonl` (starts, checkpoints, evaluations, ends, on the clock) and
+"""The event log: `OUTPUT/events.jsonl` (starts, checkpoints, evaluations, ends, on the clock) and
 `OUTPUT/ranks.jsonl` (seconds of each rank in each phase between log points).
 
 In: events, and each rank's phases at log points. Out: lines, written by rank 0 and never taken back: a step that is
@@ -97,7 +97,7 @@ class EventLog:
 
 
 def facts(run: Run, world: World, opening: dict[str, str], clock: str, waits_inside: Sequence[str]) -> dict[str, Any]:
-    """What a start is told with: processes, hosts, hardware, versions, git. Collective."""
+    """The facts of a start: processes, hosts, hardware, versions, git. Collective."""
     places = world.all_gather((world.host, _device(world)))
     return {
         "processes": world.size,
@@ -115,7 +115,7 @@ def facts(run: Run, world: World, opening: dict[str, str], clock: str, waits_ins
 
 
 def launched_by(run: Run) -> str:
-    """How this rank was started, in words."""
+    """Describe how this rank was started."""
     if "RANK" not in os.environ or multiprocessing.parent_process() is not None:
         return f"launcher {run.launch.name}"
     for variable, name in (

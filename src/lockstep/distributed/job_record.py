@@ -82,7 +82,7 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class State:
-    """What a launched run is doing now."""
+    """The present activity of a launched run."""
 
     word: Word
     text: str = ""  # more, for a person: why it waits, where it runs

@@ -1,4 +1,4 @@
-"""Who belongs to a job whose ranks may be lost and replaced: launchers say, generation by generation.
+"""Membership of a job whose ranks may be lost and replaced: launchers post it, generation by generation.
 
 In: the launchers' store, and who this process is. Out: the members of the newest generation, in the order of their
 ranks; and an end of all that this process waits for in a generation that has lost somebody. docs/faults.md tells the
@@ -42,7 +42,7 @@ NOBODYS = 0x10CC  # the tag of messages that nobody waits for
 
 @dataclass(frozen=True)
 class MemberAddress:
-    """What a launcher tells a process that it starts as a member."""
+    """The address and name that a launcher gives to a process that it starts as a member."""
 
     host: str  # of the store
     port: int
@@ -65,8 +65,8 @@ class Generation:
 
 
 class Roster:
-    """What launchers write. Of a job on several machines each has one; the store takes a generation from one of them
-    only, however many try."""
+    """The list of members, which launchers write. Of a job on several machines each has one; the store takes a
+    generation from one of them only, however many try."""
 
     def __init__(self, store: Any, room: str, key: str, members: Sequence[str] | None = None) -> None:
         """`members`: of the first generation, which is posted; None: another machine does that."""

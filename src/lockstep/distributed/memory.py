@@ -1,4 +1,4 @@
-"""How much memory tensors take on this rank, measured and not claimed; and what becomes of freed memory.
+"""The memory of tensors on this rank, measured and not claimed; and the use of freed memory.
 
 In: the tensors that are alive. Out: bytes, at the moments that matter: between steps, and at the update.
 """
@@ -119,8 +119,9 @@ def capacity(device: torch.device, sharing: int) -> int:
 
 
 def keep_freed_memory() -> None:
-    """What this process frees from now on it keeps for what it allocates next. A step makes the same gradients, buckets
-    and activations as the step before; what went back to the kernel comes back zeroed and page by page. glibc only."""
+    """Let this process keep the memory that it frees from now on, for its next allocations. A step makes the same
+    gradients, buckets and activations as the step before; what went back to the kernel comes back zeroed and page by
+    page. glibc only."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: up to a GiB comes from the heap, not from a mapping of its own

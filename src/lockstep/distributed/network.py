@@ -92,7 +92,7 @@ def interface_to(host: str, several: bool) -> str | None:
 
 
 def patiently(ask: Callable[[], str | None], limit_s: float) -> str | None:
-    """What `ask` answers, which may fail for so many seconds. Errors: `NetworkError`."""
+    """The answer of `ask`, which may fail for so many seconds. Errors: `NetworkError`."""
     until = time.monotonic() + limit_s
     while True:
         try:

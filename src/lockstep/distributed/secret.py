@@ -43,7 +43,7 @@ def sealed(secret: str, name: str, content: bytes) -> bytes:
 
 
 def opened(secret: str, name: str, message: bytes) -> bytes:
-    """What `sealed` was given. Errors: `ForgedError`."""
+    """The message that `sealed` was given. Errors: `ForgedError`."""
     if (why := difference(secret, name, message)) is not None:
         raise ForgedError(f"{name!r} in the store bears no seal of this job: {why}, or somebody else writes there")
     return message[_TAG:]

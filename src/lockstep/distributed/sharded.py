@@ -1,4 +1,4 @@
-"""Who holds what: the state of a run as the tensors that each rank has, whole or in part.
+"""Sharded state: the tensors that each rank has of a run's state, whole or in part.
 
 In: one mapping a rank, `model.NAME` and `optimizer.KEY.NAME` -> tensor. A DTensor is a part that knows its place in the
 whole; a plain tensor is whole, and ranks that hold one of the same name hold the same. Out: the whole state on rank 0,
@@ -48,7 +48,7 @@ class Given(Saved):
 
 
 class ShardedState(Protocol):
-    """What has a state of which each rank holds some, such as a strategy. Every method but `gives_bits` is
+    """A state of which each rank holds some, such as a strategy's. Every method but `gives_bits` is
     collective."""
 
     def gives_bits(self, run: Run) -> bool:

@@ -1,4 +1,4 @@
-"""What asks a process to stop, and how often a person has pressed Ctrl-C.
+"""Requests to stop: signals, and how often a person has pressed Ctrl-C.
 
 In: signals. Out: which of them are listened to here, and whether one came. Imports nothing of ours, and no torch.
 """

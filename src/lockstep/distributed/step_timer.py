@@ -1,4 +1,4 @@
-"""What a rank spends its time on: each moment between two log points belongs to one phase.
+"""The time of a rank by phases of a step: each moment between two log points belongs to one phase.
 
 In: `with phases("forward"): ...`, in the loop and in strategies. Out: seconds of each phase since they were last taken.
 On a CPU a change of phase reads a clock. On CUDA it records an event on the current stream, and a phase is the time

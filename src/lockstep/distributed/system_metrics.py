@@ -1,4 +1,4 @@
-"""What each rank takes of its machine: processor, memory, GPU.
+"""System metrics of each rank: processor, memory, GPU.
 
 In: log points, which all ranks come to. Out: the numbers of all ranks, one step later, so that nobody waits for them:
 each rank reads its own in some microseconds, and they travel beside the next step's work.
@@ -32,7 +32,7 @@ class SystemMetrics:
         self._asked = step, self.world.all_gather_numbers(self._mine())
 
     def take(self) -> tuple[int, dict[str, float]] | None:
-        """What was asked for last, if anything: the step then, and `memory_gb/rank0` and so on. Collective."""
+        """The metrics that were asked for last, if any: the step then, and `memory_gb/rank0` and so on. Collective."""
         if self._asked is None:
             return None
         (step, answer), self._asked = self._asked, None

@@ -1,4 +1,4 @@
-"""What torch keeps private and this package uses outside of the engines: the store ranks met in, groups, pickles, the
+"""Private parts of torch that this package uses outside of the engines: the store ranks met in, groups, pickles, the
 flight recorder, gloo's threads, the parts of a sparse tensor.
 
 In and out: see each function. A release of torch that moves one of these breaks this file and no other; docs/engines.md
@@ -42,7 +42,7 @@ def groups() -> list[Any]:
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """How long the collectives of a group (None: the default one) may wait from now on."""
+    """Set how long the collectives of a group (None: the default one) may wait from now on."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 

@@ -206,7 +206,7 @@ def sibling(pid: int) -> bool:
 
 
 def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float) -> str:
-    """What a person should read. Silent ranks first; else those that are furthest behind or not in a collective."""
+    """The message for a person. Silent ranks first; else those that are furthest behind or not in a collective."""
 
     def who(rank: int) -> str:
         return f"rank {rank} (pid {beats[rank]['pid']}) on {beats[rank]['host']}, {beats[rank]['place']}"

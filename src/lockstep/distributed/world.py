@@ -1,4 +1,4 @@
-"""Who am I, and how do I reach the others: rank, device, process group, collectives. Nobody else reads RANK & co.
+"""This process in its job: rank, device, process group, collectives. Nobody else reads RANK & co.
 
 In: the six variables every launcher sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT), or none. Out: one `World` a process.
@@ -31,7 +31,6 @@ from lockstep.track.console import LOG
 # Kernels that oneDNN keeps in a process, made for the sizes of a product: every micro-batch without padding has its
 # own, and the 1,024 that are its default take some 350 MiB. A micro-batch of a usual model uses about 20 of them.
 ONEDNN_KERNELS = "256"
-PLAIN = ("allreduce", "ddp")  # strategies that, as long as they are exact, make no functional collectives
 SIX = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -60,7 +59,7 @@ class World:
         self._rendezvous = Rendezvous(init_method, self.rank, self.size, several, timeout, shared)
         self._control: dist.ProcessGroup | None = None  # for decisions; None in a job of one process
         self._deterministic = self.device.type == "cuda" and run.strategy.exact
-        self._gloo_threads = 2 if run.strategy.exact and run.strategy.name in PLAIN else 1
+        self.gloo_threads = 1  # of each group: `torch_internals.gloo_threads`
         self._asking: Callable[[], int] | None = None
         self.members = Membership.from_environment()  # where the launcher keeps a roll of ranks
         self.grows = False  # whether ranks are to meet again with more of them: the same on every rank, as a stop is
@@ -85,7 +84,7 @@ class World:
         """Set threads, connect to the other ranks, and listen for stop signals. Collective. Errors: `Unreached`."""
         torch.set_num_threads(self.threads)
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # it is read with the first product
-        torch_internals.gloo_threads(self._gloo_threads)
+        torch_internals.gloo_threads(self.gloo_threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self._deterministic:
@@ -131,7 +130,7 @@ class World:
 
     @property
     def _soon(self) -> timedelta:
-        """How long ranks that meet again wait for one another."""
+        """The time that ranks which meet again wait for one another."""
         return min(self._rendezvous.timeout, timedelta(seconds=SOON_S))
 
     def detach_group(self) -> None:

@@ -1,3 +1,1 @@
-"""How processes are started, on this machine and elsewhere."""
-
-SHARED = {"extend_run", "launcher", "start"}  # the files here that are no plug-ins
+"""Launchers: from a run to its processes, on this machine and elsewhere."""

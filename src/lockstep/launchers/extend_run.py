@@ -28,11 +28,11 @@ def further(run: Run, say: Callable[[str], object]) -> Run:
     output = f"{run.output}-{whole:g}-{key}"
     values: dict[str, Any] = run.model_dump(mode="json")
     left = ("source", "revision", "type", "config")  # the export has all of these
-    kept = {name: value for name, value in values["model"].items() if name not in left}
+    model_keys = {name: value for name, value in values["model"].items() if name not in left}
     values |= {"name": f"{run.name}-{whole:g}-{key}", "output": output, key: more}
     if run.remote_dir is not None:
         values["remote_dir"] = f"{run.remote_dir}-{whole:g}-{key}"
-    values |= {"model": kept | {"source": str(run.folder)}, "tokenizer": {}}
+    values |= {"model": model_keys | {"source": str(run.folder)}, "tokenizer": {}}
     say(
         f"{run.folder} is finished (step {manifest.step}) and stays as it is; {more:g} {key} more start from its "
         f"export, in {output}: a run of its own, with a new optimizer and the whole schedule again, so its weights are "

@@ -71,7 +71,7 @@ class Kubernetes(Launcher):
         processes = options.machines * each
         run.check_shared(processes, f"launch.machines: {options.machines} pods of {each} processes")
         run = run.model_copy(update={"launch": run.launch.model_copy(update={"processes": each})})
-        found = manifests(run, options)
+        objects = manifests(run, options)
         file = str(run.folder / "launch/kubernetes.yaml")
         notes = [
             f"OUTPUT is {output_of(run)} on the volume of the claim {options.pvc}",
@@ -79,11 +79,11 @@ class Kubernetes(Launcher):
         ]
         if options.machines > 1:
             notes.append(f"the claim {options.pvc} must allow ReadWriteMany: pods on several nodes write checkpoints")
-        command = next(m for m in found if m["kind"] in ("Job", "TrainingRuntime"))
+        command = next(m for m in objects if m["kind"] in ("Job", "TrainingRuntime"))
         spec = command["spec"]["template"]["spec"]
         if options.kubeflow:
             spec = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-        return LaunchPlan(processes, spec["containers"][0]["command"], files={file: dump(found)}, notes=notes)
+        return LaunchPlan(processes, spec["containers"][0]["command"], files={file: dump(objects)}, notes=notes)
 
     # -- doing it ----------------------------------------------------------------------------------------------------
 

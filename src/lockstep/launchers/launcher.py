@@ -44,6 +44,9 @@ class Launcher(ABC):
     # False: the ranks do not see this machine's files, so that no data is prepared here and OUTPUT is not looked at.
     shares_files: ClassVar[bool] = True
 
+    forks_ranks: ClassVar[bool] = False  # its ranks fork from a server that has imported what they need (`prestart`)
+    takes_srun: ClassVar[bool] = False  # a task of `srun`, started by hand, becomes one of its ranks
+
     class Options(Section):
         """The launcher's own keys in the run file's `launch` section."""
 

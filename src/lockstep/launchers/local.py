@@ -28,6 +28,9 @@ LOOPBACK = "127.0.0.1"  # whoever is on this machine; nobody else
 class Local(Launcher):
     """The launcher of a laptop or of one machine with GPUs."""
 
+    forks_ranks = True
+    takes_srun = True
+
     def plan(self, run: Run) -> LaunchPlan:
         processes = processes_of(run)
         run.check_shared(processes, f"launch.processes: {processes} processes")

@@ -41,6 +41,7 @@ class Slurm(Launcher):
     """Nodes of a cluster with SLURM and a file system that all of them share."""
 
     submits = True
+    takes_srun = True
 
     class Options(Section):
         """What is asked of SLURM."""

@@ -154,7 +154,7 @@ def task_of_srun(run: Run) -> srun.SlurmTask | None:
     ours = os.environ.get(job_record.VARIABLE) == "slurm"
     if ours and run.launch.options.get("ranks") == "elastic":
         return task
-    if ours or (task.size > 1 and run.launch.name in ("local", "slurm")):
+    if ours or (task.size > 1 and launcher_of(run).takes_srun):
         os.environ.update(task.variables())
         if not ours:  # srun by hand
             os.environ.update(
@@ -252,7 +252,7 @@ def planned(run: Run) -> tuple[Launcher, LaunchPlan]:
     plan = launcher.plan(run)
     record = job_record.read(run.folder)
     done = record is not None and record.status == 0
-    if plan.processes > 1 and run.launch.name in ("local", "torchrun") and not done:
+    if plan.processes > 1 and launcher.forks_ranks and not done:
         from lockstep.launchers.local import prestart
 
         prestart()

@@ -31,6 +31,7 @@ class Torchrun(Launcher):
     """Torch elastic on every machine, meeting through c10d."""
 
     joins = True
+    forks_ranks = True
 
     class Options(Section):
         """Where the machines meet, and for how long they wait."""

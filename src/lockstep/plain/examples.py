@@ -4,6 +4,8 @@ In: a run file as a mapping, a tokenizer, rows. Out: examples as mappings, in th
 what the task's loss compares with.
 """
 
+import base64
+import io
 import json
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +47,7 @@ def values_of_labels(run: dict, rows: list[Row]) -> list[Any]:
     task, (_, names) = run["task"], columns(run["task"])
     if task["name"] == "token_classification":
         return sorted({str(tag) for row in rows for tag in get(row, names[0])})
-    if task["name"] != "classification" or task["regression"]:
+    if task["name"] not in ("classification", "image_classification") or task["regression"]:
         return []
     if len(names) > 1:
         return list(names)
@@ -74,6 +76,18 @@ def _classification(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]
         has = [bool(value) for value in held] if len(names) > 1 else [label in held[0] for label in job.labels]
         return example | {"labels": [float(each) for each in has]}
     return example | {"labels": job.labels.index(held[0])}
+
+
+def _image(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
+    """An image as the processor of the model gives it: float32 [C, H, W]."""
+    from PIL import Image, ImageOps
+
+    held = get(row, task["image"])
+    held = (base64.b64decode(held["base64"]) if "base64" in held else held["bytes"]) if isinstance(held, dict) else held
+    image = Image.open(io.BytesIO(held)) if isinstance(held, bytes) else held  # the Hub's are images already
+    image = ImageOps.exif_transpose(image).convert("RGB")
+    pixels = job.processor(image, return_tensors="pt")["pixel_values"][0]
+    return {"pixel_values": pixels, "labels": job.labels.index(get(row, task["label"]))}
 
 
 def _tags(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
@@ -153,6 +167,7 @@ def _open(tokenizer: Any, ids: list[int]) -> list[int]:
 
 MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "classification": _classification,
+    "image_classification": _image,
     "token_classification": _tags,
     **dict.fromkeys(("translation", "summarization"), _pair),
     "question_answering": _question,

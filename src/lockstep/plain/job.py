@@ -18,6 +18,9 @@ class Plain:
     """A run, read plainly. `rows`: raw rows by split, where the caller has read them; `labels`: the values of labels in
     the order of their codes, where those rows do not show all."""
 
+    tokenizer: Any = None  # of a task of texts
+    processor: Any = None  # of a task of images
+    target_tokenizer: Any = None
     reference: Any = None  # of preferences: the model before training
 
     def __init__(
@@ -26,13 +29,19 @@ class Plain:
         from transformers import AutoTokenizer
 
         self.run, trusted = run, {"trust_remote_code": run["model"]["trust_remote_code"]}
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer, **trusted)
-        own = Path(tokenizer) / "target"  # of a translation's targets, where they have one of their own
-        self.target_tokenizer = AutoTokenizer.from_pretrained(own, **trusted) if own.is_dir() else self.tokenizer
         if rows is not None:
             self.splits = rows
         if labels is not None:
             self.labels = labels
+        if run["task"]["name"] == "image_classification":
+            self.run = run | {"task": run["task"] | {"multi_label": False, "regression": False}}
+            from transformers import AutoImageProcessor
+
+            self.processor = AutoImageProcessor.from_pretrained(tokenizer, backend="pil")
+            return
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer, **trusted)
+        own = Path(tokenizer) / "target"  # of a translation's targets, where they have one of their own
+        self.target_tokenizer = AutoTokenizer.from_pretrained(own, **trusted) if own.is_dir() else self.tokenizer
 
     @cached_property
     def splits(self) -> dict[str, list[Row]]:

@@ -43,7 +43,11 @@ def inputs_of(job: Any, examples: list[dict], device: Any) -> dict[str, Tensor]:
 
 def _classification(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
     task = job.run["task"]
-    logits = model(**inputs_of(job, examples, device)).logits.float()  # [B, C]
+    if task["name"] == "image_classification":
+        inputs = {"pixel_values": torch.stack([example["pixel_values"] for example in examples]).to(device)}
+    else:
+        inputs = inputs_of(job, examples, device)
+    logits = model(**inputs).logits.float()  # [B, C]
     labels = torch.tensor([example["labels"] for example in examples], device=device)
     weight = None if job.class_weights is None else torch.tensor(job.class_weights, device=device).float()
     smooth, gamma = task["label_smoothing"], task["focal_gamma"]
@@ -198,7 +202,7 @@ def _reward(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Lo
 
 
 LOSSES: dict[str, Callable[..., Loss]] = {
-    "classification": _classification,
+    **dict.fromkeys(("classification", "image_classification"), _classification),
     **dict.fromkeys(("language_modeling", "masked_language_modeling", "token_classification"), _tokens),
     **dict.fromkeys(("translation", "summarization"), _pairs),
     "question_answering": _questions,

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 Row = dict[str, Any]
-TASKS = {  # task -> keys of columns of texts | of labels, Auto class of transformers, task of peft
+# task -> keys of columns that are read | of labels, Auto class of transformers, task of peft
+TASKS: dict[str, tuple[str, str, str | None]] = {
     "classification": ("text text_pair | label", "ForSequenceClassification", "SEQ_CLS"),
+    "image_classification": ("image | label", "ForImageClassification", None),
     "token_classification": ("words | tags", "ForTokenClassification", "TOKEN_CLS"),
     "language_modeling": ("text prompt response messages |", "ForCausalLM", "CAUSAL_LM"),
     "masked_language_modeling": ("text |", "ForMaskedLM", "FEATURE_EXTRACTION"),
@@ -151,7 +153,7 @@ def cut(run: dict, rows: list[Row], share: float, seed: Any) -> tuple[list[Row],
         at = int(len(text) * (1 - share))
         return [{texts[0]: text[:at]}], [{texts[0]: text[at:]}]
     of: list[Any] = [0] * len(rows)
-    if task["name"] == "classification" and not task["multi_label"] and not task["regression"]:
+    if task["name"] in ("classification", "image_classification") and not (task["multi_label"] or task["regression"]):
         of = [get(row, labels[0]) for row in rows]
     places = [[i for i, label in enumerate(of) if label == value] for value in sorted(set(of))]
     held = {int(i) for each in places for i in random.permutation(each)[: round(len(each) * share)]}

@@ -55,6 +55,8 @@ def build_model(job: Plain, weights: dict[str, Tensor] | None = None, empty: boo
         import peft
 
         given = {key: value for key, value in section["adapter"].items() if key not in ("type", "export")}
+        if kind is None:  # no kind of peft's, which would know the head
+            given.setdefault("modules_to_save", ["classifier"])
         of_type = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(section["adapter"].get("type", "lora").upper())]
         model = peft.get_peft_model(model, of_type(task_type=kind, **given))
     if weights is not None:
@@ -77,7 +79,7 @@ def _config(job: Plain, head: str) -> Any:
         config = transformers.AutoConfig.for_model(section["type"], **section["config"])
         if section["type"] == "encoder-decoder":  # its decoder decodes, and looks at the encoder
             config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(config.encoder, config.decoder)
-        for part in parts(config):
+        for part in parts(config) if tokenizer is not None else ():
             part.vocab_size = section["config"].get("vocab_size", len(tokenizer))
             for name in ("bos_token_id", "eos_token_id"):
                 with suppress(Exception):  # a family that cannot be without one keeps its own
@@ -90,7 +92,7 @@ def _config(job: Plain, head: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(section["source"], revision=section["revision"])
         for key, value in section["config"].items():
             setattr(config, key, value)
-    for part in parts(config):
+    for part in parts(config) if tokenizer is not None else ():
         part.pad_token_id, part.use_cache = tokenizer.pad_token_id, False
     if head.endswith("Classification"):
         config.num_labels = job.outputs

@@ -1,3 +1,1 @@
-"""How one optimizer step is computed by all ranks together."""
-
-SHARED = {"fsdp2_step", "native", "observer", "strategy"}  # the files here that are no plug-ins
+"""Strategies: one optimizer step, computed by all ranks together."""

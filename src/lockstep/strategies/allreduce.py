@@ -20,6 +20,8 @@ from lockstep.tasks.task import Task
 class AllReduce(Native):
     """`strategy.options.bucket_cap_mb` (default 25): how much travels at a time, in MiB."""
 
+    gloo_threads = 2
+
     takes_4_bits = True
     keeps_whole_state = True
 

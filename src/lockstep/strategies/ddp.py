@@ -22,6 +22,8 @@ class DDP(Hooked):
     """`strategy.options` are DistributedDataParallel's own (`bucket_cap_mb`, `static_graph`,
     `find_unused_parameters`, ...)."""
 
+    gloo_threads = 2
+
     takes_4_bits = True
 
     @classmethod

@@ -364,7 +364,8 @@ class FSDP2(ShardedRecovery):
 
     @classmethod
     def fit_options(cls, run: Run, processes: int) -> Run:
-        """As many replicas as the run file says, or as divide the processes and leave something to shard."""
+        """The run with the replicas of its file, or with as many as divide the processes and leave something to
+        shard."""
         options, tensor = dict(run.strategy.options), tensor_ranks(run)
         able = [n for n in range(1, int(options.get("replicate", 1)) + 1) if not processes % (n * tensor)]
         if "replicate" in options:

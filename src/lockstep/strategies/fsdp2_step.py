@@ -39,8 +39,10 @@ BUCKET_BYTES = 25 * 2**20
 class FSDP2Step(ShardedRecovery, Native):
     """`strategy.options`: `gather: step`, and none of FSDP's own."""
 
+    plugin = "strategies"  # a base: it has no name in a run file
+
     waits_inside = ("reduction", "overlapped", "optimizer")
-    told = ", weights gathered once a step"
+    summary_suffix = ", weights gathered once a step"
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

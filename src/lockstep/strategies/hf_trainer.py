@@ -85,7 +85,7 @@ class HFTrainer(Hooked):
         return model
 
     def handler(self, arguments: Any) -> Any:
-        """What Trainer gives to DistributedDataParallel, and gradients that live in its buckets."""
+        """The arguments that Trainer gives to DistributedDataParallel, with gradients that live in its buckets."""
         from accelerate import DistributedDataParallelKwargs
 
         options = {"bucket_cap_mb": arguments.ddp_bucket_cap_mb, "static_graph": arguments.ddp_static_graph}

@@ -36,6 +36,8 @@ from lockstep.tasks.task import Task
 class Native(Strategy):
     """A whole copy of model and optimizer on every rank."""
 
+    plugin = "strategies"  # a base: it has no name in a run file
+
     exact = True
     trains_bfloat16 = without_masters = True
     keeps_whole_state: ClassVar[bool] = False  # on every rank: `detach_group` and `attach_group` are enough
@@ -91,7 +93,7 @@ class Native(Strategy):
         return make_model(task)
 
     def parts_to_step(self) -> dict[str, nn.Parameter]:
-        """What this rank updates of each trained parameter."""
+        """This rank's part of each trained parameter, which it updates."""
         return self.named
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
@@ -253,7 +255,7 @@ class Native(Strategy):
             masters.write(self.stepped.values(), self.places.values())
 
     def spread(self, name: str, tensor: Tensor) -> Tensor:
-        """What this rank has of a trained parameter, its gradient or its moment, as a part of the whole."""
+        """This rank's part of a trained parameter, gradient or moment, as a DTensor where it is not whole."""
         return tensor
 
     def updated_parts(self) -> list[tuple[str, Tensor]]:

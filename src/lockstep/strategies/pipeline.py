@@ -225,7 +225,7 @@ class Pipeline(ShardedRecovery):
         seed_everything(self.run.seed, self.batch.step, micro.index)
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
-        """What the last stage calls backward on."""
+        """The scalar on which the last stage calls backward."""
         loss = self.loss_sum(outputs, micro)
         self.losses[micro.index] = loss.detach()
         with self.autocast(False):
@@ -311,7 +311,7 @@ class Pipeline(ShardedRecovery):
 
     @classmethod
     def fit_options(cls, run: Run, processes: int) -> Run:
-        """As many stages as the run file says, or one pipeline of all processes."""
+        """The run with the stages of its file, or with one pipeline of all processes."""
         stages = run.strategy.options.get("stages")
         if stages is None or not processes % stages:
             return run

@@ -53,7 +53,7 @@ class Strategy(ABC):
     plugin: ClassVar[str] = "strategies"
     exact: ClassVar[bool] = False  # whether it can give the same bits as `single` at every number of processes
     needs: ClassVar[tuple[str, ...]] = ()  # packages beyond the core, as they are imported; extras have their names
-    told: ClassVar[str] = ""  # what the opening lines say of it besides its name
+    summary_suffix: ClassVar[str] = ""  # after its name in the opening lines
 
     trains_bfloat16: ClassVar[bool] = False  # whether weights may be trained in bfloat16
     without_masters: ClassVar[bool] = False  # also without float32 ones beside them
@@ -61,6 +61,7 @@ class Strategy(ABC):
     casts_inside: ClassVar[bool] = False  # whether its engine puts an autocast of its own into the model's forward
     takes_4_bits: ClassVar[bool] = False  # whether an adapter's base may be kept in 4 bits
     supports_reshard: ClassVar[bool] = False  # whether it is a `ShardedRecovery`
+    gloo_threads: ClassVar[int] = 1  # 2 where, as long as it is exact, it makes no functional collectives
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (phases.py) in which this rank also waits for other ranks."""
 
@@ -116,7 +117,7 @@ class Strategy(ABC):
 
     @classmethod
     def rounding(cls, run: Run) -> float:
-        """How far loss, norm and gradients may be from those of `single` where bits are not promised, relatively.
+        """The relative tolerance of loss, norm and gradients beside those of `single`, where bits are not promised.
         Sums of float32 in two orders stay well below this."""
         return 1e-4
 
@@ -170,7 +171,7 @@ class Strategy(ABC):
         return torch.autocast(self.world.device.type, low or torch.bfloat16, wanted)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What backward is called on: times the loss scale, where there is one."""
+        """The loss times the loss scale, where there is one: backward is called on it."""
         return loss if self.scaling is None else loss * self.scaling.value
 
     def loss_sum(self, outputs: Any, micro: MicroBatch) -> Tensor:
@@ -259,11 +260,11 @@ class Strategy(ABC):
         """After an update: master weights into the weights of the model, where there are any."""
 
     def weights_changed(self) -> None:
-        """What the optimizer updates holds other numbers: into the model with them. Collective."""
+        """Copy new values of what the optimizer updates into the model. Collective."""
         self.round_masters()
 
     def updated_parts(self) -> list[tuple[str, Tensor]]:
-        """What this rank updates of each trained parameter, in memory; DTensors of parts; tied ones maybe repeated."""
+        """This rank's part of each trained parameter, in memory; DTensors of parts; tied ones maybe repeated."""
         return [(name, parameter.detach()) for name, parameter in self.named.items()]
 
     def averaged(self) -> AbstractContextManager[bool]:

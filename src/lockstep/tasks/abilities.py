@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 class Streams(Task):
     """A training split that is larger than the cache (`data.stream`) is read while it is trained on."""
 
+    plugin = "tasks"  # a base: it has no name in a run file
+
     streams = True
 
     @classmethod
@@ -52,6 +54,9 @@ class Streams(Task):
 
 class Predicts(Task):
     """`lockstep predict` asks the exported model."""
+
+    plugin = "tasks"  # a base: it has no name in a run file
+    example_input: ClassVar[str] = "some text"  # for the command line, where there is no sample to show
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
@@ -83,6 +88,8 @@ class Predicts(Task):
 class Generates(Task):
     """The model writes: evaluations score what it writes."""
 
+    plugin = "tasks"  # a base: it has no name in a run file
+
     @abstractmethod
     def score_texts(
         self,
@@ -103,6 +110,8 @@ class Generates(Task):
 class Calibrates(Task):
     """The validation split decides something after training, such as a threshold."""
 
+    plugin = "tasks"  # a base: it has no name in a run file
+
     @property
     @abstractmethod
     def needs_calibration(self) -> bool:
@@ -121,6 +130,8 @@ class Calibrates(Task):
 
 class UsesReference(Task):
     """The loss compares with what the model gave before training."""
+
+    plugin = "tasks"  # a base: it has no name in a run file
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
@@ -155,6 +166,8 @@ class UsesReference(Task):
 
 class GivesPredictions(Task):
     """Functions that the run file names in `metrics` are given predictions and labels of a whole split."""
+
+    plugin = "tasks"  # a base: it has no name in a run file
 
     metric_inputs: ClassVar[tuple[str, ...]] = ()  # more `per_example_outputs`, where there are such functions
     metric_names: tuple[str, ...] = ()  # metrics of the task's own, whose names those functions cannot have

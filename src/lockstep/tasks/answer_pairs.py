@@ -66,6 +66,8 @@ class AnswerPairOptions(BaseModel):
 class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     """A task whose example is a pair of answers."""
 
+    plugin = "tasks"  # a base: it has no name in a run file
+
     Options: ClassVar[type[AnswerPairOptions]]
     row_is_example = True
     per_example_outputs = ("rewards",)

@@ -6,7 +6,6 @@ from sums; scores from sums and from predictions that are gathered in the order 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,10 +19,11 @@ from lockstep.data import labels, missing_values, source, splitting, stream, tok
 from lockstep.data.stream import Stream
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, encode, encoded
-from lockstep.tasks.abilities import Calibrates, GivesPredictions, Predicts, Streams
+from lockstep.tasks.abilities import Streams
+from lockstep.tasks.label_task import LabelTask
 from lockstep.tasks.objectives.numbers import RegressionObjective
 from lockstep.tasks.objectives.objective import LabelCodes, Objective
-from lockstep.tasks.objectives.one_label import MOST_CLASSES, OneLabel, whole_numbers
+from lockstep.tasks.objectives.one_label import OneLabel, whole_numbers
 from lockstep.tasks.objectives.options import ClassificationOptions
 from lockstep.tasks.objectives.several_labels import SeveralLabels
 from lockstep.tasks.task import spread_rows
@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
     from torch import Tensor, nn
 
-    from lockstep.data.batch import MicroBatch, Sums
+    from lockstep.data.batch import MicroBatch
     from lockstep.tasks.models.decoding import Decoding
-
-THRESHOLD = "decision_threshold"  # what an export's config calls it
 
 
 def objective_of(options: ClassificationOptions) -> type[Objective]:
@@ -44,11 +42,13 @@ def objective_of(options: ClassificationOptions) -> type[Objective]:
     return RegressionObjective if options.regression else SeveralLabels if options.multi_label else OneLabel
 
 
-class Classification(TextTask, Streams, Predicts, GivesPredictions, Calibrates):
+class Classification(TextTask, Streams, LabelTask):
     """One label a text."""
 
     Options = ClassificationOptions
     head = "classification"
+    column_keys = ("text", "label")
+    default_model = "distilbert/distilbert-base-uncased"
     pipeline = "text-classification"
     display_keys = ("samples",)
     row_is_example = True
@@ -162,12 +162,9 @@ class Classification(TextTask, Streams, Predicts, GivesPredictions, Calibrates):
         super().__init__(run, prepared)
         facts = prepared.facts
         self.labels: list[str] = facts["numbers"] if self.options.regression else facts["labels"]
-        examples = len(self.splits["train"])
-        self.objective = objective_of(self.options)(self.options, self.labels, facts.get("of_label", []), examples)
-        self.threshold: float | None = None  # chosen on the validation split
+        counts, examples = facts.get("of_label", []), len(self.splits["train"])
+        self.learn(objective_of(self.options)(self.options, self.labels, counts, examples))
         self.token_types = "token_type_ids" in self.splits["train"].names
-        if len(self.labels) <= MOST_CLASSES or run.metrics or not isinstance(self.objective, OneLabel):
-            self.per_example_outputs = ("predictions", "labels")
 
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models
@@ -188,61 +185,6 @@ class Classification(TextTask, Streams, Predicts, GivesPredictions, Calibrates):
             inputs["token_type_ids"] = torch.from_numpy(columns.ragged("token_type_ids").padded(rows, 0)[0])
         targets = torch.from_numpy(self.objective.targets(columns, rows))  # [B], or [B, C]
         return MicroBatch(index, inputs, torch.full_like(targets, IGNORED) if blank else targets)
-
-    def count_targets(self, columns: Columns, rows: np.ndarray) -> float:
-        return self.objective.count(columns, rows)
-
-    def targets_in_batch(self, targets: Tensor) -> float:
-        return self.objective.targets_in_batch(targets)
-
-    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
-        return self.objective.loss_sum(outputs.logits.float(), targets)
-
-    def loss_each(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        import torch
-
-        logits = outputs.logits.float()
-        loss = self.objective.loss_sum(logits, targets)
-        with torch.no_grad():  # logits are small here, and this goes with whatever the objective sums
-            rows = zip(logits.split(1), targets.split(1), strict=True)
-            return loss, torch.stack([self.objective.loss_sum(row, target) for row, target in rows])
-
-    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
-        found = self.objective.score(forward(batch.inputs).float(), batch.targets)
-        return {
-            name: value
-            for name, value in found.items()
-            if self.per_example_outputs or name not in ("predictions", "labels")
-        }
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        return self.objective.metrics(sums, self.threshold)
-
-    def tables(self, sums: Sums) -> dict[str, Any]:
-        return self.objective.tables(sums, self.threshold)
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.objective.metric_names
-
-    def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.objective.metric_inputs(sums)
-
-    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.objective.dummy_predictions()
-
-    def calibrate(self, scores: Mapping[str, float]) -> None:
-        if self.objective.chooses_threshold and np.isfinite(chosen := scores.get("threshold", np.nan)):
-            self.threshold = float(chosen)
-
-    @property
-    def needs_calibration(self) -> bool:
-        return self.objective.chooses_threshold and self.threshold is None
-
-    @classmethod
-    def calibration_in(cls, folder: Path) -> dict[str, float]:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return {"threshold": config[THRESHOLD]} if config.get(THRESHOLD) is not None else {}
 
     def samples(
         self,
@@ -279,9 +221,7 @@ class Classification(TextTask, Streams, Predicts, GivesPredictions, Calibrates):
         options = ClassificationOptions.model_validate(run.task.options)
         names = [model.config.id2label[code] for code in range(model.config.num_labels)]
         objective = objective_of(options)(options, names, [], 0)
-        threshold = (
-            cls.calibration_in(folder).get("threshold") if objective.chooses_threshold else objective.fixed_threshold
-        )
+        threshold = cls.threshold_of(objective, folder)
         pads = {"input_ids": int(tok.pad_token_id), "token_type_ids": 0}
 
         def encoded(row: Sequence[str]) -> dict[str, list[int]]:
@@ -304,10 +244,7 @@ class Classification(TextTask, Streams, Predicts, GivesPredictions, Calibrates):
         from lockstep.tasks.models import models
 
         model: Any = self.model()
-        vars(model.config).pop(THRESHOLD, None)  # that of the model this one was made from
-        chosen = self.threshold if self.objective.chooses_threshold else self.objective.fixed_threshold
-        if chosen is not None:
-            setattr(model.config, THRESHOLD, chosen)
+        self.keep_threshold(model.config)
         models.save(model, weights, self.tokenizer, folder, self.run)
 
 

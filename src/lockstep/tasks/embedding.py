@@ -84,6 +84,8 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     Options = EmbeddingOptions
     head = "embedding"
+    column_keys = ("anchor", "positive")
+    default_model = "sentence-transformers/all-MiniLM-L6-v2"
     row_is_example = True
     not_streamed_reason = (
         "texts that are the same are found among all rows of train, so that none is the negative of itself"

@@ -54,6 +54,8 @@ class LanguageModeling(PerToken, Generates):
 
     Options = LanguageModelingOptions
     head = "causal"
+    column_keys = ("text",)
+    default_model = "openai-community/gpt2"
     pipeline = "text-generation"
     display_keys = ("samples", "sample_prompt", "sample_tokens", "temperature")
 

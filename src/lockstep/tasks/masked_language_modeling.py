@@ -71,6 +71,8 @@ class MaskedLanguageModeling(PerToken):
 
     Options = MaskedLanguageModelingOptions
     head = "masked"
+    column_keys = ("text",)
+    default_model = "distilbert/distilroberta-base"
     pipeline = "fill-mask"
     display_keys = ("samples",)
 

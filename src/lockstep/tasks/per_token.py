@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 class PerToken(TextTask, Streams, Predicts, GivesPredictions):
     """A task with a cross-entropy over [B, T] targets; `metrics` is left to say what the sums mean."""
 
+    plugin = "tasks"  # a base: it has no name in a run file
+
     loss_chunk: int | str | None = None  # tokens whose logits are there at once; None: all
     metric_inputs = ("foretold", "wanted")
     metric_names: tuple[str, ...] = ("accuracy", "perplexity")

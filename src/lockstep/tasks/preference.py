@@ -60,6 +60,8 @@ class Preference(AnswerPairs, UsesReference):
 
     Options = PreferenceOptions
     head = "causal"
+    column_keys = ("prompt", "chosen", "rejected")
+    default_model = "openai-community/gpt2"
     pipeline = "text-generation"
     display_keys = ("sample_tokens",)
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected")

@@ -63,6 +63,8 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
 
     Options = QuestionAnsweringOptions
     head = "question_answering"
+    column_keys = ("question", "context", "answers")
+    default_model = "distilbert/distilbert-base-cased"
     pipeline = "question-answering"
     row_is_example = True
     display_keys = ("answer_tokens", "samples")

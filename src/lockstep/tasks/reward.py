@@ -38,6 +38,8 @@ class Reward(AnswerPairs):
 
     Options = RewardOptions
     head = "classification"
+    column_keys = ("prompt", "chosen", "rejected")
+    default_model = "distilbert/distilbert-base-uncased"
     pipeline = "text-classification"
     metric_names = ("accuracy", "margin", "reward")
 

@@ -42,6 +42,8 @@ class Task(ABC):
     own_model: ClassVar[bool] = False
     """Whether model and data are made by code of the user's, and not described by `model`, `tokenizer` and `data`."""
 
+    column_keys: ClassVar[tuple[str, ...]] = ()  # its keys that name columns: `init` asks for them
+    default_model: ClassVar[str | None] = None  # on the Hub: `init` fine-tunes it unless a person names another
     head: ClassVar[str | None] = None  # of its model of transformers, as `models.HEADS` calls it
     streams: ClassVar[bool] = False  # whether `data.stream` goes with it: see `abilities.Streams`
     not_streamed_reason: ClassVar[str] = "it has no `stream` and no `example_maker`"
@@ -197,10 +199,7 @@ class Task(ABC):
 
     @property
     def reports_example_losses(self) -> bool:
-        """Whether `loss_each` may stand for `loss_sum`: not where a class of the user's overrides the latter alone, or
-        somebody listens to it."""
-        if "loss_sum" in vars(self):
-            return False
+        """Whether `loss_each` may stand for `loss_sum`: not where a class of the user's overrides the latter alone."""
         classes = type(self).__mro__
         each, whole = (next(i for i, c in enumerate(classes) if name in vars(c)) for name in ("loss_each", "loss_sum"))
         return each <= whole

@@ -21,6 +21,8 @@ _UNIGRAM = (
 class TextTask(Task):
     """A task whose examples are tokens of texts."""
 
+    plugin = "tasks"  # a base: it has no name in a run file
+
     unit: ClassVar[str | None] = "tokens"
 
     @property

@@ -49,6 +49,8 @@ class TokenClassification(PerToken):
 
     Options = TokenClassificationOptions
     head = "token_classification"
+    column_keys = ("words", "tags")
+    default_model = "distilbert/distilbert-base-cased"
     pipeline = "token-classification"
     row_is_example = True
     display_keys = ("samples",)

@@ -50,6 +50,8 @@ class Translation(TextTask, Streams, Predicts, Generates, GivesPredictions):
 
     Options: ClassVar[type[BaseModel]] = TranslationOptions
     head = "seq2seq"
+    column_keys = ("source", "target")
+    default_model = "google-t5/t5-small"
     row_is_example = True
     pipeline = "translation"
     display_keys: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")

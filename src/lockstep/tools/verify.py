@@ -196,18 +196,18 @@ def _guess(step: Compared, allowed: float) -> list[str]:
 def rows(steps: list[Compared]) -> list[list[str]]:
     """The table: a line a step."""
 
-    def told(difference: float) -> str:
+    def format_difference(difference: float) -> str:
         return "not finite" if math.isinf(difference) else "same bits" if difference == 0 else f"{difference:.1e}"
 
     return [
         [
             str(s.step.number),
             f"{s.single.loss:.6f}",
-            told(relative(s.step.loss, s.single.loss)),
+            format_difference(relative(s.step.loss, s.single.loss)),
             f"{s.single.norm:.6f}",
-            told(relative(s.step.norm, s.single.norm)),
-            told(s.gradients.largest),
-            told(s.changes.largest),
+            format_difference(relative(s.step.norm, s.single.norm)),
+            format_difference(s.gradients.largest),
+            format_difference(s.changes.largest),
         ]
         for s in steps
     ]

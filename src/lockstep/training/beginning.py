@@ -1,4 +1,4 @@
-"""How a rank begins: it says what is about to be done, tries it, and takes up the newest checkpoint.
+"""The beginning of a rank: print the opening lines, try a step and the end, load the newest checkpoint.
 
 In: a session, and the console. Out: the state to go on from, and how the run compares with a plain computation.
 """

@@ -70,7 +70,7 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
 
 
 def evaluated(run: Run, files: Files, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What is evaluated in place of the weights that are trained, where the optimizer keeps an average."""
+    """The weights that are evaluated, where the optimizer keeps an average of those that it trains."""
     rule = optimizers.rule(run.optim)
     state: dict[str, dict[str, Tensor]] = {}
     for whole in (each for each in files.names if rule.averages and each.startswith("optimizer.")):

@@ -36,13 +36,13 @@ FORESEEN = 2  # of a stream, steps made before one is given out: ranks agree on 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a feeding thread met, to be raised where the batch is wanted."""
+    """An error of the feeding thread, to be raised where the batch is wanted."""
 
     error: BaseException
 
 
 def stopping(world: World) -> Callable[[Unreadable], None]:
-    """What asks all ranks to stop before a shard is needed that cannot be read, and says so."""
+    """A function that asks all ranks to stop before a shard is needed that cannot be read, and prints why."""
 
     def ends(caught: Unreadable) -> None:
         if world.local_rank == 0:  # the ranks of a machine read the same files

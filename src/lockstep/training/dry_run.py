@@ -1,4 +1,4 @@
-"""What is tried before the first step, and leaves no trace: the longest examples, a checkpoint's memory, and the end.
+"""The dry run before the first step, which leaves no trace: the longest examples, a checkpoint's memory, and the end.
 
 In: everything built. Out: nothing, or an error that would otherwise have come after hours.
 """
@@ -56,9 +56,9 @@ def try_a_step(session: Session, then: Callable[[], None] = lambda: None) -> Non
 
 
 def try_the_end(session: Session) -> None:
-    """What comes after the first step, before it: a checkpoint's memory, evaluation of the longest examples, samples,
-    and an export unless the model is large. A mistake in a task of one's own is found here and not after hours; nothing
-    is left behind. Collective."""
+    """Try everything that comes after the first step: a checkpoint's memory, evaluation of the longest examples,
+    samples, and an export unless the model is large. A mistake in a task of one's own is found here and not after
+    hours; nothing is left behind. Collective."""
     session.checkpoints.dry_run(session.averaged)
     try:
         _tried(session)
@@ -104,7 +104,7 @@ def _tried(session: Session) -> None:
 
 
 def enough_room(session: Session, step: int) -> list[str]:
-    """What the user should know of the disk of OUTPUT before training goes on after `step` updates. Collective. Errors:
+    """Notes for the user on the disk of OUTPUT before training goes on after `step` updates. Collective. Errors:
     `RunError`, on every rank, where it has no room for what the run writes."""
     room, feed, notes = session.checkpoints.room, session.feed, list[str]()
     fault = None

@@ -62,7 +62,7 @@ def generate_samples(
     world: World,
     generate: Callable[[Mapping[str, Tensor], Decoding], Tensor] | None = None,
 ) -> list[dict[str, str]]:
-    """What the model makes of a few examples, by `generate` or the strategy's own. Collective."""
+    """Let the model answer a few examples, by `generate` or the strategy's own. Collective."""
 
     def here(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(world.device) for name, tensor in inputs.items()}

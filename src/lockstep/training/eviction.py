@@ -1,4 +1,4 @@
-"""Who leaves a job after `guard` has found ranks that do not come to the same bits, and what follows for each rank.
+"""Eviction: which ranks leave a job after the check for silent data corruption has caught a difference.
 
 In: which ranks were wrong, by whose word, and what the run file chooses (`sdc_check.on_difference`). Out: a sentence,
 and the ranks that leave; then, on every rank, the state before the step on disk and how this rank goes on.

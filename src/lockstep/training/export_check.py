@@ -38,7 +38,7 @@ LOW_PRECISION = 2e-3  # both in half precision, or what that makes of the export
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What the run's own evaluation says of a few examples."""
+    """The run's own losses of a few examples."""
 
     places: list[int]  # among the raw rows' examples
     losses: list[float]  # mean over its targets, of each
@@ -47,7 +47,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Compared:
-    """What came of it, for a person, and whether it is an error."""
+    """The outcome for a person, and whether it is an error."""
 
     text: str
     agrees: bool = True
@@ -145,7 +145,7 @@ def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: tor
 
 
 def _scale(pairs: Sequence[tuple[float, float]]) -> float:
-    """What small losses are compared beside: their mean, or a hundredth where all are small."""
+    """The scale beside which small losses are compared: their mean, or a hundredth where all are small."""
     return max(1e-2, sum(abs(own) for own, _ in pairs if math.isfinite(own)) / max(1, len(pairs)))
 
 

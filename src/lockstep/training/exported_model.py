@@ -62,7 +62,7 @@ def of_export(run: Run, export: Path, output: Path) -> Run:
 def scores(
     output: Path, split: str | None, overrides: Sequence[str] | Mapping[str, Any]
 ) -> tuple[str, dict[str, dict[str, float]]]:
-    """What the data are called, and metrics of a split (default: validation, and test where there is one). This process
+    """The name of the data, and metrics of a split (default: validation, and test where there is one). This process
     becomes the only rank of a job. Errors: `RunError`."""
     run, export = finished(output, overrides)
     alone = of_export(run, export, run.folder)

@@ -71,7 +71,7 @@ class Fingerprints:
         self._waiting = [(*numbers, dict(hashes)) for *numbers, hashes in state["waiting"]]
 
     def step(self, step: int, result: StepResult) -> None:
-        """What a step came to, after which `step` updates are done."""
+        """Keep the result of the step after which `step` updates are done."""
         if self._hash is not None:
             self._waiting.append((step, result.loss, result.grad_norm, {}))
             if len(self._waiting) >= _MOST:
@@ -102,7 +102,7 @@ class Fingerprints:
 
 
 def fault(entry: Mapping[str, Any], skips: bool) -> str | None:
-    """What is wrong with a line by itself, in words: its hash is not that of its numbers, or these are not finite.
+    """Describe the fault of a line by itself: its hash is not that of its numbers, or these are not finite.
     `skips`: whether the run leaves out such steps."""
     if not {"loss", "grad_norm", "hash"} <= entry.keys():
         return None
@@ -120,7 +120,7 @@ def skips(run: Run) -> bool:
 
 
 def line(step: int, loss: float, norm: float) -> dict[str, Any]:
-    """What is written of a step; JSON has no word for what is not finite, and the hash tells such apart."""
+    """The line of a step; JSON has no word for what is not finite, and the hash tells such apart."""
     numbers = {name: value if math.isfinite(value) else None for name, value in (("loss", loss), ("grad_norm", norm))}
     seen = hashlib.blake2b(struct.pack("<dd", loss, norm), digest_size=8).hexdigest()
     return {"step": step, **numbers, "hash": seen}

@@ -1,4 +1,4 @@
-"""What follows an update, in a fixed order: average, log, profile, save in flight, evaluation, checkpoint.
+"""The hooks that follow an update, in a fixed order: average, log, profile, save in flight, evaluation, checkpoint.
 
 In: the training state after an update. Out: lines, scores and files; and whether training ends here, the same on every
 rank. Each hook is idempotent for `state.step`: where the loss of a rank breaks hooks off, all of them run again.

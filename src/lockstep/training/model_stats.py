@@ -1,4 +1,4 @@
-"""What a run amounts to, before it starts: its data, its model, its steps, tokens a step, and memory by a formula.
+"""The numbers of a run before it starts: its data, its model, its steps, tokens a step, and memory by a formula.
 
 In: a run, its prepared data and the number of processes. Out: facts for `lockstep plan`. The model is built on the meta
 device, where it takes no memory; nothing is trained.
@@ -165,18 +165,18 @@ def validation_rows(run: Run, columns: Columns) -> np.ndarray | None:
 
 
 def selection_lines(run: Run, task: Task) -> dict[str, str]:
-    """What is evaluated and exported, where that is not all of validation and the weights."""
+    """Lines about evaluation and export, where these are not of all of validation and of the last weights."""
     lines, of = {}, len(task.splits["validation"])
     if run.evaluate.limit is not None and run.evaluate.limit < of:
         lines["evaluation"] = f"{run.evaluate.limit:,} of {of:,} validation examples, drawn with the seed"
-    if run.average.told:
+    if run.average.summary:
         both = "evaluated and exported" if run.average.ema is not None else "exported"
-        lines["average"] = f"{run.average.told} is {both}"
+        lines["average"] = f"{run.average.summary} is {both}"
     return lines
 
 
 def memory(run: Run, processes: int, every: int, trained: int, packed: int = 0, state: float | None = None) -> str:
-    """What a process holds, by a formula: weights of `every` parameter, `packed` of them in 4 bits; the rest of those
+    """Memory of a process, by a formula: weights of `every` parameter, `packed` of them in 4 bits; the rest of those
     that are trained, the optimizer's `state` of each among it."""
     sizes, note = held(run, processes, every, trained, packed, state)
     parts = ", ".join(f"{name} {size(each)}" for name, each in sizes.items() if each or name != "partial sums")

@@ -25,7 +25,7 @@ _NEW_WEIGHTS = ("model.adapter", "model.quantization")  # without them the model
 
 
 def cause(sides: Sides, strategy: Strategy) -> str:
-    """What makes the difference, in words."""
+    """Describe the option that makes the difference."""
     if (text := _of_examples(sides)) is not None:
         return text
     try:

@@ -45,7 +45,7 @@ FACTOR = 10.0  # times what a change of a weight's last bit comes to, or half pr
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two correct computations may be apart, relatively. Where the numbers come from: docs/verify.md."""
+    """Tolerances: relative differences of two correct computations. docs/verify.md has their source."""
 
     loss: float
     gradient: float  # of the norm of the whole gradient
@@ -61,7 +61,7 @@ LEAST_LOW = Tolerance(1e-3, 1e-2)  # the run's own in bfloat16 or float16
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a batch comes to, by one path."""
+    """The loss and gradients of a batch, by one path."""
 
     loss: float  # mean over targets, in training mode
     evaluated: float | None  # the same in evaluation mode; None: the run computes no such loss then
@@ -159,7 +159,7 @@ def first_micro_batch(session: Session) -> np.ndarray:
 
 
 def differences(sides: Sides, strategy: Strategy) -> list[Difference]:
-    """What differs by more than rounding, of all groups of examples. Errors: `NotCovered`."""
+    """Differences of more than rounding, over all groups of examples. Errors: `NotCovered`."""
     differing: list[Difference] = []
     inside = strategy.casts_inside and sides.run.precision == "bf16"
     strict = takes_float32(sides.run, sides.task) and not inside
@@ -239,7 +239,7 @@ def _apart(a: float, b: float) -> float:
 
 
 def relative(a: float, b: float) -> float:
-    """How far they are apart, beside the second."""
+    """Their difference, relative to the second."""
     return abs(a - b) / max(abs(b), 1e-30) if math.isfinite(a) and math.isfinite(b) else math.inf
 
 
@@ -247,7 +247,7 @@ def relative(a: float, b: float) -> float:
 
 
 def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) -> Numbers:
-    """As a step of the run computes them."""
+    """Compute them as a step of the run does."""
     task, model, run = sides.task, sides.model, sides.run
     rows = sides.at[list(places)]
     seed_everything(run.seed, 0, 0, 1)  # for a task whose collate draws
@@ -263,7 +263,7 @@ def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) 
 
 
 def plain_numbers(sides: Sides, places: Sequence[int], precision: AbstractContextManager[Any] | None = None) -> Numbers:
-    """As transformers and torch compute them. Errors: `NotCovered`, `PlainFailed`."""
+    """Compute them with transformers and torch alone. Errors: `NotCovered`, `PlainFailed`."""
     examples, count = [sides.examples[place] for place in places], 0.0
     if sides.run.task.name == "masked_language_modeling":
         examples = _masked(sides, places, examples)
@@ -338,8 +338,9 @@ def _masked(sides: Sides, places: Sequence[int], examples: list[dict[str, Any]])
 
 def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float) -> Numbers:
     """Loss and gradient in training mode, and loss in evaluation mode, without dropout. Gradients go to no weight:
-    hooks on weights do not run."""
-    with without_dropout(model):
+    hooks on weights do not run. Buffers, such as running statistics, are afterwards what they were: both paths begin
+    with the same ones."""
+    with preserved(model), without_dropout(model):
         try:
             model.eval()
             with torch.no_grad():

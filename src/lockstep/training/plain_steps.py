@@ -47,7 +47,7 @@ class PlainStep:
 
 @dataclass(frozen=True)
 class PlainRecord:
-    """What plain needs to know of a job, as plain data."""
+    """A job as plain data, for the plain reference."""
 
     tokenizer: str  # folder
     total: int  # steps of the run
@@ -58,7 +58,7 @@ class PlainRecord:
 
     @staticmethod
     def read(folder: Path) -> PlainRecord:
-        """What `record_session` wrote."""
+        """Read a folder of `record_session`."""
         values = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return PlainRecord(**{**values, "steps": [PlainStep(**step) for step in values["steps"]]})
 

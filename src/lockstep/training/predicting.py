@@ -50,7 +50,7 @@ def predict(
     if texts:
         rows = [row_of(word, asked, repr(word[:40])) for word in words]
     else:
-        rows = [row for word in words for row in rows_of(run, word, asked)]
+        rows = [row for word in words for row in task.input_rows(run, word) or rows_of(run, word, asked)]
     if not words:
         rows = [row_of(line.rstrip("\n"), task.input_columns(run), f"line {n}") for n, line in enumerate(sys.stdin, 1)]
     if not rows:

@@ -1,4 +1,4 @@
-"""What ranks fork from: importing this module imports what every rank needs, once for all of them."""
+"""Imports of a process that ranks fork from: everything that each of them needs, once for all."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""What every launcher starts: one rank of a job, from the run file to the export.
+"""One rank of a job, from the run file to the export: every launcher starts `main`.
 
 In: a run and the six variables. Out: an exit status (0 done, 1 failed, 2 bad run, 75 stopped and resumable), and
 on rank 0 OUTPUT/.
@@ -125,7 +125,7 @@ def main_of_file(path: str, words: Sequence[str] = TRAIN) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a run that reached its last step."""
+    """The outcome of a run that reached its last step."""
 
     step: int  # updates done: fewer than the run's where evaluate.patience has ended it
     exported: int  # the step whose model is exported

@@ -111,7 +111,7 @@ def decided(now: Shares, equal: Shares, rates: Sequence[float]) -> Shares:
 
 
 def expected(shares: Shares, rates: Sequence[float]) -> float:
-    """How long the rank takes that takes longest, micro-batches having one token each: they cost about the same."""
+    """Seconds of the slowest rank, with one token a micro-batch: they cost about the same."""
     return max(len(each) * rate for each, rate in zip(shares, rates, strict=True))
 
 
@@ -134,7 +134,8 @@ def quickest(rates: Sequence[float], leaves: int) -> tuple[range, ...]:
 
 
 def _most(rates: Sequence[float], leaves: int) -> list[int]:
-    """How many leaves each rank can take, where all are through as early as can be and each takes one or more."""
+    """The number of leaves that each rank can take, where all are through as early as can be and each takes one or
+    more."""
 
     def can(limit: float) -> list[int]:
         return [int(limit * (1 + 1e-9) / rate) for rate in rates]
@@ -149,7 +150,8 @@ def _most(rates: Sequence[float], leaves: int) -> list[int]:
 
 
 def partial_sums(first: int, end: int, leaves: int) -> int:
-    """How many partial sums the leaves `first..end-1` leave: the length of `reduction.partial_nodes`, at once."""
+    """The number of partial sums that the leaves `first..end-1` leave: the length of `reduction.partial_nodes`, at
+    once."""
     room = 1 << (leaves - 1).bit_length() if end == leaves else end  # beside the tree's last nodes there is nothing
     count = 0
     while first < end:
@@ -161,7 +163,7 @@ def partial_sums(first: int, end: int, leaves: int) -> int:
 
 
 def rebalance_message(shares: Shares, equal: Shares, rates: Sequence[float], hosts: Sequence[str], step: int) -> str:
-    """What a person should read."""
+    """The note for a person."""
     if shares == equal:
         return f"hand over: from step {step + 1} on ranks share micro-batches equally again; they compute alike"
     usual = statistics.median_low(rates)

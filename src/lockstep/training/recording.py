@@ -1,4 +1,4 @@
-"""What a few steps of a job do, written down: loss, gradient norm, every parameter's gradient and the weights after.
+"""A record of a few steps of a job: loss, gradient norm, every parameter's gradient and the weights after.
 
 In: a run, in every rank of the job. Out: a folder with `recording.json` and a file of tensors a step, which
 `verify.py` compares with another job's.
@@ -43,7 +43,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Recording:
-    """What one job did."""
+    """The record of one job."""
 
     strategy: str
     processes: int
@@ -137,7 +137,7 @@ class _Writer:
             save_file({k: v.contiguous() for k, v in tensors.items()}, self.folder / f"{name}.safetensors")
 
     def dtypes(self) -> dict[str, list[str]]:
-        """What numbers are kept in: asserted by tests, printed for users."""
+        """The dtypes of weights, gradients and optimizer state: tests assert them, users read them."""
         state = self.strategy.state_dict()
         moments = {str(v.dtype) for k, v in state.items() if k.startswith("optimizer.") and v.dim()}
         return {

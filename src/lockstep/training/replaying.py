@@ -95,7 +95,7 @@ def finite(strategy: Strategy, world: World) -> bool:
 
 
 class _Looker:
-    """What one step is made of. Everything is looked at before the step but its gradient, which it hears of."""
+    """The facts of one step. Everything is looked at before the step but its gradient, which it hears of."""
 
     def __init__(self, session: Session, batch: StepBatch) -> None:
         """Collective."""

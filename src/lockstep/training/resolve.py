@@ -37,7 +37,7 @@ Tell = Callable[[str, str], None]  # a label (`checks` or `tokens`) and a text
 
 
 class Scope(IntEnum):
-    """How far a run is resolved. Each scope includes those before it."""
+    """The extent to which a run is resolved. Each scope includes those before it."""
 
     OPTIONS = 1  # the run file and the installed packages: `init`, `sweep`
     DATA = 2  # the data and the model: `verify`, `bench`, `replay`, `diff`, `branch`, and ranks

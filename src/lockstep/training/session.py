@@ -39,12 +39,12 @@ class Sinks:
         """`step` updates are done. Collective."""
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """What the model makes of a few examples."""
+        """The model's answers to a few examples."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """What a rank holds of its job. `dataclasses.replace` gives it other sinks, or another journal."""
+    """The objects that a rank works with. `dataclasses.replace` gives it other sinks, or another journal."""
 
     job: Job
     world: World
@@ -61,7 +61,7 @@ class Session:
 
     @property
     def run(self) -> Run:
-        """What was written."""
+        """The run file."""
         return self.job.run
 
     def new_state(self, step: int = 0) -> TrainState:
@@ -72,6 +72,7 @@ class Session:
 
 def join_ranks(job: Job, world: World) -> None:
     """Join the other ranks, and agree with them that all have the same. Collective. Errors: `RunError`, `Unreached`."""
+    world.gloo_threads = job.strategy.gloo_threads if job.run.strategy.exact else 1
     world.join()
     agree(job.run, world, job.data.key, {"what is padded": job.padding or "nothing"} if job.task.head else {})
 

@@ -1,4 +1,4 @@
-"""How many steps two runs have in common, from the first on: what one of them need not compute again.
+"""The first steps that two runs have in common, which one of them need not compute again.
 
 In: two runs and their data. Out: the first step whose learning rate or examples are not the same in both, or the key
 that decides the arithmetic of all steps and differs. Rates and examples are computed and compared, step by step.
@@ -30,7 +30,7 @@ OF_STEPS = OF_RATES | {"optim.groups", "data.sources"}  # and its examples: keys
 
 @dataclass(frozen=True)
 class Course:
-    """What a run's steps are given, beside what is the same in all of them."""
+    """The inputs of a run's steps that may differ between them: learning rates and examples."""
 
     rates: np.ndarray  # float64 [steps]
     scales: tuple[tuple[Any, ...], ...]  # of the rates of `optim.groups`
@@ -51,7 +51,7 @@ def course(run: Run, prepared: Prepared) -> Course:
 
 
 def parting(a: Course, b: Course) -> tuple[int, str]:
-    """How many of the first steps are the same in two courses, and what is not in the next one; empty where one of them
+    """The number of first steps that are equal in two courses, and what is not in the next one; empty where one of them
     ends there."""
     most = min(len(a.rates), len(b.rates))
     if a.scales != b.scales:

@@ -1,4 +1,4 @@
-"""What a run says of itself: the opening lines, and the closing table.
+"""The opening lines of a run, and its closing table.
 
 In: what a rank has built, and what came of it. Out: facts and tables for the console.
 """
@@ -48,7 +48,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoad
         **padding_of(run, task),
         **task.summary_lines,
         **selection_lines(run, task),
-        "processes": f"{world.size} ({run.strategy.name}{strategy.told}, "
+        "processes": f"{world.size} ({run.strategy.name}{strategy.summary_suffix}, "
         f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
         "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "
         "steps",
@@ -56,7 +56,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoad
 
 
 def parameters(strategy: Strategy) -> str:
-    """How many the model has, and how many of them are trained where that is not all of them, as with an adapter."""
+    """The number of parameters, and of those that are trained where that is not all of them, as with an adapter."""
     whole, trained = strategy.parameter_count, strategy.trained_count
     text = f"{_millions(whole)} parameters"
     if trained < whole:
@@ -69,7 +69,8 @@ def _millions(count: int) -> str:
 
 
 def precisions(run: Run, strategy: Strategy) -> str:
-    """What numbers are computed and kept in, as it is and not as it was asked for; moments are there after a step."""
+    """The dtypes that the run computes with and keeps, as they are and not as they were asked for; moments are there
+    after a step."""
     optimizer: Any = getattr(strategy, "optimizer", None)
     states = optimizer.state.values() if optimizer is not None else ()
     moments = [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
@@ -130,7 +131,7 @@ def what_next(task: Task, samples: Sequence[Mapping[str, str]]) -> str:
     if len(task.input_columns(task.run)) > 1:
         return f"{shlex.join(['lockstep', 'predict', output])} $'first text\\tsecond text'"
     text = task.sample_input(samples[0]) if samples else ""
-    return shlex.join(["lockstep", "predict", output, textwrap.shorten(text, 60, placeholder="") or "some text"])
+    return shlex.join(["lockstep", "predict", output, textwrap.shorten(text, 60, placeholder="") or task.example_input])
 
 
 class Promised(StrEnum):
@@ -142,7 +143,7 @@ class Promised(StrEnum):
 
 
 def promised(strategy: Strategy, doubts: Sequence[str]) -> Promised:
-    """What is known of a run that was trained by a strategy. `doubts`: about the user's code."""
+    """The promises of a run that a strategy trained. `doubts`: about the user's code."""
     if strategy.effects.per_process or strategy.effects.moved:
         return Promised.ONE_PROCESS
     return Promised.NOT_CHECKED if doubts else Promised.YES

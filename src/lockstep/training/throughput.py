@@ -1,4 +1,4 @@
-"""What steps took: examples, tokens and seconds, and the numbers of a line of the log.
+"""Throughput: examples, tokens and seconds of steps, and the numbers of a line of the log.
 
 In: every step's batch and result. Out: a line's numbers, the totals of a run, and what the next line needs to know of
 the steps before a checkpoint.
@@ -22,7 +22,7 @@ from lockstep.strategies.exact.scaling import LossScale
 
 @dataclass(frozen=True)
 class Counts:
-    """What a stretch of training took: over the whole job, in seconds of the wall clock."""
+    """The cost of a stretch of training: over the whole job, in seconds of the wall clock."""
 
     steps: int = 0
     examples: int = 0
@@ -117,7 +117,7 @@ class Meter:
         self._since = time.perf_counter()
 
     def state(self) -> dict[str, Any]:
-        """What the next line of the log needs to know of the steps so far; the same on every rank but for seconds."""
+        """The steps so far of the next line of the log; the same on every rank but for seconds."""
         self._count_skipped()
         return {"line": asdict(self._line), "spikes": self._spikes.state} | self._of_sources.state
 
@@ -160,12 +160,12 @@ class Meter:
         }
 
     def restart_clock(self) -> None:
-        """What was not measured here, or is over, takes no time."""
+        """Forget the time since the clock was stopped or begun."""
         self._since = time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens in here takes no time."""
+        """Time in here does not count."""
         self._stop_clock()
         yield
         self._since = time.perf_counter()

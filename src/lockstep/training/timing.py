@@ -1,4 +1,4 @@
-"""How fast a job's own loop is, and how much memory its ranks need: the job that `lockstep bench` starts.
+"""The job that `lockstep bench` starts: the speed of a job's own loop, and the memory of its ranks.
 
 In: a run, in every rank of the job. Out: `OUTPUT/timing.json`, written by rank 0.
 """
@@ -46,7 +46,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Timing:
-    """What one job did in its timed steps."""
+    """The measurements of one job."""
 
     processes: int
     threads: int  # of each process
@@ -107,7 +107,7 @@ def measure(job: Job, world: World, steps: str, skip: str) -> int:
 
 
 def _timed(session: Session, prepared: Prepared, ends: tuple[int, int]) -> tuple[Counts, list[float]] | None:
-    """What the steps between `ends` took, and the moments at which they ended, after the one at which they began;
+    """The cost of the steps between `ends`, and the moments at which they ended, after the one at which they began;
     None when it was asked to stop. Collective."""
     run, world, feed = session.run, session.world, session.feed
     sections = {"evaluate": {"every": 0}, "checkpoint": {"every": 0, "best": None}, "track": {"every": 10**9}}
@@ -146,7 +146,7 @@ def _versions() -> dict[str, str]:
 
 
 def read(folder: Path) -> Timing | None:
-    """What a job wrote, or None when it wrote nothing."""
+    """Read the file of a job; None where it wrote none."""
     path = folder / FILE
     if not path.exists():
         return None

@@ -27,7 +27,7 @@ CHECKPOINT = "checkpoint"  # in `pending`: one that the loss of a rank has broke
 
 
 class TrainState:
-    """How far training is."""
+    """Step, meter, progress and pending work."""
 
     def __init__(self, run: Run, total: int, sources: Iterable[str] = (), lengths: bool = True, step: int = 0) -> None:
         """`total`: steps of the run. `sources`: names, of a mixture. `lengths`: whether examples have any. `step`:

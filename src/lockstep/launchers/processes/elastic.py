@@ -195,7 +195,7 @@ class Agent(Survivors):
     def left_out(self) -> int:
         """End with the job's status where it has ended while this machine waited to join it."""
         status = self.follow(self.rendezvous.ended())
-        self.rendezvous.told()
+        self.rendezvous.acknowledge_end()
         return status
 
     # -- what torch elastic calls ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How a machine that computed wrongly leaves a job that goes on (`sdc_check.on_difference: evict`).
+"""Eviction: a machine that computed wrongly leaves a job that goes on (`sdc_check.on_difference: evict`).
 
 In: where the machines of the job meet. Out: the others form again at once and wait for one machine fewer; this one is
 not let in again, and keeps what the job needs of it until the job is over: the store, and the lock of OUTPUT.

@@ -128,7 +128,7 @@ class Ranks:
         return bool(own) and all(process.exitcode == 0 for process in own)
 
     def in_vain(self) -> int:
-        """How many were started in the place of lost ones and have not come to train."""
+        """The number of replacements that were started and have not come to train."""
         self._see_who_trains()
         return len(self._spares & self.joining)
 

@@ -57,7 +57,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long things may take, in seconds."""
+    """Timeouts in seconds."""
 
     join: float = 600.0  # until enough machines are there
     more: float = 30.0  # for more machines to come once the fewest are there
@@ -66,7 +66,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class End:
-    """How the job ended, by the machine that knew first."""
+    """The end of the job, as the machine that knew first wrote it."""
 
     status: int
     host: str
@@ -183,8 +183,8 @@ class ElasticRendezvous(Leaving):
         except (RuntimeError, RendezvousConnectionError):  # whoever held the store has left already
             return False
 
-    def told(self) -> None:
-        """This machine, which waited to join, knows how the job ended: whoever holds the store need not wait for it."""
+    def acknowledge_end(self) -> None:
+        """Say that this machine, which waited to join, knows the end of the job: the store's holder need not wait."""
         try:
             self._job.set(_told(self._node.address, os.getpid()), "1")
         except RuntimeError:

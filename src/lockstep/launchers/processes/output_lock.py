@@ -37,7 +37,7 @@ VARIABLE = "LOCKSTEP_LOCK"  # for the ranks of a job whose launcher holds the lo
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has a lock."""
+    """The process that holds a lock."""
 
     token: str
     process: Process

@@ -1,4 +1,4 @@
-"""How a model's layers are trained: compiled, computed again in backward, what they save on the host.
+"""Options of a model's layers: compiled, recomputed in backward, saved activations on the host.
 
 In: the keys `compile`, `checkpoint_activations` and `offload_activations` of `model`, and a model that no engine has
 wrapped. Out: the same model, names and all. Only `forward` of each layer is replaced: hooks of engines stay outside, so

@@ -1,4 +1,4 @@
-"""How known families of models are cut into the stages of a pipeline: each stage is the model's own code with holes.
+"""Pipeline stages of known families of models: each stage is the model's own code with holes.
 
 In: a transformers model, and the number of stages. Out: for each stage a `StagePart`, which takes the hidden states
 that the stage before gave and runs the model's own `forward` from its first own layer to its last. Embeddings live with
@@ -56,7 +56,7 @@ FAMILIES: dict[str, tuple[Stack, ...]] = {  # by the config's model_type; two st
 
 
 def layer_count(config: Any) -> int:
-    """How many layers a model of this config is cut between. Errors: `RunError` where it cannot be cut."""
+    """The number of layers between which a model of this config is cut. Errors: `RunError` where it cannot be cut."""
     ours = type(config).__module__.startswith("transformers.")  # code from the Hub may take the name of a known family
     if config.model_type not in FAMILIES or not ours:
         raise RunError(
@@ -186,7 +186,8 @@ class StagePart(nn.Module):
                     place.append((module, name))
 
     def _crossing(self, layer: int) -> int:
-        """How many hidden states cross the boundary before a layer: the encoder's output goes with the decoder's."""
+        """The number of hidden states that cross the boundary before a layer: the encoder's output goes with the
+        decoder's."""
         return 2 if layer > self.cut.sizes[0] else 1
 
     def _replace_foreign(self) -> None:

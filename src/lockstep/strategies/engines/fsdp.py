@@ -1,4 +1,4 @@
-"""What FSDP has to be helped with: outputs that it does not look into, and weights that a micro-batch does not use.
+"""Help for FSDP: outputs that it does not look into, and weights that a micro-batch does not use.
 
 In: a model before and after `fully_shard`. Out: the same model, every gradient of which is reduced, by all ranks in the
 same order; and which weights had one.

@@ -1,4 +1,4 @@
-"""What `strategy.options` of fsdp2 may say, and how often it gathers.
+"""The options of fsdp2 (`strategy.options`), and how often it gathers.
 
 In: a run and the number of processes. Out: nothing, or an error that names the key; and which of the two ways a run
 takes.

@@ -1,4 +1,4 @@
-"""What engines have to know of the inside of a model of transformers: which layers it has, and how it runs them.
+"""Facts for engines on the inside of a model of transformers: which layers it has, and how it runs them.
 
 In: a model, or its config. Out: the blocks that are sharded together, a plan for tensor parallelism, or a refusal.
 """
@@ -30,8 +30,8 @@ class StandIn(nn.Module):
 
 
 def uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:
-    """How often one forward uses each weight (more than once: tied weights, layers that are shared, embeddings that are
-    looked up again), by the weight's id. Nothing of it is left in the model."""
+    """Count how often one forward uses each weight (more than once: tied weights, layers that are shared, embeddings
+    that are looked up again), by the weight's id. Nothing of it is left in the model."""
     counts: dict[int, int] = {}
 
     def count(module: nn.Module, _: Any) -> None:

@@ -59,8 +59,8 @@ def run_schedule(schedule: Any, micro_batches: list[MicroBatch]) -> None:
 
 
 class StageModule(nn.Module):
-    """What a stage runs of a micro-batch. The random state travels with the hidden states, so that dropout draws what
-    it draws in a single process."""
+    """The part of a micro-batch that a stage runs. The random state travels with the hidden states, so that dropout
+    draws what it draws in a single process."""
 
     def __init__(
         self, part: StagePart, loss: Callable[[Any, MicroBatch], Tensor], begin: Callable[[MicroBatch], None]
@@ -184,7 +184,7 @@ class Links:
             self._sent.append((work, tensor))
 
     def receive(self, name: str, like: Tensor, source: int, stage: int) -> Tensor:
-        """What a stage sent."""
+        """Receive a tensor that a stage sent."""
         if self.rank_of(stage) == self.rank_of(source):
             return self._here[name, stage].pop(0)
         tensor = torch.empty_like(like, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""How an `nn.Sequential` of the user's is cut into the stages of a pipeline: between its modules.
+"""Pipeline stages of an `nn.Sequential` of the user's, which is cut between its modules.
 
 In: the model of the task `module`. Out: for each stage a `SequentialPart`, which runs the modules from its first own
 one to its last. A layer is a module with weights and those without any that follow it.
@@ -19,7 +19,7 @@ from lockstep.tasks.modules.dataset import INPUT
 
 
 def layer_count(run: Run) -> int:
-    """How many layers the user's model is cut between. Errors: `RunError` where it cannot be cut."""
+    """The number of layers between which the user's model is cut. Errors: `RunError` where it cannot be cut."""
     model = user_functions.model(run, empty=True)
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise RunError(

@@ -1,4 +1,4 @@
-"""What a model's forward changes by itself: weights, buffers, which weights are trained, plain attributes.
+"""Side effects of a model's forward: weights, buffers, which weights are trained, plain attributes.
 
 In: a model, and ways to call its forward. Out: `SideEffects`, by name, of each rank and of all; refusals. What was
 changed is put back: a forward before training leaves no trace.
@@ -33,7 +33,7 @@ Forward = Callable[[], None]
 
 @dataclass(frozen=True)
 class SideEffects:
-    """What forward changes by itself, by the names of parameters and buffers."""
+    """Side effects of forward, by the names of parameters and buffers."""
 
     written: frozenset[str] = frozenset()  # their numbers
     moved: frozenset[str] = frozenset()  # those of them that got other memory

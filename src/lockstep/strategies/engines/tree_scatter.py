@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ShardedRanks(Protocol):
-    """What is asked of a strategy that cuts its weights into shards: its ranks, and where it is in a step."""
+    """The interface of a strategy that cuts its weights into shards: its ranks, and where it is in a step."""
 
     run: Run
     world: World

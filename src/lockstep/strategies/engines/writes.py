@@ -1,4 +1,4 @@
-"""What a model's forward writes to, and a model as it was before.
+"""Writes of a model's forward, and the model as it was before them.
 
 In: a model. Out: the parameters and buffers that operations of its forward write to, by name; and everything put back.
 

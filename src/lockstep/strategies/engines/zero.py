@@ -261,10 +261,14 @@ class Sharded(ShardedRecovery):
     def _whole_weight(self, parameter: nn.Parameter) -> Tensor:
         """fp32. Collective."""
         from deepspeed import zero
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
         from deepspeed.utils import safe_get_full_fp32_param
 
         if parameter.requires_grad:
             return safe_get_full_fp32_param(parameter)
+        fetched = getattr(parameter, "ds_status", None)
+        if self.stage == 3 and fetched == ZeroParamStatus.INFLIGHT:  # an evaluation asked for it in advance
+            self.engine.optimizer.empty_partition_cache()
         with zero.GatheredParameters([parameter], enabled=self.stage == 3):
             return parameter.detach().float().clone()
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: its own config, made of the run file and of `strategy.options`. Strategies that use it share
+"""DeepSpeed's config, made of the run file and of `strategy.options`. Strategies that use it share
 this.
 
 In: a run and the user's part. Out: the whole config as DeepSpeed reads it, or a `RunError` naming the key.

@@ -1,1 +1,1 @@
-"""What makes bits the same at any number of processes: the reduction tree, one update, one state."""
+"""Bitwise reproducibility at any number of processes: the reduction tree, one update, one state."""

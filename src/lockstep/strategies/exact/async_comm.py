@@ -78,7 +78,7 @@ def gather_in_stages(
     first = 0
     for stage in schedule.stages(rank):
         before[stage.height] = (stage, first)
-        first += stage.kept.start
+        first += stage.own_rows.start
     total[first] = own
     del own  # maybe all that was received with it
     for height in range(schedule.height, 0, -1):
@@ -86,7 +86,7 @@ def gather_in_stages(
             yield
             continue
         stage, first = before[height]
-        whole = total[first + stage.kept.start : first + stage.kept.stop]
+        whole = total[first + stage.own_rows.start : first + stage.own_rows.stop]
         sent = PendingSend(
             [(peer, whole) for peer, _ in stage.receives],
             [(peer, total[first + rows.start : first + rows.stop]) for peer, rows in stage.sends],

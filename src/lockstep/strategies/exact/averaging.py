@@ -87,7 +87,7 @@ class Averaged:
 def check(run: Run, flat_parts: bool) -> None:
     """Errors: `RunError`, where there is nothing to average, or something else is already. `flat_parts`: the strategy's
     engine keeps what it updates to itself."""
-    if run.average.told and optimizers.rule(run.optim).averages:
+    if run.average.summary and optimizers.rule(run.optim).averages:
         raise RunError(
             f"average: {run.optim.name} evaluates and exports an average of its own; leave average out, or use another "
             "optim.name"

@@ -31,7 +31,7 @@ class NotFinite(ArithmeticError):
 
 @dataclass
 class Part:
-    """What this rank holds of the gradient of one parameter."""
+    """This rank's part of the gradient of one parameter."""
 
     name: str
     parameter: Tensor  # as the optimizer has it

@@ -26,7 +26,7 @@ def sharded(
     scaling: LossScale | None = None,
     names: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """What a rank has to save: these tensors, and the optimizer's state of the parameters `names` (default: of all that
+    """The tensors that a rank saves: these, and the optimizer's state of the parameters `names` (default: of all that
     it steps)."""
     state = {f"model.{name}": tensor for name, tensor in tensors.items()}
     return state | stepper.saved(names) | dict(scaling.state() if scaling else {})

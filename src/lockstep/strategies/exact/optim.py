@@ -53,7 +53,7 @@ def build(optim: OptimSection, model: nn.Module) -> Stepper:
 
 
 def state_bytes(optim: OptimSection, model: nn.Module) -> float:
-    """What the optimizer keeps for each parameter that is trained, on the average, from the shapes of the model's."""
+    """Bytes of optimizer state for each parameter that is trained, on the average, from the shapes of the model's."""
     cls, held, count = rule(optim), 0, 0
     for group in groups(optim, model.named_parameters(), assigned(optim, model)):
         for parameter in group["params"]:
@@ -64,7 +64,7 @@ def state_bytes(optim: OptimSection, model: nn.Module) -> float:
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
-    """How a parameter is spread over ranks: not at all, or as its DTensor says."""
+    """The layout of a parameter over ranks: whole, or that of its DTensor."""
     return tensor
 
 

@@ -1,4 +1,4 @@
-"""How each weight is treated: its rate beside the run's, its decay, its rule, and whether it is trained at all.
+"""The parameter group of each weight: its rate beside the run's, its decay, its rule, and whether it is trained at all.
 
 In: the `optim` section, `model.freeze`, and a model, which may be on the meta device. Out: one `ParamGroupSpec` for
 each trained weight, by name: the same for every strategy, whatever part of the model a rank holds.

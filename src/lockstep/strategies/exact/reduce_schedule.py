@@ -29,7 +29,7 @@ AT_ONCE = 8  # ranks of one host that send to each other directly
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """How sums travel between the ranks of a process group."""
+    """The schedule by which sums travel between the ranks of a process group."""
 
     all_reduce: str = "auto"  # as `strategy.all_reduce` says
     hosts: tuple[str, ...] = ()  # of each rank; none: all on one
@@ -48,7 +48,7 @@ def links(run: Run, world: World, group: dist.ProcessGroup | None = None) -> Lin
 
 
 def merged(nodes: Iterable[Node], leaves: int) -> tuple[Node, ...]:
-    """What partial sums come to when siblings have merged as far as they can, in leaf order."""
+    """Merge siblings among partial sums as far as possible, in leaf order."""
     nodes_after: set[Node] = set()
     for level, index in nodes:
         while (1 << level) < leaves:
@@ -81,18 +81,18 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class ReduceStage:
-    """What one rank does when the parts of a group come together. Rows are slots, counted within those that the rank
+    """One rank's work when the parts of a group come together. Rows are slots, counted within those that the rank
     holds before; a message is of all `nodes` of its sender's part."""
 
     height: int
     nodes: tuple[Node, ...]  # the partial sums that the rank holds before
-    kept: slice  # rows that it goes on with
+    own_rows: slice  # rows that it goes on with
     sends: tuple[tuple[int, slice], ...]  # to whom, which rows
     receives: tuple[tuple[int, tuple[Node, ...]], ...]  # from whom, of which partial sums; as many rows as it keeps
 
     @property
     def rows(self) -> int:
-        return self.kept.stop - self.kept.start
+        return self.own_rows.stop - self.own_rows.start
 
 
 class ReduceSchedule:
@@ -109,7 +109,7 @@ class ReduceSchedule:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """What all ranks' partial sums come to: the root, where every leaf is there."""
+        """The result of all ranks' partial sums: the root, where every leaf is there."""
         return self.root.nodes
 
     @property
@@ -122,7 +122,7 @@ class ReduceSchedule:
         return self._held(self._alone[rank], rank)
 
     def stages(self, rank: int) -> tuple[ReduceStage, ...]:
-        """What a rank does, from the first stage to the last. To gather, it goes back: it sends what it received and
+        """One rank's stages, from the first to the last. To gather, it goes back: it sends what it received and
         receives what it sent."""
         if rank not in self._stages:
             planned: list[ReduceStage] = []
@@ -198,7 +198,7 @@ class ReduceSchedule:
         return [range(ranks.start, cut), range(cut, ranks.stop)]
 
     def _left(self, ranks: range, cut: int) -> int:
-        """How many partial sums two halves would come to."""
+        """The number of partial sums of two halves."""
         halves = (range(ranks.start, cut), range(cut, ranks.stop))
         return sum(len(merged(chain.from_iterable(self.layout[rank] for rank in half), self.leaves)) for half in halves)
 

@@ -102,7 +102,7 @@ def layout_of(leaves: int, ranks: int, shares: Shares | None = None) -> tuple[tu
 
 
 def most_held(leaves: int, ranks: int, apart: bool = False, uneven: bool = False) -> int:
-    """How many partial sums a rank holds at most while it makes its leaves one after another and adds each, while it is
+    """The most partial sums that a rank holds while it makes its leaves one after another and adds each, while it is
     made, to the one that waits for it: max(1, log2(k)) for a share that is a whole subtree of k leaves. `apart`: a leaf
     is made whole before it is added: 1 + log2(k). `uneven`: with any shares; those that begin at 1 take most."""
     most = 0
@@ -209,7 +209,7 @@ class Scatter:
         sent.wait()
         tree = ReductionTree(self._leaves)
         for node in stage.nodes:
-            tree.place(node, [held[node][stage.kept]])
+            tree.place(node, [held[node][stage.own_rows]])
         for (_, theirs), (_, parts) in zip(stage.receives, receives, strict=True):
             for node, part in zip(theirs, parts, strict=True):
                 tree.place(node, [part])

@@ -18,7 +18,7 @@ from lockstep.tasks.task import Task
 
 
 class SourceSums:
-    """What the micro-batches of a step come to, source by source."""
+    """The losses of a step's micro-batches, source by source."""
 
     def __init__(self, sources: int) -> None:
         self._sources = sources

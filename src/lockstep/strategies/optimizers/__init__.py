@@ -1,3 +1,1 @@
-"""How a weight becomes the next one of its gradient: a file an optimizer."""
-
-SHARED = {"optimizer"}  # the files here that are no plug-ins
+"""Optimizers: the update of a weight by its gradient, one file each."""

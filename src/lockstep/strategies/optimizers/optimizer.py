@@ -28,7 +28,7 @@ GroupOf = Mapping[str, Any]  # what a group's weights have in common: lr, weight
 
 @dataclass(frozen=True)
 class Weight:
-    """What a rule may want to know of a weight before there is one."""
+    """Facts on a weight, for a rule that decides before there is one."""
 
     name: str
     shape: tuple[int, ...]

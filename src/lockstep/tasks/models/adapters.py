@@ -22,6 +22,7 @@ EXPORTS = ("merged", "adapter")
 # head of the model -> peft's task, which decides what is trained besides (the head of a classifier)
 TASKS = {
     "classification": "SEQ_CLS",
+    "image_classification": None,  # peft has no kind for it: any model, as it is called
     "token_classification": "TOKEN_CLS",
     "causal": "CAUSAL_LM",
     "embedding": "FEATURE_EXTRACTION",
@@ -66,6 +67,8 @@ def config(run: Run, head: str) -> Any:
             near = difflib.get_close_matches(key, fields, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(fields))}"
             raise RunError(f"model.adapter: {name.lower()} has no option {key!r}; {hint}")
+    if TASKS[head] is None and "modules_to_save" in fields:
+        given.setdefault("modules_to_save", ["classifier"])  # of the other classifiers peft knows the head
     try:
         return kind(task_type=TASKS[head], **given)
     except (TypeError, ValueError) as error:

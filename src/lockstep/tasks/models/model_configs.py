@@ -22,6 +22,11 @@ HEADS = {
         "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
         "sequence classifier",
     ),
+    "image_classification": (
+        "AutoModelForImageClassification",
+        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+        "image classifier",
+    ),
     "token_classification": (
         "AutoModelForTokenClassification",
         "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
@@ -43,6 +48,11 @@ HEADS = {
 }
 
 FROM_FIRST_TOKEN = ("t5gemma", "t5gemma2")  # families whose decoder starts from the first token of texts
+
+
+def reads_texts(head: str) -> bool:
+    """Whether models with this head read tokens, which may be padded, and more than it has positions for."""
+    return head != "image_classification"
 
 
 def load_config(run: Run) -> Any:

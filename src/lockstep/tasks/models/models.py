@@ -22,7 +22,7 @@ from lockstep.data import tokenizer as tokenizers
 from lockstep.data.downloads import downloading, reading_weights
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.tasks.models import adapters, quantized, storage_dtype
-from lockstep.tasks.models.model_configs import HEADS, entry, load_config, local_or_id, texts
+from lockstep.tasks.models.model_configs import HEADS, entry, load_config, local_or_id, reads_texts, texts
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
 _OFFSET_POSITIONS = {
@@ -54,6 +54,8 @@ def check(
         for name, value in entries.items():
             setattr(config, name, value)
         _check_buildable(run, config, head)
+    if not reads_texts(head):
+        return
     for part in texts(config):
         if "sliding_attention" in (entry(part, "layer_types") or ()) and vars(part).get("sliding_window", 0) is None:
             switch = "use_sliding_window: true and " if entry(part, "use_sliding_window") is False else ""
@@ -128,7 +130,8 @@ def entries_of(run: Run, tokenizer: Any) -> int:
 def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: Any) -> nn.Module:
     """A model of the Auto class that `head` names; weights that the source does not have are drawn from the seed.
 
-    `entries` of the config are set by the task. `empty`: on the meta device, without memory.
+    `tokenizer`: None for a model that reads no texts. `entries` of the config are set by the task. `empty`: on the meta
+    device, without memory.
     """
     import transformers
 
@@ -138,13 +141,14 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     logging.disable_progress_bar()
     auto = getattr(transformers, HEADS[head][0])
     config = load_config(run)
-    _prepare(config, tokenizer, run.model.source is not None)
+    if tokenizer is not None:
+        _prepare(config, tokenizer, run.model.source is not None)
     laid = padding_refused(run, head) is None
     options: dict[str, Any] = {"attn_implementation": run.model.attention} if run.model.attention else {}
     options |= {"attn_implementation": unpadded.NAME} if laid else {}
     options |= storage_dtype.loaded_in(run)
     seed_libraries(run.seed)
-    if run.model.type is not None:
+    if run.model.type is not None and tokenizer is not None:
         for part in texts(config):
             part.vocab_size = entries_of(run, tokenizer)
             for name in ("bos_token_id", "eos_token_id"):
@@ -250,6 +254,8 @@ def save(
         adapters.save(run, model, folder, str(load_config(run).dtype).removeprefix("torch."))
     else:
         model.save_pretrained(folder)  # type: ignore[operator]
+    if tokenizer is None:
+        return
     if template is not None:
         tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = template
@@ -258,6 +264,11 @@ def save(
 
 def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:
     """An exported model, ready to be asked, and its tokenizer."""
+    return exported_model(head, folder, run), tokenizers.load(str(folder), run.model.trust_remote_code)
+
+
+def exported_model(head: str, folder: Path, run: Run) -> Any:
+    """An exported model, in float32 and in evaluation mode."""
     import transformers
 
     logging.set_verbosity_error()
@@ -277,4 +288,4 @@ def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:
     model = model.float().eval()
     if adapter and run.model.quantization is not None:
         quantized.pack(run, model)  # what is trained is told from the base by its gradient
-    return model, tokenizers.load(str(folder), run.model.trust_remote_code)
+    return model

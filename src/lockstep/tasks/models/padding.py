@@ -29,6 +29,8 @@ BLOCKS = (((7, 5), (5, 7)), ((12,), (12,)), ((12,), (3, 9)), ((8, 4),), ((50, 30
 
 def unsupported_reason(run: Run, head: str) -> str | None:
     """Why padding is computed; None: it is not. Errors: `RunError` when the cache cannot be written."""
+    if not model_configs.reads_texts(head):
+        return "images of one size have none"
     if run.data.padding == "batch":
         return "data.padding is batch"
     if run.model.attention not in (None, "sdpa"):

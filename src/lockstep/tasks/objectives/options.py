@@ -22,24 +22,12 @@ Weights = Annotated[Literal["balanced"] | dict[str, Weight] | None, BeforeValida
 Threshold = Annotated[float, Field(gt=0, lt=1)] | Literal["validation"] | None
 
 
-class ClassificationOptions(BaseModel):
-    """The task's own keys in the run file."""
+class LabelOptions(BaseModel):
+    """The keys of every task that learns labels."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    text: str = Field("text", description="column of the text")
-    text_pair: str | None = Field(None, description="column of a second text, for questions about pairs")
-    label: str | list[str] = Field(
-        "label",
-        description="column of the label: integers, strings, or true and false; lists of them, or several columns of 0 "
-        "and 1, with multi_label; numbers, or several columns of them, with regression",
-    )
     label_names: list[str] | None = Field(
         None, description="names of integer labels, in order; default: from the data set"
-    )
-    multi_label: bool = Field(False, description="a text has any number of labels, each learned as yes or no")
-    regression: bool = Field(False, description="a text has a number, or several, instead of a label")
-    loss: Literal["cross_entropy", "focal", "mse", "mae"] | None = Field(
-        None, description="of training; default: cross_entropy (binary with multi_label), mse with regression"
     )
     focal_gamma: float = Field(2.0, ge=0, description="how much less an example counts that is right already: focal")
     class_weights: Weights = Field(
@@ -52,6 +40,23 @@ class ClassificationOptions(BaseModel):
         "default with multi_label. With two labels: of the second one; default: the likelier one",
     )
     samples: int = Field(3, ge=0, description="predictions to show after each evaluation")
+
+
+class ClassificationOptions(LabelOptions):
+    """The task's own keys in the run file."""
+
+    text: str = Field("text", description="column of the text")
+    text_pair: str | None = Field(None, description="column of a second text, for questions about pairs")
+    label: str | list[str] = Field(
+        "label",
+        description="column of the label: integers, strings, or true and false; lists of them, or several columns of 0 "
+        "and 1, with multi_label; numbers, or several columns of them, with regression",
+    )
+    multi_label: bool = Field(False, description="a text has any number of labels, each learned as yes or no")
+    regression: bool = Field(False, description="a text has a number, or several, instead of a label")
+    loss: Literal["cross_entropy", "focal", "mse", "mae"] | None = Field(
+        None, description="of training; default: cross_entropy (binary with multi_label), mse with regression"
+    )
 
     @property
     def columns(self) -> dict[str, str]:

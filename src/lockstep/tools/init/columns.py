@@ -30,7 +30,9 @@ class Look:
 
     source: str
     sizes: dict[str, int]  # split -> examples
-    kinds: dict[str, str]  # column -> text, texts, label, labels, number, decimal, true/false, messages, or another
+    kinds: dict[
+        str, str
+    ]  # column -> text, texts, label, labels, number, decimal, true/false, messages, image or another
     few: dict[str, int]  # column of few different values -> how many
     characters: dict[str, int]  # text column -> characters, of which 99 of 100 rows have no more
     languages: tuple[str, ...] = ()  # of a column of pairs
@@ -170,6 +172,8 @@ def _no_splits(values: set[str]) -> tuple[str, ...]:
 def _kind(rows: Dataset, name: str) -> str:
     """What a column holds, from its type."""
     feature: Any = rows.features[name]
+    if type(feature).__name__ == "Image" or getattr(feature, "dtype", "") == "binary":
+        return "image"
     inner = getattr(feature, "feature", None)
     if inner is None and isinstance(feature, list) and feature:
         inner = feature[0]
@@ -187,6 +191,8 @@ def _kind(rows: Dataset, name: str) -> str:
             return "labels"
         return "texts" if "string" in dtype else "labels" if dtype.startswith(("int", "uint")) else "list"
     if isinstance(feature, dict):
+        if set(feature) == {"bytes", "path"}:
+            return "image"
         if name == "translation" and len(feature) >= 2:
             return "pair"
         return "turn" if {"role", "content"} <= set(feature) or {"from", "value"} <= set(feature) else "mapping"

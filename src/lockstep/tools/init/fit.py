@@ -46,21 +46,9 @@ TASKS = (
     "reward",
     "embedding",
     "question_answering",
+    "image_classification",
     "masked_language_modeling",
 )
-# The keys that a person is asked for where nothing fits.
-ASKED = {
-    "classification": ("text", "label"),
-    "token_classification": ("words", "tags"),
-    "translation": ("source", "target"),
-    "language_modeling": ("text",),
-    "preference": ("prompt", "chosen", "rejected"),
-    "reward": ("prompt", "chosen", "rejected"),
-    "masked_language_modeling": ("text",),
-    "summarization": ("source", "target"),
-    "embedding": ("anchor", "positive"),
-    "question_answering": ("question", "context", "answers"),
-}
 
 
 @dataclass(frozen=True)
@@ -84,6 +72,7 @@ def fit(task: str, found: Look) -> Fit | None:
         "summarization": _summarization,
         "embedding": _embedding,
         "question_answering": _question_answering,
+        "image_classification": _image_classification,
     }[task](found)
 
 
@@ -95,6 +84,8 @@ def guess(found: Look) -> tuple[str, Fit]:
             f"{found.source} holds one row only: {found.described()}. Is it a document that holds the rows? Write each "
             "row on a line of its own (.jsonl), or say what it is: --task NAME"
         )
+    if (images := _image_classification(found)) is not None:
+        return "image_classification", images
     if (answers := _answer_pairs(found)) is not None:
         return "preference", answers
     if (messages := _messages(found)) is not None:
@@ -227,6 +218,18 @@ def _read(texts: list[str], found: Look) -> tuple[dict[str, Any], dict[str, str]
     if others := unlike(text, [c for c in free if _might_be_read(c, found)]):
         doubts["text"] = f"{', '.join(others)} might be the text as well, or a second one (task.text_pair)"
     return {"text": text}, doubts
+
+
+def _image_classification(found: Look) -> Fit | None:
+    images = [c for c, kind in found.kinds.items() if kind == "image"]
+    labels = [c for c, kind in found.kinds.items() if kind == "label"]
+    label = first(_of_one_label(found), labels, found.few)
+    if not images or label is None:
+        return None
+    rivals = unlike(label, [*dict.fromkeys([*_of_one_label(found), *labels])])
+    doubts = {"label": f"{', '.join(rivals)} might be the label as well"} if rivals else {}
+    more = {"image": f"{', '.join(images[1:])} might be the image as well"} if images[1:] else {}
+    return Fit({"image": images[0], "label": label}, doubts | more)
 
 
 def _token_classification(found: Look) -> Fit | None:

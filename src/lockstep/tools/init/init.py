@@ -173,7 +173,7 @@ def _task(found: Look, name: str | None, given: dict[str, Any], talk: Prompter) 
             "Name them: task.text=... task.label=... (see `lockstep schema`)"
         )
     keys = dict(fitted.keys) if fitted else {}
-    doubts = fitted.doubts if fitted else dict.fromkeys(fit.ASKED[name], "")
+    doubts = fitted.doubts if fitted else dict.fromkeys(_kind(name).column_keys, "")
     for key, why in doubts.items():
         if key not in own:
             keys |= _column(key, why, keys, found, talk)
@@ -223,7 +223,7 @@ def _tried_with_model(
     def tried(model: str) -> tuple[dict[str, Any], Trial]:
         filled = machine_defaults.values(path, _from(path, "data", data), task, local(path, model), found, here)
         if "model.type" in given and not any(key.startswith("model.config") for key in given):
-            length = filled["task"].get("block_size") or filled["data"]["max_length"]
+            length = filled["task"].get("block_size") or filled["data"].get("max_length", 0)
             filled["model"]["config"] = machine_defaults.small_config(str(given["model.type"]), length)
         for key, value in given.items():
             section, _, inner = key.partition(".")
@@ -267,7 +267,7 @@ def _trial(path: Path, filled: dict[str, Any], found: Look, here: MachineInfo, t
                 )
                 small = filled | {"task": dict(filled["task"])}
                 exact = filled["task"]["name"] != "language_modeling"
-                length = filled["task"].get("block_size") or filled["data"]["max_length"]
+                length = filled["task"].get("block_size") or filled["data"].get("max_length", 0)
                 small |= machine_defaults.scratch(filled["task"]["name"], length, found.sizes["train"])
                 if filled["task"].get("messages"):
                     small["task"].setdefault("chat_template", CHAT)
@@ -362,11 +362,15 @@ def _sizes(found: Look) -> str:
 
 def _unread(found: Look, task: dict[str, Any]) -> str:
     """The columns that no key of the task names, nor what is read where a key is left out."""
-    kind: Any = plugins.find("tasks", task["name"])
-    values = [task.get(key, field.default) for key, field in kind.Options.model_fields.items()]
+    values = [task.get(key, field.default) for key, field in _kind(task["name"]).Options.model_fields.items()]
     used = {str(one) for value in values for one in (value if isinstance(value, list) else [value])}
     rest = [] if found.plain or found.languages else [name for name in found.kinds if name not in used]
     return f"; not read: {', '.join(rest)}" if rest else ""
+
+
+def _kind(task: str) -> Any:
+    """The class of a task."""
+    return plugins.find("tasks", task)
 
 
 def set_key(filled: dict[str, Any], key: str, value: Any) -> None:

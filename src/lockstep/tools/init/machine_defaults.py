@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import plugins
 from lockstep.config.sections import DataSection
 from lockstep.data.order import Order, total_steps
 from lockstep.data.source import BUILTIN
@@ -20,19 +21,6 @@ from lockstep.tools.doctor import machine
 from lockstep.tools.init.columns import Look
 
 SCRATCH = "scratch"  # instead of a model's name: a small one, trained from nothing
-# What a task is fine-tuned from, unless a person names another.
-PRETRAINED = {
-    "classification": "distilbert/distilbert-base-uncased",
-    "token_classification": "distilbert/distilbert-base-cased",
-    "translation": "google-t5/t5-small",
-    "language_modeling": "openai-community/gpt2",
-    "preference": "openai-community/gpt2",
-    "reward": "distilbert/distilbert-base-uncased",
-    "masked_language_modeling": "distilbert/distilroberta-base",
-    "summarization": "google-t5/t5-small",
-    "embedding": "sentence-transformers/all-MiniLM-L6-v2",
-    "question_answering": "distilbert/distilbert-base-cased",
-}
 # Of conversations, for tokenizers that have no template of their own.
 CHAT = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
@@ -87,8 +75,9 @@ class MachineInfo:
 
 
 def model_for(task: str, found: Look, here: MachineInfo) -> str:
-    """A pretrained one where the Hub can be reached."""
-    return PRETRAINED[task] if here.hub and found.source != BUILTIN else SCRATCH
+    """The pretrained one that the task names, where the Hub can be reached."""
+    kind: Any = plugins.find("tasks", task)
+    return kind.default_model if here.hub and found.source != BUILTIN else SCRATCH
 
 
 def values(
@@ -110,7 +99,7 @@ def values(
     if task["name"] == "translation" and importlib.util.find_spec("sacrebleu") is None:
         filled["task"].setdefault("bleu", False)
     filled["data"] = {k: v for k, v in data.model_dump(exclude_unset=True).items() if v is not None}
-    if not lm:
+    if not lm and task["name"] != "image_classification":
         filled["data"].setdefault("max_length", length)
     filled |= scratch(task["name"], length, found.sizes["train"]) if small else {"model": {"source": model}}
     filled |= {"epochs": 3, "batch_size": 1, "micro_batches": 1}
@@ -151,7 +140,9 @@ def steps_of(filled: dict[str, Any], examples: int) -> tuple[int, int]:
 
 
 def scratch(task: str, length: int, rows: int) -> dict[str, dict[str, Any]]:
-    """Sections of a small model, and its tokenizer, that trains on a laptop."""
+    """Sections of a small model, and its tokenizer where it reads texts, that trains on a laptop."""
+    if task == "image_classification":
+        return {"model": {"type": "vit", "config": {**_SMALL_BERT, "image_size": 64, "patch_size": 8}}}
     kind, config = "gpt2", {**_SMALL_GPT2, "n_positions": length}
     if task in ("token_classification", "masked_language_modeling", "embedding", "question_answering"):
         kind, config = "bert", {**_SMALL_BERT, "max_position_embeddings": length}

@@ -76,7 +76,7 @@ class Device(BaseModel):
         return found
 
     @model_validator(mode="after")
-    def told(self) -> Device:
+    def check_sources(self) -> Device:
         if missing := [figure for figure in FIGURES if figure not in self.sources]:
             raise ValueError(f"sources: says nothing of {', '.join(missing)}")
         return self

@@ -32,8 +32,8 @@ class Tree:
         return sorted({step for other, step in self.begins.values() if other == name})
 
     @property
-    def told(self) -> str:
-        """What it saves; empty where nothing is shared."""
+    def summary(self) -> str:
+        """The steps that it saves; empty where nothing is shared."""
         if not self.begins:
             return ""
         alone = sum(len(each.rates) for each in self.courses.values())

@@ -131,8 +131,8 @@ class Leaderboard:
             at = sorted({*trial.run.checkpoint.at, *self.tree.left_at(trial.name)})
             kept = trial.run.checkpoint.model_copy(update={"at": at})
             trial.run = trial.run.model_copy(update={"checkpoint": kept})
-        if self.tree.told:
-            self.console.say(f"shared     {self.tree.told}")
+        if self.tree.summary:
+            self.console.say(f"shared     {self.tree.summary}")
 
     def begin(self, trial: SweepTrial) -> str:
         """Give a trial the steps that another one has computed, if it begins with such. Returns what is told."""

@@ -32,7 +32,7 @@ Key = tuple[int, int, str]  # updates made, generation of the ranks it was cut f
 
 @dataclass
 class Version:
-    """What a rank has of the state after some step."""
+    """A rank's shares of the state after some step."""
 
     key: Key
     shares: dict[int, dict[TensorSlice, Tensor]]  # by number

@@ -54,8 +54,8 @@ from lockstep.training.train_state import TrainState
 def recovery_for(
     session: Session, state: TrainState, watch: Watchdog, moved: Callable[[int, str], None]
 ) -> Recovery | None:
-    """What trains a session whose ranks may be lost; None, and a note, where that is not possible. Errors: `RunError`,
-    where the run asks for evictions that are not possible either."""
+    """A `Recovery` that trains a session whose ranks may be lost; None, and a note, where that is not possible. Errors:
+    `RunError`, where the run asks for evictions that are not possible either."""
     run, members = session.run, session.world.members
     why = (
         unsupported_reason(session) if members else "it takes launch.name=local, torchrun, or slurm with ranks=elastic"
@@ -281,7 +281,7 @@ def unsupported_reason(session: Session) -> str | None:
 
 
 def membership_message(before: tuple[str, ...], now: tuple[str, ...]) -> str:
-    """What became of the ranks, in words."""
+    """Describe which ranks failed and which joined."""
     lost = [str(rank) for rank, member in enumerate(before) if member not in now]
     came = [str(rank) for rank, member in enumerate(now) if member not in before]
     parts = [f"{_ranks(lost)} {'was' if len(lost) == 1 else 'were'} lost"] if lost else []

@@ -1,0 +1,431 @@
+"""Image classification with any model that `AutoModelForImageClassification` knows: ViT, ConvNeXT, ResNet and others.
+
+In: images and a label each: a folder of images for each label (`data.layout: class_folders`), or a column of images, as
+parquet files and data sets of the Hub have it. Out: losses from sums; the scores of one label. The image processor of
+the model cuts every image to one size when the data are prepared: the cache holds uint8 [C, H, W] of each. Needs the
+extra `lockstep-train[images]` (Pillow).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import pyarrow as pa
+from pydantic import Field
+
+from lockstep.config.run import Run, RunError
+from lockstep.data import arrow_cache, labels, missing_values, source, splitting, text_files
+from lockstep.data.cache import cached, folder_of
+from lockstep.data.hub_errors import explained
+from lockstep.data.origin import model_folder
+from lockstep.data.stream import names_of
+from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
+from lockstep.tasks.label_task import LabelTask
+from lockstep.tasks.objectives.one_label import OneLabel
+from lockstep.tasks.objectives.options import LabelOptions
+from lockstep.tasks.task import spread_rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor, nn
+
+    from lockstep.data.batch import MicroBatch
+    from lockstep.tasks.models.decoding import Decoding
+
+HEAD = "image_classification"
+_AS_IT_IS = {"do_resize": False, "do_center_crop": False}  # for images that have their size already
+_UNUSED = ("max_length", "group_by_length", "stream_window")  # keys of `data`
+
+
+class ImageClassificationOptions(LabelOptions):
+    """The task's own keys in the run file."""
+
+    image: str = Field("image", description="column of the image")
+    label: str = Field("label", description="column of the label: integers, strings, or true and false")
+    loss: Literal["cross_entropy", "focal"] | None = Field(None, description="of training; default: cross_entropy")
+    processor: dict[str, Any] = Field(
+        default_factory=dict,
+        description="entries of the image processor, such as size: {height: 64, width: 64}; default: the model's own",
+    )
+    multi_label: ClassVar[bool] = False
+    regression: ClassVar[bool] = False
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Key of the run file -> the column of labels that it names."""
+        return {"task.label": self.label}
+
+
+class ImageClassification(LabelTask):
+    """One label an image."""
+
+    Options = ImageClassificationOptions
+    head = HEAD
+    column_keys = ("image", "label")
+    default_model = "google/vit-base-patch16-224-in21k"
+    pipeline = "image-classification"
+    display_keys = ("samples",)
+    row_is_example = True
+    not_streamed_reason = "its images are kept in the cache, cut to one size"
+    example_input = "image.png"
+
+    @property
+    def usage(self) -> str:
+        return f'{super().usage}\nask("image.png")'
+
+    @property
+    def padded_because(self) -> str | None:
+        """None: images of one size need no padding."""
+        return None
+
+    @classmethod
+    def unsupported_keys(cls, run: Run) -> dict[str, str]:
+        why = "it is about texts, and the task image_classification reads images; leave it out"
+        given = run.data.model_fields_set
+        keys = {f"data.{key}" for key in _UNUSED if key in given and getattr(run.data, key) != _default(run, key)}
+        if run.tokenizer.source is not None or run.tokenizer.train is not None:
+            keys.add("tokenizer")
+        return dict.fromkeys(sorted(keys), why)
+
+    # -- before any process ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def prepare(cls, run: Run) -> Prepared:
+        from lockstep.tasks.models import models
+
+        if importlib.util.find_spec("PIL") is None:
+            raise RunError("task.name: image_classification needs Pillow: pip install 'lockstep-train[images]'")
+        options: Any = ImageClassificationOptions.model_validate(run.task.options)
+        data = source.load(run.data, run.seed, columns={"task.image": options.image} | options.labels)
+        splits = {}
+        for split, rows in data.splits.items():
+            if split == "test" and run.data.test is None and labels.hidden(rows, options.label):
+                continue  # benchmarks hide the labels of their test split
+            splits[split] = _whole(rows, options, split, data.name, run.data.drop_missing)
+        codes = labels.codes_of(splits, options.label, options.label_names, data.name)
+
+        def cut(train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
+            return OneLabel.cut(codes, train, share, seed, key)
+
+        splits, facts = splitting.deduplicate_and_split(data, splits, run, [options.image], [options.label], cut)
+        counts = codes.counts(splits["train"])
+        OneLabel(options, codes.names, counts, len(splits["train"]))  # refuses weights and thresholds of none of them
+        models.check(run, HEAD)
+        folder = _processor_folder(run, options)
+        processor = load_processor(str(folder))
+        shape = _shape(run, processor)
+        files = {}
+        for split, rows in splits.items():
+            hashed = content(rows, [options.image, options.label])
+            key = digest("images", VERSION, hashed, folder.name, options.image, options.label, codes.names)
+            files[split] = _encode(rows, options, codes, processor, shape, split, key)
+        facts |= {"source": data.name, "labels": codes.names, "label_values": codes.values, "of_label": counts}
+        facts |= labels.alike(dict(zip(codes.names, counts, strict=True))) | {"shape": list(shape)}
+        return Prepared(digest(names_of(files), codes.names, folder.name), files, str(folder), facts)
+
+    # -- in every process --------------------------------------------------------------------------------------------
+
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        super().__init__(run, prepared)
+        options: Any = self.Options.model_validate(run.task.options)
+        self.options = options
+        self.labels: list[str] = prepared.facts["labels"]
+        self.processor = load_processor(prepared.tokenizer)
+        self.learn(OneLabel(options, self.labels, prepared.facts["of_label"], len(self.splits["train"])))
+
+    def model(self, empty: bool = False) -> nn.Module:
+        from lockstep.tasks.models import models
+
+        entries = models.named(self.labels) | {"problem_type": self.objective.problem}
+        return models.build(self.run, HEAD, None, empty, **entries)
+
+    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+        """`pixel_values` float32 [B, C, H, W], rescaled and normalised by the processor. Of no rows two images, which
+        batch normalisation needs."""
+        import torch
+
+        from lockstep.data.batch import IGNORED, MicroBatch
+
+        blank = len(rows) == 0
+        rows = np.zeros(2, dtype=np.int64) if blank else rows
+        ragged, shape = columns.ragged("pixels"), tuple(self.prepared.facts["shape"])
+        images = [np.array(ragged.row(int(row))).reshape(shape) for row in rows]
+        inputs = {"pixel_values": torch.from_numpy(normalized(self.processor, images))}
+        targets = torch.from_numpy(self.objective.targets(columns, rows))
+        return MicroBatch(index, inputs, torch.full_like(targets, IGNORED) if blank else targets)
+
+    def samples(
+        self,
+        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
+        forward: Callable[[Mapping[str, Tensor]], Tensor],
+    ) -> list[dict[str, str]]:
+        columns = self.splits["validation"]
+        rows = spread_rows(columns, self.options.samples)
+        if len(rows) == 0:
+            return []
+        batch = self.collate(columns, rows, 0)
+        answers = self.objective.answers(forward(batch.inputs).float(), self.threshold)
+        return [
+            {
+                "image": f"validation, row {row}",
+                "predicted": self.objective.short_answer(answer),
+                "label": self.objective.format_target(target),
+            }
+            for row, answer, target in zip(rows, answers, batch.targets, strict=True)
+        ]
+
+    def sample_input(self, sample: Mapping[str, str]) -> str:
+        """Nothing: samples are rows of the data set, and `predict` reads files."""
+        return ""
+
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        from lockstep.tasks.models import models
+
+        model: Any = self.model()
+        self.keep_threshold(model.config)
+        models.save(model, weights, None, folder, self.run)
+        self.processor.save_pretrained(folder)
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
+        return ("image",)
+
+    @classmethod
+    def input_rows(cls, run: Run, word: str) -> list[tuple[str, ...]]:
+        """The image that a path names, or all images in a folder, in the order of their names."""
+        path = Path(word)
+        if path.is_dir():
+            files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in text_files.IMAGES]
+            if not files:
+                raise RunError(f"predict: {word} holds no images ({', '.join(text_files.IMAGES)})")
+            return [(str(file),) for file in files]
+        return [(word,)]
+
+    @classmethod
+    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+        """`label`, its `score`, and the `scores` of all labels, which add up to 1. A row is the path of an image."""
+        import torch
+
+        from lockstep.tasks.models import batched_inference, models
+
+        model, processor = models.exported_model(HEAD, folder, run), load_processor(str(folder))
+        names = [model.config.id2label[code] for code in range(model.config.num_labels)]
+        options: Any = ImageClassificationOptions.model_validate(run.task.options)
+        objective = OneLabel(options.model_copy(update={"class_weights": None}), names, [], 0)
+        threshold = cls.threshold_of(objective, folder)
+
+        def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
+            images = [resized(processor, _opened(_read(row[0]), row[0])) for row in rows]
+            logits = model(pixel_values=torch.from_numpy(normalized(processor, images))).logits  # [B, C]
+            return objective.answers(logits, threshold)
+
+        return batched_inference.answers(rows, answer)
+
+    @classmethod
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+        return f"{OneLabel.format_answer(answer)}  {row[0]}"
+
+
+def _default(run: Run, key: str) -> Any:
+    return type(run.data).model_fields[key].get_default(call_default_factory=True)
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _whole(rows: Dataset, options: ImageClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
+    """The rows with an image and a label; of images their files as they are, as bytes. Errors: `RunError`."""
+    import datasets
+    from datasets.table import embed_table_storage
+
+    columns = {"task.image": options.image} | options.labels
+    missing_values.present(rows, columns, split, name)
+    feature: Any = rows.features[options.image]
+    fields = feature.keys() if isinstance(feature, dict) else ()
+    if isinstance(feature, datasets.Image) or {*fields} == {"bytes", "path"}:
+        rows = rows.select_columns([*dict.fromkeys([options.image, options.label, *_source_of(rows)])])
+        rows = rows.cast_column(options.image, datasets.Image(decode=False))
+        pairs = rows.with_format("arrow").map(embed_table_storage, batched=True, batch_size=100, keep_in_memory=True)
+        files = pa.chunked_array(
+            [chunk.field("bytes") for chunk in pairs.data.column(options.image).chunks], pa.binary()
+        )
+        rows = datasets.concatenate_datasets(
+            [rows.remove_columns(options.image), datasets.Dataset(pa.table({options.image: files}))], axis=1
+        )
+    elif getattr(feature, "dtype", "") not in ("binary", "large_binary"):
+        kind = getattr(feature, "dtype", None) or type(feature).__name__
+        raise RunError(
+            f"task.image: column {options.image!r} of the {split} split of {name} holds {kind}, and images are needed: "
+            "a column of datasets' Image feature, of bytes, or folders of images (data.layout: class_folders)"
+        )
+    rows = missing_values.complete(rows, columns, split, name, drop)
+    return labels.readable(rows, options.label)
+
+
+def _source_of(rows: Dataset) -> list[str]:
+    return [source.SOURCE] if source.SOURCE in rows.column_names else []
+
+
+def _read(path: str) -> bytes:
+    """Errors: `RunError`."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise RunError(f"predict: {path} cannot be read: {error.strerror}") from error
+
+
+def _opened(file: bytes, where: str) -> Any:
+    """An image of Pillow, in red, green and blue. Errors: `RunError`."""
+    from PIL import Image, ImageOps
+
+    try:
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
+        return image.convert("RGB")
+    except Exception as error:  # Pillow's readers raise errors of many kinds for files that are none
+        said = " ".join(str(error).split()).partition(" <")[0]
+        raise RunError(f"task.image: {where} is no image that Pillow can read ({said})") from error
+
+
+# -- the image processor ---------------------------------------------------------------------------------------------
+
+
+def load_processor(folder: str) -> Any:
+    """The image processor of a folder, by Pillow and numpy, not torchvision: the same bits with or without it."""
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+
+def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
+    """The folder in the cache with the processor of the model, or that of its family, and the entries of the run file.
+    Errors: `RunError`."""
+    import transformers
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+    from lockstep.tasks.models import model_configs
+
+    if run.model.source is not None:
+        found = model_folder(run.model.source)
+        try:
+            processor = transformers.AutoImageProcessor.from_pretrained(
+                str(Path(found).expanduser()) if Path(found).expanduser().is_dir() else found,
+                revision=run.model.revision,
+                backend="pil",
+            )
+        except Exception as error:  # not on the Hub, no network, no such file: all are the user's to mend
+            raise RunError(
+                f"model.source: {found} has no image processor: {explained(error, run.model.revision)}"
+            ) from error
+    else:
+        config = model_configs.load_config(run)
+        names: Any = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type, {})
+        if (name := names.get("pil")) is None:
+            raise RunError(f"model.type: transformers has no image processor of Pillow's for {config.model_type}")
+        processor = getattr(transformers, name)()
+        size = getattr(config, "image_size", None)
+        if isinstance(size, int) and "size" not in options.processor:
+            processor.size = type(processor)(size={"height": size, "width": size}).size
+    known = processor.to_dict()
+    if unknown := sorted(set(options.processor) - set(known)):
+        raise RunError(
+            f"task.processor: {type(processor).__name__} has no entry {unknown[0]!r}; it has {', '.join(sorted(known))}"
+        )
+    try:
+        processor = type(processor).from_dict(known | options.processor)
+    except Exception as error:
+        raise RunError(f"task.processor: {' '.join(str(error).split())[:300]}") from error
+    key = digest("image processor", 1, json.loads(processor.to_json_string()), type(processor).__name__)
+    return cached(folder_of("tokenizers") / key, lambda aside: processor.save_pretrained(aside))
+
+
+def resized(processor: Any, image: Any) -> np.ndarray:
+    """An image at the processor's size, before its numbers are scaled: uint8 [C, H, W]."""
+    found = processor([image], return_tensors="np", do_rescale=False, do_normalize=False)["pixel_values"][0]
+    return np.asarray(found)
+
+
+def normalized(processor: Any, images: Sequence[np.ndarray]) -> np.ndarray:
+    """Images of one size, rescaled and normalised as the processor does it: float32 [B, C, H, W]."""
+    known = {name: value for name, value in _AS_IT_IS.items() if hasattr(processor, name)}
+    found = processor(list(images), return_tensors="np", input_data_format="channels_first", **known)["pixel_values"]
+    return np.ascontiguousarray(found, dtype=np.float32)
+
+
+def _shape(run: Run, processor: Any) -> tuple[int, ...]:
+    """[C, H, W] of what the processor makes. Errors: `RunError` for one that makes images of several sizes, whose two
+    halves are not the whole, or that does not fit the model."""
+    from PIL import Image
+
+    from lockstep.tasks.models import model_configs
+
+    draw, name = np.random.default_rng(0), type(processor).__name__
+    trials = [Image.fromarray(draw.integers(0, 256, (h, w, 3), np.uint8)) for h, w in ((48, 64), (300, 200))]
+    try:
+        halves = [resized(processor, image) for image in trials]
+        if len({half.shape for half in halves}) > 1:
+            raise RunError(f"task.processor: {name} does not cut images to one size; give task.processor.size")
+        whole = [processor(image, return_tensors="np")["pixel_values"][0] for image in trials]
+        both = normalized(processor, halves)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunError(f"task.processor: {name} fails: {' '.join(str(error).split())[:300]}") from error
+    if halves[0].dtype != np.uint8 or not all(np.array_equal(a, b) for a, b in zip(both, whole, strict=True)):
+        raise RunError(
+            f"model: {name} does more than to resize, crop, rescale and normalise, which this task does not take apart"
+        )
+    config, shape = model_configs.load_config(run), halves[0].shape
+    channels = getattr(config, "num_channels", 3)
+    if channels != shape[0]:
+        raise RunError(f"model.config.num_channels: {channels}, and images are read in {shape[0]} colours")
+    size = getattr(config, "image_size", None)
+    size = [size, size] if isinstance(size, int) else size
+    if isinstance(size, list | tuple) and list(size) != list(shape[1:]) and config.model_type in _ONE_SIZE:
+        raise RunError(
+            f"task.processor.size: images of {shape[1]} x {shape[2]}, and the model takes {size[0]} x {size[1]}"
+        )
+    return shape
+
+
+_ONE_SIZE = {"vit", "deit", "beit", "data2vec-vision", "vit_msn", "dinov2"}  # families of one number of patches
+
+
+def _encode(
+    rows: Dataset,
+    options: ImageClassificationOptions,
+    codes: labels.Codes,
+    processor: Any,
+    shape: tuple[int, ...],
+    split: str,
+    key: str,
+) -> str:
+    """The folder of shards of a split. Errors: `RunError` for a row that holds no image, with its number."""
+    schema = pa.schema([("pixels", pa.list_(pa.uint8())), ("label", pa.int64())])
+    size = int(np.prod(shape))
+
+    def batch(start: int, stop: int) -> pa.RecordBatch:
+        some = rows[start:stop]
+        images = [
+            resized(processor, _opened(file, f"row {start + place} of the {split} split"))
+            for place, file in enumerate(some[options.image])
+        ]
+        offsets = pa.array(np.arange(len(images) + 1, dtype=np.int32) * size)
+        pixels = pa.ListArray.from_arrays(offsets, pa.array(np.concatenate([i.ravel() for i in images])))
+        return pa.record_batch([pixels, pa.array(codes.of(some), pa.int64())], schema=schema)
+
+    def make(part: range) -> Iterable[tuple[pa.RecordBatch, int]]:
+        for start in range(part.start, part.stop, _TOGETHER):
+            stop = min(start + _TOGETHER, part.stop)
+            yield batch(start, stop), stop - start
+
+    parts = arrow_cache.spans(len(rows), max(1, arrow_cache.BYTES // size))
+    return arrow_cache.write_split(key, schema, parts, make, "cutting images to size", of="images")
+
+
+_TOGETHER = 16  # images that are decoded before one says how far it is

@@ -1,0 +1,108 @@
+"""What tasks share that learn labels or numbers of an example, whatever the example is: losses, scores, a threshold.
+
+In: an objective (objectives/), and the logits of a model: float32 [B, C]. Out: losses from sums; scores from sums and
+from predictions that are gathered in the order of the split.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.data.tokens import Columns
+from lockstep.tasks.abilities import Calibrates, GivesPredictions, Predicts
+from lockstep.tasks.objectives.objective import Objective
+from lockstep.tasks.objectives.one_label import MOST_CLASSES, OneLabel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep.data.batch import MicroBatch, Sums
+
+THRESHOLD = "decision_threshold"  # what an export's config calls it
+
+
+class LabelTask(Predicts, GivesPredictions, Calibrates):
+    """A task whose targets an objective reads and learns."""
+
+    plugin = "tasks"  # a base: it has no name in a run file
+
+    objective: Objective
+    threshold: float | None = None  # chosen on the validation split
+
+    def learn(self, objective: Objective) -> None:
+        """Use an objective, and gather what its scores are made of."""
+        self.objective = objective
+        if len(objective.names) <= MOST_CLASSES or self.run.metrics or not isinstance(objective, OneLabel):
+            self.per_example_outputs = ("predictions", "labels")
+
+    def count_targets(self, columns: Columns, rows: np.ndarray) -> float:
+        return self.objective.count(columns, rows)
+
+    def targets_in_batch(self, targets: Tensor) -> float:
+        return self.objective.targets_in_batch(targets)
+
+    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        return self.objective.loss_sum(outputs.logits.float(), targets)
+
+    def loss_each(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        import torch
+
+        logits = outputs.logits.float()
+        loss = self.objective.loss_sum(logits, targets)
+        with torch.no_grad():  # logits are small here, and this goes with whatever the objective sums
+            rows = zip(logits.split(1), targets.split(1), strict=True)
+            return loss, torch.stack([self.objective.loss_sum(row, target) for row, target in rows])
+
+    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+        sums = self.objective.score(forward(batch.inputs).float(), batch.targets)
+        gathers = bool(self.per_example_outputs)
+        return {name: value for name, value in sums.items() if gathers or name not in ("predictions", "labels")}
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        return self.objective.metrics(sums, self.threshold)
+
+    def tables(self, sums: Sums) -> dict[str, Any]:
+        return self.objective.tables(sums, self.threshold)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.objective.metric_names
+
+    def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.objective.metric_inputs(sums)
+
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.objective.dummy_predictions()
+
+    # -- the threshold -----------------------------------------------------------------------------------------------
+
+    def calibrate(self, scores: Mapping[str, float]) -> None:
+        if self.objective.chooses_threshold and np.isfinite(chosen := scores.get("threshold", np.nan)):
+            self.threshold = float(chosen)
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.objective.chooses_threshold and self.threshold is None
+
+    @classmethod
+    def calibration_in(cls, folder: Path) -> dict[str, float]:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return {"threshold": config[THRESHOLD]} if config.get(THRESHOLD) is not None else {}
+
+    def keep_threshold(self, config: Any) -> None:
+        """Put the threshold that holds into the config of a model that is exported."""
+        vars(config).pop(THRESHOLD, None)  # that of the model this one was made from
+        threshold = self.threshold if self.objective.chooses_threshold else self.objective.fixed_threshold
+        if threshold is not None:
+            setattr(config, THRESHOLD, threshold)
+
+    @classmethod
+    def threshold_of(cls, objective: Objective, folder: Path) -> float | None:
+        """The threshold of an export."""
+        kept = cls.calibration_in(folder).get("threshold")
+        return kept if objective.chooses_threshold else objective.fixed_threshold

@@ -1,0 +1,50 @@
+"""A plug-in is a class that inherits from the interface: found by its file's text, and nothing is registered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import plugins
+from lockstep.strategies.native import Native
+from lockstep.strategies.strategy import Strategy
+
+KINDS = ("tasks", "strategies", "optimizers", "launchers", "track")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_name_is_a_plug_in_and_no_base_is_one(kind: str) -> None:
+    names = plugins.names(kind)
+    assert names == sorted(set(names))
+    for name in names:
+        found = plugins.find(kind, name)
+        assert found.plugin == kind  # type: ignore[attr-defined]
+        assert "plugin" not in vars(found)
+    for base in ("native", "fsdp2_step", "observer", "strategy", "text_task", "abilities", "launcher", "console"):
+        assert base not in names
+
+
+def test_a_base_says_so_itself() -> None:
+    assert {"plugin"} <= vars(Native).keys() & vars(Strategy).keys()
+    with pytest.raises(plugins.PluginError, match="did you mean 'ddp'"):
+        plugins.find("strategies", "dpd")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_plugin"),
+    [
+        ("from lockstep.strategies.native import Native\n\n\nclass Mine(Native):\n    exact = True\n", True),
+        ("from lockstep.strategies.strategy import (\n    Strategy,\n)\n\n\nclass Mine(Strategy):\n    pass\n", True),
+        ("from lockstep.strategies.native import Native\n\n\nclass _Mine(Native):\n    exact = True\n", True),
+        ("from lockstep.strategies.native import Native\n\n\nclass Mine(Native):\n    plugin = 'strategies'\n", False),
+        ("from lockstep.tasks.task import Task\n\n\nclass Mine(Task):\n    pass\n", False),
+        ("class Mine:\n    pass\n", False),
+        ("NUMBER = 1\n", False),
+    ],
+)
+def test_text_alone_says_what_is_one(text: str, is_plugin: bool, tmp_path: Path) -> None:
+    (file := tmp_path / "mine.py").write_text(text)
+    public = "_Mine" not in text
+    named = any(plugins._inherits(file, name, "Strategy") for name in plugins._classes(file))
+    assert named == (is_plugin and public)
