@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.data.columns import Columns
+from lockstep.data.origin import model_folder
 from lockstep.data.qa_features import CONTEXT, QUESTION, START, TEXTS
 from lockstep.data.raw_rows import RawRows
 from lockstep.plain.job import Plain
@@ -152,6 +153,8 @@ def plain_file(run: Run, task: Task) -> dict[str, Any]:
     that depend on all rows as numbers."""
     values: dict[str, Any] = run.model_dump(mode="json")
     values["model"] |= {"quantization": None, "dtype": "float32"}  # what is packed or narrow is widened
+    if run.model.source is not None:
+        values["model"]["source"] = model_folder(run.model.source)  # of an output directory its export
     options = values["task"]
     if run.task.name in ("translation", "summarization"):
         options |= {"source": "source", "target": "target"}
