@@ -16,7 +16,7 @@ ROOT = Path(lockstep.__file__).parent
 TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 RIDDLES = re.compile(r"(The same\b|As above\b|As `|What becomes of\b)")
-LIMITS = {"found": 831, "told": 18, "riddles": 0, "classes": 14}
+LIMITS = {"found": 641, "told": 13, "riddles": 0, "classes": 16}
 
 
 def bound(tree: ast.Module, name: str) -> int:

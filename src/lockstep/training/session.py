@@ -72,7 +72,8 @@ class Session:
 
 def join_ranks(job: Job, world: World) -> None:
     """Join the other ranks, and agree with them that all have the same. Collective. Errors: `RunError`, `Unreached`."""
-    world.gloo_threads = job.strategy.gloo_threads if job.run.strategy.exact else 1
+    own = vars(job.strategy).get("gloo_threads", 1)  # a class that only inherits may make functional collectives
+    world.gloo_threads = own if job.run.strategy.exact else 1
     world.join()
     agree(job.run, world, job.data.key, {"what is padded": job.padding or "nothing"} if job.task.head else {})
 
