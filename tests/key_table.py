@@ -73,6 +73,8 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.name": Tried("task.name=reward", "refused"),
     "task.text": Tried("task.text=other", "order weights", "rows"),
     "task.text_pair": Tried("task.text_pair=other", "order weights", "rows"),
+    "task.image": Elsewhere("inputs", "test_image_classification.py", "images"),
+    "task.processor": Elsewhere("inputs weights", "test_image_classification.py", "images"),
     "task.label": Tried("task.label=lang", "inputs weights", "rows"),
     "task.label_names": Tried("task.label_names=[a, b, c]", "text", "rows", ("task.label=number",)),
     "task.multi_label": Tried("task.multi_label=true", "inputs weights", "rows", ("task.label=lists",)),

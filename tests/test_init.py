@@ -10,6 +10,7 @@ from harness import lockstep_environment
 
 from lockstep.cli import main
 from lockstep.config.run import Run, load
+from lockstep.tasks.classification import Classification
 from lockstep.tools.init import machine_defaults, prompts
 
 LAPTOP = machine_defaults.MachineInfo(cores=2, gpus=0, bf16=False, hub=False)
@@ -179,7 +180,7 @@ def test_a_machine_with_gpus_and_a_network(here: Path, monkeypatch: pytest.Monke
     run = written("--data", "data")
     assert run.precision == "bf16"
     assert run.micro_batches == 32  # room for twice as many GPUs
-    assert run.model.source == machine_defaults.PRETRAINED["classification"]
+    assert run.model.source == Classification.default_model
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8, 12, 16])

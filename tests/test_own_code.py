@@ -211,5 +211,5 @@ def test_lockstep_s_own_tasks_hold_no_generators_and_run_ahead() -> None:
         run: Mapping[str, Any]
 
     assert own_generators(Plain(), nn.Linear(1, 1)) == ["test_own_code.dice (random's Random)"]
-    assert Classification.ahead()
-    assert not Drawing.ahead()
+    assert Classification.collates_in_thread()
+    assert not Drawing.collates_in_thread()

@@ -42,7 +42,8 @@ from lockstep.training.resolve import for_rank
 
 FILES = sorted(Path(lockstep.plain.__file__).parent.glob("**/*.py"))
 ALLOWED = {"torch", "transformers", "peft", "numpy", "pyarrow", "datasets", "trl", "sentence_transformers", "sacrebleu"}
-MOST = 736  # logical lines of code for all tasks: 320 read rows and make examples, 147 are losses, 212 train
+ALLOWED |= {"PIL"}
+MOST = 760  # logical lines of code for all tasks: 344 read rows and make examples, 147 are losses, 212 train
 OTHERS = ("allreduce", "fsdp2", "zero2", "pipeline", "hf_accelerate", "hf_trainer")
 QUICK = ("classification", "prompts", "pairs")  # the others are slow
 
