@@ -31,6 +31,7 @@ from lockstep.strategies.engines import compiled
 from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
 from lockstep.training import reference_pass
+from lockstep.training.session import gloo_threads
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -173,6 +174,7 @@ def _rank(
     try:
         world = World(run, meet)
         if joined:
+            world.gloo_threads = gloo_threads(run, strategy_class(run))
             world.join()
         value = function(world, *arguments)
         world.barrier()

@@ -11,9 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.config.run import Run
-from lockstep.distributed.world import PLAIN, World
+from lockstep.distributed.world import World
+from lockstep.strategies.allreduce import AllReduce
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
+from lockstep.training.session import gloo_threads
 
 pytestmark = pytest.mark.processes
 
@@ -32,6 +34,14 @@ def threads(world: World) -> list[int]:
 )
 def test_functional_collectives_are_ended_by_one_thread(strategy: str, count: int) -> None:
     assert run_on(2, threads, run=tiny(f"strategy.name={strategy}")) == [[count] * 4] * 2
+
+
+def test_a_class_that_inherits_has_one() -> None:
+    class Mine(AllReduce):
+        pass
+
+    run = tiny("strategy.name=allreduce")
+    assert (gloo_threads(run, AllReduce), gloo_threads(run, Mine)) == (2, 1)
 
 
 def test_inexact_runs_too() -> None:
@@ -68,7 +78,7 @@ def functional_ones(world: World, run: Run) -> int:
     return seen.count
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", ["allreduce", "ddp"])
 def test_what_keeps_two_makes_no_functional_collective(name: str) -> None:
     for keys in ((), ("precision=bf16", "model.dtype=bfloat16"), ("average.ema=0.9",)):
         run = tiny(f"strategy.name={name}", *keys)

@@ -63,10 +63,10 @@ def test_an_address_that_is_none_is_refused(text: str, message: str) -> None:
         ("gcs://bucket/run", "unknown scheme gcs://; did you mean gs://?"),
     ],
 )
-def test_a_mirror_that_cannot_be_one_is_refused(mirror: str, message: str) -> None:
+def test_a_mirror_that_cannot_be_one_is_refused(remote_dir: str, message: str) -> None:
     with pytest.raises(RunError) as caught:
-        Run.load({"remote_dir": mirror, "data": "builtin/emotion", "model": "gpt2"})
-    assert "mirror" in str(caught.value)
+        Run.load({"remote_dir": remote_dir, "data": "builtin/emotion", "model": "gpt2"})
+    assert "remote_dir" in str(caught.value)
     assert message in str(caught.value)
 
 

@@ -70,10 +70,15 @@ class Session:
         return TrainState(self.run, feed.total, feed.sources, lengths, step)
 
 
+def gloo_threads(run: Run, strategy: type[Strategy]) -> int:
+    """Threads of each gloo group. One where functional collectives may be made: what a class declares holds for itself
+    and for no class that inherits from it."""
+    return vars(strategy).get("gloo_threads", 1) if run.strategy.exact else 1
+
+
 def join_ranks(job: Job, world: World) -> None:
     """Join the other ranks, and agree with them that all have the same. Collective. Errors: `RunError`, `Unreached`."""
-    own = vars(job.strategy).get("gloo_threads", 1)  # a class that only inherits may make functional collectives
-    world.gloo_threads = own if job.run.strategy.exact else 1
+    world.gloo_threads = gloo_threads(job.run, job.strategy)
     world.join()
     agree(job.run, world, job.data.key, {"what is padded": job.padding or "nothing"} if job.task.head else {})
 
