@@ -71,7 +71,7 @@ run: setup
 	@"$(VENV)/bin/lockstep" train $(ARGS)
 
 test: setup-dev
-	@"$(VENV)/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "(not processes or kernel) and not slow and not long and not gpu and not cluster" $(ARGS)
+	@"$(VENV)/bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "(not processes or kernel) and not slow and not long and not gpu and not cluster" $(ARGS)
 
 # Of a seed the first N. What fails is shrunk and written into tests/crossed/cases; RECORD=FILE is gone on with.
 crossed: export PYTHONPATH := tests

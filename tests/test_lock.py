@@ -247,8 +247,8 @@ def test_a_folder_that_a_link_replaces_is_not_written_through(
     (tmp_path / "out").rename(tmp_path / "moved")
     (tmp_path / "out").symlink_to(tmp_path / "moved")
     assert lock.verdict(0) == 0
-    (tmp_path / "out").unlink()
-    (tmp_path / "out").symlink_to(theirs)
+    (tmp_path / "link").symlink_to(theirs)
+    (tmp_path / "link").replace(tmp_path / "out")  # at once: between two calls the folder would be missing
     assert asked.wait(60)
     assert lock.verdict(75) == 1
     lock.release()
