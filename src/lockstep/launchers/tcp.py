@@ -61,4 +61,4 @@ class Tcp(Launcher):
         from lockstep.training import rank as worker
 
         os.environ.update(plan.variables)
-        return worker.main(plan.job or run, str(self.options(run).master), words)
+        return worker.main(plan.job or run, str(self.options(run).init_method), words)
