@@ -1,5 +1,5 @@
 """The museum: every silent fault is found, with its cause first, and healthy scripts have no finding. A few of them
-here, all among the slow tests. Starts processes."""
+here, all of them by `pytest -m long`. Starts processes."""
 
 import os
 import subprocess
@@ -33,14 +33,14 @@ def test_a_few_faults_are_found_and_named() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_every_fault_is_found_and_named() -> None:
     run()
 
 
 @pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_healthy_scripts_have_no_finding() -> None:
     run("--healthy")
