@@ -11,10 +11,10 @@ from typing import Any
 
 def late_rate() -> None:
     """The rate of a step is that of the one after it."""
-    from lockstep.strategies.exact import optim
+    from lockstep.training import loop
 
-    right = optim.learning_rate
-    optim.learning_rate = lambda section, step, steps: right(section, step + 1, steps)  # type: ignore[assignment]
+    right = loop.learning_rate
+    loop.learning_rate = lambda section, step, steps: right(section, step + 1, steps)  # type: ignore[assignment]
 
 
 def dropout_of_a_rank() -> None:
