@@ -27,10 +27,10 @@ from lockstep.launchers.processes.output_lock import FILE, Holder, take
 HOLD = """
 import sys
 from pathlib import Path
-from lockstep.launchers.processes import ownership
+from lockstep.launchers.processes import output_lock
 if sys.argv[2] == "without":
-    ownership._flock = lambda *_: None
-lock = ownership.take(Path(sys.argv[1]), print, beat_s=0.1)
+    output_lock._flock = lambda *_: None
+lock = output_lock.take(Path(sys.argv[1]), print, beat_s=0.1)
 print("taken", flush=True)
 sys.stdin.read()
 lock.release()

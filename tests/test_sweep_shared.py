@@ -128,7 +128,7 @@ def test_a_sweep_that_is_killed_goes_on(tmp_path: Path, cache: Path) -> None:
     rate = RATE | {"decay_steps": 20, "warmup_steps": 0}
     words = swept(tmp_path, {"steps": 60, "optim": rate}, "--over", "optim.min_lr_ratio=0,0.1,0.2")
     folder = tmp_path / "out-sweep"
-    first, second, third = (folder / f"minimum-{value}" for value in ("0", "0.1", "0.2"))
+    first, second, third = (folder / f"min_lr_ratio-{value}" for value in ("0", "0.1", "0.2"))
     for trial, number, status in ((first, signal.SIGKILL, -9), (second, signal.SIGTERM, 75)):
         process = start([*LOCKSTEP, *words], tmp_path, cache)
         until(lambda trial=trial: began_at(trial), "a trial to start", process)
