@@ -21,6 +21,7 @@ from lockstep.tools.bench.rates import Rates
 from lockstep.tools.planner import devices
 from lockstep.tools.planner.devices import Device, Link
 from lockstep.tools.planner.estimate import computed, estimate, travelling
+from lockstep.training.resolve import for_rank
 
 SIZES, MESSAGES = (2**12, 2**18), (2**10, 2**14, 2**16)  # bytes
 
@@ -181,7 +182,7 @@ def test_what_cannot_be_calibrated_is_refused(
 
 def job(world: World, run: Run) -> int:
     rates.LEAST_S, rates.SIZES, rates.MESSAGES = 1e-4, SIZES, MESSAGES  # what is asked here is not how fast it is
-    return rates.measure(run, world, "1")
+    return rates.measure(for_rank(run, world), world, "1")
 
 
 @pytest.mark.processes

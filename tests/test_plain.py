@@ -247,7 +247,9 @@ def mask_forgotten(task: type[Task]) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def reference_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Preference, "reference_scores", lambda self, forward, batch: torch.zeros(len(batch.targets) // 2, 2).double())
+    patch.setattr(
+        Preference, "reference_scores", lambda self, forward, batch: torch.zeros(len(batch.targets) // 2, 2).double()
+    )
 
 
 def one_token_on(patch: pytest.MonkeyPatch) -> None:
