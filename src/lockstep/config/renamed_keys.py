@@ -1,4 +1,4 @@
-"""Keys of the run file that have another name since 0.2: the former name is read for a release, with a note.
+"""Keys of the run file that had another name before: it is read for one release, with a note.
 
 In: what is written in a section, or the flat keys of a checkpoint. Out: the same values under the present names.
 """
