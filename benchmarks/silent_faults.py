@@ -180,7 +180,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         "Each row is a small training script with one fault that raises no error. `lockstep trace` runs it "
         "unchanged; where a",
         "reference is named, `lockstep diff` compares it with a right job on one process. Written by",
-        "`python benchmarks/silent_faults.py page` from [tests/museum](../tests/museum).",
+        "`python benchmarks/silent_faults.py page` from `tests/museum`.",
         "",
         f"**{found} of {len(rows)} faults are found, {right} with the cause that was planted named first. "
         f"{clean} of {len(healthy)} healthy scripts have no finding.**",
