@@ -3,6 +3,7 @@
 import ast
 import itertools
 import math
+import random
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import lockstep.trace
+from lockstep.trace import causes
 from lockstep.trace.compare import compare
 from lockstep.trace.errors import TraceError
 from lockstep.trace.findings import findings
@@ -212,6 +214,45 @@ def test_two_traces_without_a_common_name_are_refused_with_both_lists(tmp_path: 
         optimizer.step()
     with pytest.raises(TraceError, match=r"0\.weight.*\n.*weight"):
         compare(read(tmp_path / "a"), read(tmp_path / "b"))
+
+
+class Held(torch.utils.data.Dataset):
+    """Examples with noise of a generator that each worker gets a copy of."""
+
+    def __init__(self, own: bool) -> None:
+        self.noises = [random.Random(1)] if own else []
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.full((6,), float(i)) + (self.noises[0].random() if self.noises else torch.rand(()))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("own", [True, False])
+def test_workers_that_draw_the_same_numbers_are_a_finding(tmp_path: Path, own: bool) -> None:
+    """The control draws from torch, which seeds each worker for itself. Starts worker processes."""
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lockstep.trace(model, optimizer, folder=tmp_path):  # type: ignore[operator]
+        loader = torch.utils.data.DataLoader(Held(own), batch_size=2, num_workers=2)
+        for batch in loader:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        assert loader.worker_init_fn is None
+    trace = read(tmp_path)
+    assert len(trace.ranks[0].workers) == 2
+    assert [f.code for f in findings(trace)] == (["same-workers"] if own else [])
+
+
+def test_a_divisor_is_named_where_it_is_a_whole_number() -> None:
+    assert causes._divided(200, 16, 200 / 141) == (200, 141)
+    assert causes._divided(200, 16, 184 / 141) == (184, 141)  # the next token: one target of each example is none
+    assert causes._divided(200, 16, 1.2345) is None
+    assert causes._divided(200, 16, 1.0) is None
+    assert causes._divided(None, 16, 0.5) is None
 
 
 def test_the_tracer_imports_torch_and_nothing_else() -> None:

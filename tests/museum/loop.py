@@ -148,6 +148,7 @@ def main() -> None:
     )
     examples = Noisy(dataset) if a.workers else dataset
     loader = DataLoader(examples, batch_size=a.batch, sampler=shuffled, num_workers=a.workers)
+    batches = len(loader)
     if fault("whole-stream"):
         loader = DataLoader(Stream(dataset), batch_size=a.batch)
     ordered = DistributedSampler(dataset, world, rank, shuffle=False)
@@ -178,7 +179,7 @@ def main() -> None:
     if optimizer is None:
         held = [p for n, p in model.named_parameters() if not (fault("not-in-optimizer") and "middle" in n)]
         optimizer = kind(held, lr=rate, **options)
-    steps = max(a.epochs * len(loader) // a.accumulate, 1)
+    steps = max(a.epochs * batches // a.accumulate, 1)
     if fault("one-cycle"):
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=8 * steps)
     else:

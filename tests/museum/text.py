@@ -1,7 +1,7 @@
 """A training loop of a small language model with padding, as scripts for transformers have it, with one fault of a
 list.
 
-    python text.py [--fault NAME] [--batch N] [--accumulate N] [--wrap ddp|fsdp]
+    python text.py [--fault NAME] [--batch N] [--accumulate N]
 
 It imports torch alone. The loss of a step is the sum over all targets divided by their number, over ranks as well.
 """
@@ -18,7 +18,6 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--fault", default="")
 parser.add_argument("--batch", type=int, default=8, help="of a process")
 parser.add_argument("--accumulate", type=int, default=1)
-parser.add_argument("--wrap", default="ddp")
 a = parser.parse_args()
 world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 PAD, WORDS, LENGTH = 0, 50, 12
@@ -53,12 +52,7 @@ def main() -> None:
     labels = texts.masked_fill(past, PAD if a.fault == "padding-counts" else -100)
     torch.manual_seed(0)
     plain = Language()
-    model: nn.Module = DistributedDataParallel(plain) if world > 1 and a.wrap == "ddp" else plain
-    if a.wrap == "fsdp":
-        from torch.distributed.fsdp import fully_shard
-
-        for part in (plain.embedding, plain.head, plain):
-            fully_shard(part)
+    model: nn.Module = DistributedDataParallel(plain) if world > 1 else plain
     if a.fault == "untied":
         plain.head.weight = nn.Parameter(plain.embedding.weight.detach().clone())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

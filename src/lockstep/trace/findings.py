@@ -134,8 +134,8 @@ def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], apar
         cause = (
             "the forward goes around the DDP wrapper (model.module), or the step's backward runs under no_sync"
             if ddp
-            else "FSDP does not reduce over these ranks: a mesh with sharding groups of one rank, or a forward that goes "
-            "around the wrapper"
+            else "FSDP does not reduce over these ranks: a mesh with sharding groups of one rank, or a forward that "
+            "goes around the wrapper"
             if fsdp
             else "gradients are not reduced over ranks: the model that is called is not wrapped in DDP or FSDP"
         )

@@ -420,7 +420,8 @@ class Recorder:
                     "partial": partial,
                 }
             )
-        mesh = next((m for p, _ in parameters if (m := placement.mesh_of(p)) is not None), None)
+        meshes = [m for p, _ in parameters if (m := placement.mesh_of(p)) is not None]
+        mesh = max(meshes, key=lambda m: len(m["sizes"]), default=None)  # a layer may lie on a part of the mesh alone
         roots = [type(r).__name__ for ref in self.roots if (r := ref()) is not None]
         self.write(
             "layout",
