@@ -9,6 +9,7 @@ In: tests/museum/. Each takes some ten seconds on two cores.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -63,7 +64,16 @@ def command(script: str, arguments: str, processes: int) -> list[str]:
 
 TIMEOUT = 240  # seconds for one script
 LATE = 124  # status of one that did not end in time
-ANEW = ("engines.py", "sharded.py")  # they import too much to be forked
+MODELS = "transformers.models"
+NEEDED = {  # what a script imports beside torch: imported here, once, before ranks are forked
+    "engines.py": (
+        "accelerate",
+        "transformers.trainer",
+        f"{MODELS}.bert.modeling_bert",
+        f"{MODELS}.gpt2.modeling_gpt2",
+    ),
+    "sharded.py": ("deepspeed",),
+}
 
 
 class Runs:
@@ -80,7 +90,9 @@ class Runs:
             words = command(script, arguments, processes)
             prepare(path, words, settings := Settings(str(path), perturb=perturb))
             with quiet(self.folder / "log.txt"):
-                if self.anew or script in ANEW:
+                for name in NEEDED.get(script, ()) if not self.anew else ():
+                    importlib.import_module(name)
+                if self.anew:
                     status = launched(words, path)
                 else:
                     status = forked(script, arguments, processes, settings)
