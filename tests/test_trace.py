@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from lockstep.trace.findings import findings
 from lockstep.trace.read import read, width_of
 from lockstep.trace.tracer import fingerprint, inputs
 from lockstep.trace.tracer.fingerprint import Block, measure, whole
-from lockstep.trace.tracer.placement import plain_name
+from lockstep.trace.tracer.placement import is_dtensor, plain_name
 
 ROOM = Path(lockstep.trace.__file__).parent
 
@@ -140,6 +141,16 @@ def test_an_example_has_one_hash_whatever_it_is_padded_to() -> None:
     assert swapped.hashes[0] != left.hashes[0]
 
 
+def test_tensors_of_meshes_are_known_by_the_name_that_torch_2_4_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(torch.Tensor):
+        pass
+
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", types.ModuleType("tensor"))
+    monkeypatch.setitem(sys.modules, "torch.distributed._tensor", types.SimpleNamespace(DTensor=Other))
+    assert is_dtensor(torch.ones(2).as_subclass(Other))
+    assert not is_dtensor(torch.ones(2))
+
+
 @pytest.mark.parametrize(
     ("name", "plainly"),
     [
@@ -194,6 +205,39 @@ def test_the_first_difference_in_causal_order_is_named(tmp_path: Path) -> None:
     loss, rate = compare(a, read(tmp_path / "loss")), compare(a, read(tmp_path / "rate"))
     assert (loss.first, loss.step) == ("loss", 0)
     assert (rate.first, rate.step) == ("learning rate", 0)
+
+
+class Scaled(nn.Module):
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
+def test_the_first_module_that_differs_is_named_at_the_level_of_modules(tmp_path: Path) -> None:
+    """The control is a trace of the right model, and one without modules."""
+    for name, by, level in (
+        ("a", 1.0, "modules"),
+        ("b", 1.5, "modules"),
+        ("c", 1.0, "modules"),
+        ("d", 1.5, "gradients"),
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), Scaled(by), nn.Linear(5, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with lockstep.trace(model, optimizer, folder=tmp_path / name, level=level):  # type: ignore[operator]
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(8, 6, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+                optimizer.step()
+    a, b, c, d = (read(tmp_path / name) for name in "abcd")
+    verdict = compare(a, b)
+    assert verdict.first == "loss"
+    assert "the first module whose output differs: 2 by" in verdict.lines[-1]
+    assert compare(a, c).first is None
+    assert len(compare(a, d).lines) == 1
 
 
 def test_a_trace_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:

@@ -52,9 +52,13 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in parts if part not in WRAPPERS[1:])
 
 
+DTENSOR = ("torch.distributed.tensor", "torch.distributed._tensor")  # the second one until torch 2.4
+
+
 def is_dtensor(tensor: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    kinds = (getattr(sys.modules.get(name), "DTensor", None) for name in DTENSOR)
+    kind = next((k for k in kinds if k is not None), None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local(tensor: Any) -> tuple[Tensor, Block, str]:
