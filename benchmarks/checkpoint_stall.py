@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
-from harness import build, run_on
+from support.harness import build, run_on
 from run import processor
 
 from lockstep.checkpoint.checkpoint import Checkpoints

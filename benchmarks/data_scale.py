@@ -32,7 +32,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from harness import tiny
+from support.harness import tiny
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run

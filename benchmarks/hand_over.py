@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from harness import build, run_on
+from support.harness import build, run_on
 from run import processor
 
 from lockstep.config.run import Run, load

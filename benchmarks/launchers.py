@@ -21,11 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import slurm_cluster
+from support import slurm_cluster
 import torch
 import yaml
-from command import LOCKSTEP, ended, start
-from hosts import Hosts, hosts, missing
+from support.command import LOCKSTEP, ended, start
+from support.hosts import Hosts, hosts, missing
 from test_hosts import PORT, SMALL
 from test_sagemaker import LAUNCH
 from test_sagemaker_hosts import instances

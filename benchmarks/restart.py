@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from command import LOCKSTEP, lines, processes_in, ranks_of, saved, start, until, write
+from support.command import LOCKSTEP, lines, processes_in, ranks_of, saved, start, until, write
 from run import processor
 
 IMPORTS = (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from harness import build
+from support.harness import build
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.config.run import Run, load
