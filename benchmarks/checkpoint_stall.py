@@ -19,7 +19,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
-from support.harness import build, run_on
 from run import processor
 
 from lockstep.checkpoint.checkpoint import Checkpoints
@@ -27,6 +26,7 @@ from lockstep.config.quick_start import QUICK_START
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
+from support.harness import build, run_on
 
 MODELS = {  # about 22 and 122 million parameters
     "minilm": [

@@ -4,8 +4,8 @@ leaves each of them (`tc`) and a delay between them.
 In: hosts, ranks of a host, the size of a gradient, rates in Mbit/s (0: no limit) and delays in ms. Out: a line of JSON
 for each rate and delay: seconds of an exchange and of processor time of all ranks, medians of repeats that alternate,
 and flat / stages. Where a delay is asked for, frames between hosts go through a process that holds them back
-(`delayed_wire.py`), at a delay of 0 as well, so that settings compare. Needs root and what `tests/support/hosts.py` needs.
-Example: python benchmarks/exchange_links.py --rates 0 100 --delays 0 5 20 --out FILE
+(`delayed_wire.py`), at a delay of 0 as well, so that settings compare. Needs root and what
+`tests/support/hosts.py` needs. Example: python benchmarks/exchange_links.py --rates 0 100 --delays 0 5 20 --out FILE
 """
 
 from __future__ import annotations

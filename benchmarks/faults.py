@@ -30,9 +30,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from support import striking
-from support.command import LOCKSTEP, Process, finish, lines, processes_in, ranks_of, start, start_anew, step_of, until, write
 from run import processor
+
+from support import striking
+from support.command import (
+    LOCKSTEP,
+    Process,
+    finish,
+    lines,
+    processes_in,
+    ranks_of,
+    start,
+    start_anew,
+    step_of,
+    until,
+    write,
+)
 from support.struck import EXCHANGE
 
 KINDS = ("continue", "restart", "torchrun")  # the last: peers/snapshots.py

@@ -224,10 +224,9 @@ def quick_tests(copy: Copy, fault: Fault, parts: list[str]) -> dict[str, Any]:
 
 def by_verify(copy: Copy) -> Verdict:
     """The first of `RUNS` that `lockstep verify` does not pass."""
+    from lockstep.cli import main
     from support import forked, task_runs
     from support.harness import tiny
-
-    from lockstep.cli import main
 
     multiprocessing.util.spawnv_passfds = forked._forked_server  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
@@ -248,15 +247,20 @@ def by_verify(copy: Copy) -> Verdict:
 
 
 PARTS = ("near", "kernel", "processes")
-JUDGES = ("tests", "verify", "plain", "train", *(("crossed",) if (ROOT / "tests/crossed/test_crossed.py").exists() else ()))
+JUDGES = (
+    "tests",
+    "verify",
+    "plain",
+    "train",
+    *(("crossed",) if (ROOT / "tests/crossed/test_crossed.py").exists() else ()),
+)
 
 
 def by_plain(copy: Copy, names: tuple[str, ...] = USUAL) -> Verdict:
     """The first of these of `BESIDE` that differs from the plain reference."""
+    from lockstep.tools.against_plain import differences
     from support import task_runs
     from support.harness import tiny
-
-    from lockstep.tools.against_plain import differences
 
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
@@ -274,10 +278,9 @@ def by_plain(copy: Copy, names: tuple[str, ...] = USUAL) -> Verdict:
 
 def by_training(copy: Copy, names: tuple[str, ...]) -> Verdict:
     """The first of these of `BESIDE` that does not train: stopped before its first step, or at its end."""
+    from lockstep.cli import main
     from support import task_runs
     from support.harness import tiny
-
-    from lockstep.cli import main
 
     with tempfile.TemporaryDirectory() as folder:
         for name in names:

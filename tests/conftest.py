@@ -44,10 +44,9 @@ gc.disable()
 
 # What these import reads the variables. None brings torch: the process that hands tests to others does without, and
 # fixtures below import what does.
+from lockstep.distributed.signals import STOP_SIGNALS  # noqa: E402
 from support import kernel  # noqa: E402
 from support.first import AT_FIRST  # noqa: E402
-
-from lockstep.distributed.signals import STOP_SIGNALS  # noqa: E402
 
 WEIGHTS = {"processes": 1, "slow": 4, "cluster": 15}  # about how long a test with this mark takes, in those of one rank
 

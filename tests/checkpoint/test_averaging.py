@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.command import train
-from support.harness import TINY, build, digest, run_on, tiny
-from support.marks import slow
 from safetensors.torch import load_file
-from test_best import told
 
 from lockstep.checkpoint.averaging import Mean
 from lockstep.checkpoint.manifest import averaged
@@ -27,6 +23,10 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.model_stats import memory
 from lockstep.training.resolve import resolve_strategy
+from support.best import told
+from support.command import train
+from support.harness import TINY, build, digest, run_on, tiny
+from support.marks import slow
 
 STEPS = 3
 EMA = "average.ema=0.9"

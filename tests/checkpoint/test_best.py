@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from support.command import train
-from support.harness import TINY
-from support.marks import slow
 from safetensors.torch import load_file
 
 from lockstep.checkpoint.manifest import Manifest, read_manifest
@@ -17,6 +14,10 @@ from lockstep.checkpoint.progress import Progress, best_first
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
 from lockstep.tools.sweep.sweep import SweepTrial
+from support.best import told
+from support.command import train
+from support.harness import TINY
+from support.marks import slow
 
 EPOCH = 2  # steps
 # A rate at which the validation loss is best after a few epochs, and then worse.
@@ -37,12 +38,6 @@ EARLY = TINY | {
 
 def run_of(**values: Any) -> Run:
     return load(None, [], TINY | values)
-
-
-def told(output: Path, split: str = "validation") -> dict[int, float]:
-    """Step -> loss."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if line["split"] == split}
 
 
 def end_of(output: Path) -> tuple[dict[str, Any], bytes]:

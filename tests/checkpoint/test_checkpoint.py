@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import build, digest, tiny
 from safetensors.torch import load_file
 
 from lockstep.checkpoint.checkpoint import Checkpoints, check_resumable, finished, newest_first
@@ -20,6 +19,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.classification import Classification
 from lockstep.training.data_loader import StepLoader
+from support.harness import build, digest, tiny
 
 SHARD = "shard-00001-of-00001.safetensors"
 

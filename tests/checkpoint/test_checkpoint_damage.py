@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import digest
-from support.saving import SHARD, Job, run_in
 
 from lockstep.checkpoint.checkpoint import check_resumable
 from lockstep.checkpoint.manifest import Manifest, read_manifest
 from lockstep.config.run import RunError
 from lockstep.data.prepare import prepare
 from lockstep.tasks.classification import Classification
+from support.harness import digest
+from support.saving import SHARD, Job, bytes_in, run_in
 
 DAMAGES = 150
 
@@ -128,11 +128,6 @@ KINDS: list[Callable[[Path, Path, random.Random], None]] = [
     lie,
     other_kind,
 ]
-
-
-def bytes_in(folder: Path) -> dict[str, bytes]:
-    """Every file, by name."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], Path], tmp_path: Path) -> None:

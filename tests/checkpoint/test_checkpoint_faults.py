@@ -13,10 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import digest as digest_of
-from support.command import LOCKSTEP, STEPS, bits, ended, finish, kill, processes_in, saved, start, step_of, train, until, write
-from support.harness import build, digest, run_on, tiny
-from support.saving import SHARD, Job, disk, here, run_in
 
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.checkpoint import CheckpointError, Checkpoints
@@ -24,6 +20,24 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed import job_record
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
+from support.checkpoints import digest as digest_of
+from support.command import (
+    LOCKSTEP,
+    STEPS,
+    bits,
+    ended,
+    finish,
+    kill,
+    processes_in,
+    saved,
+    start,
+    step_of,
+    train,
+    until,
+    write,
+)
+from support.harness import build, digest, run_on, tiny
+from support.saving import SHARD, Job, disk, here, run_in
 
 # -- beside training -------------------------------------------------------------------------------------------------
 

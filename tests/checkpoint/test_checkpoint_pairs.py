@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import digest as digest_of
-from support.harness import build, digest, run_on, tiny
-from test_fsdp2 import LLAMA
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config import plugins
@@ -17,6 +14,9 @@ from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.training.data_loader import StepLoader
+from support.checkpoints import digest as digest_of
+from support.fsdp2_runs import LLAMA
+from support.harness import build, digest, run_on, tiny
 
 NAMES = plugins.names("strategies")
 EXACT = {name for name in NAMES if plugins.find("strategies", name).exact}

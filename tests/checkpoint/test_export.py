@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import digest as digest_of
-from support.harness import digest, tiny
-from support.saving import Job, run_in
 
 from lockstep.checkpoint import exported, storage
 from lockstep.checkpoint.checkpoint import CheckpointError, finished
@@ -21,6 +18,9 @@ from lockstep.checkpoint.manifest import newest_first
 from lockstep.config.output import keep
 from lockstep.config.run import RunError
 from lockstep.track.report.report import write_comparison
+from support.checkpoints import digest as digest_of
+from support.harness import digest, tiny
+from support.saving import Job, run_in
 
 # -- the export ------------------------------------------------------------------------------------------------------
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.marks import slow
-from support.task_runs import BERT, GPT2, TASKS, TEMPLATE, make, write
 
 from lockstep.cli import main
 from lockstep.config.run import load
+from support.marks import slow
+from support.task_runs import BERT, GPT2, TASKS, TEMPLATE, make, write
 
 ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=2", "batch_size=8")
 TALK = [{"role": "user", "content": "the dog"}]

@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.saving import disk, run_in, trained
 from transformers import AutoModelForSequenceClassification
 
 from lockstep.checkpoint import exported
@@ -17,6 +16,7 @@ from lockstep.config.exit_status import HALTED
 from lockstep.config.run import Run
 from lockstep.distributed import job_record
 from lockstep.training import publish, rank
+from support.saving import disk, run_in, trained
 
 pytestmark = pytest.mark.processes  # mount
 

@@ -2,16 +2,12 @@
 forgets. A job of one process, step by step."""
 
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import digest
-from support.saving import Job, here, run_in, trained
-from support.store_server import BUCKET, SECRET, Asked, Store
 
 from lockstep.checkpoint import remote_sync as mirrors
 from lockstep.checkpoint import storage
@@ -19,9 +15,12 @@ from lockstep.checkpoint.manifest import FILE
 from lockstep.config.run import RunError
 from lockstep.data.object_store import Bucket, Patience
 from lockstep.training import publish
+from support.harness import digest
+from support.mirrors import MIRROR, always, copied, job, once
+from support.saving import here, run_in, trained
+from support.store_server import BUCKET, SECRET, Store
 
 pytestmark = pytest.mark.extras
-MIRROR = f"s3://{BUCKET}/runs/tiny"
 AT = "runs/tiny/checkpoints"
 SHARD = "shard-00001-of-00001.safetensors"
 
@@ -44,34 +43,9 @@ def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     server.clear()
 
 
-def job(folder: Path, *overrides: str) -> Job:
-    return Job(run_in(folder, f"remote_dir={MIRROR}", "checkpoint.keep=2", *overrides))
-
-
-def copied(job: Job) -> str | None:
-    """Wait for all there is to copy. Returns what went wrong."""
-    assert job.checkpoints.mirror is not None
-    return mirrors.finish(job.run, job.said.append, job.checkpoints.mirror)
-
-
 def steps_in(store: Store) -> list[str]:
     """Checkpoints with a manifest."""
     return sorted(key.split("/")[-2] for key in store.names(AT) if key.endswith(FILE))
-
-
-def once(*faults: str | int, on: str, method: str = "PUT") -> Callable[[Asked], str | int | None]:
-    """These, one after the other, instead of answers about names that hold `on`."""
-    left, lock = list(faults), threading.Lock()
-
-    def fault(asked: Asked) -> str | int | None:
-        with lock:
-            return left.pop(0) if left and on in asked.key and asked.method == method and not asked.listing else None
-
-    return fault
-
-
-def always(what: str | int, on: str = "", method: str = "PUT") -> Callable[[Asked], str | int | None]:
-    return lambda asked: what if on in asked.key and asked.method == method else None
 
 
 # -- there -----------------------------------------------------------------------------------------------------------

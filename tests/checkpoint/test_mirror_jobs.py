@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from support.checkpoints import digest
 from support.command import LOCKSTEP, STEPS, ended, kill, processes_in, start, train, until, write
 from support.store_server import BUCKET, SECRET, Asked, Store

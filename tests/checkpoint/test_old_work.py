@@ -7,9 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.harness import digest, tiny
-from support.saving import SHARD, Job, here, run_in
-from test_checkpoint_damage import bytes_in
 
 from lockstep.checkpoint.checkpoint import check_resumable
 from lockstep.config.run import RunError
@@ -18,6 +15,8 @@ from lockstep.tasks.classification import Classification
 from lockstep.tools.commands.status import checkpoints, last_metrics
 from lockstep.track.jsonl import Jsonl
 from lockstep.track.report import history
+from support.harness import digest, tiny
+from support.saving import SHARD, Job, bytes_in, here, run_in
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 

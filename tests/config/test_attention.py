@@ -4,11 +4,11 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from support.harness import tiny
 
 from lockstep.cli import main
 from lockstep.config.run import RunError
 from lockstep.tasks.models import attention
+from support.harness import tiny
 
 FLASH = ("model.attention=flash_attention_2", "precision=bf16")
 

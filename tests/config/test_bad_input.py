@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
-from support.harness import TINY
 
 from lockstep.cli import main
 from lockstep.launchers.local import Local
 from lockstep.launchers.tcp import Tcp
+from support.harness import TINY
 
 EMOTION = [{"text": f"word {i} of {i % 3}", "label": i % 3} for i in range(30)]
 OWN = {"source": "train.jsonl", "max_length": 32}

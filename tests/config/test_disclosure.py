@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from support.harness import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from lockstep.config.redaction import holds_secret, printable, redact, redact_al
 from lockstep.config.run import RunError, load
 from lockstep.distributed.event_log import EventLog
 from lockstep.track import console
+from support.harness import tiny
 
 WORD = string.ascii_letters + string.digits
 HEX = "0123456789abcdef"

@@ -1,6 +1,5 @@
 """Names of other systems, names in the wrong place, and short ways to write a section."""
 
-from support.places import ROOT
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.config.schema import schema
 from lockstep.config.unsupported_keys import NOWHERE
 from lockstep.tools.import_config import trainer
+from support.places import ROOT
 
 KEYS = {*error_messages.keys_of(Run)}
 for kind, part in (("tasks", "task"), ("launchers", "launch"), ("optimizers", "optim")):

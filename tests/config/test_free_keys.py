@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.marks import slow
-from support.own_modules import NET, NET_FUNCTIONS, job
-from support.task_runs import TASKS, make
 
 from lockstep.cli import main
 from lockstep.config import error_messages as messages
 from lockstep.config.run import Run
+from support.marks import slow
+from support.own_modules import NET, NET_FUNCTIONS, job
+from support.task_runs import TASKS, make
 
 ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=4", "steps=6", "fingerprint.every=1")
 MORE = {

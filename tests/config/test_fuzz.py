@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.fuzz import KINDS, RUN, Fuzz, without_ranks
-from support.harness import build
-from support.saving import run_in
 from transformers import GPT2Config
 
 from lockstep import cli
@@ -17,6 +14,9 @@ from lockstep.config.run import RunError
 from lockstep.data import readable
 from lockstep.distributed.world import World
 from lockstep.training.predicting import row_of
+from support.fuzz import KINDS, RUN, Fuzz, without_ranks
+from support.harness import build
+from support.saving import run_in
 
 FEW = [(kind, 1, 25) for kind in KINDS]  # cases of each kind: some ten seconds
 MORE = [pytest.param(kind, 2, 125, marks=pytest.mark.slow) for kind in KINDS]  # a minute

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import TINY, build, digest, run_on
-from support.marks import long
-from support.task_runs import BERT, GPT2, MARIAN, TASKS, make
 
 from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.world import World
@@ -18,6 +15,9 @@ from lockstep.strategies.exact.optim import learning_rate
 from lockstep.tasks.models import chunked_loss
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
+from support.harness import TINY, build, digest, run_on
+from support.marks import long
+from support.task_runs import BERT, GPT2, MARIAN, TASKS, make
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

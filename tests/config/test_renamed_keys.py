@@ -5,13 +5,13 @@ import warnings
 from pathlib import Path
 
 import pytest
-from support.harness import TINY
 
 from lockstep.checkpoint.manifest import parsed
 from lockstep.cli import main
 from lockstep.config import renamed_keys
 from lockstep.config.renamed_keys import RENAMED, VALUES, RenamedKey
 from lockstep.config.run import Run, RunError, load
+from support.harness import TINY
 
 FORMER = {
     "optim": {"name": "adamw_8bit", "clip": 0.25, "minimum": 0.1, "least": 64, "learning_rate": 1e-3},

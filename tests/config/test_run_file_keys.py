@@ -1,17 +1,16 @@
 """Changing a key of the run file changes what the table says (tests/support/key_table.py), and nothing else."""
 
-from support.places import TESTS
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.key_table import BY_HAND, EFFECTS, KEYS, PAGE, Elsewhere, Tried, page
-from support.key_table_runs import Place, tried
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
+from support.key_table import BY_HAND, EFFECTS, KEYS, PAGE, Elsewhere, Tried, page
+from support.key_table_runs import Place, tried
+from support.places import TESTS
 
 
 def always_one(predictions: np.ndarray, labels: np.ndarray) -> float:
@@ -79,4 +78,4 @@ def test_entries_say_what_the_page_explains_and_name_tests_that_there_are() -> N
 
 
 def test_the_page_is_that_of_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "python tests/support/key_table.py writes it"
+    assert PAGE.read_text(encoding="utf-8") == page(), "PYTHONPATH=tests python -m support.key_table writes it"

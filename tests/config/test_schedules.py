@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import TINY
 from transformers import get_scheduler
 
 from lockstep.config.optim import NAMES, OptimSection
 from lockstep.config.run import RunError, load
 from lockstep.config.schedules import BLOCKS, REVISION, as_before, drawn, learning_rate, planned, revised
+from support.harness import TINY
 
 STEPS = 50
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from support.contributed import example
-from support.harness import TINY
 
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.manifest import Manifest
@@ -21,6 +19,8 @@ from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns
 from lockstep.distributed.consistency_check import disagreement, facts
 from lockstep.launchers.cloud.code_bundle import modules_of
+from support.contributed import example
+from support.harness import TINY
 
 FILES = {
     "mine/__init__.py": "",

@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+
 from crossed import draw
 from crossed.job import Job, job_of
 from crossed.judge import Verdict

@@ -10,31 +10,20 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from support.harness import tiny
-from support.task_runs import make, write
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.data import cache
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns, Prepared
+from support.caches import held, prepared
+from support.harness import tiny
+from support.task_runs import make, write
 
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def prepared(run: Run, said: list[str] | None = None) -> Prepared:
-    tell = said.append if said is not None else None
-    return prepare(run, plugins.find("tasks", run.task.name), tell=tell)  # type: ignore[type-abstract]
-
-
-def held(found: Prepared) -> dict[str, list[list[int]]]:
-    """The tokens of every split."""
-    splits = {split: Columns(path).ragged("input_ids") for split, path in found.splits.items()}
-    return {split: [ids.row(i).tolist() for i in range(len(ids.lengths))] for split, ids in splits.items()}
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------

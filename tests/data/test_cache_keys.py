@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.marks import slow
-from support.task_runs import BERT, TASKS, TEMPLATE, make, write
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.data.tokenizer import load as tokenizer_of
 from lockstep.tasks.models import padding
+from support.marks import slow
+from support.task_runs import BERT, TASKS, TEMPLATE, make, write
 
 # Task keys -> values to change them to, where they are not numbers or yes and no.
 OTHERS: dict[str, list[Any]] = {

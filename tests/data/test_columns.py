@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from support.harness import tiny
-from test_data import prepared
 
 from lockstep.data.columns import Columns, Ragged, longest_of
+from support.harness import tiny
+from support.rows import prepared
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,14 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from support.harness import run_on, tiny
 
 from lockstep.config.run import DataSection, Run
 from lockstep.data import arrow_cache, source, tokenizer
-from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns, Prepared
 from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
+from support.harness import run_on, tiny
+from support.rows import prepared
 
 ROWS = [
     {"text": text, "label": label}
@@ -64,10 +64,6 @@ def messages(count: int, labels: tuple = ("joy", "anger", "fear"), **columns: st
 
 def run_of(path: Path, *overrides: str, **values: Any) -> Run:
     return tiny(*overrides, data={"source": str(path), "max_length": 32}, **values)
-
-
-def prepared(run: Run) -> Prepared:
-    return prepare(run, Classification)
 
 
 def decoded(found: Prepared, split: str) -> list[tuple[tuple[int, ...], int]]:

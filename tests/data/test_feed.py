@@ -5,17 +5,16 @@ import threading
 import numpy as np
 import pytest
 import torch
-from support.harness import tiny
 
 from lockstep.config.run import Run
-from lockstep.data.batch import IGNORED, MicroBatch, StepBatch
+from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns
 from lockstep.strategies.exact.reduction import share
 from lockstep.tasks.classification import Classification
 from lockstep.training.data_loader import StepLoader
-
-CPU = torch.device("cpu")
+from support.fed import CPU, rows_in, wanted_rows
+from support.harness import tiny
 
 
 def task_of(run: Run) -> Classification:
@@ -24,23 +23,6 @@ def task_of(run: Run) -> Classification:
 
 def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:
     return StepLoader(run, task_of(run), share(run.micro_batches, rank, ranks), CPU)
-
-
-def rows_in(batch: StepBatch) -> list[tuple[int, ...]]:
-    """What was collated: token ids without padding, then the label. Blank examples are left out."""
-    found = []
-    for micro in batch.micro_batches:
-        for ids, mask, target in zip(
-            micro.inputs["input_ids"], micro.inputs["attention_mask"], micro.targets, strict=True
-        ):
-            if target != IGNORED:
-                found.append((*ids[mask.bool()].tolist(), int(target)))
-    return found
-
-
-def wanted_rows(feed: StepLoader, rows: np.ndarray) -> list[tuple[int, ...]]:
-    ids, labels = feed.columns.ragged("input_ids"), feed.columns.flat("label")
-    return [(*ids.row(int(i)).tolist(), int(labels[i])) for i in rows]
 
 
 @pytest.mark.parametrize("group", [1, 3])

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.command import LOCKSTEP
-from support.hub_server import Hub
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
-from test_hub import PUSH, RUN, Command, finished, hub, lockstep, process, trained
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from support.command import LOCKSTEP
+from support.hub_jobs import PUSH, RUN, Command, finished, hub, lockstep, process, trained
+from support.hub_server import Hub
 
 __all__ = ["finished", "hub", "lockstep", "trained"]  # fixtures
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import tiny
 
 from lockstep.data import arrow_cache, chunked_tokenization, lm_documents, packing, tokenizer
 from lockstep.data.cache import locked
 from lockstep.data.columns import examples_in
+from support.harness import tiny
 
 WORDS = [
     "the",

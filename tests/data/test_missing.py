@@ -6,14 +6,14 @@ from typing import Any
 
 import datasets
 import pytest
-from support.harness import tiny
-from support.task_runs import TASKS, rows_of, write
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
 from lockstep.data.splitting import left_out
 from lockstep.data.tokens import Columns, Prepared
+from support.harness import tiny
+from support.task_runs import TASKS, rows_of, write
 
 GOOD: dict[str, list[dict]] = {
     "classification": [{"text": f"word {i}", "label": "joy" if i % 2 else "anger"} for i in range(40)],

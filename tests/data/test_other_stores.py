@@ -9,13 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.azure_server import Azure
-from support.harness import digest
-from support.saving import Job, here, run_in
-from support.store_server import BUCKET, Proxy, Store
-from support.stream_runs import feed_of, shards, streamed
-from test_mirror import always, copied, once
-from test_stream_elsewhere import SMALL, batches
 
 from lockstep.checkpoint import remote_sync as mirrors
 from lockstep.checkpoint.manifest import FILE
@@ -24,6 +17,12 @@ from lockstep.config.run import RunError
 from lockstep.data import arrow_cache as shard_index
 from lockstep.data import object_store
 from lockstep.data.object_store import Bucket, Patience, StoreError, download
+from support.azure_server import Azure
+from support.harness import digest
+from support.mirrors import always, copied, once
+from support.saving import Job, here, run_in
+from support.store_server import BUCKET, Proxy, Store
+from support.stream_runs import SMALL, batches, feed_of, shards, streamed
 
 pytestmark = [pytest.mark.extras, pytest.mark.processes]
 QUICK = Patience(retry_s=5.0, tries=3, request_s=20.0, silent_s=10.0)

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hub_server import Hub
-from support.store_server import BUCKET, Asked, Store
 
 from lockstep.checkpoint import remote_sync
 from lockstep.config.addresses import address_of
@@ -19,6 +17,8 @@ from lockstep.config.sections import DataSection
 from lockstep.data import object_store, remote, source
 from lockstep.data.object_store import Patience, StoreError
 from lockstep.data.web import Web
+from support.hub_server import Hub
+from support.store_server import BUCKET, Asked, Store
 
 ROWS = "".join(json.dumps({"text": f"text {i}", "label": i % 2}) + "\n" for i in range(20_000)).encode()
 

@@ -10,8 +10,6 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from support.harness import tiny
-from support.task_runs import TASKS, rows_of, write
 
 from lockstep.cli import main
 from lockstep.config import plugins
@@ -20,6 +18,8 @@ from lockstep.data import arrow_cache, source, splitting
 from lockstep.data.cache import cache_folder
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns, Prepared
+from support.harness import tiny
+from support.task_runs import TASKS, rows_of, write
 
 ROWS: list[dict[str, Any]] = [
     {"text": "one two three", "label": "joy", "score": 0.5, "year": 1999, "good": True, "tags": ["a", "b"]},

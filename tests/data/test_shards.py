@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import tiny
-from support.task_runs import TASKS, make
-from test_cache import held, prepared
 
 from lockstep.config.run import RunError
 from lockstep.data import arrow_cache, cache, cache_lock, labels, missing_values, packing
 from lockstep.data.columns import Columns
 from lockstep.data.tokens import Prepared
+from support.caches import held, prepared
+from support.harness import tiny
+from support.task_runs import TASKS, make
 
 KINDS = [*sorted(TASKS), "classification"]
 

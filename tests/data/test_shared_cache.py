@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
-from support.harness import tiny
-from test_cache import held, prepared
 
 from lockstep.data import arrow_cache, cache_lock
 from lockstep.data.cache import damage
+from support.caches import held, prepared
+from support.harness import tiny
 
 pytestmark = pytest.mark.processes
 STILL_S = 3.0  # after which a machine is taken for dead

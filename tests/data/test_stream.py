@@ -9,35 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.stream_runs import FORMATS, LM, feed_of, rows_of, shards, streamed, task_of, write
-from support.task_runs import TASKS, TEMPLATE
-from support.task_runs import rows_of as rows_of_kind
-from test_feed import rows_in, wanted_rows
 
 from lockstep.config.run import Run
 from lockstep.data import arrow_cache as shard_index
 from lockstep.data import shard_files, splitting
-from lockstep.data.columns import Columns
 from lockstep.data.streamed import Streamed
+from support.fed import rows_in, wanted_rows
+from support.stream_runs import FORMATS, LM, examples_of, feed_of, rows_of, shards, streamed, task_of, write
+from support.task_runs import TASKS, TEMPLATE
+from support.task_runs import rows_of as rows_of_kind
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_files, "ROWS", 6)
     monkeypatch.setattr(shard_index, "available_cores", lambda: 1)  # no processes for so little
-
-
-LISTS = ("input_ids", "target_ids", "targets", "starts", "token_type_ids", "sizes", "stops")
-NUMBERS = ("label", "count", "bytes", "words", "chosen", "width")
-
-
-def examples_of(columns: Columns) -> list[tuple[Any, ...]]:
-    lists = [columns.ragged(n) for n in columns.names if n in LISTS]
-    flat = [columns.flat(n) for n in columns.names if n in NUMBERS]
-    return [
-        (*(tuple(each.row(i).tolist()) for each in lists), *(int(each[i]) for each in flat))
-        for i in range(len(columns))
-    ]
 
 
 def cached(run: Run) -> list[tuple[Any, ...]]:

@@ -9,12 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import run_on
-from support.hub_server import Hub
-from support.store_server import BUCKET, Asked, Store
-from support.stream_runs import feed_of, shards, streamed
-from test_stream_faults import trained
-from support.web_server import Served
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import arrow_cache as shard_index
@@ -24,10 +18,12 @@ from lockstep.data.prepare import prepare
 from lockstep.data.stream import ABOUT
 from lockstep.data.streamed import Unreadable
 from lockstep.tasks.classification import Classification
-from lockstep.training.data_loader import StepLoader
+from support.harness import run_on
+from support.hub_server import Hub
+from support.store_server import BUCKET, Asked, Store
+from support.stream_runs import SMALL, batches, content, feed_of, shards, streamed, trained
+from support.web_server import Served
 
-SIZES = [40] * 7
-SMALL: dict[str, Any] = {"stream_window": 16}
 RUN = ("batch_size=8", "epochs=2", "steps=null", "seed=3")
 
 
@@ -44,15 +40,6 @@ def web() -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return shards(tmp_path / "data", ".jsonl.gz", SIZES)
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
 def on_web(web: Served, folder: Path, *overrides: str) -> Run:
     """A run that streams these files, with room for three of them."""
     web.files = content(folder)
@@ -60,13 +47,6 @@ def on_web(web: Served, folder: Path, *overrides: str) -> Run:
     room = 3 * max(map(len, web.files.values())) / 1e9
     data = SMALL | {"source": None, "train": train, "validation": f"{web.address}/validation.jsonl"}
     return streamed(folder, *RUN, f"data.stream_cache_gb={room}", *overrides, data=data)
-
-
-def batches(feed: StepLoader, after: int = 0) -> list[Any]:
-    return [
-        (b.ids.tolist(), [(m.inputs["input_ids"].tolist(), m.targets.tolist()) for m in b.micro_batches])
-        for b in feed.steps(after)
-    ]
 
 
 def held() -> int:

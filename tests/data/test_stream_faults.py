@@ -8,17 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command import LOCKSTEP, ended, lines, start
-from support.command import write as write_run
-from support.harness import build, digest, run_on, tiny
-from support.stream_runs import LM, PACKERS, archive_of, feed_of, rows_of, shards, streamed, task_of, write
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data import arrow_cache as shard_index
 from lockstep.data import shard_files
 from lockstep.data.streamed import Streamed, Unreadable
-from lockstep.distributed.world import World
-from lockstep.training.data_loader import StepLoader
+from support.command import LOCKSTEP, ended, lines, start
+from support.command import write as write_run
+from support.harness import run_on, tiny
+from support.stream_runs import (
+    LM,
+    PACKERS,
+    archive_of,
+    changed,
+    feed_of,
+    rows_of,
+    shards,
+    streamed,
+    task_of,
+    trained,
+    write,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -189,20 +199,6 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
 # -- changed while it is read ----------------------------------------------------------------------------------------
 
 
-def changed(path: Path, how: str) -> None:
-    """What may become of a shard: `other` keeps its size and its time."""
-    before = path.stat()
-    if how == "gone":
-        path.unlink()
-    elif how == "cut":
-        path.write_bytes(path.read_bytes()[: before.st_size // 2])
-    elif how == "unlike":
-        path.write_text(path.read_text().replace("joy", "fun"))
-    else:
-        path.write_text(path.read_text().replace("dog", "god").replace("the", "eht").replace("runs", "snur"))
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -241,15 +237,6 @@ def test_a_shard_that_changes_is_told_before_it_is_needed(how: str, told: str, t
 
 
 # -- training --------------------------------------------------------------------------------------------------------
-
-
-def trained(world: World, run: Run) -> dict[str, Any]:
-    """Steps of two epochs, and the weights of the model."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
-    losses = [float(strategy.train_step(batch, 5e-3).loss) for batch in feed.steps(0)]
-    weights = strategy.export()
-    return {"losses": losses, "weights": digest(weights) if weights is not None else None}
 
 
 @pytest.mark.processes

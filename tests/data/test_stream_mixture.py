@@ -10,14 +10,8 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from support.harness import TINY, run_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.stream_runs import LM, feed_of, rows_of, task_of, write
-from test_stream import examples_of
-from test_stream_elsewhere import batches, content
-from test_stream_faults import changed, trained
-from support.web_server import Served
 
 from lockstep.config.run import Run, RunError, load
 from lockstep.data import arrow_cache as shard_index
@@ -26,6 +20,9 @@ from lockstep.data.mixture import MixedShards
 from lockstep.data.prepare import prepare
 from lockstep.data.streamed import Streamed, Unreadable
 from lockstep.tasks.classification import Classification
+from support.harness import TINY, run_on
+from support.stream_runs import LM, batches, changed, content, examples_of, feed_of, rows_of, task_of, trained, write
+from support.web_server import Served
 
 pytestmark = pytest.mark.slow
 

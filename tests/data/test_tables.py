@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pandas
 import pytest
-from test_init import LAPTOP, written
 
 from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import DataSection, Run, RunError, load
 from lockstep.data import prepare, row_files, source, tables
 from lockstep.tools.init import machine_defaults
+from support.init_runs import LAPTOP, written
 
 TEXTS = [
     "plain words",

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import tiny
-from support.task_runs import MARIAN, sentence, write
-from test_cache import prepared
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import token_counts, tokenizer
 from lockstep.data.cache import locked
 from lockstep.data.tokens import Columns
+from support.caches import prepared
+from support.harness import tiny
+from support.task_runs import MARIAN, sentence, write
 
 
 def texts(count: int = 60) -> list[str]:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import build, run_on, tiny
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,6 +15,7 @@ from lockstep.strategies.allreduce import AllReduce
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.session import gloo_threads
+from support.harness import build, run_on, tiny
 
 pytestmark = pytest.mark.processes
 

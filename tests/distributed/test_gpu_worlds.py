@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import tiny
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.distributed import network, torch_internals
 from lockstep.distributed.rendezvous import Rendezvous
 from lockstep.distributed.world import World
+from support.harness import tiny
 
 MINUTE = timedelta(minutes=1)
 GPU = torch.device("cuda", 1)

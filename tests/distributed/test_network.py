@@ -4,9 +4,9 @@ import socket
 import sys
 
 import pytest
-from support.command import free_port
 
 from lockstep.distributed import network
+from support.command import free_port
 
 
 def test_interfaces_and_routes() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import build, run_on, tiny
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
@@ -16,6 +15,7 @@ from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import strategy_class
 from lockstep.training.data_loader import StepLoader
+from support.harness import build, run_on, tiny
 
 
 class Clock:

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.harness import run_on, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import PrefixStore
@@ -31,6 +30,7 @@ from lockstep.distributed.world import World
 from lockstep.launchers import torchrun
 from lockstep.launchers.processes import elastic_rendezvous_state as meeting_state
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node, _parsed
+from support.harness import run_on, tiny
 
 KEY = "0123456789abcdef0123456789abcdef"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets through /proc")

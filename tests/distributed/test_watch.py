@@ -1,6 +1,5 @@
 """Ranks that stop answering: frozen, or busy with something else while the others wait. Named, and the job goes on."""
 
-from support.places import TESTS_PATH
 import json
 import os
 import re
@@ -12,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command import LOCKSTEP, STEPS, bits, ended, ranks_of, saved, start, step_of, until, write
-from support.harness import tiny
-from support.marks import slow
 
 from lockstep.distributed.watchdog import Watchdog, verdict
 from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
+from support.command import LOCKSTEP, STEPS, bits, ended, ranks_of, saved, start, step_of, until, write
+from support.harness import tiny
+from support.marks import slow
+from support.places import TESTS_PATH
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from lockstep.config.run import load
+from lockstep.distributed.failure import tell_failure
 from support.command import (
     LOCKSTEP,
     STEPS,
@@ -29,9 +32,6 @@ from support.command import (
     until,
     write,
 )
-
-from lockstep.config.run import load
-from lockstep.distributed.failure import tell_failure
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),

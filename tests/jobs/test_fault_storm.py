@@ -1,8 +1,8 @@
 """Random faults at random moments, one after another: processes killed, frozen and asked to stop, disks that are full,
 files torn, damaged and deleted, files of others, a second start. In the end all is as if nobody had disturbed the job.
 
-`LOCKSTEP_SEED=2 LOCKSTEP_FAULTS=100 LOCKSTEP_RECORD=record.json pytest -m long tests/jobs/test_fault_storm.py -s` chooses
-other faults, and keeps what was done. test_signal_storm.py sends signals only.
+`LOCKSTEP_SEED=2 LOCKSTEP_FAULTS=100 LOCKSTEP_RECORD=record.json pytest -m long tests/jobs/test_fault_storm.py -s`
+chooses other faults, and keeps what was done. test_signal_storm.py sends signals only.
 """
 
 import json
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from support.storm import Job, Record
 
 pytestmark = [

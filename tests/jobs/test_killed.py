@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from support.killing import kill_and_resume
 
 pytestmark = [

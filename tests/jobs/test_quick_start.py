@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command import LOCKSTEP, start, until
-from support.harness import lockstep_environment
 
 from lockstep.data import builtin
+from support.command import LOCKSTEP, start, until
+from support.harness import lockstep_environment
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 AS_FAR = 60  # of its 563 steps

@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+from lockstep.checkpoint.manifest import finished, newest_first
+from lockstep.config.run import load
 from support.command import (
     LOCKSTEP,
     STEPS,
@@ -26,9 +29,6 @@ from support.command import (
     write,
 )
 from support.signalled import state_of
-
-from lockstep.checkpoint.manifest import finished, newest_first
-from lockstep.config.run import load
 
 pytestmark = [
     pytest.mark.processes,

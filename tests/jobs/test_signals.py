@@ -8,6 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+from lockstep.distributed.signals import AGAIN_S, Interrupts, Stopped
+from lockstep.distributed.world import World
 from support.command import (
     LOCKSTEP,
     STEPS,
@@ -25,9 +28,6 @@ from support.command import (
 from support.harness import tiny
 from support.marks import slow
 from support.signalled import Terminal, state_of, variables
-
-from lockstep.distributed.signals import AGAIN_S, Interrupts, Stopped
-from lockstep.distributed.world import World
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="a pseudo-terminal, /proc"),

@@ -1,6 +1,5 @@
 """Stopping by the clock, and at once."""
 
-from support.places import TESTS_PATH
 import signal
 import sys
 import time
@@ -8,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command import LOCKSTEP, bits, ended, finish, start, step_of, until, write
-from support.harness import tiny
 
 from lockstep.config.run import RunError
 from lockstep.distributed.signals import AGAIN_S
 from lockstep.strategies.allreduce import AllReduce
+from support.command import LOCKSTEP, bits, ended, finish, start, step_of, until, write
+from support.harness import tiny
+from support.places import TESTS_PATH
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.saving import run_in, trained
 
 from lockstep.checkpoint.export import push
 from lockstep.cli import main
@@ -20,6 +19,7 @@ from lockstep.distributed import job_record
 from lockstep.launchers.cloud import sbatch
 from lockstep.launchers.slurm import log_of
 from lockstep.training.exported_model import finished
+from support.saving import run_in, trained
 
 RUN = {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}, "steps": 4}
 

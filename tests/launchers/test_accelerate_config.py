@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import yaml
-from support.harness import tiny
 
 from lockstep.config.run import RunError
 from lockstep.launchers.accelerate import Accelerate
 from lockstep.launchers.start import joined
 from lockstep.tools.verify import verify
+from support.harness import tiny
 
 ZERO = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}, "mixed_precision": "bf16"}
 PLAIN = {"distributed_type": "MULTI_GPU", "mixed_precision": "no", "use_cpu": True}

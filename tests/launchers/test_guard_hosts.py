@@ -7,15 +7,15 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from support import hosts
 import pytest
-from support.host_jobs import QUICK, STEPS, alone, bits, torchrun, write
-from support.hosts import Hosts, Job
-from support.marks import long
 
 from lockstep.cli import main
 from lockstep.config.exit_status import EXCLUDED
 from lockstep.track.report.history import lines_of
+from support import hosts
+from support.host_jobs import QUICK, STEPS, alone, bits, torchrun, write
+from support.hosts import Hosts, Job
+from support.marks import long
 
 __all__ = ["alone"]  # a fixture
 

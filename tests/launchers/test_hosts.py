@@ -2,7 +2,6 @@
 machine, whatever started them and whatever happened to links and hosts. With LOCKSTEP_TIMES=FILE, what was measured is
 appended to that file, a JSON object a line."""
 
-from support.places import TESTS_PATH
 import json
 import os
 import signal
@@ -11,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from support import hosts
 import pytest
+
+from support import hosts
 from support.command import LOCKSTEP, saved
 from support.host_jobs import (
     HELD,
@@ -31,16 +31,11 @@ from support.host_jobs import (
     write,
 )
 from support.hosts import Hosts, Job
+from support.places import TESTS_PATH
 
 __all__ = ["alone"]  # a fixture
 
 pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
-
-
-@pytest.fixture
-def two(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
-    with hosts.hosts(2, tmp_path, cache) as made:
-        yield made
 
 
 @pytest.fixture

@@ -2,8 +2,9 @@
 
 import json
 
-from support import hosts
 import pytest
+
+from support import hosts
 from support.command import LOCKSTEP
 from support.host_jobs import (
     HELD,
@@ -15,11 +16,11 @@ from support.host_jobs import (
     own,
     release,
     torchrun,
+    two,
     until_step,
     write,
 )
 from support.hosts import Hosts
-from test_hosts import two
 
 __all__ = ["alone", "two"]  # fixtures
 

@@ -10,24 +10,15 @@ from typing import Any
 
 import pytest
 import yaml
-from support.golden import compare
-from support.harness import TINY
 
 from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.distributed import job_record
 from lockstep.launchers.cloud.kubernetes_manifests import name_of, output_of
 from lockstep.launchers.kubernetes import Kubernetes, state_from
+from support.golden import compare
+from support.kubernetes import LAUNCH, RUN
 
-LAUNCH = {
-    "name": "kubernetes",
-    "image": "registry.example/lockstep:0.1.0",
-    "pvc": "lockstep",
-    "processes": 1,
-    "machines": 2,
-    "threads": 1,
-    "wait": False,
-}
 RICH = {
     "gpus": 4,
     "processes": "auto",
@@ -38,7 +29,6 @@ RICH = {
     "secrets": ["HF_TOKEN=hub/token"],
     "environment": ["NCCL_DEBUG=WARN"],
 }
-RUN = TINY | {"name": "Tiny_run", "output": "out", "launch": LAUNCH}
 CASES = {"plain": {}, "rich": RICH, "one": {"machines": 1}}
 
 

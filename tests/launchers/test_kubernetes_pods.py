@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import yaml
-from support.command import finish, until, write
-from support.harness import LEAN, TINY
-from support.hosts import Hosts, cluster, hosts
-from test_kubernetes import LAUNCH
 
 from lockstep.config.run import Run, load
 from lockstep.launchers.cloud.kubernetes_manifests import name_of, output_of
 from lockstep.launchers.kubernetes import Kubernetes
+from support.command import finish, until, write
+from support.harness import LEAN, TINY
+from support.hosts import Hosts, cluster, hosts
+from support.kubernetes import LAUNCH
+from support.places import TESTS_PATH
 
 pytestmark = [pytest.mark.processes, *cluster, pytest.mark.timeout(1200)]
 RUN = TINY | {

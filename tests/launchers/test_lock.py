@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from support.harness import TINY, tiny
 
 from lockstep.cli import main
 from lockstep.config.output import keep
@@ -23,6 +22,7 @@ from lockstep.distributed.job_record import Process
 from lockstep.launchers.processes import output_lock
 from lockstep.launchers.processes.output import check_ours
 from lockstep.launchers.processes.output_lock import FILE, Holder, take
+from support.harness import TINY, tiny
 
 HOLD = """
 import sys

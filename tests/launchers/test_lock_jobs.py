@@ -1,6 +1,5 @@
 """The lock of OUTPUT with real jobs: two at once, ranks that torchrun starts, a restart, a folder that is deleted."""
 
-from support.places import TESTS_PATH
 import os
 import shutil
 import signal
@@ -8,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from lockstep.distributed import job_record
+from lockstep.launchers.processes import output_lock
 from support.command import (
     LOCKSTEP,
     TORCHRUN,
@@ -22,9 +24,7 @@ from support.command import (
     until,
     write,
 )
-
-from lockstep.distributed import job_record
-from lockstep.launchers.processes import output_lock
+from support.places import TESTS_PATH
 
 pytestmark = [
     pytest.mark.processes,

@@ -7,8 +7,9 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from support import hosts
 import pytest
+
+from support import hosts
 from support.command import LOCKSTEP, lines, step_of
 from support.host_jobs import (
     CONTINUE,

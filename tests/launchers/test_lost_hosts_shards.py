@@ -7,8 +7,9 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from support import hosts
 import pytest
+
+from support import hosts
 from support.command import each_step_once, finish, step_of
 from support.host_jobs import LOST_S, QUICK, begun, bits, hold, regrouped, release, torchrun, until, untouched, write
 from support.hosts import Hosts

@@ -4,13 +4,13 @@ import json
 from typing import Any
 
 import pytest
-from test_members import Ended
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from lockstep.distributed.membership import MemberAddress, Roster
 from lockstep.launchers.processes import elastic_node_monitor
 from lockstep.launchers.processes.elastic_node_monitor import Machines, RanksAmongMachines, Word, lives
+from support.members import Ended
 
 LOST_S = 10.0
 

@@ -15,6 +15,7 @@ from lockstep.distributed import membership
 from lockstep.distributed.membership import Generation, MemberAddress, Membership, Roster
 from lockstep.launchers.processes.elastic_ranks import Ranks
 from lockstep.training.elastic.recovery import membership_message
+from support.members import Ended
 
 there: list[Membership] = []
 
@@ -108,13 +109,6 @@ def test_who_is_not_in_the_newest_generation_is_lost(store: Any) -> None:
     roll.post(["b"], lost=True)
     assert a.awaited(0.3) is None
     assert a.newest().members == ("b",)
-
-
-class Ended:
-    """A process as `multiprocessing` has it."""
-
-    def __init__(self, exitcode: int | None) -> None:
-        self.exitcode, self.pid, self.sentinel = exitcode, 0, 0
 
 
 class Unstarted(Ranks):

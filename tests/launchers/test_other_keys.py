@@ -6,9 +6,6 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from support.harness import TINY, tiny
-from test_kubernetes import LAUNCH
-from test_kubernetes import RUN as POD
 
 from lockstep.config import plugins
 from lockstep.config.run import load
@@ -16,6 +13,9 @@ from lockstep.launchers import slurm
 from lockstep.launchers.cloud import code_bundle
 from lockstep.launchers.kubernetes import Kubernetes
 from lockstep.launchers.slurm import Slurm
+from support.harness import TINY, tiny
+from support.kubernetes import LAUNCH
+from support.kubernetes import RUN as POD
 
 
 def test_grace_s_is_in_the_manifest() -> None:

@@ -1,7 +1,6 @@
 """Whether a killed rank was killed because memory ran out, by what the kernel tells (files stand in for it); what is
 said to follow."""
 
-from support.places import TESTS_PATH
 import os
 import signal
 from collections.abc import Iterator
@@ -9,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command import LOCKSTEP, bits, ended, start_anew, until, write
-from support.harness import tiny
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from lockstep.launchers.processes import elastic_agent, out_of_memory
 from lockstep.launchers.processes.elastic import Agent
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 from lockstep.launchers.processes.out_of_memory import Memory, Sources
+from support.command import LOCKSTEP, bits, ended, start_anew, until, write
+from support.harness import tiny
+from support.places import TESTS_PATH
 
 KB, PID = 1024, 4711
 V1, V2 = "4:memory:/job/me\n1:cpu:/other\n0::/", "0::/job/me"

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import tiny
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import source
 from lockstep.launchers.cloud import kubernetes_manifests
 from lockstep.launchers.cloud.code_bundle import packed
 from lockstep.launchers.kubernetes import Kubernetes
+from support.harness import tiny
 
 NO_SOURCE = "data.source=null"
 

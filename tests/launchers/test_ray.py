@@ -1,6 +1,5 @@
 """Ray Train, really run: two workers on a cluster that Ray starts here; a killed one, a stop, a bad run file."""
 
-from support.places import TESTS_PATH
 import os
 import re
 import signal
@@ -11,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command import LOCKSTEP, bits, each_step_once, ended, start_anew, step_of, train, until, write
-from support.harness import TINY, lean
 
 from lockstep.config import plugins
 from lockstep.config.exit_status import BAD
 from lockstep.config.run import RunError, load
 from lockstep.launchers.ray_train import Ray, RayBoard, outcome
+from support.command import LOCKSTEP, bits, each_step_once, ended, start_anew, step_of, train, until, write
+from support.harness import TINY, lean
+from support.places import TESTS_PATH
 
 LAUNCH = {"name": "ray", "processes": 2, "device": "cpu", "threads": 1}
 # every rank is a new interpreter, which finds `held_steps`

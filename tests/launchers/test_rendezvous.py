@@ -7,11 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support.command import until
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError, dynamic_rendezvous
 
 from lockstep.config.run import RunError
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End, Limits, Node
+from support.command import until
 
 LONG = 60.0  # until a machine counts as lost, where none shall be
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_sagemaker import RUN, cloud, here, request, run_of
 
 from lockstep.config.run import load
 from lockstep.launchers.cloud.sagemaker_entry import Hosts, overrides, set_secrets
+from support.sagemaker import RUN, cloud, here, request, run_of
 
 __all__ = ["cloud", "here"]  # fixtures
 

@@ -1,18 +1,17 @@
 """SageMaker: further fields of the interface, and what `plan` refuses. AWS's own model of the interface is asked where
 botocore is installed."""
 
-from support.places import ROOT
 import importlib.util
 import re
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
-from test_sagemaker import here, request, run_of
 
 from lockstep.config.run import RunError
 from lockstep.launchers.cloud import aws
+from support.places import ROOT
+from support.sagemaker import here, request, run_of
 
 __all__ = ["here"]  # a fixture
 pytestmark = pytest.mark.usefixtures("here")

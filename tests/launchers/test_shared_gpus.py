@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from support.harness import tiny
 
 from lockstep.config.quick_start import QUICK_START
 from lockstep.config.run import RunError, load
 from lockstep.distributed.world import pick_device
 from lockstep.launchers.local import Local, processes_of
 from lockstep.training.resolve import resolve_strategy
+from support.harness import tiny
 
 FOUR = "launch.processes_per_gpu=4"
 

@@ -6,10 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support import golden
 import pytest
-from support.command import LOCKSTEP, bits, ended, start, write
-from support.harness import tiny
 
 from lockstep import __version__
 from lockstep.cli import main
@@ -18,6 +15,9 @@ from lockstep.distributed import job_record
 from lockstep.launchers.cloud import sbatch
 from lockstep.launchers.processes import srun
 from lockstep.launchers.slurm import Slurm, array_plan, state_of
+from support import golden
+from support.command import LOCKSTEP, bits, ended, start, write
+from support.harness import tiny
 
 PLAIN = {"name": "slurm", "machines": 2, "processes": 1, "device": "cpu", "threads": 1}
 

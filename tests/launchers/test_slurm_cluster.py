@@ -1,6 +1,5 @@
 """SLURM: on a real cluster of two nodes, what becomes of a job and of its weights."""
 
-from support.places import TESTS_PATH
 import os
 import signal
 import sys
@@ -8,14 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support import slurm_cluster
-from support.command import LOCKSTEP, bits, each_step_once, ended, saved, start, step_of, write
-from support.harness import LEAN
 
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.distributed import job_record
 from lockstep.launchers.slurm import array_plan, submit
+from support import slurm_cluster
+from support.command import LOCKSTEP, bits, each_step_once, ended, saved, start, step_of, write
+from support.harness import LEAN
+from support.places import TESTS_PATH
 
 reason = slurm_cluster.missing()
 pytestmark = [
@@ -47,7 +47,9 @@ def job(
     """Submits a job that waits at step 25; returns its id and folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
-    monkeypatch.setenv("PYTHONPATH", f"{LEAN}{os.pathsep}{TESTS_PATH}", prepend=os.pathsep)  # of the strategy that waits
+    monkeypatch.setenv(
+        "PYTHONPATH", f"{LEAN}{os.pathsep}{TESTS_PATH}", prepend=os.pathsep
+    )  # of the strategy that waits
 
     def submitted(*options: str, at: int = 25, **launch: object) -> tuple[str, Path]:
         if not (tmp_path / "run.yaml").exists():

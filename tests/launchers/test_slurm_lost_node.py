@@ -1,7 +1,6 @@
 """SLURM with `launch.ranks: elastic` and `launch.on_rank_failure: continue`, on a real cluster of two nodes: a rank is
 killed, then a node is lost; the job keeps its allocation, and nothing is read from a checkpoint."""
 
-from support.places import TESTS_PATH
 import json
 import os
 import signal
@@ -9,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import slurm_cluster
-from support.command import bits, each_step_once, saved, step_of, write
-from support.harness import LEAN
 
 from lockstep.cli import main
 from lockstep.distributed import job_record
+from support import slurm_cluster
+from support.command import bits, each_step_once, saved, step_of, write
+from support.harness import LEAN
+from support.places import TESTS_PATH
 
 reason = slurm_cluster.missing()
 pytestmark = [

@@ -1,17 +1,18 @@
 """A stranger on the network of a job: from a host of its own it writes into every store that it reaches. Nothing that
 it writes runs, and the job ends with one message; a local job is open to nobody."""
 
-from support.places import TESTS_PATH
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from support import hosts
 import pytest
+
+from support import hosts
 from support.command import LOCKSTEP, step_of
 from support.host_jobs import HELD, PORT, hold, release, until, until_step, write
 from support.hosts import Hosts, Job
+from support.places import TESTS_PATH
 
 pytestmark = [*hosts.cluster, pytest.mark.timeout(900)]
 PATH = os.pathsep.join([TESTS_PATH, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -43,7 +44,11 @@ def listening(made: Hosts, host: int) -> dict[int, str]:
 def stranger(made: Hosts, port: int, how: str, marker: Path) -> str:
     """What it did on host 0 from host 2."""
     words = [made.address(0), str(port), how, str(marker)]
-    job = made.start(2, [sys.executable, "-c", "import sys; from support import stranger; stranger.main(*sys.argv[1:])", *words], **SEES)
+    job = made.start(
+        2,
+        [sys.executable, "-c", "import sys; from support import stranger; stranger.main(*sys.argv[1:])", *words],
+        **SEES,
+    )
     assert job.ended() == 0, job.err
     assert int(job.out.split()[0]) >= 2
     return job.out

@@ -1,7 +1,6 @@
 """The launchers `torchrun` and `accelerate` as far as one machine shows them: plans, what they refuse, a real job each;
 what machines say to each other when they meet."""
 
-from support.places import ROOT
 import dataclasses
 import json
 import shlex
@@ -13,8 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-from support.command import LOCKSTEP, RUN, bits, ended, free_port, start, step_of, until, write
-from support.harness import lean, run_on, tiny
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events import EventSource
@@ -29,6 +26,9 @@ from lockstep.launchers.processes.elastic import Agent
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 from lockstep.launchers.start import joined, joining
 from lockstep.launchers.torchrun import Torchrun, node_range
+from support.command import LOCKSTEP, RUN, bits, ended, free_port, start, step_of, until, write
+from support.harness import lean, run_on, tiny
+from support.places import ROOT
 
 MEET = "launch.rendezvous=10.0.0.1:29400"
 

@@ -1,14 +1,14 @@
 """The museum: every silent fault is found, with its cause first, and healthy scripts have no finding. A few of them
 here, all of them by `pytest -m long`. Starts processes."""
 
-from support.places import ROOT
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
 from museum.exhibits import FAULTS, HEALTHY
+from support.places import ROOT
 
 QUICK = ("no-set-epoch", "around-wrapper", "summed", "stale-optimizer", "mean-of-ranks")
 

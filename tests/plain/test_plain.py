@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.harness import run_on, tiny
-from support.task_runs import TASKS, make, sentence, write
 
 import lockstep.plain
 from lockstep.config.run import Run
@@ -39,6 +37,8 @@ from lockstep.tools import against_plain
 from lockstep.track.console import Console
 from lockstep.training import recording
 from lockstep.training.resolve import for_rank
+from support.harness import run_on, tiny
+from support.task_runs import TASKS, make, sentence, write
 
 FILES = sorted(Path(lockstep.plain.__file__).parent.glob("**/*.py"))
 ALLOWED = {"torch", "transformers", "peft", "numpy", "pyarrow", "datasets", "trl", "sentence_transformers", "sacrebleu"}

@@ -13,12 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.harness import build, digest, run_on, tiny
-from support.marks import slow
 from safetensors.torch import load_file, save_file
-from support.saving import trained
-from support.task_runs import TASKS, make
-from test_padding import GROUPED
 
 from lockstep.checkpoint.export import write_export
 from lockstep.checkpoint.exported import damage
@@ -42,6 +37,11 @@ from lockstep.training.plain_check import differences
 from lockstep.training.plain_sides import sides_of
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session, join_ranks
+from support.family_configs import GROUPED
+from support.harness import build, digest, run_on, tiny
+from support.marks import slow
+from support.saving import trained
+from support.task_runs import TASKS, make
 
 ONE = ("strategy.name=single", "launch.processes=1")
 

@@ -1,6 +1,5 @@
 """The Dockerfile without an engine: its instructions are read, and those that can be are followed in a folder."""
 
-from support.places import ROOT
 import re
 import shlex
 import shutil
@@ -16,6 +15,7 @@ from packaging.utils import canonicalize_name
 from lockstep.config.run import load
 from lockstep.launchers.cloud.kubernetes_manifests import pod
 from lockstep.launchers.kubernetes import Kubernetes
+from support.places import ROOT
 
 DOCKERFILE = ROOT / "docker/Dockerfile"
 

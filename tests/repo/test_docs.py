@@ -1,6 +1,5 @@
 """The documents name every key of the run file, every command and every plug-in; the run files in runs/ load."""
 
-from support.places import ROOT
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.tools import commands
+from support.places import ROOT
 
 KEYS = [key for key, section in messages._fields(Run).items() if section is None]
 

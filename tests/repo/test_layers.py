@@ -1,7 +1,6 @@
 """Twelve rooms, one above the other: a file imports from its own room and from those below. What must answer at once
 imports nothing heavy; what others keep private is used in few places."""
 
-from support.places import TESTS
 import ast
 import functools
 import subprocess
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 import lockstep
+from support.places import TESTS
 
 ROOT = Path(lockstep.__file__).parent
 FILES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))

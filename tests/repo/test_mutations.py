@@ -1,6 +1,5 @@
 """The list of planted faults stays alive: each stands at one place of the source as it is, and is Python."""
 
-from support.places import ROOT
 import ast
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
+from support.places import ROOT
 
 SOURCE = Path(lockstep.__file__).parent
 

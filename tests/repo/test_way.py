@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from support.places import ROOT
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from support.places import ROOT
 
 pytestmark = pytest.mark.processes
 

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.harness import run_on, tiny
-from support.marks import long, slow
-from test_strategies import NAMES, steps_of
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from support.written import Written
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks
+from support.harness import run_on, tiny
+from support.marks import long, slow
+from support.strategy_runs import NAMES, steps_of
+from support.written import Written
 
 AGAIN = "model.checkpoint_activations=true"
 FAMILIES = {

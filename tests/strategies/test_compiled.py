@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import build, digest, run_on, tiny
-from support.task_runs import make
-from test_strategies import steps_of
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -22,6 +19,9 @@ from lockstep.strategies.exact.optim import learning_rate
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
+from support.harness import build, digest, run_on, tiny
+from support.strategy_runs import steps_of
+from support.task_runs import make
 
 COMPILE = "model.compile=true"
 SEVERAL = ("ddp", "allreduce", "fsdp2", "hf_accelerate", "hf_trainer", "pipeline")

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import run_on, tiny
-from test_fsdp2 import steps_of
 
 from lockstep.config.run import RunError
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.tasks.models import model_configs, models
+from support.fsdp2_runs import steps_of
+from support.harness import run_on, tiny
 
 BART = {
     "d_model": 32,

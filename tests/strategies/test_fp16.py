@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from support.places import TESTS_PATH
 import itertools
 import os
 import signal
@@ -11,12 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from support import checkpoints
 import pytest
 import torch
-from support.command import lines, train, write
-from support.harness import build, digest, run_on, tiny
-from test_strategies import EXACT, worlds
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
@@ -26,6 +21,11 @@ from lockstep.strategies.exact.scaling import HIGHEST, INTERVAL, LOWEST, START, 
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
+from support import checkpoints
+from support.command import lines, train, write
+from support.harness import build, digest, run_on, tiny
+from support.places import TESTS_PATH
+from support.strategy_runs import EXACT, worlds
 
 FINE, INF = torch.tensor(1.0), torch.tensor(float("inf"))
 LOSSES = torch.ones(8, dtype=torch.float64)

@@ -5,12 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from support import odd_models
 import pytest
 import torch
-from support.harness import TINY, build, digest, run_on, tiny
-from support.marks import slow
-from test_fsdp2 import of
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run, RunError, load
@@ -22,6 +18,10 @@ from lockstep.strategies.strategy import strategy_class
 from lockstep.training import model_stats
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
+from support import odd_models
+from support.fsdp2_runs import of
+from support.harness import TINY, build, digest, run_on, tiny
+from support.marks import slow
 
 STEP = {"name": "fsdp2", "options": {"gather": "step"}}
 PIECE = {"name": "fsdp2", "options": {"gather": "piece"}}

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import run_on, tiny
-from support.task_runs import make
-from test_strategies import EXACT, steps_of, worlds
 
 from lockstep.config.run import Run
 from lockstep.distributed.step_timer import NAMES as PHASES
 from lockstep.distributed.step_timer import StepTimer
+from support.harness import run_on, tiny
+from support.strategy_runs import EXACT, steps_of, worlds
+from support.task_runs import make
 
 pytestmark = [
     pytest.mark.gpu,

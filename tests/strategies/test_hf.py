@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import build, digest, run_on, tiny
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
@@ -16,6 +15,7 @@ from lockstep.strategies.engines import layers
 from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import strategy_class as class_of
 from lockstep.training.data_loader import StepLoader
+from support.harness import build, digest, run_on, tiny
 
 # Trainer draws dropout from one stream for a whole run; without dropout both see the same network.
 CALM = ("model.config.resid_pdrop=0", "model.config.embd_pdrop=0", "model.config.attn_pdrop=0")

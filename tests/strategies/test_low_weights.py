@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import build, digest, run_on, tiny
-from test_memory import MODEL, held, near
 from transformers.pytorch_utils import Conv1D
 
 from lockstep.config.run import Run, RunError
@@ -20,6 +18,8 @@ from lockstep.tasks.models import storage_dtype
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
+from support.counted_memory import MODEL, held, near
+from support.harness import build, digest, run_on, tiny
 
 LOW = ("model.dtype=bfloat16", "precision=bf16", "data.padding=batch")
 WITHOUT = (*LOW, "optim.master_weights=false")

@@ -4,13 +4,13 @@ import gc
 from typing import Any
 
 import pytest
-from support.harness import build, digest, run_on, tiny
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
 from lockstep.training.data_loader import StepLoader
+from support.harness import build, digest, run_on, tiny
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.contributed import example
-from support.harness import TINY
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
 
@@ -16,6 +14,8 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.strategies.exact import optim, param_groups
 from lockstep.strategies.optimizers.optimizer import rule
 from lockstep.training.resolve import resolve_strategy
+from support.contributed import example
+from support.harness import TINY
 
 BERT = BertConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=1, intermediate_size=8)
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import TINY, build, digest, run_on
-from support.marks import long, slow
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config import plugins
@@ -18,6 +16,8 @@ from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
+from support.harness import TINY, build, digest, run_on
+from support.marks import long, slow
 
 pytestmark = pytest.mark.processes
 

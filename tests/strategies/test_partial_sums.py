@@ -4,9 +4,7 @@ import time
 from typing import Any
 
 import pytest
-from support.harness import build, run_on, tiny
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from support.written import Written
 
 from lockstep.config.run import Run
 from lockstep.distributed.memory import tensor_bytes
@@ -15,6 +13,8 @@ from lockstep.strategies import fsdp2_step
 from lockstep.strategies.exact.reduction import most_held
 from lockstep.strategies.strategy import strategy_class
 from lockstep.training.data_loader import StepLoader
+from support.harness import build, run_on, tiny
+from support.written import Written
 
 # Many small matrices and short texts: what is computed at the moment is small beside a whole gradient.
 MODEL = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 2, "n_embd": 192, "n_positions": 32}}

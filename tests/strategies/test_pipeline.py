@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.harness import build, digest, run_on, tiny
-from support.marks import long, slow
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -24,6 +22,8 @@ from lockstep.tasks.classification import Classification
 from lockstep.tasks.models import model_configs
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
+from support.harness import build, digest, run_on, tiny
+from support.marks import long, slow
 
 FOUR = "model.config.n_layer=4"
 FEWER = "micro_batches=4"  # where their number is not what is asked about: half as much to compute

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from support.harness import run_on, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,18 +22,8 @@ from lockstep.strategies.exact.reduction import (
     share,
 )
 from lockstep.strategies.exact.sparse_rows import exchange_rows
-
-
-def leaf(number: int, shapes: tuple[tuple[int, ...], ...] = ((7, 3), (5,), (1,))) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return [torch.randn(shape, generator=generator) * 10 ** (number % 5 - 2) for shape in shapes]
-
-
-def bracket(leaves: list[torch.Tensor]) -> torch.Tensor:
-    """The definition: pair neighbours, level by level; one left over goes up as it is."""
-    while len(leaves) > 1:
-        leaves = [leaves[i] + leaves[i + 1] if i + 1 < len(leaves) else leaves[i] for i in range(0, len(leaves), 2)]
-    return leaves[0]
+from support.brackets import bracket, leaf
+from support.harness import run_on, tiny
 
 
 @given(st.integers(1, 17).flatmap(lambda n: st.tuples(st.just(n), st.permutations(range(n)))))

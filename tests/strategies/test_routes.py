@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from support.places import ROOT
 import math
 import sys
 from itertools import pairwise
@@ -10,14 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.own_modules import job
-from support.simulated import SMALL, on_ranks
-from test_reduction import bracket, leaf
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds, Node, ReduceSchedule, merged
 from lockstep.strategies.exact.reduction import Exchange, ReductionTree, layout_of, share
+from support.brackets import bracket, leaf
+from support.own_modules import job
+from support.places import ROOT
+from support.simulated import SMALL, on_ranks
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import exchange_table

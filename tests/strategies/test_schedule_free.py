@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.harness import digest
-from support.saving import Job, run_in
 
 from lockstep.checkpoint.storage import Files
 from lockstep.training.checkpoint_model import evaluated
 from lockstep.training.errors import EvaluationInterrupted
 from lockstep.training.evaluation import evaluate, evaluate_with_tables, generate_samples
+from support.harness import digest
+from support.saving import Job, run_in
 
 WORDS = ("optim=schedule_free", "optim.learning_rate=1e-2")
 

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
 from support.harness import digest
 from support.marks import long
 from support.own_modules import job

@@ -8,11 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from support import label_runs
 import pytest
-from support.harness import TINY, build, digest, run_on
-from support.marks import long
-from support.task_runs import BERT, GPT2, MARIAN, make, sentence, write
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
@@ -20,6 +16,10 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate_with_tables
+from support import label_runs
+from support.harness import TINY, build, digest, run_on
+from support.marks import long
+from support.task_runs import BERT, GPT2, MARIAN, make, sentence, write
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -4,16 +4,16 @@ stays."""
 from itertools import pairwise
 from typing import Any
 
-from support import odd_models
 import pytest
 import torch
-from support.harness import build, digest, run_on, tiny
-from support.marks import slow
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
+from support import odd_models
+from support.harness import build, digest, run_on, tiny
+from support.marks import slow
 
 ODD = "task.name=support.odd_models.Task"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import build, tiny
 from torch import Tensor, nn
 
 from lockstep.config.run import Run
@@ -19,6 +18,7 @@ from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 from lockstep.training.data_loader import StepLoader
+from support.harness import build, tiny
 
 
 def parameters() -> list[nn.Parameter]:

@@ -3,7 +3,6 @@
 torch refuses an operation of tensors on two devices then, and what the host would wait for is written down. What cannot
 be seen this way is told in docs/engines.md. On a GPU: test_gpu.py."""
 
-from support.places import TESTS, TESTS_PATH
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from lockstep.config import plugins
+from support.places import TESTS, TESTS_PATH
 
 pytestmark = [
     pytest.mark.processes,

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import build, digest, run_on, tiny
-from support.marks import slow
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
@@ -19,6 +17,8 @@ from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import strategy_class as class_of
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
+from support.harness import build, digest, run_on, tiny
+from support.marks import slow
 
 pytestmark = [
     pytest.mark.processes,

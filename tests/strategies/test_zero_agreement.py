@@ -1,6 +1,5 @@
 """A config of DeepSpeed beside a run file: what agrees and what says auto is accepted, the rest is named at once."""
 
-from support.places import ROOT
 import importlib.metadata
 import importlib.util
 import json
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import tiny
 from packaging.requirements import Requirement
 
 from lockstep.cli import main
@@ -17,6 +15,8 @@ from lockstep.config.run import RunError
 from lockstep.strategies.engines import known_bad
 from lockstep.strategies.engines.zero_agreement import check, keeps_bf16_weights, remaining
 from lockstep.training.resolve import resolve_strategy
+from support.harness import tiny
+from support.places import ROOT
 
 ORDINARY: dict[str, Any] = {  # as transformers' documentation has it
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},

@@ -20,6 +20,7 @@ from email.utils import formatdate
 from pathlib import Path
 
 import pytest
+
 from support.store_server import BUCKET, Proxy
 
 _ACCOUNT = "devstoreaccount1"  # Azurite's own, and its key, which Azure's documentation names

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from support.buggy_modules import Base
 from torch import Tensor
+
+from support.buggy_modules import Base
 
 
 class AcrossRanks(Base):

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import yaml
+
 from support.checkpoints import digest
 from support.forked import Forked, can_fork, words_of
 from support.harness import TINY, lockstep_environment, server_environment

@@ -1,7 +1,6 @@
 """The examples of CONTRIBUTING.md as modules of a user's own."""
 
 from support.places import ROOT
-from pathlib import Path
 
 _PAGE = ROOT / "CONTRIBUTING.md"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 
 import torch
-from support.held_steps import Held
 from torch import Tensor
 
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.strategies.exact.reduction import share
 from lockstep.tasks.task import Task
 from lockstep.training.sdc_check import drawn
+from support.held_steps import Held
 
 FROM = 8  # updates that are made before
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"

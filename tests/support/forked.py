@@ -3,7 +3,6 @@
 In: words of a command line, a folder, a cache, variables. Out: what looks like `subprocess.Popen`. Only the imports
 and the seed of hashes are not the command's own: working directory, session, environment, handlers of signals,
 descriptors, limits, and how it ends are those of a new process. The server that its ranks are forked from is forked
-from support.places import TESTS_PATH
 from the command, where a new one would import everything again, and so are the processes of `MODULES` that it starts:
 trials of a sweep, ranks of torchrun. What an import reads cannot be given afterwards: `can_fork` says
 whether a command needs a new interpreter.
@@ -41,6 +40,7 @@ import torch.distributed.run  # noqa: F401
 
 from lockstep.distributed.signals import STOP_SIGNALS
 from lockstep.launchers.processes import elastic  # noqa: F401
+from support.places import TESTS_PATH
 
 # Variables that libraries read while they are imported; PYTHONPATH is seen to.
 READ_BY_IMPORTS = (
@@ -256,7 +256,8 @@ def _move_to(space: str, name: str) -> None:
 def _path(folder: str, given: str) -> None:
     """`sys.path` as `python -m` has it in `folder`."""
     ours = {"", os.path.dirname(TESTS_PATH), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
-    others = [path for path in sys.path if path not in ours and not path.startswith(TESTS_PATH)]  # pytest adds its folders
+    # pytest adds the folders of tests
+    others = [path for path in sys.path if path not in ours and not path.startswith(TESTS_PATH)]
     sys.path[:] = [folder, *filter(None, given.split(os.pathsep)), *others]
 
 

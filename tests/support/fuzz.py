@@ -1,7 +1,7 @@
 """A fuzzer of what people give lockstep: run files, rows and arguments. Seeded; each case runs in this process.
 
 In: a seed. Out: cases, and what came of each: success, or status 2 with a message; all else is a finding. By hand:
-`PYTHONPATH=tests python -m support.fuzz SEED SECONDS`, in which a case that kills its process or hangs is a finding, too.
+`PYTHONPATH=tests python -m support.fuzz SEED SECONDS`; there a case that kills its process or hangs is a finding, too.
 """
 
 import bz2
@@ -26,12 +26,12 @@ from types import FrameType
 from typing import Any
 
 import yaml
-from support.harness import TINY, tiny
 
 from lockstep import cli
 from lockstep.config import error_messages as messages
 from lockstep.config.run import Run
 from lockstep.launchers import local
+from support.harness import TINY, tiny
 
 RUN = TINY | {"name": "fuzzed", "output": "out", "launch": {"device": "cpu", "threads": 1, "processes": 1}}
 KINDS = ("run", "text", "rows", "words")

@@ -1,8 +1,8 @@
 """Texts that are compared with what is written down in tests/golden; LOCKSTEP_GOLDEN=1 writes them down anew."""
 
-from support.places import TESTS
 import os
-from pathlib import Path
+
+from support.places import TESTS
 
 FOLDER = TESTS / "golden"
 

@@ -5,7 +5,6 @@ In: a module-level function of a `World` and arguments. Out: what it returned on
 
 from __future__ import annotations
 
-from support.places import TESTS_PATH
 import faulthandler
 import functools
 import hashlib
@@ -22,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.first import AT_FIRST
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
@@ -33,6 +31,8 @@ from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
 from lockstep.training import reference_pass
 from lockstep.training.session import gloo_threads
+from support.first import AT_FIRST
+from support.places import TESTS_PATH
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(

@@ -5,9 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support.at_once import SavesAtOnce
-
 from lockstep.strategies.allreduce import AllReduce
+from support.at_once import SavesAtOnce
 
 STEP = 25
 

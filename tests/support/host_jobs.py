@@ -1,17 +1,19 @@
 """What tests of jobs on several hosts share: a small run, the launcher `torchrun` on a host, holding it at a step."""
 
-from support.places import TESTS_PATH
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+
+from support import hosts
 from support.checkpoints import digest
 from support.command import LOCKSTEP, ended, saved, start, step_of
 from support.harness import TINY
 from support.hosts import Hosts, Job
+from support.places import TESTS_PATH
 
 STEPS, PORT = 24, 29400
 SMALL = TINY | {
@@ -116,3 +118,9 @@ def untouched(folder: Path, *jobs: Job) -> None:
     for job in jobs:
         assert "resuming after step" not in job.out
         assert "restarting" not in job.err
+
+
+@pytest.fixture
+def two(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
+    with hosts.hosts(2, tmp_path, cache) as made:
+        yield made

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+
 from support.command import Process
 from support.forked import Forked, can_fork, words_of
 from support.harness import lockstep_environment, server_environment

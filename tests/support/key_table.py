@@ -2,14 +2,14 @@
 
 In: nothing. Out: `KEYS`, a key -> `Tried`, a pair of small runs that differ in the key and what must differ between
 them, or `Elsewhere`, the test file that tries it, because it needs several processes, a network, a cluster or a GPU.
-`python tests/support/key_table.py` writes docs/run-file-keys.md.
+`PYTHONPATH=tests python -m support.key_table` writes docs/run-file-keys.md.
 """
 
 from __future__ import annotations
 
-from support.places import ROOT
 from dataclasses import dataclass
-from pathlib import Path
+
+from support.places import ROOT
 
 PAGE = ROOT / "docs/run-file-keys.md"
 # What may differ between two runs, and in which words the page says so.
@@ -34,8 +34,8 @@ OTHER_TASKS += ("reward", "masked", "questions", "pairs")
 
 @dataclass(frozen=True)
 class Tried:
-    """Two runs of `kind` (tests/support/key_table_runs.py) with `beside`: one as it is, one with `change` as well. `effects`:
-    what must differ between them, and nothing else may. Where weights differ, export and scores do as well."""
+    """Two runs of `kind` (key_table_runs.py) with `beside`: one as it is, one with `change` as well. `effects`: what
+    must differ between them, and nothing else may. Where weights differ, export and scores do as well."""
 
     change: str
     effects: str
@@ -285,8 +285,8 @@ LAUNCHERS = {
     "launchers/test_hosts_refused.py": "join_timeout_s",
     "launchers/test_hosts.py": "node_rank last_call_timeout_s machine_rank init_method rank world_size",
     "launchers/test_accelerate_config.py": "config_file",
-    "launchers/test_slurm.py": "ranks partition account qos constraint time signal_before gpus cpus memory requeue setup extra "
-    "python",
+    "launchers/test_slurm.py": "ranks partition account qos constraint time signal_before gpus cpus memory requeue "
+    "setup extra python",
     "launchers/test_kubernetes.py": "image pvc namespace kubeflow volumes environment secrets context wait",
     "launchers/test_kubernetes_pods.py": "stuck_minutes",
     "launchers/test_sagemaker.py": "role s3 region pytorch spot max_hours inputs",
@@ -304,9 +304,11 @@ TRACKERS = {
 }
 for tracker, names in TRACKERS.items():
     needs = f"the tracker {tracker}"
-    KEYS |= {f"track.{tracker}.{name}": Elsewhere("job", "launchers/test_other_keys.py", needs) for name in names.split()}
+    KEYS |= {
+        f"track.{tracker}.{name}": Elsewhere("job", "launchers/test_other_keys.py", needs) for name in names.split()
+    }
 
-# Entries that were not seen to hold yet: `pytest -m long tests/config/test_run_file_keys.py`. An entry that is goes from here.
+# Entries that were not seen to hold yet (`pytest -m long tests/config/test_run_file_keys.py`). One that is goes away.
 BY_HAND: set[str] = set()
 BY_HAND |= {*["name", "output", "metrics", "export"]}
 BY_HAND |= {*["task.name", "task.text_pair", "task.label_names", "task.multi_label"]}
@@ -351,9 +353,9 @@ def page() -> str:
     rows = "\n".join(row(key, KEYS[key]) for key in sorted(KEYS))
     return f"""# What each key changes
 
-This page is made by `python tests/support/key_table.py` from the table that `tests/config/test_run_file_keys.py` tests: two small
-runs that differ in one key must differ in what stands here, and in nothing else. A key that has an effect only beside
-another one is tried with it. Where weights differ, exports, scores and texts do as well; they are compared where the
+This page is made by `PYTHONPATH=tests python -m support.key_table` from the table that
+`tests/config/test_run_file_keys.py` tests: two small runs that differ in one key must differ in what stands here, and in
+nothing else. A key that has an effect only beside another one is tried with it. Where weights differ, exports, scores and texts do as well; they are compared where the
 weights are the same. Keys that change the order, inputs or weights alone are tried in three steps of one process, the
 others in a whole run. Keys that need several processes, a network, a cluster or a GPU have tests of their own, which
 the last column names. "Not yet" marks an entry whose test is written and was not seen to hold. A key that is not in the

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import TINY, build, digest
-from support.key_table import Tried
-from support.task_runs import TASKS, make, sentence, write
 
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.training.data_loader import StepLoader
+from support.harness import TINY, build, digest
+from support.key_table import Tried
+from support.task_runs import TASKS, make, sentence, write
 
 STEPS = 3
 INPUTS = ("input_ids", "token_type_ids", "decoder_input_ids")

@@ -9,10 +9,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.run import Run, load
 from support.harness import TINY
 from support.task_runs import BERT, sentence, write
-
-from lockstep.config.run import Run, load
 
 ANIMALS = ["bird", "cat", "dog"]
 LISTS = {"label": "animals", "multi_label": True}

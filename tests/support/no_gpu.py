@@ -1,9 +1,10 @@
 """Training steps on a device that torch calls `cuda`, on a machine that has none: tensors without numbers, a rank whose
 others are not there, and everything written down that the host would wait for.
 
-In: `python no_gpu.py LIBRARY CASES ANSWERS`, with `tests` in PYTHONPATH; the library is compiled from `no_gpu.cpp`, and has to be loaded before
-torch is. Out: a JSON file for each case, made in a process that is forked from this one. What stands in for torch.cuda
-here is what its Python functions would hand to a driver: streams, events, the generator. No operation is.
+In: `python no_gpu.py LIBRARY CASES ANSWERS`, with `tests` in PYTHONPATH; the library is compiled from `no_gpu.cpp`, and
+has to be loaded before torch is. Out: a JSON file for each case, made in a process that is forked from this one. What
+stands in for torch.cuda here is what its Python functions would hand to a driver: streams, events, the generator.
+No operation is.
 """
 
 from __future__ import annotations
@@ -257,13 +258,12 @@ class Reducer:
 
 def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[Any]]:
     """A task, its strategy that is not built yet, and the batches of this rank on the host."""
-    from support.harness import tiny
-
     from lockstep.config import plugins
     from lockstep.data.prepare import prepare
     from lockstep.tools.planner.fake_world import FakeWorld
     from lockstep.training.data_loader import StepLoader
     from lockstep.training.resolve import resolve_strategy
+    from support.harness import tiny
 
     ranks, rank = case["ranks"], case["rank"]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")

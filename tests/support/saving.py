@@ -7,7 +7,6 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-from support.harness import build, digest, tiny
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run
@@ -16,6 +15,7 @@ from lockstep.distributed.world import World
 from lockstep.training import hooks, rank
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.train_state import TrainState
+from support.harness import build, digest, tiny
 
 SHARD = "shard-00001-of-00001.safetensors"
 
@@ -91,3 +91,8 @@ def trained(run: Run, after: int = 0, event: Callable[[], None] = lambda: None) 
         job_record.write(run.folder, job_record.here("local", 1))
         status = rank.main(run)
     return status, " ".join(said.getvalue().split())
+
+
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    """Every file, by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

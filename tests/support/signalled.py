@@ -6,7 +6,6 @@ to all of its processes ("group"), as a terminal does, or to itself ("rank").
 
 from __future__ import annotations
 
-from support.places import TESTS_PATH
 import multiprocessing
 import os
 import pty
@@ -18,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.command import LOCKSTEP, ended, environment_of, start
-from support.forked import Forked
-
 from lockstep.config.run import Run
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.strategies.allreduce import AllReduce
+from support.command import LOCKSTEP, ended, environment_of, start
+from support.forked import Forked
+from support.places import TESTS_PATH
 
 MOMENTS = ("step 3", "step 20 evaluated", "evaluation", "export", "closing", "delivered")
 

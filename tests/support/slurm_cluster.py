@@ -4,7 +4,6 @@ In: an empty folder. Out: `SLURM_CONF` for the programs of SLURM; `stop` ends wh
 root and Debian's slurm-wlm; no systemd, munge or cgroups.
 """
 
-from support.places import TESTS_PATH
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from support.harness import LEAN
+from support.places import TESTS_PATH
 
 CONFIG = """
 ClusterName=test

@@ -17,6 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.checkpoint import exported
+from lockstep.checkpoint.manifest import finished, newest_first
+from lockstep.config.run import load
 from support.command import (
     STEPS,
     bits,
@@ -33,10 +36,6 @@ from support.command import (
 from support.forked import Forked
 from support.killing import STRATEGIES, kill, moment_of, starts_of, wait_for
 from support.signalled import state_of
-
-from lockstep.checkpoint import exported
-from lockstep.checkpoint.manifest import finished, newest_first
-from lockstep.config.run import load
 
 MOMENTS = ("starting", *["training"] * 4, "saving", "saving", "exporting", "ending")
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import random
 import tarfile
 from collections.abc import Iterable
@@ -18,15 +19,18 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
-from support.harness import TINY
-from support.task_runs import sentence
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
+from lockstep.data.columns import Columns
 from lockstep.data.prepare import prepare
+from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import share
 from lockstep.training.data_loader import StepLoader
+from support.harness import TINY, build, digest
+from support.task_runs import sentence
 
 SHARDS = 5
 Rows = list[dict[str, Any]]
@@ -99,3 +103,70 @@ def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:
 
 
 LM: dict[str, Any] = {"task": {"name": "language_modeling", "block_size": 24}}
+
+
+def mixture(folder: Path) -> dict[str, Any]:
+    files = [write(folder / f"{name}.jsonl", rows_of(60, ord(name))) for name in "ab"]
+    held = write(folder / "held.jsonl", rows_of(20, 9))
+    sources = [{"source": str(file), "weight": [[0, 2], [3, 1 + place]]} for place, file in enumerate(files)]
+    return {"sources": [sources[0] | {"validation": str(held)}, sources[1]], "max_length": 32}
+
+
+def changed(path: Path, how: str) -> None:
+    """What may become of a shard: `other` keeps its size and its time."""
+    before = path.stat()
+    if how == "gone":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[: before.st_size // 2])
+    elif how == "unlike":
+        path.write_text(path.read_text().replace("joy", "fun"))
+    else:
+        path.write_text(path.read_text().replace("dog", "god").replace("the", "eht").replace("runs", "snur"))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def trained(world: World, run: Run) -> dict[str, Any]:
+    """Steps of two epochs, and the weights of the model."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    losses = [float(strategy.train_step(batch, 5e-3).loss) for batch in feed.steps(0)]
+    weights = strategy.export()
+    return {"losses": losses, "weights": digest(weights) if weights is not None else None}
+
+
+SIZES = [40] * 7
+
+
+SMALL: dict[str, Any] = {"stream_window": 16}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return shards(tmp_path / "data", ".jsonl.gz", SIZES)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def batches(feed: StepLoader, after: int = 0) -> list[Any]:
+    return [
+        (b.ids.tolist(), [(m.inputs["input_ids"].tolist(), m.targets.tolist()) for m in b.micro_batches])
+        for b in feed.steps(after)
+    ]
+
+
+LISTS = ("input_ids", "target_ids", "targets", "starts", "token_type_ids", "sizes", "stops")
+
+
+NUMBERS = ("label", "count", "bytes", "words", "chosen", "width")
+
+
+def examples_of(columns: Columns) -> list[tuple[Any, ...]]:
+    lists = [columns.ragged(n) for n in columns.names if n in LISTS]
+    flat = [columns.flat(n) for n in columns.names if n in NUMBERS]
+    return [
+        (*(tuple(each.row(i).tolist()) for each in lists), *(int(each[i]) for each in flat))
+        for i in range(len(columns))
+    ]

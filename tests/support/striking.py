@@ -4,7 +4,6 @@ In: a seed. Out: a world, a strategy and a list of strikes (`struck.py`), carrie
 those of one that nobody touched.
 """
 
-from support.places import TESTS_PATH
 import json
 import random
 import shutil
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from support.command import LOCKSTEP, RUN, bits, each_step_once, ended, start, write
+from support.places import TESTS_PATH
 from support.struck import EXCHANGE, PHASES
 
 VALUES = {"micro_batches": 8, "steps": 60}  # a strike that comes late still finds an evaluation or a checkpoint
@@ -89,7 +89,9 @@ def ended_after(job: Job, folder: Path, cache: Path, *words: str, replaced: int 
         f"launch.max_restarts={replaced}",
     ]
     options += [f"launch.processes={job.world}", *words]
-    status, out, err = ended(start([*LOCKSTEP, "train", "run.yaml", *options], folder, cache, PYTHONPATH=TESTS_PATH), 900)
+    status, out, err = ended(
+        start([*LOCKSTEP, "train", "run.yaml", *options], folder, cache, PYTHONPATH=TESTS_PATH), 900
+    )
     found = sorted(folder.glob("struck-*"), key=lambda path: int(path.name[7:]))
     job.done = [json.loads(path.read_text()) for path in found]
     job.restarted = (folder / "out/events.jsonl").read_text().count('"event": "start"') - 1

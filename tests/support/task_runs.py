@@ -10,9 +10,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from support.harness import TINY
-
 from lockstep.config.run import Run, load
+from lockstep.distributed.world import World
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.evaluation import evaluate
+from support.harness import TINY, build, digest
 
 WORDS = [
     "a",
@@ -133,3 +135,27 @@ def make(folder: Path, kind: str, *overrides: str, count: int = 90) -> Run:
         TINY | TASKS[kind] | {"data": {"source": str(folder / kind), "max_length": 32}, "output": str(folder / "out")}
     )
     return load(None, list(overrides), values | {"tokenizer": {"train": "bpe", "vocab_size": 400}})
+
+
+STEPS = 3
+
+
+def trained(world: World, run: Run) -> dict[str, Any]:
+    """A few steps, scores and samples."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    batches = [feed.make(t) for t in range(STEPS)]
+    results = [strategy.train_step(batch, 5e-3) for batch in batches]
+    counts = [[int(task.targets_in_batch(m.targets)) for m in b.micro_batches] for b in batches]
+    scores = evaluate(run, world, task, strategy, task.splits["validation"])
+    found = {
+        "loss": [float(r.loss) for r in results],
+        "norm": [float(r.grad_norm) for r in results],
+        "scores": scores,
+        "samples": task.samples(strategy.generate, strategy.forward),
+        "counts": counts,
+        "targets": [b.targets for b in batches],
+    }
+    state = strategy.state_dict()
+    strategy.close()
+    return found | {"digest": digest(state) if world.is_main else None}

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import build, digest, run_on
-from support.task_runs import make
 
 from lockstep.cli import main
 from lockstep.config.plugins import find
@@ -17,6 +15,8 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
+from support.harness import build, digest, run_on
+from support.task_runs import make
 
 pytest.importorskip("peft")
 KINDS = ["documents", "translation", "token_classification"]

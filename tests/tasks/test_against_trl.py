@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.harness import build
-from support.task_runs import make, sentence, write
 
 from lockstep.distributed.world import World
 from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
+from support.harness import build
+from support.task_runs import make, sentence, write
 
 pytestmark = pytest.mark.extras
 

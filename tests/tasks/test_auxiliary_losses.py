@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.harness import build, tiny
-from support.task_runs import make
-from test_padding import BERT, GROUPED
 from torch.nn.functional import cross_entropy
 
 from lockstep.config.plugins import find
@@ -17,6 +14,9 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.tasks.models import auxiliary_losses, model_configs, models, small_models
 from lockstep.tasks.models.decoding import Decoding
+from support.family_configs import BERT, GROUPED
+from support.harness import build, tiny
+from support.task_runs import make
 
 ROUTED = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
 ASKED = {"output_router_logits": True}

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import run_on
-from support.task_runs import make
-from test_tasks import trained
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from lockstep.config.run import RunError
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
 from lockstep.tasks.models import chunked_loss, storage_dtype
+from support.harness import run_on
+from support.task_runs import make, trained
 
 VOCABULARY = 97
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.harness import build, tiny
-from support.marks import slow
-from test_padding import BERT, GROUPED
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
@@ -21,6 +18,9 @@ from lockstep.cli import main
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.tasks.models import config_entries, inert_entries, model_configs, small_models
+from support.family_configs import BERT, GROUPED
+from support.harness import build, tiny
+from support.marks import slow
 
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}
 DEEPSEEK = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "head_dim": 8}

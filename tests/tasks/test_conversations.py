@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset
-from support.harness import run_on
-from support.task_runs import GPT2, TASKS, make, write
-from test_tasks import trained
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -24,6 +21,8 @@ from lockstep.data.prepare import prepare
 from lockstep.data.splitting import warnings
 from lockstep.data.tokens import VERSION, content, digest
 from lockstep.tasks.language_modeling import LanguageModeling
+from support.harness import run_on
+from support.task_runs import GPT2, TASKS, make, trained, write
 
 PLAIN = str(TASKS["messages"]["task"]["chat_template"])
 # As those of reasoning models do: what an earlier turn thought is left out once another turn follows.

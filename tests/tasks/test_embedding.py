@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.task_runs import make, write
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError
@@ -22,6 +21,7 @@ from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.tasks.embedding import Embedding
 from lockstep.tasks.models import pooling, retrieval
+from support.task_runs import make, write
 
 SCORED = "task={name: embedding, anchor: anchor, positive: negative, score: score, score_range: [0, 5]}"
 PAIRS = "task={name: embedding}"

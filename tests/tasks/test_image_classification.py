@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.harness import run_on
-from support.marks import slow
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -23,6 +21,8 @@ from lockstep.tasks import image_classification
 from lockstep.tools.init import init as starter
 from lockstep.tools.init.machine_defaults import MachineInfo
 from lockstep.training.predicting import predictions
+from support.harness import run_on
+from support.marks import slow
 
 LABELS = ("bar", "cross", "disc")
 VIT: dict[str, Any] = {

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support import own_scores
 import pytest
 import torch
-from support.browser import CHROMIUM, browser
-from support.label_runs import make
-from test_predict import numbers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.training.predicting import predictions
+from support import own_scores
+from support.browser import CHROMIUM, browser
+from support.label_runs import make
+from support.predictions import numbers
 
 ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=20", "optim.learning_rate=1e-2")
 KINDS = ("lists", "two", "number", "numbers")

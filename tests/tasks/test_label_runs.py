@@ -4,10 +4,7 @@ processes; and functions of the user's on predictions that are all there, in ord
 from pathlib import Path
 from typing import Any
 
-from support import own_scores
 import pytest
-from support.harness import build, digest, run_on
-from support.label_runs import KINDS, make
 
 from lockstep.cli import main
 from lockstep.config.run import Run
@@ -17,6 +14,9 @@ from lockstep.tasks import own_metrics
 from lockstep.tasks.classification import Classification
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate_with_tables
+from support import own_scores
+from support.harness import build, digest, run_on
+from support.label_runs import KINDS, make
 
 OWN = "metrics=[support.own_scores.order,support.own_scores.mean_of_predictions,support.own_scores.drawing]"
 

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.harness import build, run_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.task_runs import GPT2, make, sentence
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
@@ -25,6 +23,8 @@ from lockstep.distributed.world import World
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models.decoding import Decoding, by_forward
 from lockstep.training.evaluation import evaluate
+from support.harness import build, run_on
+from support.task_runs import GPT2, make, sentence
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.task_runs import make
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError
@@ -19,6 +18,7 @@ from lockstep.data import masking
 from lockstep.data.batch import IGNORED
 from lockstep.data.prepare import prepare
 from lockstep.tasks.masked_language_modeling import MaskedLanguageModeling
+from support.task_runs import make
 
 WORDPIECE = "tokenizer={train: wordpiece, vocab_size: 60}"  # words fall into pieces
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.harness import build, digest, run_on, tiny
 from torch import Tensor, nn
 
 from lockstep.config.run import Run
@@ -21,6 +20,7 @@ from lockstep.training import recording
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import for_rank
+from support.harness import build, digest, run_on, tiny
 
 dice = random.Random(5)  # for `own_generators`
 

@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support import own_scores
 import pytest
-from support.harness import TINY, build, run_on
-from support.own_modules import TOY, job
-from support.task_runs import BERT, MARIAN, TASKS, make, rows_of, write
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
@@ -22,6 +18,10 @@ from lockstep.tasks.models.qa_spans import normal
 from lockstep.track.report import predictions
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate, evaluate_with_tables
+from support import own_scores
+from support.harness import TINY, build, run_on
+from support.own_modules import TOY, job
+from support.task_runs import BERT, MARIAN, TASKS, make, rows_of, write
 
 # kind -> the function that is given its predictions, and what its numbers are called by the task itself
 TOKENS = ("tokens", {"own_accuracy": "accuracy"})
@@ -199,7 +199,10 @@ def test_margins_go_from_the_least_to_the_greatest(kind: str, alone: dict, table
 
 def test_what_one_function_changes_the_next_one_does_not_see(folder: Path) -> None:
     run = run_of(
-        folder, "token_classification", "metrics=[support.own_scores.emptying,support.own_scores.tags]", "strategy.name=single"
+        folder,
+        "token_classification",
+        "metrics=[support.own_scores.emptying,support.own_scores.tags]",
+        "strategy.name=single",
     )
     world = World(run)
     task, strategy = build(run, world)

@@ -1,18 +1,18 @@
 """The task `module`: a model, data and a loss of one's own; what is found out about them, and what is refused."""
 
-from support.places import ROOT
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from support.own_modules import TOY, found_of, job
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
 from lockstep.tasks.module import Module
 from lockstep.tasks.modules import user_functions
+from support.own_modules import TOY, found_of, job
+from support.places import ROOT
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.own_modules import MEAN, NET, NET_FUNCTIONS, found_of, job
 
 import lockstep
 from lockstep.checkpoint.manifest import code_of
@@ -18,6 +17,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.tasks.module import Module
 from lockstep.tasks.modules.dataset import INPUT
+from support.own_modules import MEAN, NET, NET_FUNCTIONS, found_of, job
 
 HEAD = MEAN.partition("def data")[0]
 TAIL = "\n\ndef loss(outputs, answers):\n    return torch.nn.functional.mse_loss(outputs, answers)\n\n"

@@ -1,14 +1,14 @@
 """The examples of runs/own: their length, that each trains, and that two processes have the bits of one."""
 
-from support.places import ROOT
 from pathlib import Path
 
 import pytest
-from support.harness import run_on
-from support.marks import slow
 
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
+from support.harness import run_on
+from support.marks import slow
+from support.places import ROOT
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "runs/own").glob("*.yaml"))
 LINES = dict.fromkeys(EXAMPLES, 60) | {"translation": 105}  # with the number words

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import lockstep_environment
-from support.own_modules import MEAN
 
 from lockstep import api
 from lockstep.config import plugins
 from lockstep.config.run import RunError
 from lockstep.tools import import_path
+from support.harness import lockstep_environment
+from support.own_modules import MEAN
 
 SCRIPT = f"""
 import lockstep

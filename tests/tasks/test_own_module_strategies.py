@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import run_on
-from support.marks import slow
-from support.own_modules import MEAN, NET, NET_FUNCTIONS, job
 from safetensors.torch import load_file
 from torch import nn
 
@@ -18,6 +15,9 @@ from lockstep.distributed.world import World
 from lockstep.strategies.engines import layers
 from lockstep.tasks.module import Module
 from lockstep.training.resolve import resolve_strategy
+from support.harness import run_on
+from support.marks import slow
+from support.own_modules import MEAN, NET, NET_FUNCTIONS, job
 
 pytestmark = pytest.mark.processes
 

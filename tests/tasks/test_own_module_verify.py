@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
-from support.harness import run_on
-from support.marks import slow
 
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.tools.verify import compare, findings
 from lockstep.training import recording
 from lockstep.training.resolve import for_rank
+from support.harness import run_on
+from support.marks import slow
 
 pytestmark = pytest.mark.processes
 
@@ -28,7 +28,8 @@ def recorded(world: World, run: Run) -> int:
 def of(model: str, strategy: str, ranks: int, folder: Path) -> Path:
     task = {"name": "module", "data": "support.buggy_modules.data", "loss": "support.buggy_modules.loss"}
     values = {
-        "task": task | {"model": f"support.{'buggy_across_ranks' if model == 'AcrossRanks' else 'buggy_modules'}.{model}"},
+        "task": task
+        | {"model": f"support.{'buggy_across_ranks' if model == 'AcrossRanks' else 'buggy_modules'}.{model}"},
         "output": str(folder / strategy),
         "strategy": {"name": strategy},
         "steps": 3,

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.contributed import example
-from support.harness import TINY, run_on
-from support.marks import slow
 from safetensors.torch import load_file
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.training.summary import digest_of
+from support.contributed import example
+from support.harness import TINY, run_on
+from support.marks import slow
 
 pytestmark = pytest.mark.processes
 

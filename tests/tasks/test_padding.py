@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support.harness import build, digest, run_on, tiny
-from support.task_runs import MARIAN, make
 from torch import Tensor, nn
 
 from lockstep.config.plugins import find
@@ -20,9 +18,10 @@ from lockstep.tasks.models import model_configs, models, padding, unpadded
 from lockstep.tasks.models.decoding import Decoding, by_transformers
 from lockstep.training import model_stats
 from lockstep.training.data_loader import StepLoader
+from support.family_configs import BERT, GROUPED, batch, gradients
+from support.harness import build, digest, run_on, tiny
+from support.task_runs import MARIAN, make
 
-BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-GROUPED = BERT | {"num_attention_heads": 4, "num_key_value_heads": 2}
 MARIAN_CONFIG = MARIAN["config"] | {"max_position_embeddings": 64, "decoder_vocab_size": 60}
 DEBERTA = BERT | {"pooler_hidden_size": 32}
 T5 = {"num_layers": 2, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2}
@@ -61,13 +60,6 @@ def made(family: str, attention: str | None) -> nn.Module:
     return model
 
 
-def batch(lengths: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
-    mask = (torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]).long()
-    ids = torch.randint(5, 60, mask.shape, generator=torch.Generator().manual_seed(seed))
-    ids[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = 2
-    return ids * mask + (1 - mask), mask
-
-
 def inputs_of(family: str, lengths: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor | slice]:
     """The inputs, and which of the logits are of real tokens."""
     ids, mask = batch(lengths, 0)
@@ -76,11 +68,6 @@ def inputs_of(family: str, lengths: tuple[int, ...]) -> tuple[dict[str, Tensor],
         read, mask = batch(lengths[::-1], 1)
         inputs |= {"decoder_input_ids": read, "decoder_attention_mask": mask}
     return inputs, slice(None) if head == "classification" else mask.bool()
-
-
-def gradients(model: nn.Module, logits: Tensor) -> list[Tensor]:
-    (logits.float() * torch.arange(logits.numel()).sin().view_as(logits)).sum().backward()
-    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
 @pytest.mark.parametrize("written_out", [True, False], ids=["written out", "torch's"])

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import TINY
-from support.task_runs import BERT, make, write
 
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.training.predicting import predictions
+from support.harness import TINY
+from support.predictions import numbers
+from support.task_runs import BERT, make, write
 
 KINDS = ["classification", "documents", "prompts", "messages", "translation", "token_classification"]
 ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=4")
@@ -34,12 +35,6 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         assert main(["train", str(folder / "run.yaml")]) == 0
         found[kind] = folder / "out"
     return found
-
-
-def numbers(text: str) -> dict[str, list[float]]:
-    """The rows of the table."""
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")]
-    return {name: [float(value.replace(",", "")) for value in values] for name, *values in rows}
 
 
 @pytest.mark.processes

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.harness import TINY
 from safetensors.torch import load_file
-from support.task_runs import write
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
 from lockstep.tasks.models.batched_inference import answers
 from lockstep.training.predicting import predictions, row_of
+from support.harness import TINY
+from support.task_runs import write
 
 ONE = ("launch.processes=1", "strategy=single", "micro_batches=2")
 TEXTS = ["i feel wonderful", "so sad, really sad today", "", 'he said "no", and left', "a"] * 8

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.harness import build, tiny
 from safetensors.numpy import load_file, save_file
-from support.task_runs import GPT2, TEMPLATE, make, write
 
 from lockstep.cli import main
 from lockstep.config.plugins import find
@@ -22,6 +20,8 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.training.evaluation import evaluate
+from support.harness import build, tiny
+from support.task_runs import GPT2, TEMPLATE, make, write
 
 ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=4")
 PAIR = {"prompt": "the dog", "chosen": "sees a cat", "rejected": "runs"}

@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.harness import TINY, digest, lockstep_environment, run_on, tiny
-from support.harness import build as built
-from support.task_runs import TASKS, make
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForSequenceClassification,
@@ -36,6 +33,9 @@ from lockstep.tasks.models import models as models_of
 from lockstep.tasks.models.models import build
 from lockstep.tasks.translation import Translation
 from lockstep.training.data_loader import StepLoader
+from support.harness import TINY, digest, lockstep_environment, run_on, tiny
+from support.harness import build as built
+from support.task_runs import TASKS, make
 
 
 def saved(folder: Path, kind: str) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import build, digest, run_on, tiny
-from support.task_runs import make
 from transformers.pytorch_utils import Conv1D
 
 from lockstep.cli import main
@@ -23,6 +21,8 @@ from lockstep.tasks.models import quantized, storage_dtype
 from lockstep.training import model_stats
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
+from support.harness import build, digest, run_on, tiny
+from support.task_runs import make
 
 WIDE = {
     "documents": ["model.config.n_embd=64"],

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.task_runs import WORDS, make, write
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError
@@ -21,6 +20,7 @@ from lockstep.data.prepare import prepare
 from lockstep.data.qa_features import Window
 from lockstep.tasks.models import qa_spans
 from lockstep.tasks.question_answering import QuestionAnswering
+from support.task_runs import WORDS, make, write
 
 
 def task_of(run: Run) -> QuestionAnswering:

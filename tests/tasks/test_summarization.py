@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.task_runs import MARIAN, sentence, write
 
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.tasks.models.rouge import NAMES, Rouge, f_measures, words
 from lockstep.tasks.summarization import Summarization
+from support.task_runs import MARIAN, sentence, write
 
 
 def texts(count: int) -> tuple[list[str], list[str]]:

@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import task_runs
 import torch
-from support.harness import build, digest, run_on
-from support.task_runs import TASKS
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
@@ -17,39 +14,19 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.native import Native
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.evaluation import evaluate
+from support import task_runs
+from support.harness import build, run_on
+from support.task_runs import TASKS, trained
 
 pytestmark = pytest.mark.processes
 
 
-STEPS = 3
 KINDS = sorted(TASKS)
 
 
 def make(folder: Path, kind: str, *overrides: str) -> Run:
     """Of few enough examples that the third step is a short one, the last of its epoch."""
     return task_runs.make(folder, kind, *overrides, count=45)
-
-
-def trained(world: World, run: Run) -> dict[str, Any]:
-    """A few steps, scores and samples."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
-    batches = [feed.make(t) for t in range(STEPS)]
-    results = [strategy.train_step(batch, 5e-3) for batch in batches]
-    counts = [[int(task.targets_in_batch(m.targets)) for m in b.micro_batches] for b in batches]
-    scores = evaluate(run, world, task, strategy, task.splits["validation"])
-    found = {
-        "loss": [float(r.loss) for r in results],
-        "norm": [float(r.grad_norm) for r in results],
-        "scores": scores,
-        "samples": task.samples(strategy.generate, strategy.forward),
-        "counts": counts,
-        "targets": [b.targets for b in batches],
-    }
-    state = strategy.state_dict()
-    strategy.close()
-    return found | {"digest": digest(state) if world.is_main else None}
 
 
 @pytest.fixture(scope="module")

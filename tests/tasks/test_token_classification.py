@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.task_runs import make, write
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError
@@ -17,6 +16,7 @@ from lockstep.data.prepare import prepare
 from lockstep.tasks.models.tags import entities, parts
 from lockstep.tasks.task import spread_rows
 from lockstep.tasks.token_classification import TokenClassification
+from support.task_runs import make, write
 
 # tags -> the entities that conlleval finds (worked out by hand)
 MARKED = {

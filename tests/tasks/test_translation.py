@@ -13,9 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.harness import build, run_on
-from support.task_runs import MARIAN, make, sentence, write
-from test_tasks import trained
 
 from lockstep.cli import main
 from lockstep.config import plugins
@@ -28,6 +25,8 @@ from lockstep.tasks.models.decoding import Decoding, by_forward, by_transformers
 from lockstep.tasks.translation import Translation
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
+from support.harness import build, run_on
+from support.task_runs import MARIAN, make, sentence, trained, write
 
 pytest.importorskip("sacrebleu")
 from sacrebleu.metrics.bleu import BLEU

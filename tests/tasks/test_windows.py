@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.harness import build, tiny
-from support.task_runs import make
-from test_padding import BERT, GROUPED, batch, gradients
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import masking_utils
@@ -28,6 +25,9 @@ from lockstep.distributed.world import World
 from lockstep.tasks.models import model_configs, models, padding, unpadded
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
+from support.family_configs import BERT, GROUPED, batch, gradients
+from support.harness import build, tiny
+from support.task_runs import make
 
 WINDOW = 5  # tokens; below most of LENGTHS
 HEADS_OF_16 = GROUPED | {"head_dim": 16}

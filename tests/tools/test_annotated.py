@@ -10,8 +10,6 @@ from pathlib import Path
 
 import datasets
 import pytest
-from support.harness import lockstep_environment
-from test_init import LAPTOP, written
 
 from lockstep.cli import main
 from lockstep.config import plugins
@@ -20,6 +18,8 @@ from lockstep.data import annotated, conversations, source
 from lockstep.data.prepare import prepare
 from lockstep.tools.init import machine_defaults
 from lockstep.training import predicting
+from support.harness import lockstep_environment
+from support.init_runs import LAPTOP, written
 
 WORDS = ["the", "sun", "went", "down", "over", "my", "house", "again", "until", "nobody", "was", "there"]
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.harness import TINY
 from safetensors.torch import load_file, save_file
 
 from lockstep.checkpoint.manifest import Manifest, read_manifest
@@ -18,6 +17,7 @@ from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.tools import attest
 from lockstep.training import fingerprints
+from support.harness import TINY
 
 pytestmark = pytest.mark.processes
 

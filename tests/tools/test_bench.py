@@ -1,6 +1,5 @@
 """`lockstep bench`: what it finds, what it says of jobs that cannot run, and its arithmetic."""
 
-from support.places import TESTS_PATH
 import json
 import os
 import re
@@ -8,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command import LOCKSTEP, STEPS, ended, start, write
-from support.harness import TINY
 
 from lockstep.cli import main
 from lockstep.config.run import load
@@ -17,7 +14,9 @@ from lockstep.strategies.allreduce import AllReduce
 from lockstep.tools.bench.bench import rows_of
 from lockstep.tools.bench.bench_results import Bench, BenchRow, details, efficiency, plots, reasons, table
 from lockstep.training.timing import RankMemory, Timing
-
+from support.command import LOCKSTEP, STEPS, ended, start, write
+from support.harness import TINY
+from support.places import TESTS_PATH
 
 
 class Crashing(AllReduce):

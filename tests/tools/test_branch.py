@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import stream_runs
-from support.harness import TINY
 
 from lockstep.checkpoint.manifest import name_of, newest_first
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
 from lockstep.tools.branch import load_of, parsed
-from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
+from support import stream_runs
+from support.branches import began_at, weights_of
+from support.harness import TINY
 
 ONE = ("strategy.name=single", "launch.processes=1", "micro_batches=4")
 RATE = {"learning_rate": 5e-3, "warmup_steps": 2, "schedule": "wsd", "decay_steps": 3, "max_grad_norm": 0.5}
@@ -34,15 +34,6 @@ def written(folder: Path, name: str, *overrides: str, **values: Any) -> Path:
 def trained(folder: Path, name: str, *overrides: str, **values: Any) -> Path:
     assert main(["train", str(written(folder, name, *overrides, **values))]) == 0
     return folder / name
-
-
-def weights_of(output: Path) -> str:
-    (line,) = [line for line in lines_of(output / "events.jsonl", ("event", "step")) if line["event"] == "finish"]
-    return str(line["weights"])
-
-
-def began_at(output: Path) -> list[int]:
-    return [line["step"] for line in lines_of(output / "events.jsonl", ("event", "step")) if line["event"] == "start"]
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.command import LOCKSTEP, ended, start_anew, write
-from support.harness import run_on, tiny
-from support.marks import long
-from test_planner import simulated
 
 from lockstep.cli import main
 from lockstep.config.run import Run
@@ -22,6 +18,10 @@ from lockstep.tools.planner import devices
 from lockstep.tools.planner.devices import Device, Link
 from lockstep.tools.planner.estimate import computed, estimate, travelling
 from lockstep.training.resolve import for_rank
+from support.command import LOCKSTEP, ended, start_anew, write
+from support.harness import run_on, tiny
+from support.marks import long
+from support.planned_memory import simulated
 
 SIZES, MESSAGES = (2**12, 2**18), (2**10, 2**14, 2**16)  # bytes
 

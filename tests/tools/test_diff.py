@@ -7,17 +7,17 @@ import json
 import shutil
 from pathlib import Path
 
-from support import planted
 import pytest
-from support.harness import TINY
-from support.planted import MICRO_BATCH, STEP, WEIGHT
 
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.tools.diff import first_parting
 from lockstep.training import fingerprints
+from support import planted
+from support.diffs import ONE, told
+from support.harness import TINY
+from support.planted import MICRO_BATCH, STEP, WEIGHT
 
-ONE = ("strategy.name=single", "launch.processes=1", "steps=9", "checkpoint.every=4", "checkpoint.keep=5")
 pytestmark = pytest.mark.processes
 
 
@@ -31,12 +31,6 @@ def trained(folder: Path, name: str, *overrides: str, **values: object) -> Path:
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("right"), "right")
-
-
-def told(a: Path, b: Path, capfd: pytest.CaptureFixture[str], *words: str, status: int = 1) -> str:
-    capfd.readouterr()
-    assert main(["diff", str(a), str(b), *words]) == status
-    return " ".join(capfd.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from support import stream_runs
-from support.planted import MICRO_BATCH, STEP, WEIGHT
-from test_diff import ONE, told
-from test_guard_data import mixture
 
 from lockstep.cli import main
 from lockstep.config.run import Run, load
+from support import stream_runs
+from support.diffs import ONE, told
+from support.planted import MICRO_BATCH, STEP, WEIGHT
+from support.stream_runs import mixture
 
 pytestmark = pytest.mark.processes
 

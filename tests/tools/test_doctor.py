@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.harness import lockstep_environment, run_on
 
 from lockstep.cli import main
 from lockstep.distributed.world import World
 from lockstep.tools.doctor import between_ranks, doctor, machine
+from support.harness import lockstep_environment, run_on
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 

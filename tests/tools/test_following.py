@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.command import TINY
-from support.harness import lockstep_environment
 
 import lockstep
 from lockstep import api
 from lockstep.distributed import job_record
 from lockstep.tools import notebook
 from lockstep.tools.event_stream import Event, Following
+from support.command import TINY
+from support.harness import lockstep_environment
 
 
 def add(folder: Path, name: str, *lines: dict[str, Any]) -> None:

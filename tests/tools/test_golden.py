@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from support.places import TESTS
 import json
 import os
 from pathlib import Path
 
 import pytest
-from support.harness import TINY
 
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.distributed.event_log import versions
 from lockstep.distributed.processor import processor
 from lockstep.strategies.exact import optim
+from support.harness import TINY
+from support.places import TESTS
 
 pytestmark = pytest.mark.processes
 

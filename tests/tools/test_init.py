@@ -1,22 +1,19 @@
 """`lockstep init`: columns are found, the file loads and trains as it is, and nothing is replaced unasked."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.harness import lockstep_environment
 
 from lockstep.cli import main
-from lockstep.config.run import Run, load
+from lockstep.config.run import load
 from lockstep.tasks.classification import Classification
-from lockstep.tools.init import machine_defaults, prompts
+from lockstep.tools.init import machine_defaults
+from support.harness import lockstep_environment
+from support.init_runs import EMOTION, LAPTOP, answering, jsonl, written
 
-LAPTOP = machine_defaults.MachineInfo(cores=2, gpus=0, bf16=False, hub=False)
 SERVER = machine_defaults.MachineInfo(cores=64, gpus=16, bf16=True, hub=True)
-FEELINGS = ["sadness", "joy"]
-EMOTION = [{"id": i, "text": f"i feel {FEELINGS[i % 2]} today {i}", "mood": FEELINGS[i % 2]} for i in range(120)]
 
 
 @pytest.fixture
@@ -25,16 +22,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: LAPTOP))
     return tmp_path
-
-
-def jsonl(folder: Path, rows: list[dict], name: str = "train.jsonl") -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text("\n".join(map(json.dumps, rows)))
-
-
-def written(*words: str, path: str = "run.yaml") -> Run:
-    assert main(["init", path, "--yes", *words]) == 0
-    return load(path, [])
 
 
 # rows -> the `task` section that is guessed
@@ -197,21 +184,6 @@ def test_t5_is_asked_in_its_own_words(here: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     jsonl(here / "data", COLUMNS["two languages"][0])
     assert written("--data", "data").task.options["prefix"] == "translate English to German: "
-
-
-def answering(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
-    asked: list[str] = []
-    left = list(answers)
-
-    def answer(question: str) -> str:
-        asked.append(question)
-        if not left:
-            raise EOFError
-        return left.pop(0)
-
-    monkeypatch.setattr(prompts, "can_ask", lambda: True)
-    monkeypatch.setattr("builtins.input", answer)
-    return asked
 
 
 def test_a_person_is_asked(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from test_init import LAPTOP, written
-from test_init_shapes import check_arithmetic
 
 from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.tools.init import machine_defaults
+from support.init_runs import LAPTOP, check_arithmetic, written
 
 WORDS = ("sad", "happy", "tired", "the", "sun", "went", "down", "over", "my", "house", "again", "until", "nobody")
 

@@ -10,19 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.harness import lockstep_environment
-from test_init import EMOTION, LAPTOP, answering, jsonl, written
 
 from lockstep.cli import main
 from lockstep.config import plugins
-from lockstep.config.run import Run, RunError, load
-from lockstep.data.order import Order, total_steps
+from lockstep.config.run import RunError, load
 from lockstep.data.prepare import prepare
-from lockstep.data.tokens import examples_in
 from lockstep.tasks.models import models
 from lockstep.tools.init import columns, detect_layout, fit, machine_defaults, prompts
 from lockstep.tools.init.init import _unread
 from lockstep.track.console import Console
+from support.harness import lockstep_environment
+from support.init_runs import EMOTION, LAPTOP, answering, check_arithmetic, jsonl, steps_in, written
 
 
 @pytest.fixture
@@ -30,24 +28,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: LAPTOP))
     return tmp_path
-
-
-def steps_in(run: Run) -> tuple[int, int, int]:
-    """Examples, steps an epoch and in all, as training has them."""
-    examples = examples_in(prepare(run, plugins.find("tasks", run.task.name)).splits["train"])  # type: ignore[arg-type]
-    epoch = Order(examples, run.batch_size, run.seed).steps_per_epoch
-    return examples, epoch, total_steps(run.epochs, run.steps, epoch)
-
-
-def check_arithmetic(path: Path) -> None:
-    """What the file says is what training does, and its intervals come due before the end."""
-    run = load(path, [])
-    examples, epoch, total = steps_in(run)
-    text = path.read_text().replace("\n# ", " ")
-    assert f"{examples:,} " in text
-    assert f"{epoch:,} steps an epoch, {total:,} in all" in text
-    for every in (run.evaluate.every, run.checkpoint.every, run.track.every):
-        assert 0 < (epoch if every == "epoch" else every) < total
 
 
 # -- local files -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """`lockstep init --from`: files of other systems become run files; docs/coming-from.md says the same as the tables."""
 
-from support.places import ROOT
 import dataclasses
 import json
 import re
@@ -15,6 +14,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.tools.import_config import axolotl, engines, llama_factory, trainer, trl
 from lockstep.tools.import_config.table import Row, Table
+from support.places import ROOT
 
 PAGE = (ROOT / "docs/coming-from.md").read_text()
 TABLES: dict[str, Table] = {

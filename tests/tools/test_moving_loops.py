@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.moving_scripts import ACCELERATE, DDP, LIGHTNING, NANO, QLORA, TRAINER, moved, refused
 
 from lockstep.cli import main
+from support.moving_scripts import ACCELERATE, DDP, LIGHTNING, NANO, QLORA, TRAINER, moved, refused
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from support.places import ROOT
 import ast
 import re
 from pathlib import Path
@@ -16,6 +15,7 @@ from lockstep.config.run import RunError, load
 from lockstep.tools.import_config import sagemaker
 from lockstep.tools.import_config.sagemaker import NEWER, TABLE, arguments, move
 from lockstep.tools.import_config.table import Imported
+from support.places import ROOT
 
 SECTION = (ROOT / "docs/coming-from.md").read_text().partition("\n## SageMaker\n")[2]
 SECTION = SECTION.partition("\n## ")[0]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import yaml
-from support.moving_scripts import DPO, QLORA, STOPPING, TRAINER, USUAL, moved, refused
 
 from lockstep.config.schedules import learning_rate
+from support.moving_scripts import DPO, QLORA, STOPPING, TRAINER, USUAL, moved, refused
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.command import STEPS, write
-from support.harness import tiny
 
 from lockstep.cli import main
 from lockstep.config.plugins import find
@@ -20,6 +18,8 @@ from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import strategy_class
 from lockstep.tools.import_config.import_config import FILL_IN
 from lockstep.training import resolve
+from support.command import STEPS, write
+from support.harness import tiny
 
 
 @pytest.fixture

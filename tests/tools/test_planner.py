@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.command import write
-from support.harness import tiny
 
 from lockstep.cli import main
 from lockstep.strategies.exact.reduce_schedule import links
@@ -23,8 +21,10 @@ from lockstep.tools.planner.estimate import (
     travelling,
     turns,
 )
-from lockstep.tools.planner.fake_world import Simulated
 from lockstep.tools.planner.planner import Plan, candidates, looked_at, ranked
+from support.command import write
+from support.harness import tiny
+from support.planned_memory import simulated
 
 
 @pytest.fixture
@@ -32,24 +32,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write(tmp_path)
     return tmp_path
-
-
-def simulated(**changed: object) -> Simulated:
-    """A rank of four, of two machines."""
-    told: dict = {
-        "rank": 0,
-        "at_rest": {"weights": 4},
-        "peak": 10,
-        "kinds": {"weights": 10},
-        "where": "backward",
-        "ops": [],
-        "sent": [],
-        "micro_batches": 2,
-        "tokens": 8.0,
-        "parameters": 1,
-        "trained": 1,
-    }
-    return Simulated(**(told | changed))
 
 
 @pytest.mark.parametrize("name", ["h100", "a100"])

@@ -1,6 +1,5 @@
 """The Python interface: the examples of docs/python.md, Ctrl-C, a parent that is gone, and a notebook."""
 
-from support.places import ROOT
 import os
 import re
 import signal
@@ -9,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command import RUN, ended, saved, start, step_of, until, write
-from support.harness import lockstep_environment
 
 import lockstep
 from lockstep.tools.subprocess_job import Child
+from support.command import RUN, ended, saved, start, step_of, until, write
+from support.harness import lockstep_environment
+from support.places import ROOT
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 LONG = RUN | {"steps": 5000, "output": "out", "checkpoint": {"every": 0}}  # saved when it is stopped, and only then

@@ -1,6 +1,5 @@
 """`lockstep doctor --selftest`: what keeps its promise, what does not, what cannot run, and a page without secrets."""
 
-from support.places import TESTS_PATH
 import json
 import os
 import socket
@@ -8,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command import ended, start
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.tools.doctor import machine, selftest
+from support.command import ended, start
+from support.places import TESTS_PATH
 
 
 class Refuses(AllReduce):

@@ -1,27 +1,20 @@
 """`lockstep plan --simulate` held to what real ranks take, counted storage by storage."""
 
-import gc
-import time
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from support.harness import build, run_on, tiny
-from support.marks import long, slow
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
-from lockstep.distributed.world import World
 from lockstep.strategies.engines.fsdp import roomy
-from lockstep.strategies.engines.simulated import Ledger, Storages, on_meta, without_numbers
-from lockstep.tools.planner.fake_world import Simulated, middle, simulate
-from lockstep.training.data_loader import StepLoader
+from lockstep.strategies.engines.simulated import Ledger, on_meta, without_numbers
+from lockstep.tools.planner.fake_world import Simulated
+from support.harness import run_on, tiny
+from support.marks import long, slow
+from support.planned_memory import DEEP, MODEL, NEAR, planned, taken
 
-NEAR = 0.05
-MODEL = {"type": "gpt2", "config": {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 32}}
-DEEP = MODEL | {"config": {**MODEL["config"], "n_layer": 4}}  # layers ahead are gathered, and a stage each is given
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "single": ("single", {}),
     "allreduce": ("allreduce", {}),
@@ -35,35 +28,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2 micro_batch": ("fsdp2", {"gather": "micro_batch"}),
     "pipeline": ("pipeline", {}),
 }
-
-
-@dataclass
-class Taken:
-    """Bytes of a real rank."""
-
-    at_rest: int
-    peak: int
-
-
-def taken(world: World, run: Run) -> Taken:
-    """The same steps as a simulation makes, with numbers."""
-    with Storages() as seen:
-        task, strategy = build(run, world)
-        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
-        usual, longest = feed.make(middle(feed)), feed.longest()
-        for _ in range(2):
-            strategy.train_step(usual, 1e-3)
-            time.sleep(0.3)  # gloo's threads let go
-            gc.collect()
-        at_rest = seen.alive
-        seen.restart()
-        strategy.train_step(longest, 1e-3)
-    strategy.close()
-    return Taken(at_rest, seen.peak.bytes)
-
-
-def planned(world: World, run: Run, ranks: int, rank: int) -> Simulated:
-    return simulate(run, ranks, rank, on_gpus=False)
 
 
 def of(case: str, **values: Any) -> Run:

@@ -4,13 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
-from support.command import LOCKSTEP, ended, start_anew, step_of, write
-from support.harness import run_on, tiny
-from test_simulated_memory import DEEP, NEAR, planned, taken
 
 from lockstep.tools.planner.devices import load as device_of
 from lockstep.tools.planner.fake_world import Simulated
 from lockstep.tools.planner.planner import candidates
+from support.command import LOCKSTEP, ended, start_anew, step_of, write
+from support.harness import run_on, tiny
+from support.planned_memory import DEEP, NEAR, planned, taken
 
 PROCESSES, BATCH = 2, 5
 CHOSEN = re.compile(r"^choose +(strategy\.name=.*)$", re.MULTILINE)

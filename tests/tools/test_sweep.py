@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from support.command import LOCKSTEP, bits, ended, finish, start, until, write
-from support.harness import TINY
 
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
@@ -19,6 +17,8 @@ from lockstep.tools.sweep.grid import format_value, parse, product
 from lockstep.tools.sweep.slots import Slots
 from lockstep.tools.sweep.sweep_file import Range, read
 from lockstep.tools.sweep.trial_names import name_of
+from support.command import LOCKSTEP, bits, ended, finish, start, until, write
+from support.harness import TINY
 
 NOTHING: dict[str, Any] = {"over": [], "metric": None, "split": None, "parallel": None, "search": None, "out": None}
 

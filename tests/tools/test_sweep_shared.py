@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command import LOCKSTEP, ended, start, until
-from support.harness import TINY
-from test_branch import began_at, weights_of
 
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.tools.sweep import prefixes
+from support.branches import began_at, weights_of
+from support.command import LOCKSTEP, ended, start, until
+from support.harness import TINY
 
 RATE = {"learning_rate": 5e-3, "warmup_steps": 2, "schedule": "wsd", "max_grad_norm": 0.5}
 VALUES = TINY | {"optim": RATE, "micro_batches": 4, "strategy": "single"}

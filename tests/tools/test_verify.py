@@ -1,13 +1,10 @@
 """`lockstep verify` finds the classic mistakes and names them, and lets every strategy pass that keeps its promise."""
 
-from support.places import TESTS_PATH
 import os
 from pathlib import Path
 
 import pytest
 import yaml
-from support.command import LOCKSTEP, TORCHRUN, ended, start
-from support.harness import TINY, run_on, tiny
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
@@ -15,10 +12,11 @@ from lockstep.tools.verify import compare, findings, tell
 from lockstep.track.console import Console
 from lockstep.training import recording
 from lockstep.training.resolve import for_rank
+from support.command import LOCKSTEP, TORCHRUN, ended, start
+from support.harness import TINY, run_on, tiny
+from support.places import TESTS_PATH
 
 pytestmark = pytest.mark.processes
-
-
 
 
 def recorded(world: World, run: Run) -> int:

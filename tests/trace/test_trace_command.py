@@ -1,6 +1,5 @@
 """`lockstep trace`, `diff`, `verify` and `report` on commands, as a user types them. Starts processes."""
 
-from support.places import TESTS
 import json
 import os
 import signal
@@ -10,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+
 from support.harness import lockstep_environment
+from support.places import TESTS
 
 pytestmark = pytest.mark.processes
 

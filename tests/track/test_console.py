@@ -11,40 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command import LOCKSTEP, finish, train, write
-from support.harness import lockstep_environment
 from rich.console import Console as RichConsole
 
 from lockstep.cli import main
-from lockstep.track.console import Console, Voice
+from lockstep.track.console import Console
+from support.command import LOCKSTEP, finish, train, write
+from support.consoles import TRAIN, console, screen
+from support.harness import lockstep_environment
 
-TRAIN = {
-    "loss": 0.43211,
-    "learning_rate": 3e-5,
-    "grad_norm": 1.5,
-    "examples_per_s": 1520.4,
-    "tokens_per_s": 33461.0,
-    "seconds_per_step": 0.5,
-    "padding": 1.2,
-}
 SYSTEM = {"cpu_percent/rank0": 99.0, "cpu_percent/rank1": 98.0, "memory_gb/rank0": 0.61, "memory_gb/rank1": 1.25}
-
-
-def console(
-    terminal: bool, voice: Voice = "normal", width: int = 100, loud: bool = True
-) -> tuple[Console, io.StringIO]:
-    """A console that writes into a buffer."""
-    told, out = Console(loud, voice=voice), io.StringIO()
-    told.rich = RichConsole(
-        file=out,
-        force_terminal=terminal,
-        width=width,
-        quiet=not loud,
-        highlight=False,
-        soft_wrap=True,
-        color_system=None,
-    )
-    return told, out
 
 
 def story(told: Console, place: str = "step 3") -> None:
@@ -60,24 +35,6 @@ def story(told: Console, place: str = "step 3") -> None:
     told.stop()
     told.say("stopped on request")
     told.table("results", ["", "test"], [["accuracy", "0.9"]])
-
-
-def screen(text: str) -> list[str]:
-    """The lines that are left when a terminal has done what it was told."""
-    lines, row = [""], 0
-    for piece in re.findall(r"\x1b\[[0-9?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
-        if piece == "\n":
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif piece == "\r":
-            column = 0  # noqa: F841 - whatever follows is written from the left
-        elif piece == "\x1b[2K":
-            lines[row] = ""
-        elif re.fullmatch(r"\x1b\[\d*A", piece):
-            row -= int(piece[2:-1] or 1)
-        elif not piece.startswith("\x1b"):
-            lines[row] += piece
-    return [line.rstrip() for line in lines]
 
 
 def test_on_a_terminal_the_bar_has_all_that_one_wants_to_know() -> None:

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, Features, Value
-from support.harness import tiny
 from rich.cells import cell_len
-from test_console import TRAIN, console, screen
 
 from lockstep.data import downloads, tokens
 from lockstep.distributed.activity import ACTIVITY
@@ -20,6 +18,8 @@ from lockstep.track import busy
 from lockstep.track.best import Best
 from lockstep.track.samples import joined, on_a_line
 from lockstep.training.summary import parameters, what_next
+from support.consoles import TRAIN, console, screen
+from support.harness import tiny
 
 # -- while nothing else is said --------------------------------------------------------------------------------------
 

@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from support.browser import CHROMIUM, browser
-from test_report import folder_of, text_of
 
 from lockstep.cli import main
 from lockstep.distributed import job_record
@@ -17,6 +15,8 @@ from lockstep.track.report import charts, panels, predictions
 from lockstep.track.report.charts import ChartStyle, lines
 from lockstep.track.report.history import read
 from lockstep.track.report.report import Live, write_report
+from support.browser import CHROMIUM, browser
+from support.reports import folder_of, text_of
 
 
 def below(chart: str) -> list[str]:

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from support.command import finish, write
-from support.harness import TINY, run_on, tiny
 
 from lockstep import api
 from lockstep.checkpoint import card
@@ -26,6 +24,8 @@ from lockstep.track import console
 from lockstep.track.report.report import write_report
 from lockstep.track.tracker import Tracker
 from lockstep.track.trackers import Trackers, reason
+from support.command import finish, write
+from support.harness import TINY, run_on, tiny
 
 TOKEN = "glpat-" + "a" * 22
 WORDS = """tr0ub & "dour" 'n 3"""  # a password that HTML, YAML and addresses write in another way

@@ -1,6 +1,5 @@
 """`lockstep status`, `logs` and `stop` from another terminal than the one that trains."""
 
-from support.places import TESTS_PATH
 import errno
 import json
 import os
@@ -13,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.command import LOCKSTEP, STEPS, TORCHRUN, bits, ended, saved, start, step_of, train, until, write
-from support.harness import tiny
 
 from lockstep.cli import main
 from lockstep.config.run import load
@@ -23,6 +20,9 @@ from lockstep.distributed.job_record import TRAIN, JobRecord, Process, State
 from lockstep.distributed.world import World
 from lockstep.tools.commands.status import advice, run_of
 from lockstep.training.rank import note_end
+from support.command import LOCKSTEP, STEPS, TORCHRUN, bits, ended, saved, start, step_of, train, until, write
+from support.harness import tiny
+from support.places import TESTS_PATH
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 

@@ -1,6 +1,5 @@
 """Trackers that fail, a network or a key that is missing, a full disk: named once, and training goes on."""
 
-from support.places import ROOT
 import json
 import math
 import os
@@ -10,13 +9,14 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.command import finish, lines, write
-from support.harness import run_on, tiny
-from test_trackers import numbers, there
-from support.wandb_file import records
 
 from lockstep.distributed.world import World
 from lockstep.track.trackers import Trackers
+from support.command import finish, lines, write
+from support.harness import run_on, tiny
+from support.places import ROOT
+from support.tracked import numbers, there
+from support.wandb_file import records
 
 FAILING = """
 import sys

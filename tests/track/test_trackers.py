@@ -1,6 +1,5 @@
 """What each tracker logs is read back from its own store; the keys of trackers; what ranks take of their machines."""
 
-from support.places import ROOT, TESTS_PATH
 import json
 import os
 import signal
@@ -12,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command import LOCKSTEP, STEPS, bits, ended, lines, ranks_of, start, train, until, write
-from support.harness import run_on, tiny
-from support.wandb_file import records
 
 from lockstep.checkpoint.manifest import read_manifest
 from lockstep.config import plugins
@@ -23,19 +19,14 @@ from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.distributed.world import World
 from lockstep.track import tracker as interface
 from lockstep.track.trackers import Trackers
+from support.command import LOCKSTEP, STEPS, bits, ended, lines, ranks_of, start, train, until, write
+from support.harness import run_on, tiny
+from support.places import ROOT, TESTS_PATH
+from support.tracked import numbers, there
+from support.wandb_file import records
 
 ALL = ["tensorboard", "wandb", "mlflow", "trackio"]
 Values = dict[str, dict[int, list[float]]]  # name -> step -> what was logged for it, as often as it was
-
-
-def there(name: str) -> None:
-    """Skip a test of a tracker that is not installed."""
-    for package in plugins.find("track", name).packages:  # type: ignore[attr-defined]
-        pytest.importorskip(package)
-
-
-def numbers(step: int) -> dict[str, float]:
-    return {"loss": 1 / step, "learning_rate": 0.5 / step, "grad_norm": float(step)}
 
 
 def sample(step: int) -> list[dict[str, str]]:
@@ -185,7 +176,9 @@ def test_a_job_that_was_killed_goes_on_as_the_same_run_with_the_same_bits(
     hold = tmp_path / "hold"  # no step from 5 on before all trackers are open, none from 35 on at all
     hold.write_text("5")
     variables = {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": TESTS_PATH}
-    process = start([*LOCKSTEP, "train", "run.yaml", "strategy.name=support.held_steps.Held"], tmp_path, cache, **variables)
+    process = start(
+        [*LOCKSTEP, "train", "run.yaml", "strategy.name=support.held_steps.Held"], tmp_path, cache, **variables
+    )
 
     def opened() -> bool:
         log = tmp_path / "out" / "log.txt"

@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.harness import build, run_on, tiny
 
 from lockstep.config.run import Run
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
 from lockstep.training.evaluation import evaluate
+from support.harness import build, run_on, tiny
 
 SIZE = 7  # 100 examples are 15 batches: not a multiple of 2 or 4 ranks, and the last one is short
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import TINY, build, run_on, tiny
 
 import lockstep
 from lockstep.checkpoint.state_hash import StateHash, summed
@@ -19,6 +18,7 @@ from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.training import fingerprints
 from lockstep.training.data_loader import StepLoader
+from support.harness import TINY, build, run_on, tiny
 
 ONE = ("strategy.name=single", "launch.processes=1", "steps=12", "checkpoint.every=5", "fingerprint.every=4")
 

@@ -1,7 +1,6 @@
 """`launch.on_rank_failure: continue`: ranks that are killed at any moment, and the others that finish the step; nothing
 is read from a checkpoint, and the bits are those of a job that nobody touched."""
 
-from support.places import TESTS_PATH
 import json
 import os
 import signal
@@ -10,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+
 from support import striking
 from support.command import LOCKSTEP, bits, each_step_once, ended, finish, ranks_of, saved, start, step_of, until, write
 from support.marks import long, slow
+from support.places import TESTS_PATH
 
 pytestmark = [
     pytest.mark.processes,
@@ -120,7 +121,11 @@ def test_a_stop_signal_to_one_that_is_about_to_come_in(tmp_path: Path, cache: Pa
     """In the moment in which its process is there, long before it listens; nobody else is asked."""
     write(tmp_path, steps=400, checkpoint={"every": 1000}, evaluate={"every": 1000})
     (tmp_path / "hold").write_text("5")
-    options = ["launch.on_rank_failure=continue", "launch.max_restarts=1", "strategy.name=support.held_steps.HeldTogether"]
+    options = [
+        "launch.on_rank_failure=continue",
+        "launch.max_restarts=1",
+        "strategy.name=support.held_steps.HeldTogether",
+    ]
     process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=TESTS_PATH)
     until(lambda: step_of(tmp_path) >= 5, "step 5", process)
     before = ranks_of(process, tmp_path)

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support import stream_runs
-from support.harness import TINY, run_on
-from test_guard import STEPS, Planted, guarded, wrong_gradient
 
 from lockstep.config.run import Run, load
 from lockstep.training.sdc_check import drawn
+from support import stream_runs
+from support.guarded import STEPS, Planted, guarded, wrong_gradient
+from support.harness import TINY, run_on
+from support.stream_runs import mixture
 
 pytestmark = pytest.mark.processes
-
-
-def mixture(folder: Path) -> dict[str, Any]:
-    files = [stream_runs.write(folder / f"{name}.jsonl", stream_runs.rows_of(60, ord(name))) for name in "ab"]
-    held = stream_runs.write(folder / "held.jsonl", stream_runs.rows_of(20, 9))
-    sources = [{"source": str(file), "weight": [[0, 2], [3, 1 + place]]} for place, file in enumerate(files)]
-    return {"sources": [sources[0] | {"validation": str(held)}, sources[1]], "max_length": 32}
 
 
 def run_of(kind: str, folder: Path, *words: str) -> Run:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from support.places import TESTS_PATH
 import json
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command import LOCKSTEP, bits, each_step_once, ended, start, write
-from support.harness import TINY
-from support.marks import slow
 
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
 from lockstep.distributed import evicted_hosts
 from lockstep.training.eviction import check, decide_eviction
 from lockstep.training.sdc_check import third_of
+from support.command import LOCKSTEP, bits, each_step_once, ended, start, write
+from support.harness import TINY
+from support.marks import slow
+from support.places import TESTS_PATH
 
 MACHINES = ("launch.name=torchrun", "launch.machines=2:4", "launch.rendezvous=h:1", "launch.max_restarts=2")
 RANKS = ("launch.on_rank_failure=continue",)
@@ -149,7 +149,12 @@ def differences(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("nobody_is_left")
 def test_what_stops_is_not_started_again_by_itself(tmp_path: Path, cache: Path) -> None:
     write(tmp_path, steps=9)
-    words = ["launch.processes=2", "launch.max_restarts=2", "strategy.name=support.planted.BitFlip", "sdc_check.every=1"]
+    words = [
+        "launch.processes=2",
+        "launch.max_restarts=2",
+        "strategy.name=support.planted.BitFlip",
+        "sdc_check.every=1",
+    ]
     status, _, err = ended(start([*LOCKSTEP, "train", "run.yaml", *words], tmp_path, cache, PYTHONPATH=TESTS_PATH), 600)
     assert status == 1
     assert "guard: step 6: the gradient of micro-batch" in err

@@ -14,11 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.command import LOCKSTEP, RUN, STEPS, bits, each_step_once, ended, finish, ranks_of, start, step_of, until, write
-from support.harness import TINY, build, digest, run_on, tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from support.marks import slow as marked
 
 from lockstep.config.run import Run, RunError, load
 from lockstep.distributed import step_timer
@@ -35,6 +32,22 @@ from lockstep.training.rebalance import (
     quickest,
     rebalance_message,
 )
+from support.command import (
+    LOCKSTEP,
+    RUN,
+    STEPS,
+    bits,
+    each_step_once,
+    ended,
+    finish,
+    ranks_of,
+    start,
+    step_of,
+    until,
+    write,
+)
+from support.harness import TINY, build, digest, run_on, tiny
+from support.marks import slow as marked
 
 RATES = st.lists(st.floats(0.1, 10.0), min_size=2, max_size=5)
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from support import striking
 from support.command import finish, write
 from support.marks import long, slow

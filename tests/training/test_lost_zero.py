@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import striking
 import torch
+from safetensors.torch import load_file
+
+from support import striking
 from support.command import finish, lines, write
 from support.marks import long, slow
-from safetensors.torch import load_file
 
 pytest.importorskip("deepspeed")
 pytestmark = [

@@ -1,6 +1,5 @@
 """Losses and gradients that are no numbers, memory that does not suffice, losses that jump."""
 
-from support.places import TESTS_PATH
 import json
 import math
 import sys
@@ -11,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.command import bits, lines, train, write
-from support.harness import build, digest, run_on, tiny
 from safetensors.torch import save_file
 
 from lockstep.checkpoint.progress import Progress, best_first, score_of
@@ -32,6 +29,9 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.recording import Recording, Step
 from lockstep.training.recording import read as read_recording
 from lockstep.training.throughput import Spikes
+from support.command import bits, lines, train, write
+from support.harness import build, digest, run_on, tiny
+from support.places import TESTS_PATH
 
 BAD_STEP = 7
 

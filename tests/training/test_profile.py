@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-from support.harness import digest, run_on, tiny
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.profiling import Profiler
@@ -14,6 +13,7 @@ from lockstep.track.report.report import write_report
 from lockstep.training.loop import train
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session
+from support.harness import digest, run_on, tiny
 
 
 def steps(world: World, run: Run, first: int, last: int) -> None:

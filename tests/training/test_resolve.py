@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.harness import tiny
 
 from lockstep.config.run import Run, RunError
 from lockstep.launchers import start
@@ -16,6 +15,7 @@ from lockstep.strategies.ddp import DDP
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.training import resolve
 from lockstep.training.resolve import Job, Machine, Scope, for_rank
+from support.harness import tiny
 
 
 def of(*overrides: str, processes: int = 2, scope: Scope = Scope.DATA) -> Job:

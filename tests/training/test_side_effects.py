@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import side_effect_modules as modules
 import torch
-from support.harness import build, digest, run_on
 from safetensors.torch import load_file
 
 from lockstep.config.run import Run, RunError, load
@@ -17,6 +15,8 @@ from lockstep.distributed.world import World
 from lockstep.strategies.engines import side_effects, writes
 from lockstep.strategies.engines.side_effects import SideEffects
 from lockstep.training.data_loader import StepLoader
+from support import side_effect_modules as modules
+from support.harness import build, digest, run_on
 
 NONE = ["Plain", "FrozenRows", "SwitchedLate", "Queue", "Functional"]
 SEEN = {  # module -> what is seen of its forward, by field

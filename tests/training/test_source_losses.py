@@ -11,10 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.command import train
-from support.harness import build, digest, run_on, tiny
-from support.task_runs import TASKS, make
-from test_mixture import mixed
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch, StepBatch, StepResult
@@ -23,6 +19,10 @@ from lockstep.tasks.classification import Classification
 from lockstep.track.console import _of_sources
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.throughput import Meter, SourceLosses
+from support.command import train
+from support.harness import build, digest, run_on, tiny
+from support.mixtures import mixed
+from support.task_runs import TASKS, make
 
 CALM = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 NO_SOURCE = "data.source=null"

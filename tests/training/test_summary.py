@@ -4,12 +4,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from support.harness import tiny
 
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.launchers.start import planned
 from lockstep.training.summary import the_same_elsewhere
+from support.harness import tiny
 
 
 @pytest.mark.parametrize("output", ["out", "my runs/a $HOME 'run'", "2024", "a: b"])
