@@ -14,7 +14,6 @@ import pytest
 
 from lockstep.distributed.watchdog import Watchdog, verdict
 from lockstep.distributed.world import World
-from lockstep.strategies.allreduce import AllReduce
 from support.command import LOCKSTEP, STEPS, bits, ended, ranks_of, saved, start, step_of, until, write
 from support.harness import tiny
 from support.marks import slow
@@ -25,18 +24,6 @@ pytestmark = [
     pytest.mark.usefixtures("nobody_is_left"),
 ]
 HANG_S = 12  # a job is held for some seconds here, and a busy machine takes its time to start ranks again
-
-
-class Dawdling(AllReduce):
-    """Rank 1 stops in the middle of step 20 and never comes back, the first time."""
-
-    def train_step(self, batch: Any, learning_rate: float) -> Any:
-        marker = Path("dawdled")
-        if batch.step == 20 and self.world.rank == 1 and not marker.exists():
-            marker.touch()
-            while True:
-                time.sleep(0.1)
-        return super().train_step(batch, learning_rate)
 
 
 @pytest.mark.processes
@@ -68,7 +55,7 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on(rank: int, tmp_path: Path, c
 @pytest.mark.processes
 def test_a_rank_that_does_something_else_is_named_with_its_stack(tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path)
-    options = ["launch.max_restarts=1", f"launch.hang_timeout_s={HANG_S}", "strategy.name=test_watch.Dawdling"]
+    options = ["launch.max_restarts=1", f"launch.hang_timeout_s={HANG_S}", "strategy.name=support.misbehaving.Dawdling"]
     process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=TESTS_PATH)
     status, _, err = ended(process)
     assert status == 0, err

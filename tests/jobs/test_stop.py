@@ -4,13 +4,11 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lockstep.config.run import RunError
 from lockstep.distributed.signals import AGAIN_S
-from lockstep.strategies.allreduce import AllReduce
 from support.command import LOCKSTEP, bits, ended, finish, start, step_of, until, write
 from support.harness import tiny
 from support.places import TESTS_PATH
@@ -19,15 +17,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
     pytest.mark.usefixtures("nobody_is_left"),
 ]
-
-
-class Endless(AllReduce):
-    """Step 15 does not end by itself."""
-
-    def train_step(self, batch: Any, learning_rate: float) -> Any:
-        while batch.step == 15:
-            time.sleep(0.1)
-        return super().train_step(batch, learning_rate)
 
 
 @pytest.mark.processes
@@ -48,7 +37,7 @@ def test_stop_after_is_75_and_the_same_command_goes_on(
 @pytest.mark.processes
 def test_the_second_interrupt_does_not_wait(tmp_path: Path, cache: Path) -> None:
     write(tmp_path)
-    options = ["strategy.name=test_stop.Endless", "launch.processes=1"]
+    options = ["strategy.name=support.misbehaving.Endless", "launch.processes=1"]
     process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=TESTS_PATH)
     until(lambda: step_of(tmp_path) >= 15, "step 15", process)
     process.send_signal(signal.SIGINT)

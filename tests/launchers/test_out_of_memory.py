@@ -200,7 +200,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_rank_that_takes_all_memory(goes_on: bool, small: Path, tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path, checkpoint={"every": 10 if goes_on else 40, "keep": 2})
-    words = ["launch.max_restarts=1", "strategy.name=support.hungry.Hungry"]
+    words = ["launch.max_restarts=1", "strategy.name=support.misbehaving.Hungry"]
     words += ["launch.on_rank_failure=continue"] * goes_on
     command = ["sh", "-c", f'echo $$ > {small}/cgroup.procs; exec "$@"', "sh", *LOCKSTEP, "train", "run.yaml", *words]
     status, _, err = ended(start_anew(command, tmp_path, cache, PYTHONPATH=TESTS_PATH), 400)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import sys
 from functools import cache
 from pathlib import Path
@@ -15,15 +13,15 @@ import torch
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.exact import scaling
 from lockstep.strategies.exact.scaling import HIGHEST, INTERVAL, LOWEST, START, LossScale
-from lockstep.strategies.strategy import NotFinite, Strategy
+from lockstep.strategies.strategy import NotFinite
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
 from support import checkpoints
 from support.command import lines, train, write
 from support.harness import build, digest, run_on, tiny
+from support.misbehaving import planted
 from support.places import TESTS_PATH
 from support.strategy_runs import EXACT, worlds
 
@@ -63,25 +61,6 @@ def test_the_scale_has_a_lowest_and_a_highest_value_and_does_not_heed_a_bad_loss
     assert (float(scale.value), float(scale.good_steps), bool(scale.overflowed)) == (HIGHEST, INTERVAL - 1, False)
     scale.follow(LOSSES, FINE)
     assert float(scale.value) == HIGHEST
-
-
-def planted(strategy: Strategy, overflows: dict[int, float], infinite: int = -1) -> None:
-    """The loss of these steps is so large that fp16 overflows in backward at its usual scale; of `infinite` it is no
-    number."""
-    loss_sum, step = strategy.task.loss_sum, strategy.train_step  # type: ignore[attr-defined]
-    at = [-1]
-
-    def loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        found = loss_sum(outputs, targets)
-        return found * (float("inf") if at[0] == infinite else overflows.get(at[0], 1.0))
-
-    def train_step(batch: Any, rate: float) -> Any:
-        at[0] = batch.step
-        return step(batch, rate)
-
-    strategy.task.loss_sum = loss  # type: ignore[attr-defined]
-    strategy.train_step = train_step  # type: ignore[method-assign]
-    strategy.at = at  # type: ignore[attr-defined]
 
 
 def steps_of(world: World, run: Run, overflows: dict[int, float], steps: int = 6) -> dict[str, Any]:
@@ -145,20 +124,6 @@ def test_the_same_where_weights_are_gathered_for_each_micro_batch() -> None:
     assert {**found, "moved": 0} == {**of("single", 1), "moved": 0}
 
 
-class Overflowing(AllReduce):
-    """Steps 3 and 7 overflow; where there is no file `go`, the job is killed in the middle of step 8."""
-
-    def build(self, task: Any) -> None:
-        super().build(task)
-        planted(self, {3: 1e4, 7: 1e4})
-
-    def backward(self, micro: Any, targets: int, last: bool) -> Any:
-        if micro.index == 2 and self.at[0] == 8 and not Path("go").exists():
-            Path("go").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().backward(micro, targets, last)
-
-
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 def test_a_killed_job_goes_on_with_its_scale_and_tells_of_overflows(tmp_path: Path, cache: Path) -> None:
@@ -167,7 +132,7 @@ def test_a_killed_job_goes_on_with_its_scale_and_tells_of_overflows(tmp_path: Pa
         write(folder := tmp_path / name)
         if name == "straight":
             (folder / "go").touch()
-        options = ["strategy.name=test_fp16.Overflowing", "precision=fp16", "checkpoint.every=4", "steps=12"]
+        options = ["strategy.name=support.misbehaving.Overflowing", "precision=fp16", "checkpoint.every=4", "steps=12"]
         status, out, err = train(folder, cache, *options, "launch.processes=2", PYTHONPATH=TESTS_PATH)
         if name == "killed":
             assert status != 0

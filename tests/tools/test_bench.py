@@ -10,7 +10,6 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config.run import load
-from lockstep.strategies.allreduce import AllReduce
 from lockstep.tools.bench.bench import rows_of
 from lockstep.tools.bench.bench_results import Bench, BenchRow, details, efficiency, plots, reasons, table
 from lockstep.training.timing import RankMemory, Timing
@@ -19,19 +18,10 @@ from support.harness import TINY
 from support.places import TESTS_PATH
 
 
-class Crashing(AllReduce):
-    """Falls over in its second step."""
-
-    def train_step(self, batch: Any, learning_rate: float) -> Any:
-        if batch.step == 1:
-            raise ValueError("there is no second step")
-        return super().train_step(batch, learning_rate)
-
-
 @pytest.mark.processes
 def test_a_job_that_cannot_run_is_a_line_and_the_others_run(tmp_path: Path, cache: Path) -> None:
     write(tmp_path)
-    words = ["run.yaml", "--strategies", "allreduce", "test_bench.Crashing", "--processes", "1", "9"]
+    words = ["run.yaml", "--strategies", "allreduce", "support.misbehaving.Crashing", "--processes", "1", "9"]
     words += ["--steps", "3", "--skip", "1", "--rounds", "1"]
     status, out, err = ended(start([*LOCKSTEP, "bench", *words], tmp_path, cache, PYTHONPATH=TESTS_PATH))
     assert status == 0, err
@@ -53,7 +43,7 @@ def test_a_job_that_cannot_run_is_a_line_and_the_others_run(tmp_path: Path, cach
         < 16
         <= rank["at_update"] / good["rounds"][0]["parameters"]
     )
-    assert "there is no second step" in rows["test_bench.Crashing", 1]["reason"]
+    assert "there is no second step" in rows["support.misbehaving.Crashing", 1]["reason"]
     assert "9 processes cannot share 4 micro-batches" in rows["allreduce", 9]["reason"]
     assert out.count("cannot run: ") == 3
     page = (tmp_path / "out-bench" / "bench.html").read_text()

@@ -9,27 +9,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.config.run import Run, RunError
-from lockstep.strategies.allreduce import AllReduce
 from lockstep.tools.doctor import machine, selftest
 from support.command import ended, start
 from support.places import TESTS_PATH
-
-
-class Refuses(AllReduce):
-    @classmethod
-    def check(cls, run: Run, processes: int) -> None:
-        raise RunError("strategy.name: not on this machine")
-
-
-class Lacks(AllReduce):
-    needs = ("no_such_engine",)
-
-
-class Breaks(AllReduce):
-    def reduce(self):
-        raise OSError("the link is <down>")
-
 
 # `lockstep`, in one precision and without looks at torch's devices and the network
 QUICK = """
@@ -46,7 +28,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.processes
 def test_each_strategy_is_told_as_it_is(tmp_path: Path, cache: Path) -> None:
     """Forked, and with it the jobs that it starts: all else takes less than their imports would."""
-    own = (f"{__name__}.{each.__name__}" for each in (Refuses, Lacks, Breaks))
+    own = (f"support.misbehaving.{name}" for name in ("Refuses", "Lacks", "Breaks"))
     names = ["allreduce", "support.buggy.OneNotReduced", *own]
     words = ["--processes", "2", "--page", "page.html", "--json", "--device", "cpu", "--strategies", *names]
     command = [sys.executable, "-c", QUICK, "doctor", "--selftest", *words]
@@ -59,9 +41,9 @@ def test_each_strategy_is_told_as_it_is(tmp_path: Path, cache: Path) -> None:
     mistake, why = outcomes["support.buggy.OneNotReduced"]
     assert mistake == "NOT as promised"
     assert "only transformer.h.1.mlp.c_fc.weight: the gradient may not have been summed" in why
-    assert outcomes["test_selftest.Refuses"] == ("refused", "strategy.name: not on this machine")
-    assert outcomes["test_selftest.Lacks"] == ("not installed", "pip install 'lockstep-train[no_such_engine]'")
-    broken, why = outcomes["test_selftest.Breaks"]
+    assert outcomes["support.misbehaving.Refuses"] == ("refused", "strategy.name: not on this machine")
+    assert outcomes["support.misbehaving.Lacks"] == ("not installed", "pip install 'lockstep-train[no_such_engine]'")
+    broken, why = outcomes["support.misbehaving.Breaks"]
     assert broken == "failed"
     assert "the link is <down>" in why
     text = (tmp_path / "page.html").read_text()

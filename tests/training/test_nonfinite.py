@@ -16,7 +16,6 @@ from lockstep.checkpoint.progress import Progress, best_first, score_of
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.strategy import NotFinite, strategy_class
 from lockstep.tools import attest, diff, golden, replay, verify
 from lockstep.tools.bench import calibrate
@@ -31,32 +30,8 @@ from lockstep.training.recording import read as read_recording
 from lockstep.training.throughput import Spikes
 from support.command import bits, lines, train, write
 from support.harness import build, digest, run_on, tiny
+from support.misbehaving import BAD_STEP
 from support.places import TESTS_PATH
-
-BAD_STEP = 7
-
-
-class Exploding(AllReduce):
-    """The loss of one micro-batch is infinite in step 7."""
-
-    def backward(self, micro: Any, targets: int, last: bool) -> Any:
-        if self.step == BAD_STEP and micro.index == 3:
-            loss = super().backward(micro, targets, last)
-            return loss * float("inf")
-        return super().backward(micro, targets, last)
-
-    def train_step(self, batch: Any, learning_rate: float) -> Any:
-        self.step = batch.step if learning_rate else -1
-        return super().train_step(batch, learning_rate)
-
-
-class Hungry(AllReduce):
-    """No memory for the longest examples, on the last rank."""
-
-    def dry_run(self, batch: Any, *then: Any) -> None:
-        if self.world.rank == self.world.size - 1:
-            raise torch.OutOfMemoryError("wanted 3 GiB more")
-        super().dry_run(batch, *then)
 
 
 @pytest.mark.processes
@@ -66,7 +41,7 @@ def test_a_step_that_is_not_finite_ends_the_job_and_names_the_examples(
     processes: int, tmp_path: Path, cache: Path
 ) -> None:
     write(tmp_path)
-    options = ["strategy.name=test_nonfinite.Exploding", f"launch.processes={processes}"]
+    options = ["strategy.name=support.misbehaving.Exploding", f"launch.processes={processes}"]
     status, _, err = train(tmp_path, cache, *options, PYTHONPATH=TESTS_PATH)
     assert status == 1
     assert "step 7: the loss is not a finite number; nothing was updated" in err
@@ -83,7 +58,7 @@ def test_a_step_may_be_skipped_on_all_ranks_alike(tmp_path: Path, cache: Path) -
     for processes in (1, 3):
         folder = tmp_path / str(processes)
         write(folder)
-        options = ["strategy.name=test_nonfinite.Exploding", "on_nonfinite=skip", f"launch.processes={processes}"]
+        options = ["strategy.name=support.misbehaving.Exploding", "on_nonfinite=skip", f"launch.processes={processes}"]
         status, out, err = train(folder, cache, *options, PYTHONPATH=TESTS_PATH)
         assert status == 0, err
         assert "1 step(s) skipped: not finite" in out
@@ -99,7 +74,7 @@ def test_a_step_may_be_skipped_on_all_ranks_alike(tmp_path: Path, cache: Path) -
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 def test_memory_that_does_not_suffice_is_told_before_the_first_step(tmp_path: Path, cache: Path) -> None:
     write(tmp_path)
-    options = ["strategy.name=test_nonfinite.Hungry", "launch.max_restarts=3"]
+    options = ["strategy.name=support.misbehaving.NoMemory", "launch.max_restarts=3"]
     status, _, err = train(tmp_path, cache, *options, PYTHONPATH=TESTS_PATH)
     assert status == 2
     assert err.count("memory does not suffice for the longest examples") == 1
