@@ -354,12 +354,12 @@ def page() -> str:
     return f"""# What each key changes
 
 This page is made by `PYTHONPATH=tests python -m support.key_table` from the table that
-`tests/config/test_run_file_keys.py` tests: two small runs that differ in one key must differ in what stands here, and in
-nothing else. A key that has an effect only beside another one is tried with it. Where weights differ, exports, scores and
-texts do as well; they are compared where the weights are the same. Keys that change the order, inputs or weights alone
-are tried in three steps of one process, the others in a whole run. Keys that need several processes, a network, a cluster
-or a GPU have tests of their own, which the last column names. "Not yet" marks an entry whose test is written and was not
-seen to hold. A key that is not in the table fails the test.
+`tests/config/test_run_file_keys.py` tests: two small runs that differ in one key must differ in what stands here, and
+in nothing else. A key that has an effect only beside another one is tried with it. Where weights differ, exports,
+scores and texts do as well; they are compared where the weights are the same. Keys that change the order, inputs or
+weights alone are tried in three steps of one process, the others in a whole run. Keys that need several processes, a
+network, a cluster or a GPU have tests of their own, which the last column names. "Not yet" marks an entry whose test
+is written and was not seen to hold. A key that is not in the table fails the test.
 
 {words}
 
