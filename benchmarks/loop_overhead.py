@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class Waits(Strategy):
     """A step that computes nothing."""
 
     waited = 0.0
-    parameter_count = 0
+    parameter_count = trained_count = 0
     check = classmethod(lambda cls, run, processes: None)
 
     def own_micro_batches(self) -> range:
@@ -57,6 +57,11 @@ class Waits(Strategy):
         time.sleep(SLEEP_S)
         self.waited += time.perf_counter() - start
         return StepResult(torch.tensor(1.0), torch.tensor(1.0))
+
+    def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None: ...
+
+    def updated_parts(self) -> list[tuple[str, Tensor]]:
+        return []
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         raise AssertionError

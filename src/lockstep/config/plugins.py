@@ -16,12 +16,14 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from lockstep.config.errors import RunError
 
 _FILES = {"ray": "ray_train"}  # a name whose file is called otherwise: no file has the name of the package it imports
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
@@ -119,6 +121,20 @@ def find(kind: str, name: str) -> type:
     if len(classes) != 1:
         raise PluginError(f"lockstep/{kind}/{name}.py must hold exactly one plug-in class, it holds {len(classes)}")
     return classes[0]
+
+
+def lacking(packages: Sequence[str]) -> list[str]:
+    """Those of some packages that are not installed. Nothing is imported."""
+    return [package for package in packages if importlib.util.find_spec(package) is None]
+
+
+def require(packages: Sequence[str], key: str, extra: str = "") -> None:
+    """Refuse a plug-in whose packages are not installed. `key`: of the run file, and its value, which need them.
+    `extra`: what installs them; by default it is named as the package. Errors: `RunError`."""
+    for package in lacking(packages):
+        raise RunError(
+            f"{key} needs {package}, which is not installed: pip install 'lockstep-train[{extra or package}]'"
+        )
 
 
 # -- what is the user's own ------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ that any part will do. Nothing here imports torch at the top, so that a run file
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,16 +62,6 @@ class Optimizer(ABC):
         """`options`: its own `Options`."""
         self.options = options
 
-    @classmethod
-    def require(cls) -> None:
-        """Refuse, before any process starts, an optimizer that is not installed. Errors: `RunError`."""
-        for package in cls.packages:
-            if importlib.util.find_spec(package) is None:
-                raise RunError(
-                    f"optim.name: {cls.__module__.rpartition('.')[2]} needs {package}, which is not installed: "
-                    f"pip install 'lockstep-train[{cls.extra}]'"
-                )
-
     def check(self, run: Run) -> None:  # noqa: B027 - most have nothing to refuse
         """Refuse what does not go together. Errors: `RunError`."""
 
@@ -116,7 +105,7 @@ def check(run: Run, flat: bool) -> None:
     """Refuse, before any process starts, what cannot be updated. `flat`: the strategy's engine hands over parts of
     tensors that are laid end to end, and nothing else. Errors: `RunError`."""
     cls, name = rule(run.optim), run.optim.name
-    cls.require()
+    plugins.require(cls.packages, f"optim.name: {name}", cls.extra)
     cls.check(run)
     if flat and (not cls.any_part or cls.averages):
         why = "exports an average of weights" if cls.any_part else "updates whole tensors"
