@@ -44,7 +44,8 @@ class Listener(StepObserver):
 
     def gradient(self, index: int, name: str, gradient: Tensor) -> None:
         assert (index, name) not in self.gradients
-        self.gradients[index, name] = hash_of(gradient + 0.0)  # a zero has one sign
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        self.gradients[index, name] = hash_of(dense + 0.0)  # a zero has one sign
 
     def reduced(self, gradient: WholeGradient) -> None:
         self.reductions += 1

@@ -144,13 +144,13 @@ class Reached(BaseException):
     """Ends the import of a user's script at the first job that it would start: what stands before it is there."""
 
 
-_importing: list[str] = []  # modules of the user's whose top is being run
+_MARK = "__lockstep_imports__"  # set in a module of the user's while its top is being run
 
 
 def starts_a_job() -> None:
     """To be called by everything in lockstep's Python interface that starts a job. Errors: `Reached`, inside of a job
     that imports the script again in which the call stands."""
-    if _importing:
+    if any(_MARK in vars(module) for module in [*sys.modules.values()] if isinstance(module, ModuleType)):
         raise Reached
 
 
@@ -174,7 +174,7 @@ def _imported(name: str) -> ModuleType:
     if (file := getattr(main, "__file__", None)) and Path(file).resolve() == Path(spec.origin).resolve():
         return main  # the script that is running here
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    _importing.append(name)
+    setattr(module, _MARK, True)
     try:
         spec.loader.exec_module(module)
     except Reached:
@@ -186,7 +186,7 @@ def _imported(name: str) -> ModuleType:
         del sys.modules[name]
         raise
     finally:
-        _importing.pop()
+        delattr(module, _MARK)
     if (package := sys.modules.get(spec.parent or "")) is not None:
         setattr(package, name.rpartition(".")[2], module)
     return module
