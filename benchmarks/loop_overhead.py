@@ -23,8 +23,7 @@ from harness import run_on
 from torch import Tensor
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.config.quick_start import QUICK_START
-from lockstep.config.run import Run, load
+from lockstep.config.run import QUICK_START, Run, load
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.system_metrics import SystemMetrics

@@ -14,7 +14,7 @@ from hosts import Hosts, Job
 from marks import long
 
 from lockstep.cli import main
-from lockstep.config.exit_status import EXCLUDED
+from lockstep.config.errors import EXCLUDED
 from lockstep.track.report.history import lines_of
 
 __all__ = ["alone"]  # a fixture

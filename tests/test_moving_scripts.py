@@ -8,7 +8,7 @@ import pytest
 import yaml
 from moving_scripts import DPO, QLORA, STOPPING, TRAINER, USUAL, moved, refused
 
-from lockstep.config.schedules import learning_rate
+from lockstep.config.optim import learning_rate
 
 
 @pytest.fixture

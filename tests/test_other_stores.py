@@ -19,7 +19,7 @@ from test_stream_elsewhere import SMALL, batches
 
 from lockstep.checkpoint import remote_sync as mirrors
 from lockstep.checkpoint.manifest import FILE
-from lockstep.config.addresses import Address, address_of
+from lockstep.config.data_sources import Address, address_of
 from lockstep.config.run import RunError
 from lockstep.data import arrow_cache as shard_index
 from lockstep.data import object_store

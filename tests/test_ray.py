@@ -14,7 +14,7 @@ from command import LOCKSTEP, bits, each_step_once, ended, start_anew, step_of, 
 from harness import TINY, lean
 
 from lockstep.config import plugins
-from lockstep.config.exit_status import BAD
+from lockstep.config.errors import BAD
 from lockstep.config.run import RunError, load
 from lockstep.launchers.ray_train import Ray, RayBoard, outcome
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from lockstep.checkpoint.manifest import averaged
 from lockstep.config import plugins
+from lockstep.config.optim import drawn
 from lockstep.config.run import Run, RunError
-from lockstep.config.schedules import drawn
 from lockstep.data import stream
 from lockstep.data.splitting import left_out, warnings
 from lockstep.data.streamed import Streamed

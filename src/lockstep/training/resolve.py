@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lockstep.config import error_messages as messages
 from lockstep.config import plugins
-from lockstep.config.output import check_output
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, RunError, check_output, load
 from lockstep.strategies.engines import zero_agreement
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.state_hash import summed
-from lockstep.config.guard import TAKEN
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import SDC_CHECK_STRATEGIES
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.sharded import local
@@ -44,7 +44,9 @@ class SdcCheck:
         self._run, self._world, self._feed = session.run, session.world, session.feed
         self._session, self.retried = session, 0  # steps that were computed once more
         if not isinstance(session.strategy, Native):
-            raise RunError(f"sdc_check.every: {self._run.strategy.name} takes parts of this model; it takes {TAKEN}")
+            raise RunError(
+                f"sdc_check.every: {self._run.strategy.name} takes parts of this model; it takes {SDC_CHECK_STRATEGIES}"
+            )
         self._strategy = session.strategy
         if self._strategy.statistics.names:
             raise RunError(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.config.exit_status import DONE
+from lockstep.config.errors import DONE
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.sharded import local

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.config.overrides import override_of
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run, RunError, override_of
 from lockstep.data.splitting import left_out
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import plugins
-from lockstep.config.output import keep
-from lockstep.config.quick_start import QUICK_START
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import QUICK_START, Run, RunError, keep, load
 from lockstep.distributed.gpus import gpus_of
 from lockstep.tools.doctor import machine
 from lockstep.tools.subprocess_job import Child

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from lockstep.config import plugins
-from lockstep.config.output import keep
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run, RunError, keep
 from lockstep.data.prepare import prepare
 from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.strategy import strategy_class

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint.state_hash import summed
-from lockstep.config.exit_status import STOPPED
+from lockstep.config.errors import STOPPED
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.failure import lost_contact
 from lockstep.distributed.membership import Generation
