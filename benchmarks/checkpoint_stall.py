@@ -22,8 +22,7 @@ import torch
 from run import processor
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.config.quick_start import QUICK_START
-from lockstep.config.run import Run, load
+from lockstep.config.run import QUICK_START, Run, load
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
 from support.harness import build, run_on

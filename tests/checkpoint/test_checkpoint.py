@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from lockstep.checkpoint.checkpoint import Checkpoints, check_resumable, finished, newest_first
 from lockstep.checkpoint.manifest import Manifest, changed, read_manifest
+from lockstep.config.optim import REVISION
 from lockstep.config.run import Run, RunError
-from lockstep.config.schedules import REVISION
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
 from lockstep.distributed.world import World

@@ -15,8 +15,7 @@ from lockstep.checkpoint import exported, storage
 from lockstep.checkpoint.checkpoint import CheckpointError, finished
 from lockstep.checkpoint.export import write_export
 from lockstep.checkpoint.manifest import newest_first
-from lockstep.config.output import keep
-from lockstep.config.run import RunError
+from lockstep.config.run import RunError, keep
 from lockstep.track.report.report import write_comparison
 from support.checkpoints import digest as digest_of
 from support.harness import digest, tiny

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import finished, newest_first
-from lockstep.config.exit_status import HALTED
+from lockstep.config.errors import HALTED
 from lockstep.config.run import Run
 from lockstep.distributed import job_record
 from lockstep.training import publish, rank

@@ -8,10 +8,8 @@ import pytest
 import yaml
 
 from lockstep.config import error_messages, plugins
-from lockstep.config.key_aliases import FOREIGN
-from lockstep.config.run import Run, RunError, load
-from lockstep.config.schema import schema
-from lockstep.config.unsupported_keys import NOWHERE
+from lockstep.config.key_aliases import FOREIGN, NOWHERE
+from lockstep.config.run import Run, RunError, load, schema
 from lockstep.tools.import_config import trainer
 from support.places import ROOT
 

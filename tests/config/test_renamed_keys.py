@@ -8,8 +8,8 @@ import pytest
 
 from lockstep.checkpoint.manifest import parsed
 from lockstep.cli import main
-from lockstep.config import renamed_keys
-from lockstep.config.renamed_keys import RENAMED, VALUES, RenamedKey
+from lockstep.config import key_aliases
+from lockstep.config.key_aliases import RENAMED, VALUES, RenamedKey
 from lockstep.config.run import Run, RunError, load
 from support.harness import TINY
 
@@ -60,20 +60,20 @@ def test_both_names_are_refused() -> None:
 
 
 def test_a_key_of_the_users_own_keeps_its_name() -> None:
-    assert renamed_keys.translate("task", {"scale": 3}, {"scale": None}) == {"scale": 3}
-    assert renamed_keys.translate("task", {"scale": 3}, {}) == {"scale": 3}  # no such key either way: it is refused
+    assert key_aliases.translate("task", {"scale": 3}, {"scale": None}) == {"scale": 3}
+    assert key_aliases.translate("task", {"scale": 3}, {}) == {"scale": 3}  # no such key either way: it is refused
 
 
 def test_a_checkpoint_has_present_names() -> None:
     then = {"optim.clip": 1.0, "data.overlap": "drop", "task.turns": "each", "strategy.exchange": "tree", "seed": 1}
-    assert renamed_keys.of_checkpoint(then) == {
+    assert key_aliases.of_checkpoint(then) == {
         "optim.max_grad_norm": 1.0,
         "data.decontaminate": True,
         "task.turns": "per_turn",
         "strategy.all_reduce": "hierarchical",
         "seed": 1,
     }
-    back = renamed_keys.former("task", {"turns": "per_turn", "attend_across_documents": False, "text": "t"})
+    back = key_aliases.former("task", {"turns": "per_turn", "attend_across_documents": False, "text": "t"})
     assert back == {"turns": "each", "cross_documents": False, "text": "t"}
     assert {*VALUES} <= {*RENAMED.values(), "task.turns", "sdc_check.on_difference"}
     assert isinstance(parsed(b"{}", "step-000001"), str)

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep.config.run import Run, RunError, load
-from lockstep.config.schema import schema
+from lockstep.config.run import Run, RunError, load, schema
 
 GOOD = """\
 name: emotion

@@ -8,9 +8,18 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from lockstep.config.optim import NAMES, OptimSection
+from lockstep.config.optim import (
+    BLOCKS,
+    NAMES,
+    REVISION,
+    OptimSection,
+    as_before,
+    drawn,
+    learning_rate,
+    planned,
+    revised,
+)
 from lockstep.config.run import RunError, load
-from lockstep.config.schedules import BLOCKS, REVISION, as_before, drawn, learning_rate, planned, revised
 from support.harness import TINY
 
 STEPS = 50

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.checkpoint import remote_sync as mirrors
 from lockstep.checkpoint.manifest import FILE
-from lockstep.config.addresses import Address, address_of
+from lockstep.config.data_sources import Address, address_of
 from lockstep.config.run import RunError
 from lockstep.data import arrow_cache as shard_index
 from lockstep.data import object_store

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.checkpoint import remote_sync
-from lockstep.config.addresses import address_of
+from lockstep.config.data_sources import address_of
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import object_store, remote, source

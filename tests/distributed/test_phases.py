@@ -137,8 +137,8 @@ def a_step(world: World, run: Run) -> tuple[dict[str, float], tuple[str, ...]]:
 def test_every_strategy_times_its_phases(name: str) -> None:
     """Computing, the wait for gradients and the update each take time; what waits inside of computing says so."""
     run = tiny(f"strategy.name={name}")
-    if strategy_class(run).lacking():
-        pytest.skip(f"{name} needs {strategy_class(run).lacking()[0]}")
+    if plugins.lacking(strategy_class(run).needs):
+        pytest.skip(f"{name} needs {plugins.lacking(strategy_class(run).needs)[0]}")
     for found, inside in run_on(1 if name == "single" else 2, a_step, run, run=run):
         assert {"reduction", "optimizer"} <= set(found)
         assert {"forward", "backward"} <= set(found) or "forward+backward" in found

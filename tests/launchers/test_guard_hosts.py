@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.config.exit_status import EXCLUDED
+from lockstep.config.errors import EXCLUDED
 from lockstep.track.report.history import lines_of
 from support import hosts
 from support.host_jobs import QUICK, STEPS, alone, bits, torchrun, write

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.config.output import keep
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run, RunError, keep
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import Process
 from lockstep.launchers.processes import output_lock

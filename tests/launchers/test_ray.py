@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.config import plugins
-from lockstep.config.exit_status import BAD
+from lockstep.config.errors import BAD
 from lockstep.config.run import RunError, load
 from lockstep.launchers.ray_train import Ray, RayBoard, outcome
 from support.command import LOCKSTEP, bits, each_step_once, ended, start_anew, step_of, train, until, write

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lockstep.config.quick_start import QUICK_START
-from lockstep.config.run import RunError, load
+from lockstep.config.run import QUICK_START, RunError, load
 from lockstep.distributed.world import pick_device
 from lockstep.launchers.local import Local, processes_of
 from lockstep.training.resolve import resolve_strategy

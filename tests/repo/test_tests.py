@@ -12,7 +12,7 @@ WHOLE = {
     "repo",
     "crossed",
     "museum",
-}  # jobs by the command; the repository itself; programs with a test of each
+}  # the last two: programs with a test each
 
 
 def imported(file: Path) -> set[str]:

@@ -1,5 +1,6 @@
 """Groups, layer-wise rates, freezing, and each optimizer against the library that it is of."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lockstep.checkpoint.manifest import code_of
 from lockstep.config.optim import OptimSection
 from lockstep.config.run import Run, RunError, load
 from lockstep.strategies.exact import optim, param_groups
-from lockstep.strategies.optimizers.optimizer import rule
+from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, rule
 from lockstep.training.resolve import resolve_strategy
 from support.contributed import example
 from support.harness import TINY
@@ -387,3 +388,41 @@ def test_the_optimizer_of_contributing(tmp_path: Path, monkeypatch: pytest.Monke
     assert torch.equal(weight, other)
     assert begun == set(ours.saved()) == {f"optimizer.{k}.w" for k in ("step", "mu_product", "exp_avg", "exp_avg_sq")}
     assert "my_nadam.py" in code_of(run_of("optim=my_nadam.NAdam"))
+
+
+class Momentum(Optimizer):
+    """A sum of gradients: right, and the two mistakes below."""
+
+    any_part = True
+
+    def begin(self, group: GroupOf, like: torch.Tensor) -> State:
+        return {"sum": torch.zeros_like(like)}
+
+    def update(
+        self,
+        group: GroupOf,
+        weights: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        states: Sequence[State],
+    ) -> None:
+        for weight, gradient, state in zip(weights, gradients, states, strict=True):
+            weight.sub_(state["sum"].add_(gradient).mul(group["lr"]))
+
+
+class OtherKey(Momentum):
+    def begin(self, group: GroupOf, like: torch.Tensor) -> State:
+        return {"total": torch.zeros_like(like)}
+
+
+class Replaces(Momentum):
+    def update(self, group: GroupOf, weights: Any, gradients: Any, states: Sequence[State]) -> None:
+        for state, gradient in zip(states, gradients, strict=True):
+            state["sum"] = state["sum"] + gradient
+
+
+def test_an_optimizer_whose_state_is_wrong_is_refused() -> None:
+    resolve_strategy(run_of("strategy.name=single", "optim.name=test_optim.Momentum"), 1)
+    with pytest.raises(RunError, match=r"OtherKey: update asks for the key 'sum'.* begin makes \(total\)"):
+        resolve_strategy(run_of("strategy.name=single", "optim.name=test_optim.OtherKey"), 1)
+    with pytest.raises(RunError, match="Replaces: update puts another tensor under the key 'sum'"):
+        resolve_strategy(run_of("strategy.name=single", "optim.name=test_optim.Replaces"), 1)

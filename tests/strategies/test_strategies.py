@@ -136,7 +136,7 @@ class MeanOfMeans(Native):
     check = classmethod(lambda cls, run, processes: None)
 
     def reduce(self) -> list[torch.Tensor]:
-        return self.tree.root
+        return self.leaves.tree.root
 
     def backward(self, micro: Any, targets: int, last: bool) -> torch.Tensor:
         return super().backward(micro, len(micro.targets) * self.run.micro_batches, last)

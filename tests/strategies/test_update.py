@@ -2,8 +2,6 @@
 the weights that are written."""
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +9,12 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.gradient import Gradient, NotFinite, Part
+from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import clip_
+from lockstep.strategies.exact.scaling import FiniteCheck, NotFinite
 from lockstep.strategies.exact.sparse_rows import DenseRows
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.single import Single
-from lockstep.strategies.strategy import Strategy
 from lockstep.training.data_loader import StepLoader
 from support.harness import build, tiny
 
@@ -67,12 +65,11 @@ def test_what_no_micro_batch_used_is_given_no_gradient() -> None:
 @pytest.mark.parametrize("norm", [float("nan"), float("inf"), float("-inf")])
 def test_a_norm_that_is_no_number_makes_no_update(norm: float) -> None:
     losses = torch.ones(4)
-    skipping: Any = SimpleNamespace(run=SimpleNamespace(on_nonfinite="skip"))
-    stopping: Any = SimpleNamespace(run=SimpleNamespace(on_nonfinite="stop"))
-    assert Strategy.check_finite(skipping, 3, losses, torch.tensor(2.0))  # the control
-    assert not Strategy.check_finite(skipping, 3, losses, torch.tensor(norm))
+    skipping, stopping = FiniteCheck(stops=False, late=False), FiniteCheck(stops=True, late=False)
+    assert skipping.check(3, losses, torch.tensor(2.0))  # the control
+    assert not skipping.check(3, losses, torch.tensor(norm))
     with pytest.raises(NotFinite):
-        Strategy.check_finite(stopping, 3, losses, torch.tensor(norm))
+        stopping.check(3, losses, torch.tensor(norm))
 
 
 def test_rows_of_one_step_are_gone_in_the_next() -> None:

@@ -41,8 +41,8 @@ class Case(NamedTuple):
 
 # DeepSpeed has to know the norm of a gradient, and lockstep that it is finite before and after DeepSpeed's update.
 ZERO = {
-    "aten::nonzero strategies/strategy.py:check_finite": 2,
-    "aten::_local_scalar_dense strategies/strategy.py:check_finite": 2,
+    "aten::nonzero strategies/exact/scaling.py:check": 2,
+    "aten::_local_scalar_dense strategies/exact/scaling.py:check": 2,
     "aten::_to_copy to the device strategies/engines/zero.py:train_step": 1,
     "aten::_local_scalar_dense deepspeed": 1,
     "aten::_to_copy to the device deepspeed": 2,

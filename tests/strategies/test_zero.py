@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
@@ -51,6 +52,9 @@ def trained(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
         "export": export and {k: v.clone() for k, v in export.items()},
         "gradients": gradients,
         "parameters": strategy.parameter_count,
+        "engine": strategy.engine._config.zero_config.model_dump(by_alias=True, mode="json")
+        if run.strategy.name.startswith("zero")
+        else {},
         "clear": all(p.grad is None for p in strategy.model.parameters()),
     }
     strategy.close()
@@ -128,6 +132,25 @@ def test_options_pass_through(stage: int, option: str, single: dict[str, Any]) -
     given = f"strategy.options={{zero_optimization: {{{option}}}, communication_data_type: fp32}}"
     found = strategy_class(f"zero{stage}", 2, *SGD, given)
     assert_equal_to_rounding(found, single)
+    options = yaml.safe_load(f"{{{option}}}")
+    for name, value in options.items():
+        assert differing(found["engine"][name], value) == [], name
+        assert differing(defaults(stage)[name], value) != [], f"{name}: dropping it would not show"
+
+
+def differing(held: Any, value: Any) -> list[Any]:
+    """What an engine holds of an option, where it is not what was given."""
+    if isinstance(value, dict):
+        inner = held or {}
+        return [name for name in value if str(inner.get(name)) != str(value[name])]
+    return [] if held == value else [held]
+
+
+def defaults(stage: int) -> dict[str, Any]:
+    """DeepSpeed's own, at a stage."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return DeepSpeedZeroConfig(stage=stage).model_dump(by_alias=True, mode="json")
 
 
 def told(world: World, run: Run) -> list[Any]:

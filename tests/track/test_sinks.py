@@ -13,8 +13,7 @@ import yaml
 
 from lockstep import api
 from lockstep.checkpoint import card
-from lockstep.config.output import keep
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, RunError, keep, load
 from lockstep.distributed.failure import tell_failure
 from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification

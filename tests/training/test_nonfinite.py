@@ -147,7 +147,7 @@ def test_every_strategy_finds_it_on_every_rank(name: str) -> None:
 def bad_at_step_1(run: Run, late: bool, steps: int) -> tuple[list[str], list[bool]]:
     """Digests after each step, and whether each was used; the losses of step 1 are no numbers."""
     task, strategy = build(run, World(run))
-    strategy.asks_late = late  # as on CUDA
+    strategy.finite.late = late  # as on CUDA
     feed = StepLoader(run, task, strategy.own_micro_batches(), torch.device("cpu"))
     real, digests, used = task.loss_sum, [], []
     for t in range(steps):

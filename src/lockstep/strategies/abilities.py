@@ -1,29 +1,50 @@
-"""Strategies whose ranks share the state out, and which outlive the loss of a rank: `launch.on_rank_failure: continue`.
+"""What only some strategies can do, an ability a class: a strategy inherits from those that it has.
 
-In: a step that was broken off. Out: what this rank still holds, and whether that is the state before the update or the
-one after it; and the same strategy for another number of ranks, built without weights. `training/reshard.py` does the
-rest.
-
-Where several ranks hold the same part, one more message makes the update atomic: nobody makes it before all have what
-it needs. Of a rank that has lost contact and has not made it, while another one has, it is then made late.
+In: the class of a strategy, or a strategy. Out: whether it chooses by memory, or cuts its state anew for other ranks:
+`isinstance`, or `issubclass` before there is a strategy. Ranks that hold the whole state each are in `native.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from lockstep.config.run import Run
+from lockstep.strategies.exact.update import GradientUpdate
 from lockstep.strategies.strategy import Strategy
 
 
-class ShardedRecovery(Strategy):
-    """Mixed into a strategy."""
+class ChoosesByMemory(Strategy):
+    """An option that is not given depends on the memory of the machines."""
 
-    supports_reshard = True
+    plugin = "strategies"  # a base: it has no name in a run file
+    summary_suffix: ClassVar[str] = ""  # the choice, after the name in the opening lines
+
+    @classmethod
+    def needs_memory_to_resolve(cls, run: Run) -> bool:
+        """Whether the option is not given."""
+        return False
+
+    @classmethod
+    def resolve_options(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
+        """The run with that option. `parameters`: of the model, and those of them that are trained; `memory`: bytes of
+        the device that has least of it, for one process. Never changes bits."""
+        return run
+
+
+class ShardedRecovery(GradientUpdate):
+    """Ranks share the state out, and those that are left after a failure cut it anew: `launch.on_rank_failure:
+    continue`. It says what this rank holds of a step that was broken off, and whether that is the state before the
+    update or the one after it; `training/elastic/reshard.py` does the rest.
+
+    Where several ranks hold the same part, one more message makes the update atomic: no rank makes it before all have
+    what it needs. A rank that lost contact and has not made it, while another one has, makes it late."""
+
+    plugin = "strategies"  # a base: it has no name in a run file
+    supports_reshard: ClassVar[bool] = True  # False where an engine cannot be built a second time in a process
     build_empty = False  # whether it is built without weights, which are about to be read
     deferred_update: Callable[[], Any] | None = None  # makes an update that was broken off before; not collective
     update_incomplete = False  # whether an update was broken off while it was made
