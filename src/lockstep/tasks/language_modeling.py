@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from lockstep.config import renamed_keys
+from lockstep.config import key_aliases
 from lockstep.config.run import Run, RunError
 from lockstep.data import (
     arrow_cache,
@@ -106,7 +106,7 @@ class LanguageModeling(PerToken, Generates):
         if ends := {split: told for split in files if (told := _cut(splits[split], files[split], options))}:
             facts["cut_texts"] = ends
         if rows is not None:
-            asked_for = renamed_keys.former("task", options.model_dump(exclude={*cls.display_keys, "loss_chunk"}))
+            asked_for = key_aliases.former("task", options.model_dump(exclude={*cls.display_keys, "loss_chunk"}))
             key = digest("language modelling", VERSION, folder.name, asked_for, *written)
             index = rows.index(cls.example_maker(run, str(folder), {}), key)
             files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
