@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import re
 from collections.abc import Callable
@@ -92,6 +93,20 @@ def _task(name: str, folder: Path) -> dict[str, Any]:
     return {"data": {"source": str(folder / name), "max_length": 32}} | TASKS[name]
 
 
+def _easy(folder: Path) -> dict[str, Any]:
+    """Translations that a small model half learns in forty steps: a sentence of its own for each word."""
+    draw = random.Random(0)
+    word, answers = (
+        ["dog", "cat", "bird"],
+        ["a big old dog runs .", "the red cat, near the house", "birds see small dogs"],
+    )
+    for split, count in (("train", 90), ("validation", 15)):
+        made = [draw.randrange(3) for _ in range(count)]
+        (folder / "easy").mkdir(exist_ok=True)
+        write(folder / "easy" / f"{split}.jsonl", [{"translation": {"en": word[n], "de": answers[n]}} for n in made])
+    return {"data": {"source": str(folder / "easy"), "max_length": 32}} | TASKS["translation"]
+
+
 def _missing(folder: Path) -> dict[str, Any]:
     return _rows(folder / "missing", [*rows(90, 0), rows(1, 0)[0] | {"text": None}], rows(15, 1))
 
@@ -100,6 +115,7 @@ KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "emotion": lambda folder: {},
     "rows": lambda folder: _rows(folder / "rows", rows(90, 0) + rows(15, 1)[:3], rows(15, 1)),
     "missing": _missing,
+    "easy": _easy,
     "cut": _cut,
     "table": _table,
     "headless": lambda folder: {"data": {"train": _table(folder)["data"]["train"], "max_length": 32}},
@@ -170,10 +186,13 @@ class Place:
         return False
 
 
-def watch(patch: pytest.MonkeyPatch) -> dict[tuple[int, int], tuple[list[int], str]]:
-    """Step and micro-batch -> the rows that it is made of, and a hash of what the model is given; filled as a run
-    trains."""
-    seen: dict[tuple[int, int], tuple[list[int], str]] = {}
+Batch = tuple[list[int], str, list[float]]
+
+
+def watch(patch: pytest.MonkeyPatch) -> dict[tuple[int, int], Batch]:
+    """Step and micro-batch -> the rows that it is made of, a hash of tokens and whole-number targets, and targets that
+    are fractions; filled as a run trains."""
+    seen: dict[tuple[int, int], Batch] = {}
     collated = StepLoader._collated
 
     def collate(self: StepLoader, step: int, chosen: np.ndarray, index: int) -> Any:
@@ -182,19 +201,20 @@ def watch(patch: pytest.MonkeyPatch) -> dict[tuple[int, int], tuple[list[int], s
         for name in INPUTS:
             if (tensor := batch.inputs.get(name)) is not None:
                 told.update(f"{name}{tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
-        told.update(batch.targets.numpy().tobytes())
-        seen[step, index] = (chosen.tolist(), told.hexdigest())
+        fractions = batch.targets.flatten().tolist() if batch.targets.is_floating_point() else []
+        told.update(b"" if fractions else batch.targets.numpy().tobytes())
+        seen[step, index] = (chosen.tolist(), told.hexdigest(), fractions)
         return batch
 
     patch.setattr(StepLoader, "_collated", collate)
     return seen
 
 
-def batches(told: dict[tuple[int, int], tuple[list[int], str]]) -> dict[str, Any]:
-    """The two by step and micro-batch."""
+def batches(told: dict[tuple[int, int], Batch]) -> dict[str, Any]:
+    """The rows, and what they hold, by step and micro-batch."""
     return {
-        "order": sorted((at, chosen) for at, (chosen, _) in told.items()),
-        "inputs": sorted((at, digest) for at, (_, digest) in told.items()),
+        "order": sorted((at, batch[0]) for at, batch in told.items()),
+        "inputs": sorted((at, *batch[1:]) for at, batch in told.items()),
     }
 
 
@@ -227,11 +247,11 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
     if one["refused"] or other["refused"]:
         return {"refused"} if one["refused"] != other["refused"] else set()
     different = {name for name in ("order", "files") if one.get(name) != other.get(name)}
-    if "order" not in different and one["inputs"] != other["inputs"]:
+    if "order" not in different and not alike(one["inputs"], other["inputs"]):
         different.add("inputs")
     if not same_weights(one["weights"], other["weights"]):
         return different | {"weights"}
-    different |= {name for name in ("export", "scores") if one.get(name) != other.get(name)}
+    different |= {name for name in ("export", "scores") if not alike(one.get(name), other.get(name))}
     if not different & {"export", "scores"} and one.get("text") != other.get("text"):
         different.add("text")
     return different
@@ -242,6 +262,17 @@ def same_weights(one: Any, other: Any) -> bool:
     if not isinstance(one, dict):
         return bool(one == other)
     return max(one) == max(other) and all(one[step] == other[step] for step in one.keys() & other.keys())
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values are the same but for the last digits of fractions."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
 
 
 def tried(place: Place, case: Tried, patch: pytest.MonkeyPatch) -> set[str]:

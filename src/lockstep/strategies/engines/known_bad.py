@@ -1,7 +1,8 @@
 """Versions of DeepSpeed that compute wrong gradients without an error, by the report that says so.
 
-In: a stage of ZeRO, DeepSpeed's options, the device, and the version that is installed. Out: nothing, or a `RunError` that names
-the report. pip installs none of them (pyproject.toml); environments that were made otherwise are refused here.
+In: a stage of ZeRO, DeepSpeed's options, the device, and the version that is installed. Out: nothing, or a `RunError`
+that names the report. pip installs none of them (pyproject.toml); environments that were made otherwise are refused
+here.
 """
 
 from __future__ import annotations
