@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from contributed import example
 from harness import lockstep_environment
 
 from lockstep.cli import main
@@ -103,6 +104,17 @@ def test_the_task_is_guessed_from_the_columns(case: str, here: Path) -> None:
     jsonl(here / "data", rows)
     run = written("--data", "data")
     assert {key: value for key, value in run.task.model_dump().items() if key in wanted} == wanted
+
+
+def test_a_task_of_your_own_says_what_its_columns_are_called(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(here)
+    (here / "mine_stars.py").write_text(example("tasks/rating.py"))
+    jsonl(here / "data", [{"id": i, "review": f"a film {i}", "rating": i % 5} for i in range(60)])
+    run = written("--data", "data", "--task", "mine_stars.Rating")
+    assert run.task.options == {"text": "review", "stars": "rating", "levels": 5}
+    assert run.model.type == "gpt2"  # from scratch: nothing can be fetched
+    jsonl(here / "other", [{"review": f"a film {i}", "points": i % 5} for i in range(60)])
+    assert main(["init", "b.yaml", "--yes", "--data", "other", "--task", "mine_stars.Rating"]) == 2
 
 
 def test_plain_text_is_for_a_language_model(here: Path) -> None:

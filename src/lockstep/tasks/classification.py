@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ from lockstep.data.stream import Stream
 from lockstep.data.tokens import Columns, Make, Prepared
 from lockstep.tasks.abilities import Streams
 from lockstep.tasks.label_task import LabelTask
+from lockstep.tasks.models import heads
 from lockstep.tasks.objectives.numbers import RegressionObjective
 from lockstep.tasks.objectives.objective import LabelCodes, Objective
 from lockstep.tasks.objectives.one_label import OneLabel, whole_numbers
@@ -43,8 +44,20 @@ class Classification(TextTask, Streams, LabelTask):
     """One label a text."""
 
     Options = ClassificationOptions
-    head = "classification"
+    head = heads.CLASSIFICATION
     column_keys = ("text", "label")
+    column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "text": (
+            *("text", "sentence", "content", "review", "document", "body", "tweet", "comment", "message", "question"),
+            *("premise", "title", "story", "article", "post", "utterance", "abstract", "description"),
+        ),
+        "label": (
+            *("label", "labels", "category", "categories", "class", "classes", "sentiment", "emotion", "emotions"),
+            *("intent", "topic", "topics", "stars", "rating", "target", "targets", "tags", "genre", "genres", "y"),
+            *("spam", "toxic"),
+        ),
+    }
+    usual_rate = 3e-5
     default_model = "distilbert/distilbert-base-uncased"
     pipeline = "text-classification"
     display_keys = ("samples",)
@@ -197,7 +210,7 @@ class Classification(TextTask, Streams, LabelTask):
         `scores`; of numbers `value`, or `values` by name."""
         from lockstep.tasks.models import batched_inference, models
 
-        model, tok = models.exported("classification", folder, run)
+        model, tok = models.exported(cls.head, folder, run)
         options = cls.options_of(run)
         names = [model.config.id2label[code] for code in range(model.config.num_labels)]
         objective = objective_of(options)(options, names, [], 0)

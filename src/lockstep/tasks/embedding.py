@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -19,7 +19,7 @@ from lockstep.data import splitting, text_pairs
 from lockstep.data.micro_batches import by_chance
 from lockstep.data.tokens import Columns, Prepared
 from lockstep.tasks.abilities import GivesPredictions, Predicts
-from lockstep.tasks.models import pooling, retrieval
+from lockstep.tasks.models import heads, pooling, retrieval
 from lockstep.tasks.task import Forward, Generate, spread_rows
 from lockstep.tasks.text_task import Arrays, TextData, TextTask
 
@@ -82,8 +82,14 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     """A vector a text."""
 
     Options = EmbeddingOptions
-    head = "embedding"
+    head = heads.EMBEDDING
     column_keys = ("anchor", "positive")
+    column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "anchor": ("anchor", "query", "question", "sentence"),
+        "positive": ("positive", "pos", "positive_passage"),
+        "score": ("score", "similarity", "similarity_score", "relatedness", "relatedness_score"),
+    }
+    small_model = "bert"
     default_model = "sentence-transformers/all-MiniLM-L6-v2"
     cache_name = ("embedding",)
     row_is_example = True
@@ -350,7 +356,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         """The `embedding`: numbers, of length 1 together."""
         from lockstep.tasks.models import batched_inference, models
 
-        model, tok = models.exported("embedding", folder, run)
+        model, tok = models.exported(cls.head, folder, run)
         how = pooling.of_folder(folder)
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from lockstep.data.origin import model_folder
 from lockstep.data.stream import names_of
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
 from lockstep.tasks.label_task import LabelTask
+from lockstep.tasks.models import heads
 from lockstep.tasks.objectives.one_label import OneLabel
 from lockstep.tasks.objectives.options import LabelOptions
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
     from lockstep.data.batch import MicroBatch
 
-HEAD = "image_classification"
 _AS_IT_IS = {"do_resize": False, "do_center_crop": False}  # for images that have their size already
 _UNUSED = ("max_length", "group_by_length", "stream_window")  # keys of `data`
 
@@ -64,9 +64,10 @@ class ImageClassification(LabelTask):
     """One label an image."""
 
     Options = ImageClassificationOptions
-    head = HEAD
+    head = heads.IMAGE_CLASSIFICATION
     column_keys = ("image", "label")
     default_model = "google/vit-base-patch16-224-in21k"
+    small_model = "vit"
     pipeline = "image-classification"
     display_keys = ("samples",)
     row_is_example = True
@@ -114,7 +115,7 @@ class ImageClassification(LabelTask):
         splits, facts = splitting.deduplicate_and_split(data, splits, run, [options.image], [options.label], cut)
         counts = codes.counts(splits["train"])
         OneLabel(options, codes.names, counts, len(splits["train"]))  # refuses weights and thresholds of none of them
-        models.check(run, HEAD)
+        models.check(run, cls.head)
         folder = _processor_folder(run, options)
         processor = load_processor(str(folder))
         shape = _shape(run, processor)
@@ -139,7 +140,7 @@ class ImageClassification(LabelTask):
         from lockstep.tasks.models import models
 
         entries = models.named(self.labels) | {"problem_type": self.objective.problem}
-        return models.build(self.run, HEAD, None, empty, **entries)
+        return models.build(self.run, self.head, None, empty, **entries)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         """`pixel_values` float32 [B, C, H, W], rescaled and normalised by the processor. Of no rows two images, which
@@ -195,7 +196,7 @@ class ImageClassification(LabelTask):
 
         from lockstep.tasks.models import batched_inference, models
 
-        model, processor = models.exported_model(HEAD, folder, run), load_processor(str(folder))
+        model, processor = models.exported_model(cls.head, folder, run), load_processor(str(folder))
         names = [model.config.id2label[code] for code in range(model.config.num_labels)]
         options = cls.options_of(run)
         objective = OneLabel(options.model_copy(update={"class_weights": None}), names, [], 0)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +31,7 @@ from lockstep.data import (
 from lockstep.data.cache import discard
 from lockstep.data.tokens import Columns, Make, digest, examples_in
 from lockstep.tasks.abilities import Generates
+from lockstep.tasks.models import heads
 from lockstep.tasks.models.language_options import LanguageModelingOptions
 from lockstep.tasks.per_token import PerToken, perplexity
 from lockstep.tasks.task import Forward, Generate
@@ -49,8 +50,13 @@ class LanguageModeling(PerToken, Generates):
     """The next token of a text."""
 
     Options = LanguageModelingOptions
-    head = "causal"
+    head = heads.CAUSAL
     column_keys = ("text",)
+    column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "prompt": ("prompt", "instruction", "question", "input", "query"),
+        "response": ("response", "completion", "output", "answer", "answers", "chosen", "target"),
+        "messages": ("messages", "conversation", "conversations", "dialog", "dialogue"),
+    }
     default_model = "openai-community/gpt2"
     pipeline = "text-generation"
     cache_name = ("language modelling",)
@@ -277,7 +283,7 @@ class LanguageModeling(PerToken, Generates):
         from lockstep.tasks.models.decoding import continuation
 
         options = cls.options_of(run)
-        model, tok = models.exported("causal", folder, run)
+        model, tok = models.exported(cls.head, folder, run)
         spoken = options.messages is not None
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
@@ -338,7 +344,7 @@ def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[
 def _check_model(run: Run, options: LanguageModelingOptions) -> None:
     from lockstep.tasks.models import model_configs, models, padding
 
-    models.check(run, "causal", options.block_size, "task.block_size", **model_configs.causal_entries(run))
+    models.check(run, heads.CAUSAL, options.block_size, "task.block_size", **model_configs.causal_entries(run))
     padding.check_foresight(run)
     if not options.attend_across_documents and (why := padding.crosses(run)) is not None:
         raise RunError(f"task.attend_across_documents: false is not for this family of models: {why}; leave it out")

@@ -29,6 +29,7 @@ from lockstep.data import (
 )
 from lockstep.data.cache import discard
 from lockstep.data.tokens import Columns, Make, Prepared, examples_in
+from lockstep.tasks.models import heads
 from lockstep.tasks.per_token import PerToken
 from lockstep.tasks.task import Forward, Generate
 from lockstep.tasks.text_task import Arrays, TextData, in_batches
@@ -71,9 +72,10 @@ class MaskedLanguageModeling(PerToken):
     """The hidden tokens of a text."""
 
     Options = MaskedLanguageModelingOptions
-    head = "masked"
+    head = heads.MASKED
     column_keys = ("text",)
     default_model = "distilbert/distilroberta-base"
+    small_model = "bert"
     pipeline = "fill-mask"
     cache_name = ("masked",)
     display_keys = ("samples",)
@@ -207,7 +209,7 @@ class MaskedLanguageModeling(PerToken):
         """The text `filled` in, and for each of its `masks` the likeliest tokens with their scores."""
         from lockstep.tasks.models import batched_inference, models
 
-        model, tok = models.exported("masked", folder, run)
+        model, tok = models.exported(cls.head, folder, run)
         most = run.data.max_length
         for place, (text,) in enumerate(rows, 1):
             ids = tok(text, truncation=True, max_length=most)["input_ids"]

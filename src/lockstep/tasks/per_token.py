@@ -29,11 +29,12 @@ class TokenLosses(TextTask):
 
     plugin = "tasks"  # a base: it has no name in a run file
 
+    chunks_loss = True
     smoothing: float = 0.0  # of labels, in training
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.loss_chunk = getattr(self.options, "loss_chunk", None)
+        self.loss_chunk = self.options.loss_chunk if self.chunks_loss else None
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
         return outputs.loss if self.loss_chunk else summed_losses(outputs.logits.float(), targets, self.smoothing)

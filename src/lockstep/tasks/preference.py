@@ -20,6 +20,7 @@ from lockstep.data import tokenizer
 from lockstep.data.tokens import Columns
 from lockstep.tasks.abilities import UsesReference
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs
+from lockstep.tasks.models import heads
 from lockstep.tasks.task import Forward
 from lockstep.tasks.text_task import Arrays, TextData
 
@@ -61,10 +62,11 @@ class Preference(AnswerPairs, UsesReference):
     """Which of two answers is written rather."""
 
     Options = PreferenceOptions
-    head = "causal"
+    head = heads.CAUSAL
     column_keys = ("prompt", "chosen", "rejected")
     default_model = "openai-community/gpt2"
     pipeline = "text-generation"
+    usual_rate = 5e-6
     display_keys = ("sample_tokens",)
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected")
 
@@ -195,7 +197,7 @@ class Preference(AnswerPairs, UsesReference):
         from lockstep.tasks.models.decoding import continuation
 
         options = cls.options_of(run)
-        model, tok = models.exported("causal", folder, run)
+        model, tok = models.exported(cls.head, folder, run)
         template = {"chat_template": options.chat_template, "add_generation_prompt": True}
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from lockstep.data.tokens import Columns
 from lockstep.tasks import length_curves
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.metric_arrays import listed
+from lockstep.tasks.models import heads
 from lockstep.tasks.task import Forward, Generate
 from lockstep.tasks.text_task import Arrays, Encoder, TextData, TextTask
 
@@ -59,9 +60,10 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     """Where in its context the answer to a question stands."""
 
     Options = QuestionAnsweringOptions
-    head = "question_answering"
+    head = heads.QUESTION_ANSWERING
     column_keys = ("question", "context", "answers")
     default_model = "distilbert/distilbert-base-cased"
+    small_model = "bert"
     pipeline = "question-answering"
     cache_name = ("questions",)
     row_is_example = True
@@ -218,7 +220,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         from lockstep.tasks.models import batched_inference, models, qa_spans
 
         options = cls.options_of(run)
-        model, tok = models.exported("question_answering", folder, run)
+        model, tok = models.exported(cls.head, folder, run)
 
         def windows_of(place: int, row: Sequence[str]) -> list[qa_features.Window]:
             try:

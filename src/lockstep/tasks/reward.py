@@ -16,6 +16,7 @@ from pydantic import Field
 from lockstep.config.run import Run
 from lockstep.data.tokens import Columns
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs, tokens_of
+from lockstep.tasks.models import heads
 from lockstep.tasks.task import Forward
 from lockstep.tasks.text_task import Arrays
 
@@ -39,7 +40,7 @@ class Reward(AnswerPairs):
     """Which of two answers is better, as a number for each."""
 
     Options = RewardOptions
-    head = "classification"
+    head = heads.CLASSIFICATION
     column_keys = ("prompt", "chosen", "rejected")
     default_model = "distilbert/distilbert-base-uncased"
     pipeline = "text-classification"
@@ -103,7 +104,7 @@ class Reward(AnswerPairs):
         """The `reward` of a prompt with an answer."""
         from lockstep.tasks.models import batched_inference, models
 
-        model, tok = models.exported("classification", folder, run)
+        model, tok = models.exported(cls.head, folder, run)
         options, pads = cls.options_of(run), {"input_ids": int(tok.pad_token_id)}
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:

@@ -46,8 +46,15 @@ class Task(ABC):
     """Whether model and data are made by code of the user's, and not described by `model`, `tokenizer` and `data`."""
 
     column_keys: ClassVar[tuple[str, ...]] = ()  # its keys that name columns: `init` asks for them
+    column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """What columns are called by which `init` finds them: key -> names in lower case, the likeliest first. A task that
+    has them for each of its `column_keys` needs nothing else to be found."""
+
     default_model: ClassVar[str | None] = None  # on the Hub: `init` fine-tunes it unless a person names another
-    head: ClassVar[str | None] = None  # of its model of transformers, as `models.HEADS` calls it
+    small_model: ClassVar[str] = "gpt2"  # a type of transformers, of which `init` makes a small model from scratch
+    usual_rate: ClassVar[float] = 5e-5  # the learning rate that `init` writes for a pretrained model
+    head: ClassVar[str | None] = None  # of its model of transformers: one of `models/heads.py`, or a `Head` of its own
+    chunks_loss: ClassVar[bool] = False  # whether it has the key `loss_chunk`
     streams: ClassVar[bool] = False  # whether `data.stream` goes with it: see `abilities.Streams`
     not_streamed_reason: ClassVar[str] = "it has no `stream` and no `example_maker`"
     row_is_example: ClassVar[bool] = False  # whether example i of a split is made of its row i alone

@@ -54,7 +54,7 @@ class TextTask(Task):
     plugin = "tasks"  # a base: it has no name in a run file
 
     unit: ClassVar[str | None] = "tokens"
-    cache_name: ClassVar[tuple[str, ...]] = ()  # with which the keys of its tokens in the cache begin
+    cache_name: ClassVar[tuple[Any, ...]] = ()  # with which the keys of its tokens in the cache begin
     generative: ClassVar[bool] = False  # whether a trained tokenizer ends every text with its end token
     within: ClassVar[str | None] = None  # the column that columns may be in which are not there
     loss_chunk: int | str | None = None  # tokens whose logits are there at once; None: all

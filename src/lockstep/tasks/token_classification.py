@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,6 +18,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data import column_scan, labels, missing_values, source, tokenizer
 from lockstep.data.tokens import Columns, Prepared
 from lockstep.tasks.metric_arrays import listed
+from lockstep.tasks.models import heads
 from lockstep.tasks.models.tags import entities, parts
 from lockstep.tasks.per_token import PerToken
 from lockstep.tasks.task import Forward, Generate
@@ -50,11 +51,18 @@ class TokenClassification(PerToken):
     """One tag a word; a word's first token has it."""
 
     Options = TokenClassificationOptions
-    head = "token_classification"
+    head = heads.TOKEN_CLASSIFICATION
     column_keys = ("words", "tags")
+    column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "words": ("tokens", "words"),
+        "tags": ("ner_tags", "tags", "pos_tags", "chunk_tags", "labels"),
+    }
+    small_model = "bert"
+    usual_rate = 3e-5
     default_model = "distilbert/distilbert-base-cased"
     pipeline = "token-classification"
     row_is_example = True
+    chunks_loss = False
     cache_name = ("token classification",)
     display_keys = ("samples",)
     metric_names = ("accuracy", "precision", "recall", "f1")
@@ -219,7 +227,7 @@ class TokenClassification(PerToken):
         """`words`, each with its `label` and that one's `score`; a text is cut at its spaces."""
         from lockstep.tasks.models import batched_inference, models
 
-        model, tok = models.exported("token_classification", folder, run)
+        model, tok = models.exported(cls.head, folder, run)
         names = model.config.id2label
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from lockstep.data.tokens import Columns, Prepared
 from lockstep.tasks import length_curves
 from lockstep.tasks.abilities import Generates, GivesPredictions, Predicts, Streams
 from lockstep.tasks.metric_arrays import listed
-from lockstep.tasks.models import bleu, seq2seq_data
+from lockstep.tasks.models import bleu, heads, seq2seq_data
 from lockstep.tasks.models.seq2seq_data import WritingOptions as WritingOptions
 from lockstep.tasks.per_token import TokenLosses
 from lockstep.tasks.task import Forward, Generate
@@ -48,9 +48,10 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     """One text for another."""
 
     Options: ClassVar[type[BaseModel]] = TranslationOptions
-    head = "seq2seq"
+    head = heads.SEQ2SEQ
     column_keys = ("source", "target")
     default_model = "google-t5/t5-small"
+    small_model = "marian"
     cache_name = ("translation",)
     within = seq2seq_data.PAIR
     row_is_example = True
@@ -243,7 +244,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         from lockstep.tasks.models.decoding import Decoding, by_transformers
 
         options = cls.options_of(run)
-        model, sources = models.exported("seq2seq", folder, run)
+        model, sources = models.exported(cls.head, folder, run)
         targets = seq2seq_data.target_tokenizer(run, folder, sources)
         most, start = run.data.max_length, model.config.decoder_start_token_id
         how = Decoding(
@@ -303,7 +304,7 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
     from lockstep.tasks.models import model_configs, models
 
     key = "task.target_length" if (options.target_length or 0) > run.data.max_length else "data.max_length"
-    models.check(run, "seq2seq", max(run.data.max_length, seq2seq_data.most(run, options)), key, use_cache=False)
+    models.check(run, heads.SEQ2SEQ, max(run.data.max_length, seq2seq_data.most(run, options)), key, use_cache=False)
     known = model_configs.load_config(run).to_dict()
     known_to = tokenizer.load(str(folder), run.model.trust_remote_code)
     two = (folder / tokenizer.TARGET).is_dir() or getattr(known_to, "separate_vocabs", False)
