@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from lockstep.config import renamed_keys
+from lockstep.config import key_aliases
 from lockstep.config.run import Run, RunError
 from lockstep.data import (
     arrow_cache,
@@ -109,7 +109,7 @@ class LanguageModeling(PerToken, Generates):
         written = tokenizer.template_of(tok, options.chat_template) if options.messages is not None else []
         if rows is None:
             return [
-                renamed_keys.former("task", options.model_dump(exclude={*cls.display_keys, "loss_chunk"})),
+                key_aliases.former("task", options.model_dump(exclude={*cls.display_keys, "loss_chunk"})),
                 *written,
             ]
         return [options.values(rows), options.packed, *written]
