@@ -349,13 +349,13 @@ def test_multi30k_is_read_as_it_is(shared: Path) -> None:
     folder = shared / "multi30k"
     values = {
         "task": {"name": "translation", "source": "en", "target": "de"},
-        "data": {"source": str(folder), "test": "test_2016_flickr.jsonl", "limit": 300},
+        "data": {"source": str(folder), "test": "test_2016_flickr.jsonl", "limit": 1100},
         "model": MARIAN | {"config": MARIAN["config"] | {"max_position_embeddings": 128}},
         "tokenizer": {"train": "bpe", "vocab_size": 1000},
     }
     task = task_of(load(None, [], values))
     assert {split: len(columns) for split, columns in task.splits.items()} == {
-        "train": 300,
+        "train": 1100,
         "validation": 1014,
         "test": 1000,
     }
