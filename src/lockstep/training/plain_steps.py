@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch
 from lockstep.data.masking import WITHOUT_STEP
-from lockstep.data.tokens import Columns
+from lockstep.data.columns import Columns
 from lockstep.distributed.world import World
 from lockstep.plain.losses import without_dropout
 from lockstep.strategies.exact import optim
