@@ -19,7 +19,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
-from harness import run_on
 from torch import Tensor
 
 from lockstep.checkpoint.checkpoint import Checkpoints
@@ -35,6 +34,7 @@ from lockstep.track.trackers import Trackers
 from lockstep.training.loop import train
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import Sinks, build_session
+from support.harness import run_on
 
 SLEEP_S = 0.02
 
