@@ -421,8 +421,8 @@ class Replaces(Momentum):
 
 
 def test_an_optimizer_whose_state_is_wrong_is_refused() -> None:
-    resolve_strategy(run_of("strategy.name=single", "optim.name=test_optim.Momentum"), 1)
+    resolve_strategy(run_of("strategy.name=single", f"optim.name={__name__}.Momentum"), 1)
     with pytest.raises(RunError, match=r"OtherKey: update asks for the key 'sum'.* begin makes \(total\)"):
-        resolve_strategy(run_of("strategy.name=single", "optim.name=test_optim.OtherKey"), 1)
+        resolve_strategy(run_of("strategy.name=single", f"optim.name={__name__}.OtherKey"), 1)
     with pytest.raises(RunError, match="Replaces: update puts another tensor under the key 'sum'"):
-        resolve_strategy(run_of("strategy.name=single", "optim.name=test_optim.Replaces"), 1)
+        resolve_strategy(run_of("strategy.name=single", f"optim.name={__name__}.Replaces"), 1)
