@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from lockstep.cli import main
 from lockstep.config.run import RunError
-from lockstep.strategies.engines import known_bad
+from lockstep.strategies.engines import zero_agreement
 from lockstep.strategies.engines.zero_agreement import check, keeps_bf16_weights, remaining
 from lockstep.training.resolve import resolve_strategy
 from support.harness import tiny
@@ -168,12 +168,12 @@ def test_versions_known_to_be_wrong_are_refused_by_their_report(
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda package: {"deepspeed": version}[package])
     if report is None:
-        known_bad.check(stage, options, f"zero{stage}")
+        zero_agreement.refuse_known_bad(stage, options, f"zero{stage}")
         return
     with pytest.raises(
         RunError, match=rf"^strategy\.name: zero{stage} with deepspeed 0\.18\..*\({report}\).*pip install"
     ):
-        known_bad.check(stage, options, f"zero{stage}")
+        zero_agreement.refuse_known_bad(stage, options, f"zero{stage}")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
@@ -196,7 +196,7 @@ def test_no_such_version_is_installed_by_pip() -> None:
     wanted = [Requirement(each) for extra in ("deepspeed", "dev") for each in extras[extra]]
     ranges = [each.specifier for each in wanted if each.name == "deepspeed"]
     assert len(ranges) == 2
-    for bad in known_bad.DEEPSPEED:
+    for bad in zero_agreement.DEEPSPEED:
         major, minor, patch = map(int, bad.mended.split("."))
         before = f"{major}.{minor}.{patch - 1}" if patch else f"{major}.{minor - 1}.99"
         assert not any(each.contains(before) for each in ranges), f"{before} can be installed"
