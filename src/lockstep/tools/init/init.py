@@ -159,12 +159,12 @@ def _task(found: Look, name: str | None, given: dict[str, Any], talk: Prompter) 
             if talk.ask is None:
                 raise
             talk.console.say(str(error))
-        default = guessed[0] if guessed else fit.TASKS[0]
+        default = guessed[0] if guessed else fit.tasks()[0]
         if talk.ask is not None:
-            name = talk.answer(f"Task ({', '.join(fit.TASKS)})", default, one_of(list(fit.TASKS), "task"))
+            name = talk.answer(f"Task ({', '.join(fit.tasks())})", default, one_of(fit.tasks(), "task"))
     name = name or default
-    if name not in fit.TASKS:
-        raise RunError(f"--task: {name!r} is not one of {', '.join(fit.TASKS)}")
+    if name not in fit.tasks() and "." not in name:  # a class of the user's
+        raise RunError(f"--task: {name!r} is not one of {', '.join(fit.tasks())}")
     fitted = fit.fit(name, found)
     if fitted is None and not own and talk.ask is None:
         raise RunError(
