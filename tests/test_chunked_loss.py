@@ -275,22 +275,22 @@ def test_refused_before_a_process_starts(overrides: tuple[str, ...], said: str, 
     assert "\n" not in str(caught.value)
 
 
-# Of the families whose loss is another: a head beside the linear one, a bias after it, a scale that it reads itself.
+# Of the families whose loss is another: a head beside the linear one, a bias after it, a scale of its own.
 @pytest.mark.parametrize(
-    ("kind", "family", "refused"),
+    ("kind", "family", "config", "refused"),
     [
-        ("masked", "mobilebert", True),
-        ("masked", "esm", True),
-        ("documents", "marian", True),
-        ("masked", "bert", False),
-        ("documents", "gemma2", False),
-        ("translation", "bart", False),
+        ("masked", "mobilebert", "{}", True),
+        ("masked", "esm", "{vocab_size: 400, position_embedding_type: absolute}", True),
+        ("documents", "minicpm3", "{}", True),
+        ("masked", "bert", "{}", False),
+        ("documents", "gemma2", "{}", False),
+        ("translation", "bart", "{}", False),
     ],
 )
 def test_what_follows_the_head_is_looked_at_before_a_process_starts(
-    kind: str, family: str, refused: bool, tmp_path: Path
+    kind: str, family: str, config: str, refused: bool, tmp_path: Path
 ) -> None:
-    run = make(tmp_path, kind, "task.loss_chunk=8", f"model.type={family}", "model.config={}")
+    run = make(tmp_path, kind, "task.loss_chunk=8", f"model.type={family}", f"model.config={config}")
     if refused:
         with pytest.raises(RunError, match=f"what a {family} makes of its head's logits is not known"):
             chunked_loss.check(run, here=True)

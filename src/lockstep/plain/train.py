@@ -138,10 +138,10 @@ def train_steps(
     masks: Sequence[dict] = (),
 ) -> Iterator[StepRecord]:
     """Train `model`, without dropout. `steps`: of each step its micro-batches, of each the numbers of its examples in
-    train. `numbers`: which of the `total` steps of the run these are. `perturb`: 0, or begin from weights whose last bit is
-    another, of which this is the draw. `state`: the optimizer's before the first step, as KEY.PARAMETER. `masks`: of a masked language model, for
-    each step what its micro-batches `read` and have `predicted`. Errors: `NotCovered`; for an optimizer that torch has
-    not, after the first step."""
+    train. `numbers`: which of the `total` steps of the run these are. `perturb`: 0, or the draw of a
+    last bit that weights begin with. `state`: the optimizer's before the first step, as KEY.PARAMETER. `masks`: of a
+    masked language model, for each step what its micro-batches `read` and have `predicted`. Errors: `NotCovered`; for
+    an optimizer that torch has not, after the first step."""
     run, known, uncovered = job.run, job.examples("train"), None
     if run["precision"] == "fp16":
         raise NotCovered("precision: fp16 scales the loss, and skips steps")
@@ -175,9 +175,9 @@ def train_steps(
         before = {name: p.detach().clone() for name, p in trained.items()}
         for p in trained.values():
             p.grad = None if p.grad is None else p.grad / count
-        gradients = {name: p.grad.cpu() for name, p in trained.items() if p.grad is not None}
-        gradients = {name: gradient.clone() for name, gradient in gradients.items()}
-        norm = norm_of([p.grad for p in trained.values() if p.grad is not None])
+        gradients = {name: p.grad.cpu().clone() for name, p in trained.items() if p.grad is not None}
+        # in float64: on a CPU a float32 sum of the squares of large embeddings is off by 1e-5, and so is the clip
+        norm = torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt().float()
         torch.nn.utils.clip_grads_with_norm_(trained.values(), run["optim"]["max_grad_norm"] or math.inf, norm)
         for optimizer in optimizers:
             for treated in optimizer.param_groups:
@@ -187,13 +187,6 @@ def train_steps(
         yield StepRecord(loss / count, float(norm), rates[number], gradients, changes)
         if uncovered is not None:
             raise uncovered
-
-
-def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all together: float32 scalar, summed in float64. A float32 sum of the squares of large embeddings,
-    as `clip_grad_norm_` makes it on a CPU, is off by 1e-5 and more, and so is what it clips."""
-    each = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack(each)).float()
 
 
 @torch.no_grad()

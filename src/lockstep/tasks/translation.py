@@ -374,7 +374,7 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
             f"model.source: {run.model.source} has a vocabulary of its own for targets, and no tokenizer for it was "
             f"found in {tokenizer.TARGET}/ beside its tokenizer: targets would be read with the tokenizer of sources"
         )
-    _check_start(run)
+    check_start(run)
     if "num_layers" in known and known.get("num_decoder_layers", 0) > known["num_layers"]:
         raise RunError(
             f"model.config: transformers cannot decode with {known['num_decoder_layers']} decoder layers on "
@@ -387,7 +387,7 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
         )
 
 
-def _check_start(run: Run) -> None:
+def check_start(run: Run) -> None:
     """Errors: `RunError` where a pretrained T5Gemma names two tokens that its decoder starts from."""
     from lockstep.tasks.models import model_configs
 

@@ -209,8 +209,8 @@ def _in_float32(job: Plain) -> Plain:
 
 
 def _draws(run: Run) -> int:
-    """How many plain runs with other last bits show what rounding comes to. Muon makes steps in bfloat16, which blow the
-    last bit of a float32 up; a loss that one such run leaves as it was says little then."""
+    """How many plain runs with other last bits show what rounding comes to. Muon makes steps in bfloat16, which blow a
+    last bit up; one such run may leave a loss as it was by chance."""
     return 4 if run.optim.name == "muon" else 1
 
 

@@ -11,7 +11,6 @@ is known for `Finish`, and compared with the model itself when it is built.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -57,12 +56,22 @@ def check(run: Run, here: bool) -> None:
     import transformers
 
     if not run.model.adapter:  # an adapter is put around it when it is built, and looked at then
+        kind, config = _HEADS[run.task.name], model_configs.load_config(run)
+        for name, value in (model_configs.causal_entries(run) if kind == "causal" else {}).items():
+            setattr(config, name, value)
+        for part in model_configs.texts(config):  # the tokenizer's is set when it is built
+            part.pad_token_id = 0 if model_configs.entry(part, "pad_token_id") is None else part.pad_token_id
         with torch.device("meta"):
-            auto = getattr(transformers, model_configs.HEADS[_HEADS[run.task.name]][0])
-            model = auto.from_config(model_configs.load_config(run), trust_remote_code=run.model.trust_remote_code)
+            auto = getattr(transformers, model_configs.HEADS[kind][0])
+            model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code)
         head = head_of(model)
-        with contextlib.suppress(NotImplementedError, RuntimeError), _ValuesOfNothing():  # else ranks look at it
-            agree(model, head, Finish.of(model))
+        try:
+            with _ValuesOfNothing():
+                agree(model, head, Finish.of(model))
+        except RunError:
+            raise
+        except Exception:  # it needs values to run: ranks look at it when it is built
+            return
 
 
 def head_of(model: Any) -> nn.Linear:
@@ -302,8 +311,8 @@ class _ValuesOfNothing(TorchDispatchMode):
 
 def agree(model: Any, head: nn.Linear, finish: Finish) -> None:
     """Compare what is known of the model's logits with what it makes of random ones, which have values on the CPU where
-    the model is on the meta device. Errors: `RunError`; of a model on the meta device also what torch raises where
-    values are missing."""
+    the model is on the meta device. Errors: `RunError`; of a model on the meta device also what is raised where values
+    are missing."""
     leaves: list[Tensor] = []
     empty = head.weight.device.type == "meta"
     if empty and finish.bias is not None:
