@@ -24,23 +24,17 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import TARGETS
-from lockstep.tasks.models import model_configs
+from lockstep.tasks.models import heads, model_configs
 
 KEY = "task.loss_chunk"
 LIGER = "liger"
 OUT = "; leave it out for the whole matrix of logits"
-_HEADS = {
-    "language_modeling": "causal",
-    "masked_language_modeling": "masked",
-    "summarization": "seq2seq",
-    "translation": "seq2seq",
-}
 
 
-def check(run: Run, here: bool) -> None:
-    """Refuse what cannot work before any rank has started. `here`: the ranks will run on machines like this one.
-    Errors: `RunError`."""
-    if run.task.name not in _HEADS or (chunk := run.task.options.get("loss_chunk")) is None:
+def check(run: Run, head: str, here: bool) -> None:
+    """Refuse what cannot work before any rank has started. `head`: of a task that takes the key. `here`: the ranks will
+    run on machines like this one. Errors: `RunError`."""
+    if (chunk := run.task.options.get("loss_chunk")) is None:
         return
     if run.strategy.options.get("tensor_parallel", 1) != 1:
         raise RunError(f"{KEY}: was not tried with strategy.options.tensor_parallel{OUT}")
@@ -56,18 +50,18 @@ def check(run: Run, here: bool) -> None:
     import transformers
 
     if not run.model.adapter:  # an adapter is put around it when it is built, and looked at then
-        kind, config = _HEADS[run.task.name], model_configs.load_config(run)
-        for name, value in (model_configs.causal_entries(run) if kind == "causal" else {}).items():
+        config = model_configs.load_config(run)
+        for name, value in (model_configs.causal_entries(run) if head == "causal" else {}).items():
             setattr(config, name, value)
         for part in model_configs.texts(config):  # the tokenizer's is set when it is built
             part.pad_token_id = 0 if model_configs.entry(part, "pad_token_id") is None else part.pad_token_id
         with torch.device("meta"):
-            auto = getattr(transformers, model_configs.HEADS[kind][0])
+            auto = getattr(transformers, heads.of(head).auto)
             model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code)
-        head = head_of(model)
+        layer = head_of(model)
         try:
             with _ValuesOfNothing():
-                agree(model, head, Finish.of(model))
+                agree(model, layer, Finish.of(model))
         except RunError:
             raise
         except Exception:  # it needs values to run: ranks look at it when it is built
