@@ -16,17 +16,13 @@ from lockstep.config.run import RunError
 from lockstep.data import arrow_cache, cache, cache_lock, labels, missing_values, packing
 from lockstep.data.columns import Columns
 from lockstep.data.tokens import Prepared
-from support.caches import held, prepared
+from support.caches import held, own_cache, prepared
 from support.harness import tiny
 from support.task_runs import TASKS, make
 
+__all__ = ["own_cache"]  # fixtures
+
 KINDS = [*sorted(TASKS), "classification"]
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture
