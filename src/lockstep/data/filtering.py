@@ -175,14 +175,14 @@ def told_apart(
     places = [np.empty(0, dtype=np.int8)]  # of each row's split in `order`
     there: list[Any] = []  # values that are known
     for part in nested_columns.values(train, "data.split_column", column, "train", name):
-        values = _with_names(part, names).to_pylist()
-        to = {value: known.get(str(value).strip().lower()) for value in set(values)}
+        in_part = _with_names(part, names).to_pylist()
+        to = {value: known.get(str(value).strip().lower()) for value in set(in_part)}
         there += sorted({str(value) for value in to if to[value]} - set(there))
-        unknown = [row for row, value in enumerate(values) if to[value] is None]
+        unknown = [row for row, value in enumerate(in_part) if to[value] is None]
         if unknown and first is None:
-            first = sum(map(len, places)) + unknown[0], values[unknown[0]]
-        others.update(values[row] for row in unknown)
-        places.append(np.array([order.index(to[v] or "train") for v in values], dtype=np.int8))
+            first = sum(map(len, places)) + unknown[0], in_part[unknown[0]]
+        others.update(in_part[row] for row in unknown)
+        places.append(np.array([order.index(to[v] or "train") for v in in_part], dtype=np.int8))
     if first is not None:
         raise RunError(
             f"data.split_column: column {column!r} of {name} says {first[1]!r} in {others[first[1]]:,} row(s), the "

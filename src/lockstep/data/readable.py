@@ -34,8 +34,8 @@ def check(file: Path, key: str, encoding: str) -> None:
     disk.
 
     Reads the whole file. Errors: `RunError`."""
-    blocks = compressed.blocks(file, key)
-    start = next(blocks, b"")
+    parts = compressed.blocks(file, key)
+    start = next(parts, b"")
     if file.suffix in BINARY:
         return _check_unpacked(file, key) if file.suffix == ".parquet" else None
     for name, (place, mark) in _PACKED.items():
@@ -48,7 +48,7 @@ def check(file: Path, key: str, encoding: str) -> None:
                 else "unpack it"
             )
             raise RunError(f"{key}: {file} {found} ({name}), whatever its name says: {mend}")
-    return _check_text(file, key, encoding, itertools.chain([start], blocks))
+    return _check_text(file, key, encoding, itertools.chain([start], parts))
 
 
 def codec(encoding: str) -> str:

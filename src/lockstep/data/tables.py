@@ -77,8 +77,8 @@ class _Lines:
         self.quoted, self.doubled, self.last = False, False, ""
 
     def __iter__(self) -> Iterator[str]:
-        with io.TextIOWrapper(compressed.opened(self.file), readable.codec(self.encoding), newline="") as opened:
-            for number, line in enumerate(opened, 1):
+        with io.TextIOWrapper(compressed.opened(self.file), readable.codec(self.encoding), newline="") as text:
+            for number, line in enumerate(text, 1):
                 if number == 1 and _EXCEL.fullmatch(line.strip()):
                     raise Misfit(
                         f"{self.file}, line 1: {line.strip()!r} is for Excel; take it out, and set data.separator", 1

@@ -197,8 +197,8 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """All texts of the rows: first the anchors [B], then the positives, then the negatives. The target of an anchor
         is its score, or the number of its text; other texts have numbers below `IGNORED`, which are no targets."""
-        laid = text_pairs.laid(columns, rows, int(self.tokenizer.pad_token_id))
-        return {"input_ids": laid.ids, "attention_mask": laid.mask}, laid.targets
+        texts = text_pairs.laid(columns, rows, int(self.tokenizer.pad_token_id))
+        return {"input_ids": texts.ids, "attention_mask": texts.mask}, texts.targets
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return len(rows)
@@ -360,8 +360,10 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         how = pooling.of_folder(folder)
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
-            read = text_pairs.read(tok, [row[0] for row in rows], run.data.max_length)
-            batch = batched_inference.padded([{"input_ids": ids} for ids in read], {"input_ids": int(tok.pad_token_id)})
+            tokens = text_pairs.read(tok, [row[0] for row in rows], run.data.max_length)
+            batch = batched_inference.padded(
+                [{"input_ids": ids} for ids in tokens], {"input_ids": int(tok.pad_token_id)}
+            )
             found = pooling.pooled(model(**batch).last_hidden_state, batch["attention_mask"], how)
             return [{"embedding": vector} for vector in found.tolist()]
 

@@ -204,7 +204,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     def usage(self) -> str:
         """transformers has no pipeline for translation any more."""
         target = 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_REPO")\n'
-        written, most = "tokenizer", seq2seq_data.most(self.run, self.options)
+        written, longest = "tokenizer", seq2seq_data.most(self.run, self.options)
         if self.target_tokenizer is not self.tokenizer:
             target += 'targets = AutoTokenizer.from_pretrained("PATH_OR_REPO", subfolder="target")\n'
             written = "targets"
@@ -212,7 +212,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
             "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer\n\n"
             f'{target}model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_REPO")\n'
             f'ids = tokenizer("{self.options.prefix}some text", return_tensors="pt")["input_ids"]\n'
-            f"tokens = model.generate(ids, num_beams={self.options.beams}, max_new_tokens={most})\n"
+            f"tokens = model.generate(ids, num_beams={self.options.beams}, max_new_tokens={longest})\n"
             f"{written}.decode(tokens[0], skip_special_tokens=True)"
         )
 
@@ -246,13 +246,13 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         options = cls.options_of(run)
         model, sources = models.exported(cls.head, folder, run)
         targets = seq2seq_data.target_tokenizer(run, folder, sources)
-        most, start = run.data.max_length, model.config.decoder_start_token_id
+        limit, start = run.data.max_length, model.config.decoder_start_token_id
         how = Decoding(
             seq2seq_data.most(run, options), targets.pad_token_id, lm_documents.end_of(targets), start, options.beams
         )
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
-            read = [sources(options.prefix + row[0], truncation=True, max_length=most) for row in rows]
+            read = [sources(options.prefix + row[0], truncation=True, max_length=limit) for row in rows]
             tokens = by_transformers(
                 model, batched_inference.padded(read, {"input_ids": int(sources.pad_token_id)}), how
             )

@@ -21,11 +21,11 @@ def measured(run: Run, data: Any, places: np.ndarray, each: int, key: str) -> st
     """The file. `each`: targets of an item where nobody says more. Errors: `RunError`."""
     functions = {name: user_functions.function(run, name) for name in ("length", "targets")}
     columns = {"length": np.ones(len(places), np.int32), "targets": np.full(len(places), each, np.int32)}
-    some = {name: function for name, function in functions.items() if function is not None}
+    some = {name: call for name, call in functions.items() if call is not None}
     for row, place in enumerate(places if some else ()):
         found = dataset.item(run, data, int(place), -1)
-        for name, function in some.items():
-            columns[name][row] = _number(run, name, function, found, int(place))
+        for name, call in some.items():
+            columns[name][row] = _number(run, name, call, found, int(place))
     if not columns["targets"].any():
         raise RunError("task.targets: no item of a split holds a target")
 
