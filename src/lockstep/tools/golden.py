@@ -23,7 +23,7 @@ from lockstep.config import key_aliases
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
 from lockstep.distributed.event_log import versions
-from lockstep.distributed.processor import processor
+from lockstep.distributed.hardware import processor
 from lockstep.launchers import start
 from lockstep.tools.verify import recorded
 from lockstep.track.console import Console
