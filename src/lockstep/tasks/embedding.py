@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import splitting, text_pairs
-from lockstep.data.micro_batches import by_chance
-from lockstep.data.tokens import Columns, Prepared
+from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.order import by_chance
 from lockstep.tasks.abilities import GivesPredictions, Predicts
 from lockstep.tasks.models import heads, pooling, retrieval
 from lockstep.tasks.task import Forward, Generate, spread_rows
@@ -354,20 +354,18 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The `embedding`: numbers, of length 1 together."""
-        from lockstep.tasks.models import batched_inference, models
+        from lockstep.tasks.models import inference, models
 
         model, tok = models.exported(cls.head, folder, run)
         how = pooling.of_folder(folder)
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             tokens = text_pairs.read(tok, [row[0] for row in rows], run.data.max_length)
-            batch = batched_inference.padded(
-                [{"input_ids": ids} for ids in tokens], {"input_ids": int(tok.pad_token_id)}
-            )
+            batch = inference.padded([{"input_ids": ids} for ids in tokens], {"input_ids": int(tok.pad_token_id)})
             found = pooling.pooled(model(**batch).last_hidden_state, batch["attention_mask"], how)
             return [{"embedding": vector} for vector in found.tolist()]
 
-        return batched_inference.answers(rows, answer)
+        return inference.answers(rows, answer)
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
