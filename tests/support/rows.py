@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.run import Run
+from lockstep.data.arrow_cache import Prepared
 from lockstep.data.prepare import prepare
-from lockstep.data.tokens import Prepared
 from lockstep.tasks.classification import Classification
 from support.harness import tiny
 

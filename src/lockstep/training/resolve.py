@@ -25,7 +25,7 @@ from lockstep.strategies.engines import zero_agreement
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
-    from lockstep.data.tokens import Prepared
+    from lockstep.data.arrow_cache import Prepared
     from lockstep.distributed.world import World
     from lockstep.strategies.strategy import Strategy
     from lockstep.tasks.task import Task
@@ -123,7 +123,7 @@ class Job:
     @classmethod
     def load(cls, text: str) -> Job:
         """The job that `dump` wrote. Errors: `RunError` when its classes cannot be imported."""
-        from lockstep.data.tokens import Prepared
+        from lockstep.data.arrow_cache import Prepared
 
         values: dict[str, Any] = json.loads(text)
         run = load(None, [], values["run"], "the job")
@@ -182,9 +182,9 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
         tracker.check()
     from lockstep.checkpoint import remote_sync
     from lockstep.strategies.engines import blocks
-    from lockstep.tasks.models import attention
+    from lockstep.tasks.models import model_configs
 
-    attention.check(run, machine.like_this_one)
+    model_configs.check(run, machine.like_this_one)
     task: Any = plugins.find("tasks", run.task.name)
     if task.chunks_loss:
         from lockstep.tasks.models import chunked_loss
