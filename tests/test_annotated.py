@@ -18,7 +18,7 @@ from lockstep.config import plugins
 from lockstep.config.run import DataSection, Run, RunError
 from lockstep.data import annotated, conversations, source
 from lockstep.data.prepare import prepare
-from lockstep.tools.init import machine_defaults
+from lockstep.tools.init import questions
 from lockstep.training import predicting
 
 WORDS = ["the", "sun", "went", "down", "over", "my", "house", "again", "until", "nobody", "was", "there"]
@@ -27,7 +27,7 @@ WORDS = ["the", "sun", "went", "down", "over", "my", "house", "again", "until", 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: LAPTOP))
+    monkeypatch.setattr(questions.MachineInfo, "look", staticmethod(lambda: LAPTOP))
     return tmp_path
 
 

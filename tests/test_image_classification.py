@@ -21,7 +21,7 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks import image_classification
 from lockstep.tools.init import init as starter
-from lockstep.tools.init.machine_defaults import MachineInfo
+from lockstep.tools.init.questions import MachineInfo
 from lockstep.training.predicting import predictions
 
 LABELS = ("bar", "cross", "disc")

@@ -11,10 +11,10 @@ from harness import lockstep_environment
 from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.tasks.classification import Classification
-from lockstep.tools.init import machine_defaults, prompts
+from lockstep.tools.init import questions
 
-LAPTOP = machine_defaults.MachineInfo(cores=2, gpus=0, bf16=False, hub=False)
-SERVER = machine_defaults.MachineInfo(cores=64, gpus=16, bf16=True, hub=True)
+LAPTOP = questions.MachineInfo(cores=2, gpus=0, bf16=False, hub=False)
+SERVER = questions.MachineInfo(cores=64, gpus=16, bf16=True, hub=True)
 FEELINGS = ["sadness", "joy"]
 EMOTION = [{"id": i, "text": f"i feel {FEELINGS[i % 2]} today {i}", "mood": FEELINGS[i % 2]} for i in range(120)]
 
@@ -23,7 +23,7 @@ EMOTION = [{"id": i, "text": f"i feel {FEELINGS[i % 2]} today {i}", "mood": FEEL
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to write to, on a laptop without a network."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: LAPTOP))
+    monkeypatch.setattr(questions.MachineInfo, "look", staticmethod(lambda: LAPTOP))
     return tmp_path
 
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_is_one_message(
 
 
 def test_a_machine_with_gpus_and_a_network(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: SERVER))
+    monkeypatch.setattr(questions.MachineInfo, "look", staticmethod(lambda: SERVER))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     jsonl(here / "data", EMOTION * 20)
     run = written("--data", "data")
@@ -185,15 +185,15 @@ def test_a_machine_with_gpus_and_a_network(here: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8, 12, 16])
 def test_micro_batches_are_a_power_of_two_with_room_to_grow(processes: int) -> None:
-    here = machine_defaults.MachineInfo(cores=64, gpus=processes, bf16=True, hub=True)
+    here = questions.MachineInfo(cores=64, gpus=processes, bf16=True, hub=True)
     filled = {"batch_size": 1, "micro_batches": 1, "epochs": 3, "task": {"name": "classification"}}
-    found = machine_defaults.with_steps(filled, 10_000, here)
+    found = questions.with_steps(filled, 10_000, here)
     assert found["micro_batches"].bit_count() == 1
     assert 2 * here.processes <= found["micro_batches"] <= found["batch_size"]
 
 
 def test_t5_is_asked_in_its_own_words(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: SERVER))
+    monkeypatch.setattr(questions.MachineInfo, "look", staticmethod(lambda: SERVER))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     jsonl(here / "data", COLUMNS["two languages"][0])
     assert written("--data", "data").task.options["prefix"] == "translate English to German: "
@@ -209,7 +209,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
             raise EOFError
         return left.pop(0)
 
-    monkeypatch.setattr(prompts, "can_ask", lambda: True)
+    monkeypatch.setattr(questions, "can_ask", lambda: True)
     monkeypatch.setattr("builtins.input", answer)
     return asked
 

@@ -15,7 +15,7 @@ from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
-from lockstep.tools.init import machine_defaults
+from lockstep.tools.init import questions as machine_defaults
 
 WORDS = ("sad", "happy", "tired", "the", "sun", "went", "down", "over", "my", "house", "again", "until", "nobody")
 

@@ -29,7 +29,7 @@ from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.stores import Sealed
 from lockstep.distributed.world import World
 from lockstep.launchers import torchrun
-from lockstep.launchers.processes import elastic_rendezvous_state as meeting_state
+from lockstep.launchers.processes import elastic_rendezvous as meeting_state
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node, _parsed
 
 KEY = "0123456789abcdef0123456789abcdef"

@@ -15,15 +15,15 @@ from test_branch import began_at, weights_of
 
 from lockstep.cli import main
 from lockstep.config.run import load
-from lockstep.tools.sweep import prefixes
+from lockstep.tools.sweep import sweep
 
 RATE = {"learning_rate": 5e-3, "warmup_steps": 2, "schedule": "wsd", "max_grad_norm": 0.5}
 VALUES = TINY | {"optim": RATE, "micro_batches": 4, "strategy": "single"}
 VALUES |= {"launch": {"device": "cpu", "threads": 1, "processes": 1}}
 
 
-def tree_of(*each: dict[str, Any], **values: Any) -> prefixes.Tree:
-    return prefixes.shared_steps({f"t{i}": load(None, keys, VALUES | values) for i, keys in enumerate(each)})
+def tree_of(*each: dict[str, Any], **values: Any) -> sweep.Tree:
+    return sweep.shared_steps({f"t{i}": load(None, keys, VALUES | values) for i, keys in enumerate(each)})
 
 
 def steps(count: int, decay: int, **keys: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import DataSection, Run, RunError, load
 from lockstep.data import prepare, row_files, source, tables
-from lockstep.tools.init import machine_defaults
+from lockstep.tools.init import questions
 
 TEXTS = [
     "plain words",
@@ -32,7 +32,7 @@ TEXTS = [
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: LAPTOP))
+    monkeypatch.setattr(questions.MachineInfo, "look", staticmethod(lambda: LAPTOP))
     return tmp_path
 
 
