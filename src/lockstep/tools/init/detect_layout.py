@@ -21,7 +21,7 @@ from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, compressed, readable, row_files, source, tables, text_files
 from lockstep.tools.init import columns
-from lockstep.tools.init.columns import Look, is_known
+from lockstep.tools.init.columns import Fit, Look, fit, is_known
 from lockstep.tools.init.questions import Prompter
 
 _TABLES = set(tables.SEPARATORS)
@@ -305,7 +305,7 @@ def _rename(columns: list[str], task: dict[str, Any], found: Look, talk: Prompte
     there = {"text"} if found.plain else {*found.kinds, *found.languages}
     if not (missing := [column for column in columns if column not in there]):
         return {}
-    fitted = columns.fit(task["name"], found) or columns.Fit({})
+    fitted = fit(task["name"], found) or Fit({})
     key_of = {value: key for key, value in task.items() if key != "name"}
     known: dict[str, str] = {}
     for ours in missing:
