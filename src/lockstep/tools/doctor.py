@@ -471,7 +471,7 @@ def outcomes_of(folder: Path, runs: Sequence[Sequence[Run]]) -> Iterator[Outcome
 def _outcome(run: Run, folder: Path, alone: Path, reference: tuple[str, list[str]]) -> tuple[str, list[str]]:
     try:
         strategy: Any = plugins.find("strategies", run.strategy.name)
-        lacking = strategy.lacking()
+        lacking = plugins.lacking(strategy.needs)
     except Exception as caught:  # an engine that lacks what this package knows of it
         return "failed", [f"{type(caught).__name__}: {' '.join(str(caught).split())[:300]}"]
     if lacking:

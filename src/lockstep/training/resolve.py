@@ -193,16 +193,17 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     are not known. Errors: `RunError`."""
     from lockstep.strategies.exact import averaging, masters
     from lockstep.strategies.optimizers import optimizer as optimizers
-    from lockstep.strategies.strategy import Strategy, strategy_class
+    from lockstep.strategies.strategy import Strategy, WeightFormats, strategy_class
     from lockstep.tasks.abilities import Generates
     from lockstep.tasks.models import quantized
 
     strategy = strategy_class(run)
     if not processes:
         return strategy
+    formats = strategy.weight_formats
     optimizers.check(run, strategy.flat_parts)
-    masters.check(run, strategy.trains_bfloat16, strategy.without_masters)
-    quantized.check(run, strategy.takes_4_bits)
+    masters.check(run, WeightFormats.BFLOAT16 in formats, WeightFormats.BFLOAT16_ALONE in formats)
+    quantized.check(run, WeightFormats.FOUR_BITS in formats)
     averaging.check(run, strategy.flat_parts)
     strategy.check(run, processes)
     task: Any = plugins.find("tasks", run.task.name)
