@@ -13,9 +13,9 @@ from lockstep.config.run import Run, load
 from lockstep.data.order import Order, total_steps
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import examples_in
-from lockstep.tools.init import machine_defaults, prompts
+from lockstep.tools.init import questions
 
-LAPTOP = machine_defaults.MachineInfo(cores=2, gpus=0, bf16=False, hub=False)
+LAPTOP = questions.MachineInfo(cores=2, gpus=0, bf16=False, hub=False)
 
 
 FEELINGS = ["sadness", "joy"]
