@@ -92,8 +92,9 @@ def verified(folder: Path, entries: list[str], timeout_s: float) -> dict[str, An
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(before), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as output:
         if any(PRETRAINED in entry for entry in entries):
-            entries = [entry.replace(PRETRAINED, pretrained(Path(output) / "pretrained")) for entry in entries]
-            entries = [entry for entry in entries if not entry.startswith("model.config.")]
+            model = pretrained(Path(output) / "pretrained")
+            kept = [entry for entry in entries if not entry.startswith("model.config.")]
+            entries = [entry.replace(PRETRAINED, model) for entry in kept]
         command = [sys.executable, "-m", "lockstep", "verify", *entries, f"output={output}/run"]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)

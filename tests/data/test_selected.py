@@ -19,6 +19,7 @@ from lockstep.data.cache import cache_folder
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns, Prepared
 from support.harness import tiny
+from support.marks import slow
 from support.task_runs import TASKS, rows_of, write
 
 ROWS: list[dict[str, Any]] = [
@@ -249,7 +250,7 @@ def test_examples_that_stand_in_two_splits_are_told_or_left_out(
         prepared(run_of(tmp_path, "data.decontaminate=true"))
 
 
-@pytest.mark.parametrize("kind", ["packed", "prompts", "messages", "translation", "token_classification"])
+@pytest.mark.parametrize("kind", ["packed", "translation", *map(slow, ["prompts", "messages", "token_classification"])])
 def test_every_task_does_so(kind: str, tmp_path: Path) -> None:
     draw = random.Random(0)
     rows: list[dict] = []

@@ -44,7 +44,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
             raise EOFError
         return left.pop(0)
 
-    monkeypatch.setattr(prompts, "can_ask", lambda: True)
+    monkeypatch.setattr(questions, "can_ask", lambda: True)
     monkeypatch.setattr("builtins.input", answer)
     return asked
 

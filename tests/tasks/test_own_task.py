@@ -90,7 +90,7 @@ MISTAKES = {
     "score counts wrong": ('"examples": real.sum().double()', '"examples": 2 * real.sum().double()', "were evaluated"),
     "metrics of a sum that is not there": ('float(sums["off"]) / count', 'float(sums["offf"]) / count', "offf"),
     "samples": ("    def metrics(", "    def samples(self, *_):\n        return 1 / 0\n\n    def metrics(", "by zero"),
-    "an export": ("models.save(self.model()", "models.save(self.modell()", "modell"),
+    "an export": ("    def metrics(", "    def write(self, *_):\n        self.modell()\n\n    def metrics(", "modell"),
 }  # fmt: skip
 BARE = '''
 
@@ -147,8 +147,9 @@ def test_no_number_from_the_first_batch_on_names_micro_batches_and_rows(here: Pa
 
 def test_an_export_of_another_format_has_a_hash_of_its_weights(here: Path) -> None:
     code = RATING.replace(
-        "models.save(self.model(), weights, self.tokenizer, folder, self.run)",
-        '(folder / "config.json").write_text("{}")\n        __import__("torch").save(dict(weights), folder / "w.pt")',
+        "    def metrics(",
+        '    def write(self, folder, weights):\n        (folder / "config.json").write_text("{}")\n'
+        '        __import__("torch").save(dict(weights), folder / "w.pt")\n\n    def metrics(',
     )
     digests = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):

@@ -14,7 +14,7 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.tasks.models import model_configs, models, padding, unpadded
+from lockstep.tasks.models import heads, model_configs, models, padding, unpadded
 from lockstep.tasks.models.decoding import Decoding, by_transformers
 from lockstep.training import model_stats
 from lockstep.training.data_loader import StepLoader
@@ -53,7 +53,7 @@ def made(family: str, attention: str | None) -> nn.Module:
     config.update({"vocab_size": 60, "pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 3, "use_cache": False})
     config.decoder_start_token_id = 3
     torch.manual_seed(0)
-    auto = getattr(transformers, model_configs.HEADS[head][0])
+    auto = getattr(transformers, heads.of(head).auto)
     model: nn.Module = auto.from_config(config, attn_implementation=attention).eval()
     if attention is not None:
         unpadded.install(model)

@@ -22,7 +22,7 @@ from lockstep.checkpoint.manifest import changed
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.tasks.models import model_configs, models, padding, unpadded
+from lockstep.tasks.models import heads, models, padding, unpadded
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from support.family_configs import BERT, GROUPED, batch, gradients
@@ -68,7 +68,7 @@ def config_of(family: str, window: int) -> Any:
 
 def made(family: str, window: int, attention: str) -> nn.Module:
     torch.manual_seed(0)
-    auto = getattr(transformers, model_configs.HEADS[FAMILIES[family][0]][0])
+    auto = getattr(transformers, heads.of(FAMILIES[family][0]).auto)
     model: nn.Module = auto.from_config(config_of(family, window), attn_implementation=attention).eval()
     if attention == unpadded.NAME:
         unpadded.install(model)

@@ -10,6 +10,7 @@ from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.tasks.classification import Classification
 from lockstep.tools.init import questions
+from support.contributed import example
 from support.harness import lockstep_environment
 from support.init_runs import EMOTION, LAPTOP, answering, jsonl, written
 
@@ -90,6 +91,17 @@ def test_the_task_is_guessed_from_the_columns(case: str, here: Path) -> None:
     jsonl(here / "data", rows)
     run = written("--data", "data")
     assert {key: value for key, value in run.task.model_dump().items() if key in wanted} == wanted
+
+
+def test_a_task_of_your_own_says_what_its_columns_are_called(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(here)
+    (here / "mine_stars.py").write_text(example("tasks/rating.py"))
+    jsonl(here / "data", [{"id": i, "review": f"a film {i}", "rating": i % 5} for i in range(60)])
+    run = written("--data", "data", "--task", "mine_stars.Rating")
+    assert run.task.options == {"text": "review", "stars": "rating", "levels": 5}
+    assert run.model.type == "gpt2"  # from scratch: nothing can be fetched
+    jsonl(here / "other", [{"review": f"a film {i}", "points": i % 5} for i in range(60)])
+    assert main(["init", "b.yaml", "--yes", "--data", "other", "--task", "mine_stars.Rating"]) == 2
 
 
 def test_plain_text_is_for_a_language_model(here: Path) -> None:

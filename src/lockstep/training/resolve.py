@@ -176,15 +176,15 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
     from lockstep.tasks.models import attention
 
     attention.check(run, machine.like_this_one)
-    if run.task.options.get("loss_chunk") is not None:
+    task: Any = plugins.find("tasks", run.task.name)
+    if task.chunks_loss:
         from lockstep.tasks.models import chunked_loss
 
-        chunked_loss.check(run, machine.like_this_one)
+        chunked_loss.check(run, task.head, machine.like_this_one)
     run.check_shared(processes, f"launch: {processes} processes")
     strategy = resolve_strategy(run, processes)
     blocks.check(run, machine.like_this_one)
     remote_sync.require_extra(run)
-    task: Any = plugins.find("tasks", run.task.name)
     return Job(run, processes, Scope.OPTIONS, task, strategy, strategy.gives_bits(run))
 
 

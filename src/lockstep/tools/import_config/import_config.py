@@ -140,13 +140,13 @@ def _fit(moved: Imported, looked: Look | None, talk: Prompter) -> None:
     """The task and its columns: as the file says, or as the data are."""
     if "task.name" not in moved.keys:
         if looked is None:
-            moved.set("task.name", columns.TASKS[0], "(to be filled in, with its columns)")
+            moved.set("task.name", columns.tasks()[0], "(to be filled in, with its columns)")
             talk.note("nothing says which task it is: classification is written, to be filled in")
         else:
             name, found = columns.guess(looked)
             moved.set("task.name", name, "(by the columns of the data)")
             _columns(moved, found, looked, talk)
-    elif looked is not None and moved.keys["task.name"] in columns.TASKS:
+    elif looked is not None and moved.keys["task.name"] in columns.tasks():
         there = list(looked.languages or looked.kinds)
         if not any(k.startswith("task.") and str(v) in there for k, v in moved.keys.items()):
             if (other := columns.fit(moved.keys["task.name"], looked)) is None:

@@ -162,12 +162,12 @@ def _task(found: Look, name: str | None, given: dict[str, Any], talk: Prompter) 
             if talk.ask is None:
                 raise
             talk.console.say(str(error))
-        default = guessed[0] if guessed else columns.TASKS[0]
+        default = guessed[0] if guessed else columns.tasks()[0]
         if talk.ask is not None:
-            name = talk.answer(f"Task ({', '.join(columns.TASKS)})", default, one_of(list(columns.TASKS), "task"))
+            name = talk.answer(f"Task ({', '.join(columns.tasks())})", default, one_of(columns.tasks(), "task"))
     name = name or default
-    if name not in columns.TASKS:
-        raise RunError(f"--task: {name!r} is not one of {', '.join(columns.TASKS)}")
+    if name not in columns.tasks() and "." not in name:  # a class of the user's
+        raise RunError(f"--task: {name!r} is not one of {', '.join(columns.tasks())}")
     fitted = columns.fit(name, found)
     if fitted is None and not own and talk.ask is None:
         raise RunError(
