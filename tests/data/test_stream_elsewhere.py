@@ -21,8 +21,10 @@ from lockstep.tasks.classification import Classification
 from support.harness import run_on
 from support.hub_server import Hub
 from support.store_server import BUCKET, Asked, Store
-from support.stream_runs import SMALL, batches, content, feed_of, shards, streamed, trained
+from support.stream_runs import SMALL, batches, content, feed_of, folder, shards, streamed, trained
 from support.web_server import Served
+
+__all__ = ["folder"]  # fixtures
 
 RUN = ("batch_size=8", "epochs=2", "steps=null", "seed=3")
 

@@ -14,7 +14,7 @@ import yaml
 from lockstep import api
 from lockstep.checkpoint import card
 from lockstep.config.run import Run, RunError, keep, load
-from lockstep.distributed.failure import tell_failure
+from lockstep.distributed.watchdog import tell_failure
 from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
 from lockstep.tools.sweep import sweep_file

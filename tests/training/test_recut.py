@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.config.run import Run, RunError, load
-from lockstep.distributed.tensor_slices import Incomplete, PeerReader, TensorSlice
+from lockstep.distributed.sharded import Incomplete, PeerReader, TensorSlice
 from lockstep.training.elastic.peer_checkpoints import PeerCheckpoints, neighbours
 from lockstep.training.elastic.reshard import newest_complete
 from lockstep.training.errors import TrainingFailed

@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from lockstep.distributed.sharded import Given, Saved, local
-from lockstep.distributed.tensor_slices import TensorSlice
+from lockstep.distributed.sharded import Given, Saved, TensorSlice, local
 from lockstep.distributed.world import World
 
 BLOCK_BYTES = 8 * 2**20  # hashed and written at a time

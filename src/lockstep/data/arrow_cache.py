@@ -32,7 +32,7 @@ from lockstep.config.run import RunError
 from lockstep.data.cache import cached, damage, folder_of, placed
 from lockstep.data.columns import INDEX, index_of, table_of
 from lockstep.distributed.activity import ACTIVITY
-from lockstep.distributed.processor import available_cores
+from lockstep.distributed.hardware import available_cores
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from lockstep.config.run import RunError
 from lockstep.data import cache_lock
-from lockstep.distributed.processor import available_cores
+from lockstep.distributed.hardware import available_cores
 
 BLOCK = 4 * 2**20  # bytes that are hashed together
 PARTS = ("locks", "prepared", "tokenizers", "tokens", "models", "padding", "remote", "shards")

@@ -23,7 +23,7 @@ from lockstep.data import arrow_cache
 from lockstep.data.cache import damage, inside
 from lockstep.data.columns import Columns as Columns
 from lockstep.data.columns import examples_in as examples_in
-from lockstep.distributed.processor import available_cores
+from lockstep.distributed.hardware import available_cores
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features

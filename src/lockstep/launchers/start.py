@@ -22,7 +22,7 @@ from lockstep.config import plugins
 from lockstep.config.errors import EXCLUDED
 from lockstep.config.optim import REVISION
 from lockstep.config.run import Run, RunError, keep, load
-from lockstep.distributed import evicted_hosts, job_record
+from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.signals import listen_no_more
 from lockstep.launchers.processes import accelerate_config, output_lock, srun
@@ -46,7 +46,7 @@ def train(run: Run) -> int:
     console = Console(True, voice=run.track.console)
     console.facts({"lockstep": f"{__version__}, preparing {run.name}"})  # before anything is imported that takes long
     run = further(run, console.say)
-    evicted_hosts.check(run.folder)
+    job_record.refuse_evicted(run.folder)
     ACTIVITY.at("importing torch")
     with ExitStack() as stack:
         with console.busy(lambda: ACTIVITY.name):

@@ -313,6 +313,7 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
             f"model.source: {run.model.source} has a vocabulary of its own for targets, and no tokenizer for it was "
             f"found in {tokenizer.TARGET}/ beside its tokenizer: targets would be read with the tokenizer of sources"
         )
+    check_start(run)
     if "num_layers" in known and known.get("num_decoder_layers", 0) > known["num_layers"]:
         raise RunError(
             f"model.config: transformers cannot decode with {known['num_decoder_layers']} decoder layers on "
@@ -322,4 +323,21 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
         raise RunError(
             f"task.tokenizers: a {run.model.type or 'pretrained'} model has one vocabulary for both languages; use "
             "shared ones, or model.type: marian"
+        )
+
+
+def check_start(run: Run) -> None:
+    """Errors: `RunError` where a pretrained T5Gemma names two tokens that its decoder starts from."""
+    from lockstep.tasks.models import model_configs
+
+    config = model_configs.load_config(run)
+    if run.model.source is None or config.model_type not in model_configs.FROM_FIRST_TOKEN:
+        return
+    start, own = getattr(config, "decoder_start_token_id", None), config.decoder.bos_token_id
+    start = config.bos_token_id if start is None else start
+    if start != own:
+        raise RunError(
+            f"model.source: the decoder of this {config.model_type} starts from token {start} where it writes, and "
+            f"from {own} where transformers trains it (decoder.bos_token_id of its config); set "
+            f"model.config.decoder_start_token_id={own}, or give its config.json one token for both"
         )

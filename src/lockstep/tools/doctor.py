@@ -32,8 +32,7 @@ import torch.distributed as dist
 
 from lockstep.config import plugins
 from lockstep.config.run import QUICK_START, Run, RunError, keep, load
-from lockstep.distributed.gpus import gpus_of
-from lockstep.distributed.processor import available_cores, processor
+from lockstep.distributed.hardware import available_cores, gpus_of, processor
 from lockstep.distributed.world import World
 from lockstep.tools import machine_info
 from lockstep.tools.machine_info import Facts

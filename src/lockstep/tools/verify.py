@@ -27,7 +27,7 @@ from lockstep.config import key_aliases
 from lockstep.config.run import Run, RunError, keep
 from lockstep.data.tokens import Prepared
 from lockstep.distributed.event_log import versions
-from lockstep.distributed.processor import processor
+from lockstep.distributed.hardware import processor
 from lockstep.distributed.randomness import UNCOVERED
 from lockstep.launchers import start
 from lockstep.launchers.processes import accelerate_config

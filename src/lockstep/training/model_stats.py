@@ -21,11 +21,10 @@ from lockstep.data import stream
 from lockstep.data.splitting import left_out, warnings
 from lockstep.data.streamed import Streamed
 from lockstep.data.tokens import Columns, Prepared, examples_in
-from lockstep.distributed.memory import capacity
+from lockstep.distributed.system_metrics import capacity
 from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.abilities import ChoosesByMemory
-from lockstep.strategies.exact.optim import state_bytes
-from lockstep.strategies.exact.param_groups import ParamGroupSpec, assigned, freeze
+from lockstep.strategies.exact.optim import ParamGroupSpec, assigned, freeze, state_bytes
 from lockstep.strategies.strategy import strategy_class
 from lockstep.tasks.models import inert_entries, quantized
 from lockstep.tasks.task import Task

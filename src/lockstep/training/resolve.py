@@ -191,7 +191,7 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
 def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     """The class that does the work, after each of its parts has refused what it cannot do. `processes`: 0 where they
     are not known. Errors: `RunError`."""
-    from lockstep.strategies.exact import averaging, masters
+    from lockstep.strategies.exact import averaging, held_state
     from lockstep.strategies.optimizers import optimizer as optimizers
     from lockstep.strategies.strategy import Strategy, WeightFormats, strategy_class
     from lockstep.tasks.abilities import Generates
@@ -202,7 +202,7 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
         return strategy
     formats = strategy.weight_formats
     optimizers.check(run, strategy.flat_parts)
-    masters.check(run, WeightFormats.BFLOAT16 in formats, WeightFormats.BFLOAT16_ALONE in formats)
+    held_state.check_masters(run, WeightFormats.BFLOAT16 in formats, WeightFormats.BFLOAT16_ALONE in formats)
     quantized.check(run, WeightFormats.FOUR_BITS in formats)
     averaging.check(run, strategy.flat_parts)
     strategy.check(run, processes)

@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from lockstep.config.errors import EXCLUDED, STOPPED
 from lockstep.distributed.membership import MemberAddress, Roster
-from lockstep.distributed.stores import Sealed
+from lockstep.distributed.rendezvous import Sealed
 
 POLL_S = 0.1
 ASKED = (STOPPED, -signal.SIGTERM, -signal.SIGUSR1)  # how one ends that was asked to stop: listening, or not yet

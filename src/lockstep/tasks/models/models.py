@@ -116,17 +116,6 @@ def named(labels: list[str]) -> dict[str, Any]:
     return {"num_labels": len(labels), "id2label": names, "label2id": {name: code for code, name in names.items()}}
 
 
-def entries_of(run: Run, tokenizer: Any) -> int:
-    """Of the embeddings of a model from scratch: as many as its tokenizer has, or more, which are room. Errors:
-    `RunError` where `model.config` asks for fewer."""
-    given = (run.model.config or {}).get("vocab_size")
-    if given is None:
-        return len(tokenizer)
-    if not isinstance(given, int) or given < len(tokenizer):
-        raise RunError(f"model.config.vocab_size: {given!r} is fewer than the {len(tokenizer):,} of the tokenizer")
-    return given
-
-
 def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: Any) -> nn.Module:
     """A model of the Auto class that `head` names; weights that the source does not have are drawn from the seed.
 
@@ -150,7 +139,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     seed_libraries(run.seed)
     if run.model.type is not None and tokenizer is not None:
         for part in texts(config):
-            part.vocab_size = entries_of(run, tokenizer)
+            part.vocab_size = tokenizers.embeddings_of(run, tokenizer)
             for name in ("bos_token_id", "eos_token_id"):
                 with suppress(StrictDataclassError):  # a family that cannot be without one keeps its own
                     setattr(part, name, getattr(tokenizer, name))

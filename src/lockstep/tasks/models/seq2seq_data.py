@@ -7,6 +7,7 @@ these `input_ids`, `target_ids` and the target as a text, `reference`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -92,8 +93,9 @@ def tokenizers(run: Run, train: Dataset | Stream, hashed: str, options: WritingO
             f"in its folder {tokenizer.TARGET}/; {run.tokenizer.source or run.model.source or 'a new model'} has none: "
             "leave this out"
         )
-    both = [tokenizer.prepare(run, batches(side), f"{hashed} {side}", generative=True) for side in ("source", "target")]
-    return tokenizer.pair(*both)
+    trained = partial(tokenizer.prepare, run, generative=True)
+    sources = trained(batches("source"), f"{hashed} source")
+    return tokenizer.pair(sources, trained(batches("target"), f"{hashed} target", of_target=True))
 
 
 def target_tokenizer(run: Run, folder: Path, shared: Any) -> Any:
