@@ -207,6 +207,29 @@ def test_the_first_difference_in_causal_order_is_named(tmp_path: Path) -> None:
     assert (rate.first, rate.step) == ("learning rate", 0)
 
 
+class Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_the_model_decides_whether_it_trains_and_not_its_wrapper(tmp_path: Path, inner: bool) -> None:
+    model = Wrapper(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 1)))
+    model.train(not inner)
+    model.module.train(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lockstep.trace(model, optimizer, folder=tmp_path):  # type: ignore[operator]
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert [f.code for f in findings(read(tmp_path))] == ([] if inner else ["trained-in-evaluation-mode"])
+
+
 class Scaled(nn.Module):
     def __init__(self, by: float) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
 from lockstep.distributed import job_record
+from lockstep.training.resolve import resolve_strategy
 from lockstep.training.sdc_check import check_eviction, decide_eviction, third_of
 from support.command import LOCKSTEP, bits, each_step_once, ended, start, write
 from support.harness import TINY
@@ -38,13 +39,14 @@ EXCLUDE = ("sdc_check.every=1", "sdc_check.on_difference=evict")
 )
 def test_it_is_refused_where_nothing_can_be_left_out(words: tuple[str, ...]) -> None:
     with pytest.raises(RunError, match=r"sdc_check\.on_difference: evict goes on without what was wrong, which takes"):
-        load(None, [*EXCLUDE, *words], TINY)
+        resolve_strategy(load(None, [*EXCLUDE, *words], TINY), 3)
     assert load(None, ["sdc_check.on_difference=evict", *words], TINY).sdc_check.every == 0  # nothing is guarded
 
 
 @pytest.mark.parametrize("words", [MACHINES, RANKS, ("launch.name=torchrun", "launch.on_rank_failure=continue")])
 def test_where_it_is_taken(words: tuple[str, ...]) -> None:
-    assert load(None, [*EXCLUDE, *words], TINY).sdc_check.on_difference == "evict"
+    run = load(None, [*EXCLUDE, *words], TINY)
+    assert resolve_strategy(run, 3) is not None
 
 
 def test_a_job_that_cannot_lose_ranks_after_all_says_so_before_the_first_step() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.config.plugins import importing
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import LaunchSection
 from lockstep.distributed import network
 from lockstep.distributed.hardware import available_cores, gpus_of
 from lockstep.distributed.job_record import TRAIN
@@ -29,6 +30,10 @@ class Local(Launcher):
 
     forks_ranks = True
     takes_srun = True
+
+    @classmethod
+    def loses_ranks(cls, launch: LaunchSection) -> bool:
+        return launch.on_rank_failure == "continue"
 
     def plan(self, run: Run) -> LaunchPlan:
         processes = processes_of(run)

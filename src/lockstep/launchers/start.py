@@ -300,7 +300,7 @@ def examined(run: Run, launcher: Launcher, plan: LaunchPlan) -> Job | str:
     if looked_at_there(launcher):
         resolve_launch(run, machine, plan.processes, Scope.OUTPUT)
         return "data and model are looked at where the job runs"
-    from lockstep.data.hub_errors import unreached
+    from lockstep.data.hub import unreached
 
     try:
         return resolve(run, machine, plan.processes, Scope.OUTPUT)

@@ -17,7 +17,7 @@ from typing import Annotated
 from pydantic import Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import Positive, Section, Steps
+from lockstep.config.sections import LaunchSection, Positive, Section, Steps
 from lockstep.distributed import network
 from lockstep.distributed.job_record import TRAIN
 from lockstep.launchers.launcher import Launcher, LaunchPlan
@@ -56,6 +56,15 @@ class Torchrun(Launcher):
         keep_alive_timeout_s: Seconds = Field(
             15.0, description="torchrun: seconds without a sign of life after which one is lost"
         )
+
+    @classmethod
+    def fewest_machines(cls, launch: LaunchSection) -> int | None:
+        fewest, most = node_range(launch.options.get("machines", 1))
+        return fewest if launch.on_rank_failure == "restart" and fewest < most else None
+
+    @classmethod
+    def loses_ranks(cls, launch: LaunchSection) -> bool:
+        return launch.on_rank_failure == "continue" and node_range(launch.options.get("machines", 1)) == (1, 1)
 
     def plan(self, run: Run) -> LaunchPlan:
         options = self.options(run)

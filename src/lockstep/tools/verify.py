@@ -25,7 +25,7 @@ from safetensors import safe_open
 
 from lockstep.config import key_aliases
 from lockstep.config.run import Run, RunError, keep
-from lockstep.data.tokens import Prepared
+from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed.event_log import versions
 from lockstep.distributed.hardware import processor
 from lockstep.distributed.randomness import UNCOVERED

@@ -26,10 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.state_hash import summed
+from lockstep.checkpoint.storage import summed
 from lockstep.config.errors import EXCLUDED, FAILED, HALTED
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import SDC_CHECK_STRATEGIES, fewest
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
@@ -39,6 +38,7 @@ from lockstep.strategies.exact.reduction import even
 from lockstep.strategies.native import Native
 from lockstep.strategies.observer import StepObserver, WholeGradient, listening
 from lockstep.training.errors import CorruptionDetected, Regroup, TrainingFailed
+from lockstep.training.resolve import WHOLE_COPIES, launcher_class
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
 
@@ -51,9 +51,7 @@ class SdcCheck:
         self._run, self._world, self._feed = session.run, session.world, session.feed
         self._session, self.retried = session, 0  # steps that were computed once more
         if not isinstance(session.strategy, Native):
-            raise RunError(
-                f"sdc_check.every: {self._run.strategy.name} takes parts of this model; it takes {SDC_CHECK_STRATEGIES}"
-            )
+            raise RunError(f"sdc_check.every: {self._run.strategy.name} takes parts of this model; {WHOLE_COPIES}")
         self._strategy = session.strategy
         if self._strategy.statistics.names:
             raise RunError(
@@ -227,7 +225,7 @@ def decide_eviction(
     computed; `hosts`: those of all ranks. Returns a message and the ranks to evict."""
     if run.sdc_check.on_difference != "evict":
         return "take that machine out", []
-    least, kind = fewest(run.launch), "machines"
+    least, kind = launcher_class(run).fewest_machines(run.launch), "machines"
     places: Sequence[object] = hosts
     if least is None:
         least, kind, places = 1, "ranks", range(len(hosts))
@@ -249,7 +247,7 @@ def check_eviction(run: Run, why: str | None) -> None:
     if run.sdc_check.on_difference != "evict" or not run.sdc_check.every:
         return
     how = launched_by(run)
-    if fewest(run.launch) is None and why is not None:
+    if launcher_class(run).fewest_machines(run.launch) is None and why is not None:
         raise RunError(f"sdc_check.on_difference: evict cannot take a rank out here ({why}); take stop or retry")
     if how != f"launcher {run.launch.name}":
         raise RunError(
@@ -266,7 +264,7 @@ def evict(
     Returns the error that this rank raises: `Regroup` where it goes on in the same process. Collective."""
     run, world, out, step = session.run, session.world, caught.leaves, state.step
     left = [rank for rank in range(world.size) if rank not in out]
-    single = fewest(run.launch) is None
+    single = launcher_class(run).fewest_machines(run.launch) is None
     names = sorted({f"rank {rank}" if single else world.hosts[rank] for rank in out})
     session.journal.event("guard", step, weights_agree=caught.sound, ranks=world.size, ranks_out=out, out=names)
     if out and single:

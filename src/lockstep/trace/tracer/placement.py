@@ -171,6 +171,17 @@ def stochastic(root: nn.Module) -> list[str]:
     return found
 
 
+def deciding(root: nn.Module) -> list[nn.Module]:
+    """The modules whose `training` decides whether a model trains: those that compute something else then, else the
+    innermost of wrappers. A wrapper's own flag may say something else than its model's (Lightning around DDP)."""
+    found = [m for m in root.modules() if isinstance(m, BATCH_NORM) or (isinstance(m, DROPOUT) and m.p > 0)]
+    if found:
+        return found
+    while [name for name, _ in root.named_children()] in [[w] for w in WRAPPERS]:
+        root = next(root.children())
+    return [root]
+
+
 def has_stochastic(root: nn.Module) -> bool:
     """Whether training mode computes something else than evaluation mode."""
     return any(isinstance(m, BATCH_NORM) or (isinstance(m, DROPOUT) and m.p > 0) for m in root.modules())

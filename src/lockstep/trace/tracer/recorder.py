@@ -88,6 +88,7 @@ class Recorder:
         self.perturbed = False
         self.loaders = 0
         self._names: tuple[dict[int, str], dict[str, int], list[list[str]]] = ({}, {}, [])
+        self._deciding: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
         self._layouts = 0
         self._before: dict[int, list[Tensor]] = {}
 
@@ -104,9 +105,8 @@ class Recorder:
             self._evaluated(module, batch)
             return
         self.root(module)
-        self.since.training = (
-            module.training if self.since.training is None else self.since.training and module.training
-        )
+        training = self.trains(module)
+        self.since.training = training if self.since.training is None else self.since.training and training
         if batch is not None:
             self.since.seen.append(batch)
 
@@ -126,17 +126,23 @@ class Recorder:
                 name=type(module).__name__,
                 wrappers=placement.kinds_of(module),
                 fsdp=placement.is_fsdp(module),
-                training=module.training,
+                training=self.trains(module),
                 stochastic=placement.has_stochastic(module),
             )
 
+    def trains(self, module: nn.Module) -> bool:
+        """Whether a model that is called is in training mode."""
+        if module not in self._deciding:
+            self._deciding[module] = [weakref.ref(m) for m in placement.deciding(module)]
+        return any(m.training for ref in self._deciding[module] if (m := ref()) is not None)
+
     def _evaluated(self, module: nn.Module, batch: Seen | None) -> None:
-        name = type(module).__name__
+        name, training = type(module).__name__, self.trains(module)
         now = self.evaluation
-        if now is None or (now.root, now.loader, now.training) != (name, self.loader, module.training):
+        if now is None or (now.root, now.loader, now.training) != (name, self.loader, training):
             self.end_evaluation()
             active = placement.stochastic(module)
-            now = self.evaluation = Evaluation(name, self.loader, module.training, active[:20])
+            now = self.evaluation = Evaluation(name, self.loader, training, active[:20])
         if batch is not None:
             now.count += len(batch.hashes)
             if now.count <= HASHES:
