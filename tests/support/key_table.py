@@ -104,7 +104,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "data.layout": Tried("data.layout=class_folders", "refused", "rows"),
     "data.columns": Tried("data.columns=[text, label]", "refused", "headless"),
     "data.separator": Tried("data.separator=semicolon", "refused", "table"),
-    "data.quote": Tried("data.quote=none", "order weights", "table"),
+    "data.quote": Tried("data.quote=none", "inputs weights", "table"),
     "data.validation_fraction": Tried("data.validation_fraction=0.3", "order weights", "cut"),
     "data.test_fraction": Tried("data.test_fraction=0.2", "order weights", "cut"),
     "data.split_column": Tried("data.split_column=split", "order weights", "cut"),
@@ -165,7 +165,9 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "optim.ns_steps": Tried("optim.ns_steps=3", "weights", beside=("optim.name=muon",)),
     "optim.lr_adjust": Tried("optim.lr_adjust=original", "weights", beside=("optim.name=muon",)),
     "optim.muon_params": Tried("optim.muon_params=['*attn*']", "weights", beside=("optim.name=muon",)),
-    "optim.average_power": Tried("optim.average_power=2", "weights", beside=("optim.name=schedule_free", *LONG)),
+    "optim.average_power": Tried(
+        "optim.average_power=0.5", "weights", beside=("optim.name=schedule_free", "optim.warmup_steps=3")
+    ),
     # strategy and launch
     "strategy.name": Tried("strategy.name=ddp", "nothing"),
     "strategy.exact": Elsewhere("weights", "strategies/test_strategies.py", "several processes"),
