@@ -55,6 +55,9 @@ BF16 = ("precision=bf16",)
 LONG = ("optim.warmup_steps=0", "steps=6")
 WSD = ("optim.schedule=wsd", "optim.decay_fraction=0.5")
 EVERY = ("evaluate.every=1",)
+SMALL_OF_ANY = (
+    "model.config={hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, max_position_embeddings: 32}"
+)
 LEARNED = ("steps=40", "optim.learning_rate=5e-3", "fingerprint.every=40")
 LETTERS = ("tokenizer.train=wordpiece", "tokenizer.vocab_size=60")
 
@@ -125,7 +128,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     # model
     "model.source": Elsewhere("weights", "tasks/test_pretrained.py", "a pretrained model"),
     "model.revision": Elsewhere("weights", "data/test_hub_loading.py", "the Hub"),
-    "model.type": Tried("model.type=bert", "order weights", beside=("model.config={max_position_embeddings: 32}",)),
+    "model.type": Tried("model.type=bert", "order weights", beside=(SMALL_OF_ANY,)),
     "model.config": Tried("model.config.n_layer=1", "weights", quick=True),
     "model.attention": Tried("model.attention=eager", "weights"),
     "model.compile": Elsewhere("weights", "strategies/test_compiled.py", "a C++ compiler"),
