@@ -1,7 +1,7 @@
 """Versions of an engine, each by `lockstep verify` on the quick start: which compute what one process computes.
 
-In: a package, versions of it (default: the oldest and the newest that pyproject.toml lets in, and those that
-strategies/engines/known_bad.py has), and strategies to verify (default: the cases of the package). Out: a line of JSON
+In: a package, versions of it (default: the oldest and the newest that pyproject.toml lets in, and those of
+strategies/engines/zero_agreement.py), and strategies to verify (default: the cases of the package). Out: a line of JSON
 a version and case in --out: `ok`, `refused`, or what was said. pip installs each version, without its dependencies,
 into a folder that stands before the environment; nothing of the environment changes. A job by hand, for when a range
 in pyproject.toml moves. `--although-refused` runs versions that lockstep refuses, to see whether they are wrong.
@@ -28,7 +28,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from lockstep.strategies.engines import known_bad
+from lockstep.strategies.engines import zero_agreement
 
 SMALL = ["model.config.n_layer=2", "data.limit=200", "launch.processes=2", "launch.threads=1", "launch.device=cpu"]
 OFFLOADED = "strategy.options={zero_optimization: {offload_optimizer: {device: cpu}}}"
@@ -53,12 +53,13 @@ CASES: dict[str, list[list[str]]] = {
 }
 BLIND = """import importlib.metadata, sys
 _version = importlib.metadata.version
+REFUSING = ("lockstep.strategies.engines.zero_agreement", "lockstep.config.plugins")
 def version(name):
-    if sys._getframe(1).f_globals["__name__"] in ("lockstep.strategies.engines.known_bad", "lockstep.config.plugins"):
+    if sys._getframe(1).f_globals["__name__"] in REFUSING:
         raise importlib.metadata.PackageNotFoundError(name)
     return _version(name)
 importlib.metadata.version = version
-"""  # as `sitecustomize`: known_bad.py and plugins.py find no engine whose version they could refuse
+"""  # as `sitecustomize`: zero_agreement.py and plugins.py find no engine whose version they could refuse
 
 
 def asked(package: str) -> Requirement:
@@ -82,7 +83,7 @@ def walked(package: str) -> list[str]:
     inside = [version for version in versions if version in wanted]
     ends = [inside[0], inside[-1]]
     if package == "deepspeed":
-        ends += [max(v for v in versions if v < Version(bad.mended)) for bad in known_bad.DEEPSPEED]
+        ends += [max(v for v in versions if v < Version(bad.mended)) for bad in zero_agreement.DEEPSPEED]
     return [str(version) for version in sorted({*ends})]
 
 

@@ -133,22 +133,22 @@ def train_steps(
     steps: Sequence[Sequence[Sequence[int]]],
     total: int,
     numbers: Sequence[int],
-    perturb: bool = False,
+    perturb: int = 0,
     state: dict[str, Tensor] | None = None,
     masks: Sequence[dict] = (),
 ) -> Iterator[StepRecord]:
     """Train `model`, without dropout. `steps`: of each step its micro-batches, of each the numbers of its examples in
-    train. `numbers`: which of the `total` steps of the run these are. `perturb`: begin from weights whose last bit is
-    another. `state`: the optimizer's before the first step, as KEY.PARAMETER. `masks`: of a masked language model, for
-    each step what its micro-batches `read` and have `predicted`. Errors: `NotCovered`; for an optimizer that torch has
-    not, after the first step."""
+    train. `numbers`: which of the `total` steps of the run these are. `perturb`: 0, or the draw of a
+    last bit that weights begin with. `state`: the optimizer's before the first step, as KEY.PARAMETER. `masks`: of a
+    masked language model, for each step what its micro-batches `read` and have `predicted`. Errors: `NotCovered`; for
+    an optimizer that torch has not, after the first step."""
     run, known, uncovered = job.run, job.examples("train"), None
     if run["precision"] == "fp16":
         raise NotCovered("precision: fp16 scales the loss, and skips steps")
     if job.reference is None and run["task"]["name"] == "preference":
         job.reference = copy.deepcopy(model).eval()
     if perturb:
-        perturb_(model, run["precision"])
+        perturb_(model, run["precision"], perturb - 1)
     trained, optimizers = {name: p for name, p in model.named_parameters() if p.requires_grad}, []
     try:
         optimizers = optimizers_of(run, model, trained, state or {})
@@ -175,15 +175,16 @@ def train_steps(
         before = {name: p.detach().clone() for name, p in trained.items()}
         for p in trained.values():
             p.grad = None if p.grad is None else p.grad / count
-        gradients = {name: p.grad.cpu() for name, p in trained.items() if p.grad is not None}
-        gradients = {name: gradient.clone() for name, gradient in gradients.items()}
-        norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), run["optim"]["max_grad_norm"] or math.inf))
+        gradients = {name: p.grad.cpu().clone() for name, p in trained.items() if p.grad is not None}
+        # in float64: on a CPU a float32 sum of the squares of large embeddings is off by 1e-5, and so is the clip
+        norm = torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt().float()
+        torch.nn.utils.clip_grads_with_norm_(trained.values(), run["optim"]["max_grad_norm"] or math.inf, norm)
         for optimizer in optimizers:
             for treated in optimizer.param_groups:
                 treated["lr"] = rates[number] * treated["scale"]
             optimizer.step()
         changes = {name: (p.detach() - before[name]).cpu() for name, p in trained.items() if optimizers}
-        yield StepRecord(loss / count, norm, rates[number], gradients, changes)
+        yield StepRecord(loss / count, float(norm), rates[number], gradients, changes)
         if uncovered is not None:
             raise uncovered
 
@@ -200,9 +201,9 @@ def evaluation_loss(job: Plain, model: nn.Module, examples: list[dict]) -> float
 
 
 @torch.no_grad()
-def perturb_(model: nn.Module, precision: str) -> None:
+def perturb_(model: nn.Module, precision: str, seed: int = 0) -> None:
     """Every weight one step up or down, at random, among the numbers that are computed with: a bfloat16 has 8 bits."""
-    draw, unit = torch.Generator().manual_seed(0), 2.0**-23 if precision == "fp32" else 2.0**-9
+    draw, unit = torch.Generator().manual_seed(seed), 2.0**-23 if precision == "fp32" else 2.0**-9
     for parameter in model.parameters():
         signs = torch.where(torch.rand(parameter.shape, generator=draw) < 0.5, 1.0, -1.0).to(parameter)
         parameter.mul_(1 + signs * unit)
