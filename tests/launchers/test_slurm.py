@@ -43,12 +43,6 @@ FULL = {
 }
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def compare(name: str, text: str, folder: Path) -> None:
     """With a golden file, in which no path and no version of this machine stands."""
     for here, there in ((str(folder), "/home/me/project"), (sys.executable, "/opt/venv/bin/python")):

@@ -65,3 +65,11 @@ def check_arithmetic(path: Path) -> None:
     assert f"{epoch:,} steps an epoch, {total:,} in all" in text
     for every in (run.evaluate.every, run.checkpoint.every, run.track.every):
         assert 0 < (epoch if every == "epoch" else every) < total
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to write to, on a laptop without a network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(questions.MachineInfo, "look", staticmethod(lambda: LAPTOP))
+    return tmp_path

@@ -12,17 +12,11 @@ from lockstep.tasks.classification import Classification
 from lockstep.tools.init import questions
 from support.contributed import example
 from support.harness import lockstep_environment
-from support.init_runs import EMOTION, LAPTOP, answering, jsonl, written
+from support.init_runs import EMOTION, answering, here, jsonl, written
+
+__all__ = ["here"]  # fixtures
 
 SERVER = questions.MachineInfo(cores=64, gpus=16, bf16=True, hub=True)
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to write to, on a laptop without a network."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(questions.MachineInfo, "look", staticmethod(lambda: LAPTOP))
-    return tmp_path
 
 
 # rows -> the `task` section that is guessed

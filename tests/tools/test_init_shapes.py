@@ -20,14 +20,9 @@ from lockstep.tools.init import columns, detect_layout, questions
 from lockstep.tools.init.init import _unread
 from lockstep.track.console import Console
 from support.harness import lockstep_environment
-from support.init_runs import EMOTION, LAPTOP, answering, check_arithmetic, jsonl, steps_in, written
+from support.init_runs import EMOTION, answering, check_arithmetic, here, jsonl, steps_in, written
 
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(questions.MachineInfo, "look", staticmethod(lambda: LAPTOP))
-    return tmp_path
+__all__ = ["here"]  # fixtures
 
 
 # -- local files -----------------------------------------------------------------------------------------------------

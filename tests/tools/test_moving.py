@@ -36,12 +36,6 @@ for kind, section in (("tasks", "task"), ("launchers", "launch"), ("optimizers",
         KEYS |= {f"{section}.{key}" for key in plugins.find(kind, name).Options.model_fields}  # type: ignore[attr-defined]
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def moved(path: Path, *words: str) -> Run:
     assert main(["init", "moved.yaml", "--yes", "--force", "--from", str(path), *words]) == 0
     return load("moved.yaml", [])
