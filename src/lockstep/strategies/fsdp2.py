@@ -50,8 +50,8 @@ from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.native import Native, first_inputs
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.strategy import DataParallel, Strategy, WeightFormats, summing
-from lockstep.tasks.models import decoding
-from lockstep.tasks.models.decoding import Decoding
+from lockstep.tasks.models import inference
+from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
 
 BUCKET_BYTES = 25 * 2**20
@@ -510,7 +510,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         self.model.eval()
         self.root.unshard()  # an encoder is called by itself, not through the root
         with torch.no_grad(), self.autocast():  # every forward gathers weights: all ranks do as many
-            tokens = decoding.by_transformers(self.model, inputs, how, synced=self.world.size > 1)
+            tokens = inference.by_transformers(self.model, inputs, how, synced=self.world.size > 1)
         reshard(self.model)
         self.model.train()
         return tokens

@@ -30,8 +30,8 @@ from lockstep.strategies.exact.statistics import SourceSums, Statistics
 from lockstep.strategies.exact.update import GradientUpdate
 from lockstep.strategies.observer import observing
 from lockstep.strategies.strategy import DataParallel, WeightFormats
-from lockstep.tasks.models import decoding
-from lockstep.tasks.models.decoding import Decoding
+from lockstep.tasks.models import inference
+from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
 
 
@@ -156,7 +156,7 @@ class Native(GradientUpdate):
 
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
         with self.evaluating():
-            return decoding.by_transformers(self.model, inputs, how)
+            return inference.by_transformers(self.model, inputs, how)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

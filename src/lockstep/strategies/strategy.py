@@ -33,8 +33,8 @@ from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.observer import StepObserver
 from lockstep.strategies.optimizers import optimizer as optimizers
-from lockstep.tasks.models import decoding
-from lockstep.tasks.models.decoding import Decoding
+from lockstep.tasks.models import inference
+from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
 
 
@@ -192,7 +192,7 @@ class Strategy(ABC):
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
         """The tokens that the model writes, int64 [B, N]. Every rank gives inputs of its own. Collective."""
         assert (how.beams, how.temperature) == (1, 0), "`checked` refuses what is not greedy"
-        return decoding.by_forward(self.forward, lambda count: self.data_parallel.sum(count.float()), inputs, how)
+        return inference.by_forward(self.forward, lambda count: self.data_parallel.sum(count.float()), inputs, how)
 
     @abstractmethod
     def sharded_state_dict(self) -> dict[str, Tensor]:

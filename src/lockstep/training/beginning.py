@@ -27,7 +27,7 @@ from lockstep.distributed.randomness import UNCOVERED, own_generators
 from lockstep.distributed.system_metrics import keep_freed_memory
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.strategy import NotFinite, Strategy
-from lockstep.tasks.models.decoding import Decoding
+from lockstep.tasks.models.inference import Decoding
 from lockstep.track.console import Console, error
 from lockstep.training import plain_check
 from lockstep.training.errors import not_finite

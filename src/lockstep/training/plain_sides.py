@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lockstep.config.run import Run
+from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import MicroBatch
-from lockstep.data.columns import Columns
+from lockstep.data.hub import model_folder
 from lockstep.data.masking import WITHOUT_STEP
-from lockstep.data.origin import model_folder
 from lockstep.data.qa_features import CONTEXT, QUESTION, START, TEXTS
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.world import World

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.checkpoint.state_hash import StateHash
+from lockstep.checkpoint.storage import StateHash
 from lockstep.config.errors import DONE
 from lockstep.config.run import RunError
 from lockstep.data.batch import MicroBatch, StepBatch

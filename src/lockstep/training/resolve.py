@@ -25,7 +25,7 @@ from lockstep.strategies.engines import zero_agreement
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
-    from lockstep.data.tokens import Prepared
+    from lockstep.data.arrow_cache import Prepared
     from lockstep.distributed.world import World
     from lockstep.strategies.strategy import Strategy
     from lockstep.tasks.task import Task
@@ -123,7 +123,7 @@ class Job:
     @classmethod
     def load(cls, text: str) -> Job:
         """The job that `dump` wrote. Errors: `RunError` when its classes cannot be imported."""
-        from lockstep.data.tokens import Prepared
+        from lockstep.data.arrow_cache import Prepared
 
         values: dict[str, Any] = json.loads(text)
         run = load(None, [], values["run"], "the job")
@@ -182,9 +182,9 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
         tracker.check()
     from lockstep.checkpoint import remote_sync
     from lockstep.strategies.engines import blocks
-    from lockstep.tasks.models import attention
+    from lockstep.tasks.models import model_configs
 
-    attention.check(run, machine.like_this_one)
+    model_configs.check(run, machine.like_this_one)
     task: Any = plugins.find("tasks", run.task.name)
     if task.chunks_loss:
         from lockstep.tasks.models import chunked_loss
@@ -216,6 +216,8 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     quantized.check(run, WeightFormats.FOUR_BITS in formats)
     averaging.check(run, strategy.flat_parts)
     strategy.check(run, processes)
+    beside = ["peft"] * bool(run.model.adapter) + ["bitsandbytes"] * bool(run.model.quantization)
+    plugins.refuse_old(["torch", "transformers", "tokenizers", *strategy.needs, *beside])
     task: Any = plugins.find("tasks", run.task.name)
     if strategy.generate is Strategy.generate and issubclass(task, Generates) and not task.decodes_greedily(run):
         raise RunError(

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.state_hash import summed
+from lockstep.checkpoint.storage import summed
 from lockstep.config.errors import EXCLUDED, FAILED, HALTED
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult

@@ -18,7 +18,7 @@ import transformers
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.errors import STOPPED
-from lockstep.data.tokens import Prepared
+from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed import system_metrics
 from lockstep.distributed.sharded import ShardedState
 from lockstep.distributed.watchdog import Watchdog

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.checkpoint.progress import Progress, score_of
+from lockstep.checkpoint.manifest import Progress, score_of
 from lockstep.config.run import Run
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.strategies.exact.gradient import LossScale

@@ -22,7 +22,7 @@ from lockstep.strategies.engines.layers import StandIn
 from lockstep.strategies.exact.reduction import share
 from lockstep.tasks.models import unpadded
 from lockstep.tasks.models.model_configs import leaves_out_layers
-from lockstep.tasks.modules import user_functions, wrapped_module
+from lockstep.tasks.modules import dataset, wrapped_module
 from lockstep.tasks.modules.dataset import INPUT
 
 
@@ -291,7 +291,7 @@ class StagePart(nn.Module):
 
 def count_sequential_layers(run: Run) -> int:
     """The number of layers between which the user's model is cut. Errors: `RunError` where it cannot be cut."""
-    model = user_functions.model(run, empty=True)
+    model = dataset.model(run, empty=True)
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise RunError(
             "strategy.name: pipeline cuts a model of your own where it is an nn.Sequential, and "

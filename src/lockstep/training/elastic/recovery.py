@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint.state_hash import summed
+from lockstep.checkpoint.storage import summed
 from lockstep.config.errors import STOPPED
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.membership import Generation
