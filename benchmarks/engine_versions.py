@@ -1,7 +1,7 @@
 """Versions of an engine, each by `lockstep verify` on the quick start: which compute what one process computes.
 
-In: a package, versions of it (default: the oldest and the newest that pyproject.toml lets in, and those that
-strategies/engines/known_bad.py has), and strategies to verify (default: the cases of the package). Out: a line of JSON
+In: a package, versions of it (default: the oldest and the newest that pyproject.toml lets in, and those of
+strategies/engines/zero_agreement.py), and strategies to verify (default: the cases of the package). Out: a line of JSON
 a version and case in --out: `ok`, `refused`, or what was said. pip installs each version, without its dependencies,
 into a folder that stands before the environment; nothing of the environment changes. A job by hand, for when a range
 in pyproject.toml moves. `--although-refused` runs versions that lockstep refuses, to see whether they are wrong.
@@ -28,7 +28,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from lockstep.strategies.engines import known_bad
+from lockstep.strategies.engines import zero_agreement
 
 SMALL = ["model.config.n_layer=2", "data.limit=200", "launch.processes=2", "launch.threads=1", "launch.device=cpu"]
 OFFLOADED = "strategy.options={zero_optimization: {offload_optimizer: {device: cpu}}}"
@@ -54,11 +54,11 @@ CASES: dict[str, list[list[str]]] = {
 BLIND = """import importlib.metadata, sys
 _version = importlib.metadata.version
 def version(name):
-    if sys._getframe(1).f_globals.get("__name__") == "lockstep.strategies.engines.known_bad":
+    if sys._getframe(1).f_globals.get("__name__") == "lockstep.strategies.engines.zero_agreement":
         raise importlib.metadata.PackageNotFoundError(name)
     return _version(name)
 importlib.metadata.version = version
-"""  # as `sitecustomize`: known_bad.py finds no engine whose version it could refuse
+"""  # as `sitecustomize`: zero_agreement.py finds no engine whose version it could refuse
 
 
 def asked(package: str) -> Requirement:
@@ -82,7 +82,7 @@ def walked(package: str) -> list[str]:
     inside = [version for version in versions if version in wanted]
     ends = [inside[0], inside[-1]]
     if package == "deepspeed":
-        ends += [max(v for v in versions if v < Version(bad.mended)) for bad in known_bad.DEEPSPEED]
+        ends += [max(v for v in versions if v < Version(bad.mended)) for bad in zero_agreement.DEEPSPEED]
     return [str(version) for version in sorted({*ends})]
 
 
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--walk", nargs="*", metavar="PACKAGE", help="the ranges of these, or of all but torch")
     parser.add_argument("--strategies", nargs="+")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="entries of the run file")
-    parser.add_argument("--although-refused", action="store_true", help="switch off known_bad.py")
+    parser.add_argument("--although-refused", action="store_true", help="switch off the refusals of zero_agreement.py")
     parser.add_argument("--with-dependencies", action="store_true", help="pip installs what the version needs, too")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one case")
     parser.add_argument("--out", type=Path)

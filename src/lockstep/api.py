@@ -141,10 +141,10 @@ def fit(
 def load(output: Result | Path | str) -> Any:
     """The trained `torch.nn.Module` of a run of the task `module`, in evaluation mode, from an output folder or its
     export. The code that made it is imported and run here. Errors: `RunError`."""
-    from lockstep.tasks.modules import exported
+    from lockstep.tasks.modules import wrapped_module
 
     folder = _folder(output)
-    return exported.load(folder / "export" if (folder / "export").is_dir() else folder)
+    return wrapped_module.load(folder / "export" if (folder / "export").is_dir() else folder)
 
 
 def evaluate(

@@ -13,8 +13,8 @@ import pytest
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import cache
+from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.prepare import prepare
-from lockstep.data.tokens import Columns, Prepared
 from support.caches import held, prepared
 from support.harness import tiny
 from support.task_runs import make, write

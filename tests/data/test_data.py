@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.config.run import DataSection, Run
 from lockstep.data import arrow_cache, source, tokenizer
-from lockstep.data.tokens import Columns, Prepared
+from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
 from support.harness import run_on, tiny

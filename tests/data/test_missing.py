@@ -9,9 +9,9 @@ import pytest
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
+from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.prepare import prepare
 from lockstep.data.splitting import left_out
-from lockstep.data.tokens import Columns, Prepared
 from support.harness import tiny
 from support.task_runs import TASKS, rows_of, write
 

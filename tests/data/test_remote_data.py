@@ -15,8 +15,7 @@ from lockstep.config.data_sources import address_of
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import object_store, remote, source
-from lockstep.data.object_store import Patience, StoreError
-from lockstep.data.web import Web
+from lockstep.data.object_store import Patience, StoreError, Web
 from support.hub_server import Hub
 from support.store_server import BUCKET, Asked, Store
 

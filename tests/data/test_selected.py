@@ -15,9 +15,9 @@ from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import DataSection, Run, RunError, load
 from lockstep.data import arrow_cache, source, splitting
+from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.cache import cache_folder
 from lockstep.data.prepare import prepare
-from lockstep.data.tokens import Columns, Prepared
 from support.harness import tiny
 from support.marks import slow
 from support.task_runs import TASKS, rows_of, write

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from lockstep.config.run import Run, RunError, load
 from lockstep.data import arrow_cache as shard_index
-from lockstep.data import mixture, object_store, shard_files
-from lockstep.data.mixture import MixedShards
+from lockstep.data import object_store, shard_files
+from lockstep.data import order as mixture
+from lockstep.data.order import MixedShards
 from lockstep.data.prepare import prepare
 from lockstep.data.streamed import Streamed, Unreadable
 from lockstep.tasks.classification import Classification

@@ -11,7 +11,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import DataSection, Run, RunError, load
-from lockstep.data import prepare, row_files, source, tables
+from lockstep.data import file_formats, prepare, row_files, source
 from lockstep.tools.init import machine_defaults
 from support.init_runs import LAPTOP, written
 
@@ -239,7 +239,7 @@ def test_the_cache_knows_how_tables_are_read(here: Path, monkeypatch: pytest.Mon
     keys: dict[str, list[str]] = {"a.csv": [], "a.jsonl": []}
     digest = prepare.digest
     for name, version in [(name, version) for name in keys for version in (1, 2)]:
-        monkeypatch.setattr(tables, "VERSION", version)
+        monkeypatch.setattr(file_formats, "VERSION", version)
         monkeypatch.setattr(
             prepare, "digest", lambda *values, name=name: keys[name].append(digest(*values)) or digest(*values)
         )
@@ -287,7 +287,7 @@ def test_a_header_that_is_missing_may_hold_a_value_twice(here: Path) -> None:
     assert (run.data.separator, len(run.data.columns or ())) == (";", 3)
     loaded = load("run.yaml", [])
     assert loaded.data.separator == ";"
-    assert row_files.format_of(Path("a.csv")) in tables.SEPARATORS
+    assert row_files.format_of(Path("a.csv")) in file_formats.SEPARATORS
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,15 @@ from support.host_jobs import (
     own,
     release,
     torchrun,
+    two,
     until,
     until_step,
     write,
 )
 from support.hosts import Hosts, Job
 from support.places import TESTS_PATH
+
+__all__ = ["alone", "two"]  # fixtures
 
 __all__ = ["alone"]  # a fixture
 

@@ -21,7 +21,9 @@ from lockstep.launchers.cloud.sagemaker_request import check_request, name_of
 from lockstep.launchers.sagemaker import Sagemaker
 from lockstep.tools.commands import logs as logs_command
 from support.golden import compare
-from support.sagemaker import LAUNCH, RUN, needs, request, run_of
+from support.sagemaker import LAUNCH, RUN, cloud, here, needs, request, run_of
+
+__all__ = ["cloud", "here"]  # fixtures
 
 pytestmark = pytest.mark.extras
 

@@ -25,7 +25,7 @@ from lockstep.plain.losses import batch_loss
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.embedding import Embedding
 from lockstep.tasks.language_modeling import LanguageModeling
-from lockstep.tasks.objectives.one_label import OneLabel
+from lockstep.tasks.objectives.objectives import OneLabel
 from lockstep.tasks.per_token import PerToken
 from lockstep.tasks.preference import Preference
 from lockstep.tasks.question_answering import QuestionAnswering

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from lockstep.cli import main
 from lockstep.config.run import RunError
-from lockstep.strategies.engines import known_bad, zero_config
+from lockstep.strategies.engines import zero_agreement, zero_config
 from lockstep.strategies.engines.zero_agreement import check, keeps_bf16_weights, remaining
 from lockstep.training.resolve import resolve_strategy
 from support.harness import tiny
@@ -172,19 +172,19 @@ def test_versions_known_to_be_wrong_are_refused_by_their_report(
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda package: {"deepspeed": version}[package])
     if report is None:
-        known_bad.check(stage, options, f"zero{stage}", "cpu")
+        zero_agreement.refuse_known_bad(stage, options, f"zero{stage}", "cpu")
         return
     with pytest.raises(
         RunError, match=rf"^strategy\.name: zero{stage} with deepspeed 0\.1[89]\..*\({report}\).*pip install"
     ):
-        known_bad.check(stage, options, f"zero{stage}", "cpu")
+        zero_agreement.refuse_known_bad(stage, options, f"zero{stage}", "cpu")
 
 
 def test_a_version_that_is_wrong_on_cpus_alone_is_let_through_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.19.7")
-    known_bad.check(2, SCATTERED, "zero2", "cuda")
+    zero_agreement.refuse_known_bad(2, SCATTERED, "zero2", "cuda")
     with pytest.raises(RunError, match="DeepSpeed#8382"):
-        known_bad.check(2, SCATTERED, "zero2", "cpu")
+        zero_agreement.refuse_known_bad(2, SCATTERED, "zero2", "cpu")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -215,7 +215,7 @@ def test_no_such_version_is_installed_by_pip() -> None:
     wanted = [Requirement(each) for extra in ("deepspeed", "dev") for each in extras[extra]]
     ranges = [each.specifier for each in wanted if each.name == "deepspeed"]
     assert len(ranges) == 2
-    for bad in known_bad.DEEPSPEED:
+    for bad in zero_agreement.DEEPSPEED:
         major, minor, patch = map(int, bad.mended.split("."))
         before = f"{major}.{minor}.{patch - 1}" if patch else f"{major}.{minor - 1}.99"
         assert not any(each.contains(before) for each in ranges), f"{before} can be installed"

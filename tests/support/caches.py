@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
+from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.prepare import prepare
-from lockstep.data.tokens import Columns, Prepared
 
 
 def prepared(run: Run, said: list[str] | None = None) -> Prepared:

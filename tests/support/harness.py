@@ -26,7 +26,7 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import compiled
+from lockstep.strategies.engines import blocks
 from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
 from lockstep.training import reference_pass
@@ -76,7 +76,7 @@ def build(run: Run, world: World) -> tuple[Task, Strategy]:
     task = task_class(run, prepared := prepare(run, task_class))
     strategy = strategy_class(run)(run, world)
     strategy.build(task)
-    compiled.warm_up(run, strategy, task)
+    blocks.warm_up(run, strategy, task)
     reference_pass.provide(run, world, task, strategy, prepared, trained=False)
     return task, strategy
 

@@ -10,9 +10,9 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
+from lockstep.data.arrow_cache import examples_in
 from lockstep.data.order import Order, total_steps
 from lockstep.data.prepare import prepare
-from lockstep.data.tokens import examples_in
 from lockstep.tools.init import machine_defaults, prompts
 
 LAPTOP = machine_defaults.MachineInfo(cores=2, gpus=0, bf16=False, hub=False)

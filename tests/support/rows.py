@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lockstep.config.run import Run
+from lockstep.data.arrow_cache import Prepared
 from lockstep.data.prepare import prepare
-from lockstep.data.tokens import Prepared
 from lockstep.tasks.classification import Classification
 
 

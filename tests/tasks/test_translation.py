@@ -20,9 +20,8 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.batch import IGNORED
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.tasks.models.bleu import SIZES, Overlap
-from lockstep.tasks.models.decoding import Decoding, by_forward, by_transformers
-from lockstep.tasks.translation import Translation
+from lockstep.tasks.models.inference import Decoding, by_forward, by_transformers
+from lockstep.tasks.translation import SIZES, Overlap, Translation
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
 from support.harness import build, run_on

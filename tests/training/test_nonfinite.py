@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lockstep.checkpoint.progress import Progress, best_first, score_of
+from lockstep.checkpoint.manifest import Progress, best_first, score_of
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World

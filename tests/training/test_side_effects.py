@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import side_effects, writes
+from lockstep.strategies.engines import side_effects
 from lockstep.strategies.engines.side_effects import SideEffects
 from lockstep.training.data_loader import StepLoader
 from support import side_effect_modules as modules
@@ -41,7 +41,7 @@ def effects(name: str) -> SideEffects:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain, held = dict(vars(model)), list(model.parameters())
     found = side_effects.effects_of(model, [lambda: model(inputs[:4]), lambda: model(inputs[40:45])], ())
-    assert all(writes.same_bits(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(side_effects.same_bits(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert dict(vars(model)) == plain
     if name != "Replaced":
         assert [id(p) for p in model.parameters()] == [id(p) for p in held]

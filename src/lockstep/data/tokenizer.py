@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import Run, RunError
+from lockstep.data.arrow_cache import digest
 from lockstep.data.cache import cached, folder_of, made_with
-from lockstep.data.downloads import downloading
-from lockstep.data.hub_errors import explained
-from lockstep.data.origin import model_folder
-from lockstep.data.tokens import digest
+from lockstep.data.hub import downloading, explained, model_folder
 from lockstep.distributed.activity import ACTIVITY
 
 if TYPE_CHECKING:

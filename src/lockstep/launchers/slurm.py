@@ -23,7 +23,7 @@ from pydantic import Field, field_validator
 from lockstep.config.errors import FAILED, STOPPED
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection, Positive, Section
-from lockstep.distributed import job_record, secret
+from lockstep.distributed import job_record, network
 from lockstep.distributed.job_record import TRAIN, JobRecord, State
 from lockstep.launchers.cloud import sbatch
 from lockstep.launchers.launcher import Launcher, LaunchPlan
@@ -251,7 +251,7 @@ def submit(plan: LaunchPlan) -> str:
     except OSError as error:
         raise RunError(f"output: cannot write {error.filename}: {error.strerror}") from None
     os.environ.setdefault(
-        secret.VARIABLE, secret.from_environment_or_new()
+        network.SECRET_VARIABLE, network.secret_or_new()
     )  # sbatch hands its environment to the job's tasks
     return _ask(*plan.command).strip().partition(";")[0]
 

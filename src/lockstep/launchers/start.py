@@ -18,7 +18,7 @@ from lockstep._version import __version__
 from lockstep.config import plugins
 from lockstep.config.errors import EXCLUDED
 from lockstep.config.run import Run, RunError, keep
-from lockstep.distributed import evicted_hosts, job_record
+from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.signals import listen_no_more
 from lockstep.launchers.extend_run import further
@@ -43,7 +43,7 @@ def train(run: Run) -> int:
     console = Console(True, voice=run.track.console)
     console.facts({"lockstep": f"{__version__}, preparing {run.name}"})  # before anything is imported that takes long
     run = further(run, console.say)
-    evicted_hosts.check(run.folder)
+    job_record.refuse_evicted(run.folder)
     ACTIVITY.at("importing torch")
     with ExitStack() as stack:
         with console.busy(lambda: ACTIVITY.name):
@@ -297,7 +297,7 @@ def examined(run: Run, launcher: Launcher, plan: LaunchPlan) -> Job | str:
     if looked_at_there(launcher):
         resolve_launch(run, machine, plan.processes, Scope.OUTPUT)
         return "data and model are looked at where the job runs"
-    from lockstep.data.hub_errors import unreached
+    from lockstep.data.hub import unreached
 
     try:
         return resolve(run, machine, plan.processes, Scope.OUTPUT)

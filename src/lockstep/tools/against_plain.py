@@ -1,6 +1,6 @@
 """A run's own steps beside those of `lockstep.plain`: which loss, gradient or weight differs by more than rounding.
 
-In: what `training/plain_steps.py` recorded, and the run. Out: lines that name what differs, and what plain does not
+In: what `training/plain_sides.py` recorded, and the run. Out: lines that name what differs, and what plain does not
 cover. How much may differ is measured: by a second plain run whose weights differ in their last bit (TTrace,
 arXiv:2506.09280), and of a run in half precision by a third one in float32.
 """
@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.data import source
-from lockstep.distributed.memory import capacity
+from lockstep.distributed.system_metrics import capacity
 from lockstep.plain.examples import masked
 from lockstep.plain.job import Plain
 from lockstep.plain.rows import TASKS, NotCovered
 from lockstep.plain.train import StepRecord, build_model, evaluation_loss, perturb_, train_steps
 from lockstep.track.console import Console
-from lockstep.training.plain_steps import FOLDER, PlainRecord
+from lockstep.training.plain_sides import FOLDER, PlainRecord
 
 COLUMNS = ["step", "loss", "norm", "gradients", "changes"]  # relative differences
 TENSORS = ("gradient", "change")
@@ -63,7 +63,7 @@ class Verdict:
 def differences(run: Run, steps: int = 2) -> Verdict:
     """Train some steps in this process under `single`, and compare them with plain's. Errors: `RunError`."""
     from lockstep.distributed.world import World
-    from lockstep.training import plain_steps
+    from lockstep.training import plain_sides
     from lockstep.training.resolve import for_rank
 
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plain-"))
@@ -72,7 +72,7 @@ def differences(run: Run, steps: int = 2) -> Verdict:
     alone = Run.load(values | {"output": str(folder), "launch": {"device": run.launch.device, "processes": 1}})
     world = World(alone)
     try:
-        plain_steps.record(for_rank(alone, world), world, str(steps))
+        plain_sides.record_plain(for_rank(alone, world), world, str(steps))
         return compare(run, folder / FOLDER)
     finally:
         world.close()

@@ -23,9 +23,9 @@ from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 
 if TYPE_CHECKING:
-    from lockstep.training.step_trace import Entry
+    from lockstep.training.replaying import Entry
 
-JOB = "lockstep.training.step_trace.take_apart"
+JOB = "lockstep.training.replaying.take_apart"
 _HASHES = ("hash", "loss", "grad_norm", "weights", "optimizer")
 _SHOWN = 12
 
@@ -200,16 +200,16 @@ class _Failed(Exception):
 
 def apart(run: Run, output: Path, step: int) -> list[Entry]:
     """The entries of a step. Errors: `RunError`, `_Failed`."""
-    from lockstep.training.step_trace import FOUND, read
+    from lockstep.training.replaying import ANATOMY, read_anatomy
 
     folder = Path(tempfile.mkdtemp(prefix="lockstep-diff-"))
     try:
         run = run.model_copy(update={"output": str(folder / "run")})
         launcher, _, job = start.resolved(run)
         status = start.start_ranks(launcher, job, (JOB, str(output.resolve()), str(step)))
-        if status or not (run.folder / FOUND).exists():
+        if status or not (run.folder / ANATOMY).exists():
             raise _Failed(status or 1)
-        return read(run.folder)[0]
+        return read_anatomy(run.folder)[0]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

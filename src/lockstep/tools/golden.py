@@ -21,9 +21,9 @@ from safetensors import safe_open
 
 from lockstep.config import key_aliases
 from lockstep.config.run import Run, RunError
-from lockstep.data.tokens import Prepared
+from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed.event_log import versions
-from lockstep.distributed.processor import processor
+from lockstep.distributed.hardware import processor
 from lockstep.launchers import start
 from lockstep.tools.verify import recorded
 from lockstep.track.console import Console

@@ -66,7 +66,7 @@ def start_of(output: Path) -> dict[str, Any]:
 @contextmanager
 def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Iterator[tuple[int, Path]]:
     """The status of a replay, and the folder with what was found, which is gone afterwards. Errors: `RunError`."""
-    from lockstep.training.replaying import FOUND
+    from lockstep.training.replaying import REPLAY
 
     if step < 1:
         raise RunError(f"--step: {step} is none of this run's steps, which count from 1")
@@ -79,7 +79,7 @@ def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Ite
             raise RunError(f"{caught}{written(output, step)}") from caught
         words = (JOB, str(output.resolve()), str(step), str(step if begin is None else begin))
         status = start.start_ranks(launcher, job, words)
-        yield status or int(not (run.folder / FOUND).exists()), run.folder
+        yield status or int(not (run.folder / REPLAY).exists()), run.folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -98,7 +98,7 @@ def replay(
 ) -> int:
     """Compute a step again, and tell. Returns 0 when all fingerprints on the way are the same, 1 when not, or the job's
     own exit status. Errors: `RunError`."""
-    from lockstep.training.replaying import FOUND
+    from lockstep.training.replaying import REPLAY
 
     if start.joining():
         raise RunError("lockstep replay starts its processes itself: call it without torchrun and its like")
@@ -108,7 +108,7 @@ def replay(
     with replayed(run, output, step, begin) as (status, folder):
         if status:
             return status
-        found = json.loads((folder / FOUND).read_text(encoding="utf-8"))
+        found = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
     for note in found["notes"]:
         console.note(note)
     began = f"the checkpoint of step {found['from']}" if found["from"] else "the start"
@@ -223,13 +223,13 @@ def opened(output: Path, step: int, overrides: Mapping[str, Any], processes: int
 
     from lockstep.data.prepare import prepare
     from lockstep.training.data_loader import StepLoader
-    from lockstep.training.replaying import FOUND, GRADIENTS, WEIGHTS
+    from lockstep.training.replaying import GRADIENTS, REPLAY, WEIGHTS
 
     run = again(output, overrides, strategy, processes)
     with replayed(run, output, step) as (status, folder):
         if status:
             raise RunError(f"replay of {output}: it ended with status {status}; what it said is above")
-        found = json.loads((folder / FOUND).read_text(encoding="utf-8"))
+        found = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
         weights, gradients = load_file(folder / WEIGHTS), load_file(folder / GRADIENTS)
     task_class: Any = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 from lockstep.config.run import Run, keep
-from lockstep.data.tokens import Prepared
+from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed.randomness import UNCOVERED
 from lockstep.launchers import start
 from lockstep.launchers.processes import accelerate_config

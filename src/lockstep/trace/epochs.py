@@ -21,6 +21,7 @@ def findings(trace: Trace) -> Iterator[Row]:
     yield from _set_epoch(trace)
     yield from _counts(trace)
     yield from _evaluations(trace)
+    yield from _workers(trace)
 
 
 def _passes(rank: Rank) -> dict[str, Mapping[str, Any]]:
@@ -162,3 +163,21 @@ def _evaluation(trace: Trace, pairs: Sequence[tuple[Mapping[str, Any], Mapping[s
         )
         return ("evaluation-twice", text, cause)
     return None
+
+
+def _workers(trace: Trace) -> Iterator[Row]:
+    """Workers of one pass whose generator of random numbers began in the same state and was drawn from."""
+    for rank in trace.ranks[:1]:
+        alike: Counter[tuple[str, str, str]] = Counter()
+        for worker in rank.workers:
+            for name, (before, after) in worker["generators"].items():
+                if before != after:
+                    alike[(worker["loader"], name, before)] += 1
+        for (_, name, _), count in alike.items():
+            if count > 1:
+                cause = (
+                    "seed it in worker_init_fn from torch.initial_seed(), which is another one in each worker and "
+                    "epoch, or draw from torch"
+                )
+                yield ("same-workers", f"{count} workers of a loader draw the same random numbers from {name}", cause)
+                return

@@ -35,8 +35,8 @@ from lockstep.checkpoint.manifest import newest_whole
 from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
 from lockstep.config.run import Run
 from lockstep.distributed import job_record
-from lockstep.distributed.failure import MARKER
 from lockstep.distributed.signals import Interrupts, heard
+from lockstep.distributed.watchdog import MARKER
 from lockstep.launchers.processes.elastic_agent import Survivors, name_of
 from lockstep.launchers.processes.elastic_node_monitor import RanksAmongMachines
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End

@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from lockstep.checkpoint.manifest import newest_whole
 from lockstep.config.errors import DONE, EXCLUDED, STOPPED
 from lockstep.config.run import Run
-from lockstep.distributed import secret
+from lockstep.distributed import network
 from lockstep.distributed.membership import SOON_S, MemberAddress
 from lockstep.launchers.processes.elastic_node_monitor import Machines, RanksAmongMachines, lives
 from lockstep.launchers.processes.elastic_ranks import Ranks
@@ -72,7 +72,7 @@ class Survivors(LocalElasticAgent):
             number, room, count = store.announced()
             if room and room != self._dead:
                 with store.reading():
-                    roll = store.roll(room, secret.from_environment(), None)
+                    roll = store.roll(room, network.secret_from_environment(), None)
                     if roll.given_up is None and lives(roll.store, count, max(store.limits.lost, ANNOUNCED_S)):
                         store.formed_by_others()
                         return room, count
@@ -102,7 +102,7 @@ class Survivors(LocalElasticAgent):
         if not self.goes_on:
             return super()._start_workers(worker_group)
         spec, store, workers = worker_group.spec, self.rendezvous, worker_group.workers
-        key = dict(spec.args[-1]).get(secret.VARIABLE, secret.from_environment())
+        key = dict(spec.args[-1]).get(network.SECRET_VARIABLE, network.secret_from_environment())
         entered, count = self._room
         room = self._in or f"lockstep-ranks-{uuid.uuid4().hex}"
         soon_s = max(SOON_S, store.limits.lost + MARGIN_S) if store.most > 1 else SOON_S

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from lockstep.config.errors import STOPPED
 from lockstep.config.run import RunError
-from lockstep.distributed.stores import Sealed
+from lockstep.distributed.rendezvous import Sealed
 from lockstep.launchers.processes.elastic_rendezvous_state import Backend
 
 

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from lockstep.config.errors import STOPPED
-from lockstep.distributed.stores import Sealed
+from lockstep.distributed.rendezvous import Sealed
 from lockstep.launchers.processes.elastic_ranks import POLL_S, Ranks
 
 BEAT_S = 1.0

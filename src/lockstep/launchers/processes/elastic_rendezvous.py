@@ -28,10 +28,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from lockstep.config.run import RunError
-from lockstep.distributed import network, secret, stores
+from lockstep.distributed import network, rendezvous
 from lockstep.distributed.consistency_check import disagreement
 from lockstep.distributed.membership import Roster
-from lockstep.distributed.stores import Sealed
+from lockstep.distributed.rendezvous import Sealed
 from lockstep.launchers.processes.elastic_eviction import Leaving
 from lockstep.launchers.processes.elastic_rendezvous_state import Backend, record_nothing
 
@@ -99,13 +99,13 @@ class ElasticRendezvous(Leaving):
         self.gone = False  # whether the store is
         self.holds = node.holds
         self.continues = False  # whether this machine's ranks may be lost one by one
-        self._key = secret.from_environment() if key is None else key
+        self._key = network.secret_from_environment() if key is None else key
         timeout_s = max(limits.lost, 10)
         try:
             if node.holds:
-                self._store: Any = stores.opened(at, port, most > 1, timeout_s)
+                self._store: Any = rendezvous.open_store(at, port, most > 1, timeout_s)
             else:
-                self._store = stores.connected(at, port, limits.join, timeout_s)
+                self._store = rendezvous.connect_store(at, port, limits.join, timeout_s)
             number = self._store.add("lockstep-job", 0)  # a store may outlive a job: the next one has its own number
             jobs = Sealed(self._store, "jobs", self._key)
             name = jobs.compare_set(f"lockstep-name-{number}", "", uuid.uuid4().hex).decode()
@@ -359,7 +359,7 @@ def serve(host: str, port: int) -> Any:
     `NetworkError`."""
     if not network.holds(host, port):
         raise network.NetworkError(f"{host}:{port} cannot be opened here: not an address of this machine, or in use")
-    return stores.opened(host, port, True, 30)
+    return rendezvous.open_store(host, port, True, 30)
 
 
 def _parsed(kind: Callable[..., Any], text: bytes) -> Any:

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-from lockstep.distributed.stores import Sealed
+from lockstep.distributed.rendezvous import Sealed
 
 _KEY, _GONE = "state", "excluded"
 _COMES_IN = timedelta(seconds=3)  # looked at once a second

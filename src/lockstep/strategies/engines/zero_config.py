@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.run import Run, RunError
-from lockstep.distributed.gpus import share_gpus
-from lockstep.strategies.engines import known_bad
+from lockstep.distributed.hardware import share_gpus
+from lockstep.strategies.engines import zero_agreement
 from lockstep.strategies.engines.zero_agreement import OURS, differing, refuse, remaining
 
 
@@ -71,7 +71,7 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
     `key`: where in the run file the options are. Errors: `RunError`, with everything that is wrong."""
     device = _device(run)
     if isinstance(options.get("zero_optimization", {}), Mapping):
-        known_bad.check(stage, options, run.strategy.name, device)
+        zero_agreement.refuse_known_bad(stage, options, run.strategy.name, device)
     if run.on_nonfinite == "skip":
         raise RunError("on_nonfinite: DeepSpeed cannot leave a step out; use on_nonfinite=stop, or another strategy")
     if share_gpus(run):

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import tokenizer as tokenizers
-from lockstep.data.downloads import downloading, reading_weights
+from lockstep.data.hub import downloading, reading_weights
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.tasks.models import adapters, block_sparse, heads, quantized, storage_dtype
 from lockstep.tasks.models.model_configs import entry, load_config, local_or_id, texts
@@ -43,7 +43,7 @@ def check(
     (default: `data.max_length`), which `key` sets. `entries` of the config are set first. Errors: `RunError`."""
     from transformers.models.auto import modeling_auto
 
-    from lockstep.tasks.models import auxiliary_losses, inert_entries  # they build models to find out
+    from lockstep.tasks.models import config_checks  # they build models to find out
 
     adapters.check(run)
     config = load_config(run)
@@ -74,9 +74,9 @@ def check(
                 f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits}; lower it"
             )
     block_sparse.check(config, tokens or run.data.max_length, key)
-    auxiliary_losses.check(run, head)
+    config_checks.check(run, head)
     padding_refused(run, head)  # tried here once, and known to all processes
-    inert_entries.notes(run, head)
+    config_checks.notes(run, head)
 
 
 def padding_refused(run: Run, head: str) -> str | None:
@@ -180,7 +180,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
 def _prepare(config: Any, tokenizer: Any, pretrained: bool) -> None:
     """Set the padding token, and switch off what training does not use. Errors: `RunError` for a padding token that the
     model has no embedding for."""
-    from lockstep.tasks.models.auxiliary_losses import ROUTER_LOGITS
+    from lockstep.tasks.models.config_checks import ROUTER_LOGITS
 
     for part in texts(config):
         size = entry(part, "vocab_size")

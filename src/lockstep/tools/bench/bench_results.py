@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.run import Run, RunError
-from lockstep.distributed.processor import processor
+from lockstep.distributed.hardware import processor
 from lockstep.tools.sweep import grid
 from lockstep.track.console import clock
 from lockstep.track.report import charts

@@ -15,7 +15,7 @@ from lockstep.tools.commands import run_file
 from lockstep.track.console import Console, error
 
 if TYPE_CHECKING:
-    from lockstep.data.tokens import Prepared
+    from lockstep.data.arrow_cache import Prepared
     from lockstep.launchers.launcher import Launcher, LaunchPlan
     from lockstep.training.resolve import Job
 

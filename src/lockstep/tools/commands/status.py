@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint import exported
 from lockstep.config.error_messages import read_yaml
 from lockstep.config.run import Run, RunError, load, override_of
-from lockstep.distributed import evicted_hosts, job_record
+from lockstep.distributed import job_record
 from lockstep.distributed.job_record import JobRecord, State
 from lockstep.launchers import start
 from lockstep.launchers.processes import output_lock
@@ -56,7 +56,7 @@ def main(known: argparse.Namespace) -> int:
             "metrics": metrics,
             "checkpoints": sorted(sound),
             "damaged": damaged,
-            "taken_out": [asdict(each) for each in evicted_hosts.of(run.folder)],
+            "taken_out": [asdict(each) for each in job_record.evictions_of(run.folder)],
             "resumable_from": max(sound, default=None) if not finished else None,
         }
         print(json.dumps(facts, indent=1))
@@ -73,7 +73,7 @@ def main(known: argparse.Namespace) -> int:
     rows["saved"] = ", ".join(f"step {s}" for s in sorted(sound)) or "no checkpoint yet"
     for name, reason in damaged.items():
         rows[name] = f"cannot be used: {reason}"
-    if gone := evicted_hosts.of(run.folder):
+    if gone := job_record.evictions_of(run.folder):
         rows["taken out"] = "; ".join(map(str, gone))
     rows["resume"] = advice(run, state, finished, max(sound, default=None))
     Console(True).facts(rows)

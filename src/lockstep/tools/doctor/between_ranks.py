@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.distributed.processor import available_cores, processor
+from lockstep.distributed.hardware import available_cores, processor
 from lockstep.distributed.world import World
 from lockstep.tools.doctor import machine
 

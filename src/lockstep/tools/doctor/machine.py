@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.distributed.processor import available_cores, processor
+from lockstep.distributed.hardware import available_cores, processor
 
 Facts = dict[str, Any]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep.config import plugins
 from lockstep.config.run import QUICK_START, Run, RunError, keep, load
-from lockstep.distributed.gpus import gpus_of
+from lockstep.distributed.hardware import gpus_of
 from lockstep.tools.doctor import machine
 from lockstep.tools.subprocess_job import Child
 from lockstep.track.console import Console

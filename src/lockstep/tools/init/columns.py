@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import column_scan, nested_columns, row_files, source
+from lockstep.data import row_files, source, usable_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -64,7 +64,7 @@ def look(data: DataSection, seed: int = 0, deep: bool = False) -> Look:
     found, plain = _read(data, seed)
     inner = {path: path for path in _within(found.splits["train"])}
     if deep:
-        splits = {split: nested_columns.added(rows, inner, split, found.name) for split, rows in found.splits.items()}
+        splits = {split: usable_rows.added(rows, inner, split, found.name) for split, rows in found.splits.items()}
         outer = {path.partition(".")[0] for path in inner}
         found = replace(found, splits={s: rows.remove_columns(sorted(outer)) for s, rows in splits.items()})
     if data.split_column in found.splits["train"].column_names:
@@ -112,7 +112,7 @@ def _check_texts(whole: Dataset, train: Dataset, name: str, source: str) -> None
     texts = [isinstance(value, str) for value in train[name] if value is not None]
     if sum(texts) <= len(texts) // 2:
         return
-    for first, part in column_scan.lists(whole, name):
+    for first, part in usable_rows.lists(whole, name):
         for row, value in enumerate(part, first):
             if value is not None and not isinstance(value, str):
                 raise RunError(

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import annotated, compressed, readable, row_files, source, tables, text_files
+from lockstep.data import annotated, file_formats, row_files, source
 from lockstep.tools.init import columns, fit
 from lockstep.tools.init.columns import Look
 from lockstep.tools.init.names import is_known
 from lockstep.tools.init.prompts import Prompter
 
-_TABLES = set(tables.SEPARATORS)
+_TABLES = set(file_formats.SEPARATORS)
 _ANNOTATED = {
     "conll": "lines of a word and its tags, with blank lines between sentences",
     "squad": "questions as SQuAD has them",
@@ -92,8 +92,8 @@ def _annotated(data: DataSection, root: Path, talk: Prompter) -> DataSection | N
 def _layout(data: DataSection, root: Path, talk: Prompter) -> DataSection:
     """Folders of labels and files side by side are recognised by their names."""
     if root.is_file() and row_files.format_of(root) is None:
-        stem, _ = text_files.named(root)
-        files = text_files.parallel_in(root.parent).get(stem, [])
+        stem, _ = row_files.named(root)
+        files = row_files.parallel_in(root.parent).get(stem, [])
         if root not in files:
             return data
         talk.console.say(f"{root} goes with {', '.join(str(f) for f in files if f != root)}: a file for each language")
@@ -103,11 +103,11 @@ def _layout(data: DataSection, root: Path, talk: Prompter) -> DataSection:
     splits = {
         split: next((root / w for w in words if (root / w).is_dir()), root) for split, words in source.USUAL.items()
     }
-    classes = text_files.classes_in(splits["train"])
+    classes = row_files.classes_in(splits["train"])
     if len(classes) > 1 and not (splits["train"] == root and {c.name for c in classes} & _WORDS):
         _say_classes(splits, root, talk)
         return data.model_copy(update={"layout": "class_folders"})
-    if text_files.parallel_in(root) or text_files.parallel_in(splits["train"]):
+    if row_files.parallel_in(root) or row_files.parallel_in(splits["train"]):
         return data.model_copy(update={"layout": "parallel"})
     return data
 
@@ -115,12 +115,12 @@ def _layout(data: DataSection, root: Path, talk: Prompter) -> DataSection:
 def _is_rows(file: Path) -> bool:
     """Whether a file of a folder says that the folder holds rows: train.jsonl, any.csv, test.txt."""
     ending = row_files.format_of(file) if file.is_file() else None
-    return ending is not None and (ending != ".txt" or compressed.plain(file).stem in _WORDS)
+    return ending is not None and (ending != ".txt" or file_formats.plain(file).stem in _WORDS)
 
 
 def _say_classes(splits: dict[str, Path], root: Path, talk: Prompter) -> None:
     names = {
-        split: [c.name for c in text_files.classes_in(folder)]
+        split: [c.name for c in row_files.classes_in(folder)]
         for split, folder in splits.items()
         if split == "train" or folder != root
     }
@@ -139,10 +139,10 @@ def _say_classes(splits: dict[str, Path], root: Path, talk: Prompter) -> None:
 def _header(data: DataSection, local: dict[str, list[Path]], talk: Prompter) -> DataSection:
     """Whether the first row of a table names its columns."""
     file = local["train"][0]
-    readable.check(file, "data.source", data.encoding)
+    file_formats.check(file, "data.source", data.encoding)
     data = _dialect(data, file, talk)
-    found = tables.scanned(file, "data.train", data)
-    rows = [row for _, row in itertools.islice(tables.rows(file, data.encoding, found.dialect), _ROWS)]
+    found = file_formats.scanned(file, "data.train", data)
+    rows = [row for _, row in itertools.islice(file_formats.rows(file, data.encoding, found.dialect), _ROWS)]
     if not rows:
         return data  # its reader says that it is empty
     first = rows[0]
@@ -159,7 +159,7 @@ def _header(data: DataSection, local: dict[str, list[Path]], talk: Prompter) -> 
         return data
     talk.console.say(f"{file.name} has no header; its first row is: {shown}")
     test = local.get("test")
-    if test and len(tables.scanned(test[0], "data.test", data).names) < len(first) and data.test is None:
+    if test and len(file_formats.scanned(test[0], "data.test", data).names) < len(first) and data.test is None:
         data = without_test(data, talk)
     return data.model_copy(update={"columns": _names(data, len(first), talk)})
 
@@ -179,7 +179,7 @@ def has_header(rows: list[list[str]]) -> bool | None:
     """Whether the first row names columns; None where it may or may not."""
     first, rest = [cell.strip() for cell in rows[0]], rows[1:]
     below = [[row[i].strip() for row in rest if i < len(row)] for i in range(len(first))]
-    names = sum(is_known(cell) or text_files.is_language(cell) for cell in first)
+    names = sum(is_known(cell) or row_files.is_language(cell) for cell in first)
     again = any(cell and cell in column for cell, column in zip(first, below, strict=True))
     if again or len(set(first)) < len(first):
         return None if names == len(first) else False
@@ -196,13 +196,13 @@ def _dialect(data: DataSection, file: Path, talk: Prompter) -> DataSection:
     """With `separator` and `quote`, where they are not what the file's ending says."""
     if data.separator is not None and data.quote is not None:
         return data
-    ways = tables.detected(file, data, lambda name: is_known(name) or text_files.is_language(name))
+    ways = file_formats.detected(file, data, lambda name: is_known(name) or row_files.is_language(name))
     chosen = ways[0] if ways else {}
     if not chosen:
         return data
     if "separator" in chosen:
         mark = chosen["separator"]
-        talk.console.say(f"{file.name} is separated by {tables.NAMES[mark]}: data.separator={mark!r}")
+        talk.console.say(f"{file.name} is separated by {file_formats.NAMES[mark]}: data.separator={mark!r}")
     if "quote" in chosen:
         talk.console.say(f"{file.name}: data.quote={chosen['quote']}")
     return data.model_copy(update=chosen)

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.config import plugins
 from lockstep.config.run import RunError
-from lockstep.data.text_files import SIDES, is_language
+from lockstep.data.row_files import SIDES, is_language
 from lockstep.tools.init.columns import Look
 from lockstep.tools.init.names import (
     ANCHORS,

@@ -288,8 +288,8 @@ def _is_folder(filled: dict[str, Any]) -> bool:
 
 def _prepared(path: Path, filled: dict[str, Any], found: Look, exact: bool) -> Trial:
     """Errors: `RunError`."""
+    from lockstep.data.arrow_cache import examples_in
     from lockstep.data.prepare import prepare
-    from lockstep.data.tokens import examples_in
 
     with _aside(path, render.write(filled, [], {})) as aside:
         run = load(aside, [])
