@@ -42,7 +42,7 @@ from lockstep.training.resolve import for_rank
 
 FILES = sorted(Path(lockstep.plain.__file__).parent.glob("**/*.py"))
 ALLOWED = {"torch", "transformers", "peft", "numpy", "pyarrow", "datasets", "trl", "sentence_transformers", "sacrebleu"}
-ALLOWED |= {"PIL"}
+ALLOWED |= {"PIL", "sklearn", "scipy", "seqeval", "rouge_score"}
 MOST = 760  # logical lines of code for all tasks: 344 read rows and make examples, 147 are losses, 212 train
 OTHERS = ("allreduce", "fsdp2", "zero2", "pipeline", "hf_accelerate", "hf_trainer")
 QUICK = ("classification", "prompts", "pairs")  # the others are slow
@@ -148,7 +148,47 @@ def test_an_evaluation_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     more = lambda sums: {**sums, "loss": sums["loss"] * 1.001}  # noqa: E731
     monkeypatch.setattr(OneLabel, "score", lambda self, *a: more(score(self, *a)))
     found = against_plain.differences(tiny(output=str(tmp_path)))
-    assert [line.partition(":")[0] for line in found.differences] == ["evaluation"]
+    assert [line.partition(" of ")[0] for line in found.differences] == ["evaluation: loss"]
+    assert found.scores >= ["accuracy", "loss", "macro_f1"]
+
+
+def worse(name: str, by: float) -> Callable[[pytest.MonkeyPatch, type[Task]], None]:
+    """A score that is a little off."""
+
+    def plant(patch: pytest.MonkeyPatch, task: type[Task]) -> None:
+        metrics: Callable[..., Any] = task.metrics
+        wrong = lambda scores: scores | {name: scores[name] + by}  # noqa: E731
+        patch.setattr(task, "metrics", lambda self, *a: wrong(metrics(self, *a)))
+
+    return plant
+
+
+SCORED = {
+    "classification": (Classification, {"accuracy", "loss", "macro_f1"}),
+    "packed": (LanguageModeling, {"accuracy", "loss", "perplexity"}),
+    "translation": (Translation, {"accuracy", "bleu", "chrf", "loss", "perplexity"}),
+    "token_classification": (TokenClassification, {"accuracy", "f1", "loss", "precision", "recall"}),
+    "questions": (QuestionAnswering, {"exact_match", "f1", "loss"}),
+    "pairs": (Embedding, {"loss", "triplet_accuracy"}),
+    "reward": (Reward, {"accuracy", "loss", "margin", "reward"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*SCORED])
+def test_scores_are_those_of_the_fields_libraries(
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """scikit-learn's, seqeval's, sacrebleu's, SQuAD's, of what the plain path computes and writes."""
+    task, names = SCORED[kind]
+    run = run_of(kind, folder)
+    found = against_plain.differences(run, 1)
+    assert (found.differences, {*found.scores}) == ([], names)
+    wrong = next(iter(sorted(names - {"loss"}, reverse=True)))
+    worse(wrong, 0.02)(monkeypatch, task)
+    assert [line.partition(" of ")[0] for line in against_plain.differences(run, 1).differences] == [
+        f"evaluation: {wrong}"
+    ]
 
 
 DATA = {

@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import build, digest, run_on, tiny
 from marks import slow
+from own_modules import MEAN, NET, NET_FUNCTIONS, TOY, job
 from safetensors.torch import load_file, save_file
 from saving import trained
 from task_runs import TASKS, make
@@ -29,11 +30,13 @@ from lockstep.data import raw_rows
 from lockstep.data.prepare import prepare
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.world import World
+from lockstep.plain import module
 from lockstep.plain.rows import NotCovered
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import adapters, chunked_loss, quantized, unpadded
+from lockstep.tasks.modules import wrapped_module
 from lockstep.tasks.task import Task
 from lockstep.training import export_check, plain_check, plain_sides
 from lockstep.training.errors import TrainingFailed
@@ -346,6 +349,45 @@ def test_a_tokenizer_that_an_export_would_not_have_is_refused(tmp_path: Path) ->
         plain_sides.check_tokenizer(run, task, job, examples)
     gpt2 = run.model_copy(update={"model": run.model.model_copy(update={"type": "gpt2", "config": {}})})
     plain_sides.check_tokenizer(gpt2, task, job, examples)
+
+
+# -- a module of the user's --------------------------------------------------------------------------------------------
+
+SUM = TOY.replace("LOSS", "torch.nn.functional.mse_loss(outputs, answers, reduction='sum')")
+EACH = TOY.replace("LOSS", "(outputs - answers).square().mean(-1)")
+MODULES = {"mean": (MEAN, ()), "sum": (SUM, ()), "each": (EACH, ()), "net": (NET, NET_FUNCTIONS)}
+
+
+@pytest.mark.parametrize("kind", ["mean", "net", slow("sum"), slow("each")])
+def test_a_module_is_compared_with_its_own_functions(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one whose items draw, whose batch normalisation remembers, and whose loss is a mean of a mapping's labels."""
+    monkeypatch.syspath_prepend(tmp_path)
+    code, functions = MODULES[kind]
+    run = job(tmp_path, code, *ONE, functions=functions)
+    assert "equal those of your own functions" in checked(run)[0]
+    summed = wrapped_module.Calling.summed
+    monkeypatch.setattr(wrapped_module.Calling, "summed", lambda self, *a: summed(self, *a) * 1.001)
+    said, why = checked(run)
+    assert not said
+    assert "by your own functions alone" in why
+    assert "task.loss" in why
+
+
+@pytest.mark.parametrize(("twice", "total"), [(1.0, 3.0), (2.0, 1.0), (2**0.5, None)])
+def test_what_a_loss_is_divided_by_shows_in_an_item_twice(
+    twice: float, total: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mean of 1 over 3 targets comes to 3, a sum of 1 to 1; what is neither is not compared."""
+    monkeypatch.setattr(module, "_value", lambda job, model, batch, device: torch.tensor(batch[0]))
+    batch = {"batch": (1.0, 3), "alone": (1.0, 1), "twice": (twice, 2)}
+    if total is None:
+        with pytest.raises(NotCovered, match="neither the mean nor the sum"):
+            module.batch_loss(None, torch.nn.Linear(1, 1), [batch], "cpu")
+    else:
+        value, count = module.batch_loss(None, torch.nn.Linear(1, 1), [batch], "cpu")
+        assert (float(value), count) == (total, 3)
 
 
 # -- what is left behind -----------------------------------------------------------------------------------------------

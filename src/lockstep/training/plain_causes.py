@@ -26,6 +26,11 @@ _NEW_WEIGHTS = ("model.adapter", "model.quantization")  # without them the model
 
 def cause(sides: Sides, strategy: Strategy) -> str:
     """Describe the option that makes the difference."""
+    if sides.task.own_model:
+        return (
+            "Your own functions, called as they are written, compute something else than the run: look at task.loss "
+            "(a mean or a sum over targets?), task.targets and task.collate"
+        )
     if (text := _of_examples(sides)) is not None:
         return text
     try:

@@ -28,14 +28,13 @@ from lockstep.data import raw_rows
 from lockstep.data.streamed import Streamed
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
-from lockstep.plain.examples import masked
-from lockstep.plain.losses import batch_loss, without_dropout
+from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
-from lockstep.plain.train import perturb_
 from lockstep.strategies.engines.writes import preserved
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.training.errors import TrainingFailed
+from lockstep.training.plain_measures import drawn_examples, masked, perturb_, without_dropout
 from lockstep.training.plain_sides import Elsewhere, OtherTokens, PlainFailed, Sides, device_of, plain_path, sides_of
 from lockstep.training.session import Session
 
@@ -129,6 +128,8 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
     except OtherTokens as caught:
         return False, f"before the first step: {caught}"
     except PlainFailed as caught:
+        if session.task.own_model:  # which may ask for more than one item, or for what is there once
+            return True, f"not compared with a plain computation: your code cannot be called again ({caught})"
         return False, (
             f"before the first step: the comparison with a plain computation fails ({caught}), so that nothing is "
             "known of this run's loss. verify.plain=false trains without it; please report this"
@@ -137,15 +138,25 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
         groups = groups_of(sides)
         count = len({place for places in groups.values() for place in places})
         of = "of the first micro-batch and others" if sides.first else "of the training split"
-        return True, (
-            f"loss and gradient of {count} examples {of} equal those of transformers alone, without dropout, to "
-            "rounding"
-        )
+        by = "your own functions, called as they are written" if session.task.own_model else "transformers alone"
+        return True, f"loss and gradient of {count} examples {of} equal those of {by}, without dropout, to rounding"
+    if session.task.own_model and not _repeatable(sides, strategy):
+        return True, "not compared with a plain computation: your code gives other numbers for the same items"
     lines = "\n".join(f"  {difference}" for difference in differing[:6])
+    if session.task.own_model:
+        lines = lines.replace("by transformers alone", "by your own functions alone")
     return False, (
         f"before the first step, without dropout:\n{lines}\n{causes(sides, strategy)}\nNothing was trained. If you "
         "know better: verify.plain=false trains without this comparison"
     )
+
+
+def _repeatable(sides: Sides, strategy: Strategy) -> bool:
+    """Whether the run's own path gives the same numbers twice."""
+    with preserved(sides.model, strategy.effects.written):
+        places = next(iter(groups_of(sides).values()))
+        one, other = (own_numbers(sides, places, strategy.autocast(False)) for _ in range(2))
+    return one == other
 
 
 def first_micro_batch(session: Session) -> np.ndarray:
@@ -264,9 +275,9 @@ def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) 
 
 def plain_numbers(sides: Sides, places: Sequence[int], precision: AbstractContextManager[Any] | None = None) -> Numbers:
     """Compute them with transformers and torch alone. Errors: `NotCovered`, `PlainFailed`."""
-    examples, count = [sides.examples[place] for place in places], 0.0
-    if sides.run.task.name == "masked_language_modeling":
-        examples = _masked(sides, places, examples)
+    count = 0.0
+    with plain_path():
+        examples = _plain_examples(sides, places)
 
     def loss() -> Tensor:
         nonlocal count
@@ -323,6 +334,14 @@ def half_precision(sides: Sides, groups: Mapping[str, Sequence[int]], plain: Map
         apart(plain_numbers(low, places, torch.autocast(kind, dtype)), plain[name]) for name, places in groups.items()
     ]
     return Tolerance(max(each.loss for each in pairs), max(each.gradient for each in pairs))
+
+
+def _plain_examples(sides: Sides, places: Sequence[int]) -> list[dict[str, Any]]:
+    """The examples of a group as the plain path makes them."""
+    if sides.run.task.name == "module":
+        return drawn_examples(sides.run, sides.job, "train", sides.at[list(places)].tolist(), 0, 0)
+    examples = [sides.examples[place] for place in places]
+    return _masked(sides, places, examples) if sides.run.task.name == "masked_language_modeling" else examples
 
 
 def _masked(sides: Sides, places: Sequence[int], examples: list[dict[str, Any]]) -> list[dict[str, Any]]:

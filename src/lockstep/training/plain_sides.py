@@ -6,6 +6,7 @@ parameters and buffers, the very tensors, so that no second model is in memory.
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import tempfile
@@ -24,6 +25,7 @@ from lockstep.data.columns import Columns
 from lockstep.data.origin import model_folder
 from lockstep.data.qa_features import CONTEXT, QUESTION, START, TEXTS
 from lockstep.data.raw_rows import RawRows
+from lockstep.distributed.randomness import own_generators, seed_libraries
 from lockstep.plain.job import Plain
 from lockstep.plain.rows import NotCovered
 from lockstep.plain.train import build_model
@@ -32,8 +34,11 @@ from lockstep.strategies.exact.param_groups import make_model
 from lockstep.strategies.native import Native
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.models import model_configs, quantized
+from lockstep.tasks.module import Module
+from lockstep.tasks.modules.wrapped_module import Adapted
 from lockstep.tasks.task import Task
 
+_OF_MODULE = 3  # items of a module that are looked at because they are first, longest or shortest
 WHOLE = 100_000_000  # parameters up to which a second model is built, where no rank holds the whole one
 
 
@@ -48,7 +53,7 @@ class Sides:
     job: Plain
     columns: Columns  # the run's own examples
     at: np.ndarray  # numbers of them
-    examples: list[dict[str, Any]]  # the plain ones, as many
+    examples: list[dict[str, Any]]  # the plain ones, as many; none of a module, whose items are drawn for each batch
     first: list[int]  # places in `at`: of the first micro-batch; none where its rows were not kept
 
 
@@ -83,8 +88,10 @@ def device_of(model: nn.Module) -> torch.device:
 def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int] | np.ndarray = ()) -> Sides:
     """Both sides of a run. `micro_batch`: numbers of the training examples that the first one has. Errors: `Elsewhere`,
     `NotCovered`, `PlainFailed`."""
+    if isinstance(task, Module):
+        return _module_sides(run, task, strategy, micro_batch)
     if task.own_model or "." in run.task.name:
-        raise Elsewhere("the model or the task is code of yours")
+        raise Elsewhere("the task is a class of yours, whose loss nobody else knows")
     if run.model.trust_remote_code:
         raise Elsewhere("the model may be code from the Hub (model.trust_remote_code)")
     raw_rows = RawRows.of(task.prepared.facts)
@@ -101,6 +108,28 @@ def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int
     of_split = raw_rows.split == "train" and raw_rows.examples is None
     first = np.flatnonzero(np.isin(raw_rows.at, micro_batch)).tolist() if of_split else []
     return Sides(run, task, model, plain, job, columns, raw_rows.at, examples, first)
+
+
+def _module_sides(run: Run, task: Module, strategy: Strategy, micro_batch: Sequence[int] | np.ndarray) -> Sides:
+    """Both sides of a module of the user's: the plain one is the same model, called as its class has it. Errors:
+    `Elsewhere`, `PlainFailed`."""
+    model = whole_model(run, task, strategy)
+    if names := own_generators(task, model):
+        raise Elsewhere(f"your code draws from {', '.join(names)}, which no step seeds")
+    plain = copy.copy(model)
+    plain.__class__ = next(kind for kind in type(model).__mro__[1:] if kind is not Adapted)
+    with plain_path():
+        seed_libraries(run.seed)
+        job = Plain(run.model_dump(mode="json"), "")
+        columns = task.splits["train"]
+        if len(job.splits["train"]) != len(columns):
+            raise PlainFailed(
+                f"task.data: {len(columns)} items here, {len(job.splits['train'])} when it is called again"
+            )
+    by_length = np.argsort(-columns.lengths, kind="stable")
+    first = np.asarray(micro_batch, np.int64)[:_OF_MODULE]
+    at = np.array(list(dict.fromkeys([*first, *by_length[:_OF_MODULE], *by_length[-_OF_MODULE:]])), np.int64)
+    return Sides(run, task, model, plain, job, columns, at, [], list(range(len(first))))
 
 
 def job_of(run: Run, task: Task, tokenizer: str | None = None) -> Plain:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,14 @@ from lockstep.data.batch import MicroBatch
 from lockstep.data.masking import WITHOUT_STEP
 from lockstep.data.tokens import Columns
 from lockstep.distributed.world import World
-from lockstep.plain.losses import without_dropout
+from lockstep.plain.scores import LONGEST
 from lockstep.strategies.exact import optim
 from lockstep.strategies.observer import GradientRecorder
+from lockstep.tasks.abilities import Generates
+from lockstep.tasks.models.decoding import Decoding
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.evaluation import evaluate
+from lockstep.training.evaluation import evaluate_with_tables
+from lockstep.training.plain_measures import without_dropout
 from lockstep.training.resolve import Job
 from lockstep.training.session import Session, build_session, join_ranks
 
@@ -53,7 +56,7 @@ class PlainRecord:
     total: int  # steps of the run
     steps: list[PlainStep]
     evaluated: list[int] = field(default_factory=list)  # numbers of validation examples, before the steps
-    evaluation_loss: float = 0.0  # of these
+    scores: dict[str, float] = field(default_factory=dict)  # of these
     evaluation_masked: dict[str, list[list[list[int]]]] = field(default_factory=dict)
 
     @staticmethod
@@ -81,7 +84,7 @@ def record_session(session: Session, count: int = 2) -> None:
     held_out = session.task.splits["validation"]
     rows = np.arange(min(EVALUATED, len(held_out)))
     rows = rows[np.argsort(-held_out.lengths[rows], kind="stable")]  # as evaluations have them in a batch
-    scores = evaluate(session.run, world, session.task, strategy, held_out, rows, texts=False)
+    scores = _scores(session, held_out, rows)
     hides = session.run.task.name == "masked_language_modeling"
     shown = _masked(session, held_out, [rows], WITHOUT_STEP) if hides else {}
     steps = []
@@ -97,9 +100,23 @@ def record_session(session: Session, count: int = 2) -> None:
             gradients = {f"gradient.{name}": tensor for name, tensor in recorder.gradients.items()}
             _save(folder / f"step-{place}.safetensors", gradients | strategy.state_dict(), world)
     if world.is_main:
-        loss, tokenizer = scores["loss"], session.task.prepared.tokenizer
-        record = PlainRecord(tokenizer, feed.total, steps, rows.tolist(), loss, shown)
+        tokenizer = session.task.prepared.tokenizer
+        record = PlainRecord(tokenizer, feed.total, steps, rows.tolist(), scores, shown)
         (folder / FILE).write_text(json.dumps(asdict(record)), encoding="utf-8")
+
+
+def _scores(session: Session, columns: Columns, rows: np.ndarray) -> dict[str, float]:
+    """The run's own scores of some examples; texts are written to a few tokens. Collective."""
+    strategy = session.strategy
+
+    def briefly(inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
+        return strategy.generate(inputs, replace(how, new_tokens=min(LONGEST, how.new_tokens)))
+
+    texts = isinstance(session.task, Generates)
+    scores, _ = evaluate_with_tables(
+        session.run, session.world, session.task, strategy, columns, rows, texts, generate=briefly
+    )
+    return {name: float(value) for name, value in scores.items() if isinstance(value, int | float)}
 
 
 def numbers_of(run: Run, feed: StepLoader, count: int) -> list[int]:
