@@ -30,7 +30,7 @@ from lockstep.data import raw_rows
 from lockstep.data.prepare import prepare
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.world import World
-from lockstep.plain import module
+from lockstep.plain import module as plain_module
 from lockstep.plain.rows import NotCovered
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.strategy import Strategy
@@ -362,7 +362,7 @@ MODULES = {"mean": (MEAN, ()), "sum": (SUM, ()), "each": (EACH, ()), "net": (NET
 def test_a_module_is_compared_with_its_own_functions(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one whose items draw, whose batch normalisation remembers, and whose loss is a mean of a mapping's labels."""
+    """Also one whose items draw, whose batch normalisation remembers, and whose batches are mappings."""
     monkeypatch.syspath_prepend(tmp_path)
     code, functions = MODULES[kind]
     run = job(tmp_path, code, *ONE, functions=functions)
@@ -380,13 +380,13 @@ def test_what_a_loss_is_divided_by_shows_in_an_item_twice(
     twice: float, total: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mean of 1 over 3 targets comes to 3, a sum of 1 to 1; what is neither is not compared."""
-    monkeypatch.setattr(module, "_value", lambda job, model, batch, device: torch.tensor(batch[0]))
+    monkeypatch.setattr(plain_module, "_value", lambda job, model, batch, device: torch.tensor(batch[0]))
     batch = {"batch": (1.0, 3), "alone": (1.0, 1), "twice": (twice, 2)}
     if total is None:
         with pytest.raises(NotCovered, match="neither the mean nor the sum"):
-            module.batch_loss(None, torch.nn.Linear(1, 1), [batch], "cpu")
+            plain_module.batch_loss(None, torch.nn.Linear(1, 1), [batch], "cpu")
     else:
-        value, count = module.batch_loss(None, torch.nn.Linear(1, 1), [batch], "cpu")
+        value, count = plain_module.batch_loss(None, torch.nn.Linear(1, 1), [batch], "cpu")
         assert (float(value), count) == (total, 3)
 
 
@@ -459,6 +459,18 @@ def test_a_sound_adapter_is_exported(export: str, source: Path, tmp_path: Path) 
     compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
     assert compared.agrees, compared.text
     assert "3 examples" in compared.text
+
+
+def test_scores_of_an_export_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of scikit-learn on what the export says, beside those of the run's own evaluation."""
+    run = tiny(*ONE)
+    task, found, folder = exported(run, tmp_path)
+    compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
+    assert "all together its accuracy, macro_f1" in compared.text
+    wrong = replace(found, scores=found.scores | {"accuracy": found.scores["accuracy"] / 2 + 0.1})
+    compared = export_check.compare(run, task, wrong, folder, torch.device("cpu"))
+    assert not compared.agrees
+    assert "but other scores: accuracy" in compared.text
 
 
 def other_weight(folder: Path) -> None:

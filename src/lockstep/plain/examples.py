@@ -180,6 +180,12 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
+def packs(task: dict) -> bool:
+    """Whether texts are joined."""
+    usual = not (task.get("prompt") or task.get("messages"))
+    return task["name"].endswith("language_modeling") and bool(usual if task["packing"] is None else task["packing"])
+
+
 # -- language models ---------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +194,7 @@ def _language(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
     task = job.run["task"]
     size, cut = task["block_size"], bool(task["prompt"] or task["messages"])
     texts = [each for row in rows for each in _documents(job, row, task)]
-    if not (task["packing"] if task["packing"] is not None else not cut):
+    if not packs(task):
         most = size + 1 if cut else None
         return [block for ids, known in texts for block in _blocks(ids[:most], known[:most], size)]
     apart = not task["attend_across_documents"]

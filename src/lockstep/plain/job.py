@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.plain import examples as made
 from lockstep.plain import module
-from lockstep.plain.rows import Row, read_splits
+from lockstep.plain.rows import NotCovered, Row, read_splits
 
 
 class Plain:
@@ -95,7 +95,11 @@ class Plain:
 
     @cache  # noqa: B019 - as long as the job
     def examples(self, split: str) -> list[dict]:
-        """All examples of a split."""
+        """All examples of a split. Errors: `NotCovered`."""
+        if self.run["data"]["stream"] and split == "train" and made.packs(self.run["task"]):
+            raise NotCovered(
+                "data.stream: blocks hold texts of one chunk of a shard, which the run's index alone knows"
+            )
         return self.encode(self.splits[split])
 
     def encode(self, rows: list[Row]) -> list[dict]:

@@ -11,19 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import Subset, default_collate
 
 from lockstep.plain.rows import USUAL, NotCovered
 
 
 def named(task: dict, key: str, default: Any = None) -> Any:
-    """What a key of the task names; of a loss that is a class an instance."""
+    """What a key of the task names; of a loss that is a module's class an instance."""
     if not task.get(key):
         return default
     path, _, last = task[key].rpartition(".")
     found = getattr(importlib.import_module(path), last)
-    return found() if key == "loss" and isinstance(found, type) else found
+    return found() if key == "loss" and isinstance(found, type) and issubclass(found, nn.Module) else found
 
 
 def read_splits(run: dict) -> dict[str, Subset]:
@@ -83,11 +82,11 @@ def batch_loss(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
 
 def _value(job: Any, model: nn.Module, batch: tuple[Any, int], device: Any) -> Tensor:
     """What the user's loss gives: float32."""
-    held = tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, batch[0])
-    inputs, seen = held if type(held) in (list, tuple) else (held, held)
+    inputs, seen = batch[0] if type(batch[0]) in (list, tuple) else (batch[0], batch[0])
+    loss, taken = named(job.run["task"], "loss"), inspect.signature(model.forward).parameters
+    if isinstance(loss, nn.Module):
+        loss.to(device)
     if not isinstance(inputs, Mapping):
-        return named(job.run["task"], "loss")(model(inputs), seen).float()
-    taken = inspect.signature(model.forward).parameters
+        return loss(model(inputs), seen).float()
     whole = any(each.kind == each.VAR_KEYWORD for each in taken.values())
-    outputs = model(**{name: each for name, each in inputs.items() if whole or name in taken})
-    return named(job.run["task"], "loss")(outputs, seen).float()
+    return loss(model(**{name: each for name, each in inputs.items() if whole or name in taken}), seen).float()

@@ -171,8 +171,10 @@ def read(data: dict, task: dict) -> Splits:
     """The rows of the splits that the run file names or that are called by their usual names. Errors: `NotCovered`."""
     named, root = {s: data[s] for s in USUAL if data[s] is not None}, Path(data["source"] or "").expanduser()
     files = {split: _files(value, root) for split, value in named.items()}
+    if data["layout"] == "class_folders" and not named:
+        return _classes(root, task, data["encoding"])
     if data["layout"] != "rows":
-        raise NotCovered("data.layout: plain reads files of rows")
+        raise NotCovered("data.layout: plain reads files of rows, and folders of classes")
     if data["source"] and root.is_dir():
         for split, words in USUAL.items():
             patterns = [pattern for word in words for pattern in (f"{word}.*", f"{word}[-_]*", f"{word}/*")]
@@ -180,24 +182,28 @@ def read(data: dict, task: dict) -> Splits:
             files.setdefault(split, next(filter(None, there), []))
         if not any(files.values()):
             files["train"] = sorted(f for f in root.iterdir() if f.suffix in ENDINGS)
-        if not any(files.values()) and task["name"] == "image_classification":  # a folder of each class
-            return _of_hub({"source": "imagefolder", "data_dir": str(root)}, named)
     elif data["source"] and (root.is_file() or root.suffix in ENDINGS or set("*?[") & set(data["source"])):
         files = {"train": _files(data["source"], Path())} | files
     elif data["source"] and ("://" in data["source"] or data["source"].startswith("builtin/")):
         raise NotCovered(f"data.source: {data['source']} is neither files nor of the Hub")
     elif data["source"]:
-        return _of_hub({"source": data["source"], "name": data["config"], "revision": data["revision"]}, named)
+        import datasets
+
+        found = datasets.load_dataset(data["source"], data["config"], revision=data["revision"])
+        names = {s: next((w for w in [named.get(s), *words] if w in found), None) for s, words in USUAL.items()}
+        return {split: list(found[name]) for split, name in names.items() if name}
     return {s: [row for file in some for row in _rows(file, data, task)] for s, some in files.items() if some}
 
 
-def _of_hub(how: dict, named: dict[str, str]) -> Splits:
-    """What `datasets` reads."""
-    import datasets
-
-    found = datasets.load_dataset(how.pop("source"), **how)
-    names = {s: next((w for w in [named.get(s), *words] if w in found), None) for s, words in USUAL.items()}
-    return {split: list(found[name]) for split, name in names.items() if name}
+def _classes(root: Path, task: dict, encoding: str) -> Splits:
+    """A folder for each label, with a text or an image a file."""
+    folders = {split: root / word for split, words in USUAL.items() for word in words if (root / word).is_dir()}
+    images, splits = task["name"] == "image_classification", dict[str, list[Row]]()
+    for split, folder in (folders or {"train": root}).items():
+        files = [file for file in sorted(folder.glob("*/*")) if not file.name.startswith(".")]
+        read = [{"image": f.read_bytes()} if images else {"text": f.read_text(encoding).strip()} for f in files]
+        splits[split] = [row | {"label": file.parent.name} for row, file in zip(read, files, strict=True)]
+    return splits
 
 
 def _files(value: Any, root: Path) -> list[Path]:

@@ -23,8 +23,9 @@ LONGEST = 16  # tokens that a model writes
 
 
 @torch.no_grad()
-def scores(job: Any, model: nn.Module, examples: list[dict]) -> dict[str, float]:
-    """The mean loss, without weights of labels, smoothing or focus, and the scores of the task. `job`: a `Plain`."""
+def scores(job: Any, model: nn.Module, examples: list[dict], writes: bool = True) -> dict[str, float]:
+    """The mean loss, without weights of labels, smoothing or focus, and the scores of the task. `job`: a `Plain`;
+    `writes`: with those of what the model writes."""
     plain, task, outputs = copy.copy(job), job.run["task"], []
     focal = {"loss": None} if task.get("loss") == "focal" else {}
     plain.run = {**job.run, "task": task | {key: TRAINING[key] for key in TRAINING.keys() & task.keys()} | focal}
@@ -33,7 +34,7 @@ def scores(job: Any, model: nn.Module, examples: list[dict]) -> dict[str, float]
     total, count = batch_loss(plain, model, examples)
     hook.remove()
     found = {"loss": float(total) / count}
-    for score in SCORES.get(task["name"], ()):
+    for score in SCORES.get(task["name"], ())[: None if writes else 1]:
         with suppress(ImportError):
             found |= score(plain, model, examples, outputs[0])
     if "accuracy" in found and "next" in examples[0] and task["name"] != "token_classification":

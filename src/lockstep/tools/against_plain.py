@@ -181,7 +181,7 @@ def _check_numbers(job: Plain, record: PlainRecord) -> None:
 def _examples(run: Run, job: Plain, split: str, rows: Sequence[int], step: int, index: int) -> list[dict]:
     """The examples of a micro-batch."""
     if run.task.name == "module":
-        return drawn_examples(run, job, split, rows, step, index)
+        return drawn_examples(run, job, split, rows, (step, index), _device(run))
     known = job.examples(split)
     return [known[row] for row in rows]
 
@@ -201,7 +201,7 @@ def _evaluation(run: Run, job: Plain, record: PlainRecord, folder: Path, names: 
         with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, run.precision == "bf16"):
             return scores(job, model, examples)
 
-    model = _model(job, folder)
+    model = _model(run, job, folder)
     plain = scored(model)
     perturb_(model, run.precision)
     perturbed, lines = scored(model), []
@@ -219,10 +219,13 @@ def _evaluation(run: Run, job: Plain, record: PlainRecord, folder: Path, names: 
     return sorted(lines)
 
 
-def _model(job: Plain, folder: Path) -> nn.Module:
+def _device(run: Run) -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() and run.launch.device != "cpu" else "cpu")
+
+
+def _model(run: Run, job: Plain, folder: Path) -> nn.Module:
     """The model with the weights that the steps begin with, and its reference from before any training."""
-    gpu = torch.cuda.is_available() and job.run["launch"]["device"] != "cpu"
-    device, untrained = torch.device("cuda" if gpu else "cpu"), folder.parent / "start.safetensors"
+    device, untrained = _device(run), folder.parent / "start.safetensors"
     weights = _named("model.", load_file(folder / "start.safetensors"))
     if job.reference is None and job.run["task"]["name"] == "preference":
         first = _named("weight.", load_file(untrained)) if untrained.exists() else weights
@@ -240,7 +243,7 @@ def _in_float32(job: Plain) -> Plain:
 def _trained(run: Run, job: Plain, record: PlainRecord, folder: Path, perturb: bool) -> Iterator[StepRecord]:
     """The plain steps, without dropout. `perturb`: from weights whose last bit is another."""
     state = _named("optimizer.", load_file(folder / "start.safetensors"))
-    model = _model(job, folder)
+    model = _model(run, job, folder)
     if perturb:
         perturb_(model, job.run["precision"])
     steps = (_micro_batches(run, job, step) for step in record.steps)

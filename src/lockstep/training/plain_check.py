@@ -339,7 +339,9 @@ def half_precision(sides: Sides, groups: Mapping[str, Sequence[int]], plain: Map
 def _plain_examples(sides: Sides, places: Sequence[int]) -> list[dict[str, Any]]:
     """The examples of a group as the plain path makes them."""
     if sides.run.task.name == "module":
-        return drawn_examples(sides.run, sides.job, "train", sides.at[list(places)].tolist(), 0, 0)
+        return drawn_examples(
+            sides.run, sides.job, "train", sides.at[list(places)].tolist(), (0, 0), device_of(sides.model)
+        )
     examples = [sides.examples[place] for place in places]
     return _masked(sides, places, examples) if sides.run.task.name == "masked_language_modeling" else examples
 

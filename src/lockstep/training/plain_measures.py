@@ -64,13 +64,13 @@ def masked(job: Any, example: dict, read: list[int], predicted: list[int]) -> di
 
 
 def drawn_examples(
-    run: Run, job: Plain, split: str, rows: Sequence[int], step: int, index: int
+    run: Run, job: Plain, split: str, rows: Sequence[int], place: tuple[int, int], device: torch.device
 ) -> list[dict[str, Any]]:
     """The batch that the plain path makes of a user's own items. What items, collate and forward draw is data: the
-    generators are seeded as in the run's own path."""
+    generators are seeded as in the run's own path. `place`: step and micro-batch."""
     data = job.splits[split]
-    items = [own_data.item(run, data.dataset, data.indices[row], step) for row in rows]
-    seed_everything(run.seed, step, index, 1)
-    examples = job.encode(items)
-    seed_everything(run.seed, step, index)
-    return examples
+    items = [own_data.item(run, data.dataset, data.indices[row], place[0]) for row in rows]
+    seed_everything(run.seed, *place, 1)
+    (example,) = job.encode(items)
+    seed_everything(run.seed, *place)
+    return [{name: (own_data.Bundle(batch, 0, 0).to(device).batch, count) for name, (batch, count) in example.items()}]

@@ -166,7 +166,7 @@ def rows_of(task: Task, raw_rows: RawRows) -> list[dict[str, Any]]:
     if task.run.task.name != "question_answering":
         return raw_rows.rows
     spans = [(row[TEXTS], row[START]) for row in raw_rows.rows]
-    answers = [[{"text": texts[0], "answer_start": start}] if texts else [] for texts, start in spans]
+    answers = [[{"text": text, "answer_start": start} for text in texts] for texts, start in spans]  # the first counts
     return [row | {TEXTS: answer} for row, answer in zip(raw_rows.rows, answers, strict=True)]
 
 
