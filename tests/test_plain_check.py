@@ -108,6 +108,25 @@ def test_a_sound_classifier_passes(overrides: tuple[str, ...]) -> None:
     assert looked_at(tiny(*ONE, *overrides))[2] == []
 
 
+_SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
+_HEADS = {"num_key_value_heads": 2, "max_position_embeddings": 128}
+_TEXT = _SMALL | _HEADS | {"head_dim": 16, "layer_types": ["sliding_attention", "sliding_attention"]}
+FAMILIES = {
+    "ultravbert": {"text_config": _TEXT, "vision_config": _SMALL},  # a part has entries of the family's own
+    "phimoe": _SMALL | _HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2},  # routers draw noise in training
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_a_family_that_was_stopped_without_reason_passes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny(*ONE, f"model.type={family}", f"model.config={json.dumps(FAMILIES[family])}", "data.max_length=16")
+    task, strategy, found = looked_at(run)
+    assert found == []
+    monkeypatch.setattr(type(task), "loss_sum", scaled(type(task).loss_sum))
+    assert differences(sides_of(run, task, strategy), strategy)
+
+
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [

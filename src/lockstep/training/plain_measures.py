@@ -23,12 +23,15 @@ from lockstep.tasks.modules import dataset as own_data
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Every probability of dropout is 0 in here: of modules, of numbers that modules keep, of the config."""
+    """Every probability of dropout is 0 in here, and the noise of routers (`router_jitter_noise`): of modules, of
+    numbers that modules keep, of the config."""
     before: list[tuple[Any, str, Any]] = []
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) and hasattr(c, "__dict__")}
     for holder in [*model.modules(), *configs.values()]:
         for name, value in list(vars(holder).items()):
-            drops = "drop" in name or (name == "p" and type(holder).__module__ == nn.Dropout.__module__)
+            drops = (
+                "drop" in name or "jitter" in name or (name == "p" and type(holder).__module__ == nn.Dropout.__module__)
+            )
             if drops and isinstance(value, float) and value:
                 before.append((holder, name, value))
                 setattr(holder, name, 0.0)
