@@ -19,14 +19,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
-from harness import build, run_on
 from run import processor
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.config.quick_start import QUICK_START
-from lockstep.config.run import Run, load
+from lockstep.config.run import QUICK_START, Run, load
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
+from support.harness import build, run_on
 
 MODELS = {  # about 22 and 122 million parameters
     "minilm": [

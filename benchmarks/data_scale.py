@@ -32,7 +32,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from harness import tiny
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run
@@ -41,6 +40,7 @@ from lockstep.data.cache import locked
 from lockstep.data.columns import INDEX, index_of
 from lockstep.data.prepare import prepare
 from lockstep.training.data_loader import StepLoader
+from support.harness import tiny
 
 GPT2 = {"type": "gpt2", "config": {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 256}}
 

@@ -4,8 +4,8 @@ leaves each of them (`tc`) and a delay between them.
 In: hosts, ranks of a host, the size of a gradient, rates in Mbit/s (0: no limit) and delays in ms. Out: a line of JSON
 for each rate and delay: seconds of an exchange and of processor time of all ranks, medians of repeats that alternate,
 and flat / stages. Where a delay is asked for, frames between hosts go through a process that holds them back
-(`delayed_wire.py`), at a delay of 0 as well, so that settings compare. Needs root and what `tests/hosts.py` needs.
-Example: python benchmarks/exchange_links.py --rates 0 100 --delays 0 5 20 --out FILE
+(`delayed_wire.py`), at a delay of 0 as well, so that settings compare. Needs root and what
+`tests/support/hosts.py` needs. Example: python benchmarks/exchange_links.py --rates 0 100 --delays 0 5 20 --out FILE
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def work(args: argparse.Namespace) -> None:
 
 def shape(space: str, device: str, rate: float) -> None:
     """What goes out of a host."""
-    import hosts
+    from support import hosts
 
     words = ["tc", "-n", space, "qdisc", "replace", "dev", device, "root"]
     if not rate:
@@ -131,7 +131,7 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """On hosts that are made for it."""
-    import hosts
+    from support import hosts
 
     settings = [(rate, delay) for rate in args.rates for delay in args.delays]
     ranks = args.hosts * args.a_host

@@ -129,9 +129,9 @@ def families(head: str) -> list[str]:
     """The model types that transformers has such a head for."""
     from transformers.models.auto import modeling_auto
 
-    from lockstep.tasks.models.model_configs import HEADS
+    from lockstep.tasks.models import heads
 
-    return sorted(getattr(modeling_auto, HEADS[head][1]))
+    return sorted(getattr(modeling_auto, heads.of(head).families))
 
 
 def small(family: str) -> dict[str, Any]:

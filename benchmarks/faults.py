@@ -1,7 +1,7 @@
 """Ranks that are killed while they train, hundreds of times, and what it costs: `launch.on_rank_failure: continue`.
 
 In: how many kills, from which seed. Out: a table, and everything as JSON in --out. `strikes`: jobs of 2 to 6 ranks that
-kill themselves in random phases of random steps (tests/struck.py), until so many are dead; each job has to end
+kill themselves in random phases of random steps (tests/support/struck.py), until so many are dead; each job has to end
 with the bits and the lines of one that nobody touched. It goes on from what --out holds. `seconds`: from kill -9 of a
 random rank to the next finished step, and how many steps are trained again, by turns: `continue`,
 `restart`, plain torchrun (peers/snapshots.py).
@@ -30,10 +30,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import striking
-from command import LOCKSTEP, Process, finish, lines, processes_in, ranks_of, start, start_anew, step_of, until, write
 from run import processor
-from struck import EXCHANGE
+
+from support import striking
+from support.command import (
+    LOCKSTEP,
+    Process,
+    finish,
+    lines,
+    processes_in,
+    ranks_of,
+    start,
+    start_anew,
+    step_of,
+    until,
+    write,
+)
+from support.struck import EXCHANGE
 
 KINDS = ("continue", "restart", "torchrun")  # the last: peers/snapshots.py
 PATIENCE_S = 3600.0  # so that a failure ends

@@ -24,7 +24,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from harness import build, run_on
 from run import processor
 
 from lockstep.config.run import Run, load
@@ -32,6 +31,7 @@ from lockstep.distributed import step_timer
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.rebalance import LoadBalancer
+from support.harness import build, run_on
 
 JOB: dict[str, Any] = {
     "name": "hand-over",

@@ -21,14 +21,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import slurm_cluster
 import torch
 import yaml
-from command import LOCKSTEP, ended, start
-from hosts import Hosts, hosts, missing
-from test_hosts import PORT, SMALL
-from test_sagemaker import LAUNCH
-from test_sagemaker_hosts import instances
+
+from support import slurm_cluster
+from support.command import LOCKSTEP, ended, start
+from support.host_jobs import PORT, SMALL
+from support.hosts import Hosts, hosts, missing
+from support.sagemaker import LAUNCH
+from support.sagemaker_instances import instances
 
 CPU = {"device": "cpu", "threads": 1, "processes": 1}
 PAIR = f"launch.rendezvous={{first}}:{PORT}"

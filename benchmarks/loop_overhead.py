@@ -12,19 +12,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
-from harness import run_on
 from torch import Tensor
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.config.quick_start import QUICK_START
-from lockstep.config.run import Run, load
+from lockstep.config.run import QUICK_START, Run, load
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.system_metrics import SystemMetrics
@@ -36,6 +34,7 @@ from lockstep.track.trackers import Trackers
 from lockstep.training.loop import train
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import Sinks, build_session
+from support.harness import run_on
 
 SLEEP_S = 0.02
 
@@ -44,7 +43,7 @@ class Waits(Strategy):
     """A step that computes nothing."""
 
     waited = 0.0
-    parameter_count = 0
+    parameter_count = trained_count = 0
     check = classmethod(lambda cls, run, processes: None)
 
     def own_micro_batches(self) -> range:
@@ -57,6 +56,11 @@ class Waits(Strategy):
         time.sleep(SLEEP_S)
         self.waited += time.perf_counter() - start
         return StepResult(torch.tensor(1.0), torch.tensor(1.0))
+
+    def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None: ...
+
+    def updated_parts(self) -> list[tuple[str, Tensor]]:
+        return []
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         raise AssertionError

@@ -14,7 +14,7 @@ Judges:
   verify  `lockstep verify` on `RUNS`, two steps on two processes: against one process of the same lockstep.
   plain   what `lockstep verify --plain` compares, of `BESIDE`: three steps against transformers and torch.
   train   `lockstep train` of the same, two steps: stopped by what is compared before the first step, or of the export.
-  crossed tests/test_crossed.py: the runs of the generator that every CI job draws; once there are some.
+  crossed tests/crossed/test_crossed.py: the runs of the generator that every CI job draws; once there are some.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ ROOT = Path(__file__).parents[1]
 FAULTS = Path(__file__).with_suffix(".toml")
 QUICK = "not slow and not long and not gpu and not cluster and not extras"
 LIMIT_S = 1800  # a judge that takes longer has found that something hangs
-APART = ("test_mutations.py",)  # the list itself is tested there: it finds every fault
+APART = ("repo/test_mutations.py",)  # the list itself is tested there: it finds every fault
 
-# Of tests/task_runs.py, or TINY of tests/harness.py: what each crosses with the others' features.
+# Of tests/support/task_runs.py, or TINY of tests/support/harness.py: what each crosses with the others' features.
 RUNS: dict[str, list[str]] = {
     "documents": ["strategy.name=ddp", "average.ema=0.9", "data.group_by_length=2"],
     "tiny": ["strategy.name=fsdp2", "task.class_weights=balanced", "optim.layerwise_lr_decay=0.9"],
@@ -197,11 +197,16 @@ def by_tests(copy: Copy, files: list[str], marks: str, keyword: str = "") -> Ver
     return True, watch.first or f"pytest's status {int(status)}"
 
 
+def file_of(name: str) -> str:
+    """`tests/ROOM/test_NAME.py`, without `tests/`."""
+    (path,) = ROOT.glob(f"tests/*/test_{name}.py")
+    return str(path.relative_to(ROOT / "tests"))
+
+
 def quick_tests(copy: Copy, fault: Fault, parts: list[str]) -> dict[str, Any]:
     """Part by part; the first one is enough as a rule."""
-    near = [f"test_{name.partition('::')[0]}.py" for name in listed()["near"][fault.file]]
+    near = [file_of(name.partition("::")[0]) for name in listed()["near"][fault.file]]
     keyword = " or ".join(name.partition("::")[2] for name in listed()["near"][fault.file] if "::" in name)
-    assert all((copy.folder / "tests" / name).is_file() for name in near), near
     total = 0.0
     for part, files, marks in (
         ("near", near, f"not processes and {QUICK}"),
@@ -219,11 +224,9 @@ def quick_tests(copy: Copy, fault: Fault, parts: list[str]) -> dict[str, Any]:
 
 def by_verify(copy: Copy) -> Verdict:
     """The first of `RUNS` that `lockstep verify` does not pass."""
-    import forked
-    import task_runs
-    from harness import tiny
-
     from lockstep.cli import main
+    from support import forked, task_runs
+    from support.harness import tiny
 
     multiprocessing.util.spawnv_passfds = forked._forked_server  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
@@ -244,15 +247,20 @@ def by_verify(copy: Copy) -> Verdict:
 
 
 PARTS = ("near", "kernel", "processes")
-JUDGES = ("tests", "verify", "plain", "train", *(("crossed",) if (ROOT / "tests" / "test_crossed.py").exists() else ()))
+JUDGES = (
+    "tests",
+    "verify",
+    "plain",
+    "train",
+    *(("crossed",) if (ROOT / "tests/crossed/test_crossed.py").exists() else ()),
+)
 
 
 def by_plain(copy: Copy, names: tuple[str, ...] = USUAL) -> Verdict:
     """The first of these of `BESIDE` that differs from the plain reference."""
-    import task_runs
-    from harness import tiny
-
     from lockstep.tools.against_plain import differences
+    from support import task_runs
+    from support.harness import tiny
 
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
@@ -270,10 +278,9 @@ def by_plain(copy: Copy, names: tuple[str, ...] = USUAL) -> Verdict:
 
 def by_training(copy: Copy, names: tuple[str, ...]) -> Verdict:
     """The first of these of `BESIDE` that does not train: stopped before its first step, or at its end."""
-    import task_runs
-    from harness import tiny
-
     from lockstep.cli import main
+    from support import task_runs
+    from support.harness import tiny
 
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
@@ -320,11 +327,12 @@ def judged(copy: Copy, fault: Fault | None, judge: str, parts: list[str]) -> dic
     with copy.holding(fault):
         if judge == "tests":
             if fault is None:
-                files = [p.name for p in sorted(ROOT.glob("tests/test_*.py")) if p.name not in APART]
+                files = [str(p.relative_to(ROOT / "tests")) for p in sorted(ROOT.glob("tests/*/test_*.py"))]
+                files = [file for file in files if file not in APART]
                 return asked(by_tests, copy, files, f"(not processes or kernel) and {QUICK}")
             return quick_tests(copy, fault, parts)
         if judge == "crossed":
-            return asked(by_tests, copy, ["test_crossed.py"], QUICK)
+            return asked(by_tests, copy, ["crossed/test_crossed.py"], QUICK)
         if judge in ("plain", "train"):
             return asked(by_plain if judge == "plain" else by_training, copy, beside(fault))
         return asked(by_verify, copy)

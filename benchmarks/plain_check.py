@@ -22,8 +22,7 @@ import torch
 from families import TASKS, families, run_of, write_data
 
 from lockstep.config import plugins
-from lockstep.config.overrides import overrides_of
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, RunError, load, overrides_of
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.training import plain_check, plain_sides

@@ -22,8 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from command import LOCKSTEP, lines, processes_in, ranks_of, saved, start, until, write
 from run import processor
+
+from support.command import LOCKSTEP, lines, processes_in, ranks_of, saved, start, until, write
 
 IMPORTS = (
     "import torch, transformers, transformers.modeling_utils, datasets, tokenizers, safetensors.torch, pydantic, rich"

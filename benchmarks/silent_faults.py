@@ -29,7 +29,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import torch.distributed.fsdp  # noqa: E402
 import torch.utils.checkpoint  # noqa: E402, F401
-from museum.exhibits import FAULTS, HEALTHY, Exhibit, Healthy  # noqa: E402
 
 from lockstep.trace import tracer  # noqa: E402
 from lockstep.trace.compare import compare  # noqa: E402
@@ -39,6 +38,7 @@ from lockstep.trace.read import read  # noqa: E402
 from lockstep.trace.run import prepare, run  # noqa: E402
 from lockstep.trace.tracer import late_imports, recorder  # noqa: E402, F401
 from lockstep.trace.tracer.settings import Settings  # noqa: E402
+from museum.exhibits import FAULTS, HEALTHY, Exhibit, Healthy  # noqa: E402
 
 
 @dataclass(frozen=True)

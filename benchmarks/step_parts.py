@@ -14,7 +14,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from harness import build
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.config.run import Run, load
@@ -23,6 +22,7 @@ from lockstep.distributed.memory import keep_freed_memory
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.training.data_loader import StepLoader
+from support.harness import build
 
 STEPS = 5
 SHOWN = 14

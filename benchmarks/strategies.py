@@ -20,9 +20,7 @@ from pathlib import Path
 from run import processor
 
 from lockstep.config import plugins
-from lockstep.config.output import keep
-from lockstep.config.quick_start import QUICK_START
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import QUICK_START, Run, RunError, keep, load
 from lockstep.strategies.strategy import strategy_class
 from lockstep.tools.verify import RECORD, Compared, compare, findings, record_alone
 from lockstep.training.recording import Recording, read

@@ -2,8 +2,8 @@
 
 In: numbers of ranks and of micro-batches. Out: a line of JSON each: the SHA-256 of the weights after three steps of a
 small transformer with dropout, clipping and AdamW, on all ranks, beside that of `single`; messages and bytes sent.
-Status 1 if one differs. The ranks are threads of which one runs at a time (`tests/simulated.py`): the strategies' own
-code, torch's DistributedDataParallel and FSDP2 included, on process groups in memory.
+Status 1 if one differs. The ranks are threads of which one runs at a time (`tests/support/simulated.py`): the
+strategies' own code, torch's DistributedDataParallel and FSDP2 included, on process groups in memory.
 Example: python benchmarks/thousand.py --ranks 96 100 1000 1024 --micro-batches 1024 4096 --out FILE
 """
 
@@ -19,9 +19,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
-from harness import digest
-from own_modules import job
-from simulated import SMALL, Job, on_ranks, whole
+
+from support.harness import digest
+from support.own_modules import job
+from support.simulated import SMALL, Job, on_ranks, whole
 
 STRATEGIES = {
     "allreduce": ("strategy.name=allreduce",),

@@ -44,10 +44,9 @@ gc.disable()
 
 # What these import reads the variables. None brings torch: the process that hands tests to others does without, and
 # fixtures below import what does.
-import kernel  # noqa: E402
-from first import AT_FIRST  # noqa: E402
-
 from lockstep.distributed.signals import STOP_SIGNALS  # noqa: E402
+from support import kernel  # noqa: E402
+from support.first import AT_FIRST  # noqa: E402
 
 WEIGHTS = {"processes": 1, "slow": 4, "cluster": 15}  # about how long a test with this mark takes, in those of one rank
 
@@ -123,7 +122,7 @@ def _signals_and_variables_are_as_before() -> Iterator[None]:
     """A run that ends in this process ignores those that ask it to stop, and what is started later would, too. It also
     sets variables that engines read, and with one of those no command could be forked any more (`forked.can_fork`):
     every later one would begin with the seconds of its imports."""
-    from forked import read_differently
+    from support.forked import read_differently
 
     for name in read_differently(dict(os.environ), AT_FIRST):  # what a fixture of the module has left behind
         if name in AT_FIRST:
@@ -157,7 +156,7 @@ def shared() -> Path:
 @pytest.fixture
 def nobody_is_left(tmp_path: Path) -> Iterator[None]:
     """Whatever the test did, no process of its folder outlives it."""
-    from command import kill, processes_in, until
+    from support.command import kill, processes_in, until
 
     yield
     try:
@@ -170,7 +169,7 @@ def nobody_is_left(tmp_path: Path) -> Iterator[None]:
 def untouched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     """A job of two processes that nobody disturbed, in an interpreter of its own: what is compared with it is not. One
     of pytest's workers runs it for all, each has a copy."""
-    from command import LOCKSTEP, ended, start_anew, write
+    from support.command import LOCKSTEP, ended, start_anew, write
 
     root = tmp_path_factory.getbasetemp()
     made = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "untouched-once"

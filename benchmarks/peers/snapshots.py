@@ -1,7 +1,7 @@
 """Peer: a training loop on DDP that torchrun starts again after a loss, from a snapshot each so many steps, as in
-PyTorch's tutorial on torchrun writes it. The model and the batches have the sizes of the job of `tests/command.py`.
-In: --every N. Out: `out/metrics.jsonl`, a line a step, and `out/events.jsonl`, a line a start, as
-lockstep's. Example: torchrun --standalone --nproc_per_node=3 --max-restarts=100 snapshots.py --every 20"""
+PyTorch's tutorial on torchrun writes it. The model and the batches have the sizes of the job of
+`tests/support/command.py`. In: --every N. Out: `out/metrics.jsonl`, a line a step, and `out/events.jsonl`, a line a
+start, as lockstep's. Example: torchrun --standalone --nproc_per_node=3 --max-restarts=100 snapshots.py --every 20"""
 
 import argparse
 import json

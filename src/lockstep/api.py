@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config import plugins
-from lockstep.config.exit_status import STOPPED
-from lockstep.config.overrides import overrides_of
-from lockstep.config.run import Run, RunError
+from lockstep.config.errors import STOPPED
+from lockstep.config.run import Run, RunError, overrides_of
 from lockstep.launchers import start
 from lockstep.launchers.extend_run import further
 from lockstep.tools import import_path, notebook

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _command(name: str, words: list[str]) -> int:
     """Run one command. The modules that it takes are imported here, and not by `lockstep --help`."""
-    from lockstep.config.renamed_keys import RenamedKey
+    from lockstep.config.key_aliases import RenamedKey
     from lockstep.tools.commands import run_file
     from lockstep.track.console import error, speak_to_nobody, strike_tracebacks
 
@@ -98,7 +98,7 @@ def _note(
     line: str | None = None,
 ) -> None:
     """Print a former name of a key as a note, and any other warning as Python does."""
-    from lockstep.config.renamed_keys import RenamedKey
+    from lockstep.config.key_aliases import RenamedKey
 
     if issubclass(category, RenamedKey):
         print(f"lockstep: note: {message}", file=sys.stderr)

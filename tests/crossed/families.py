@@ -110,7 +110,7 @@ def make_model(folder: Path, head: str, family: str, entries: dict[str, Any], to
     import torch
     import transformers
 
-    from lockstep.tasks.models.model_configs import HEADS
+    from lockstep.tasks.models import heads
 
     tokens = transformers.AutoTokenizer.from_pretrained(tokenizer)
     config = transformers.CONFIG_MAPPING[family](**entries)
@@ -121,7 +121,7 @@ def make_model(folder: Path, head: str, family: str, entries: dict[str, Any], to
         config.decoder_start_token_id = config.bos_token_id
     torch.manual_seed(5)
     bare = {"classification", "token_classification", "question_answering", "embedding"}
-    auto = "AutoModel" if head in bare and family not in ("bart", "mbart", "t5") else HEADS[head][0]
+    auto = "AutoModel" if head in bare and family not in ("bart", "mbart", "t5") else heads.of(head).auto
     model = getattr(transformers, auto).from_config(config)
     model.save_pretrained(folder)
     for file in tokenizer.iterdir():

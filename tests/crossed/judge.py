@@ -221,7 +221,7 @@ def _each_evaluated_once(job: Job, watched: Watched, verdict: Verdict, which: st
 
 def _same_bits(job: Job, folder: Path) -> None:
     """Every line of metrics, scores, the last checkpoint and the export."""
-    from checkpoints import digest
+    from support.checkpoints import digest
 
     alone, ways = (lines_of(folder / name / "metrics.jsonl") for name in ("alone", "ways"))
     for one, other in zip(alone, ways, strict=False):

@@ -20,7 +20,7 @@ KEPT |= {"DS_ACCELERATOR", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "CROSSED_
 def judged(drawn: Case | Job, limit_s: float = 900, plant: str = "") -> Verdict:
     """The verdict of a job, run in a process of its own, forked from one that has imported everything. `plant`: a
     fault of `plants.py`."""
-    from harness import _context, server_environment
+    from support.harness import _context, server_environment
 
     server_environment()
     receiving, sending = _context.Pipe(duplex=False)

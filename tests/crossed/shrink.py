@@ -1,6 +1,6 @@
 """Makes a failing case as plain as it can be while it fails in the same way, and writes it down as a test.
 
-In: a case that broke a promise. Out: the smallest case, and a file in `cases/`, which `tests/test_crossed.py` runs.
+In: a case that broke a promise. Out: the smallest case, and a file in `cases/`, which `test_crossed.py` runs.
 """
 
 from __future__ import annotations

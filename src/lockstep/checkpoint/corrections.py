@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from lockstep.config import plugins, schedules
+from lockstep.config import optim, plugins
 from lockstep.config.run import Run
 
 REASONS = {
@@ -45,10 +45,10 @@ def refusal(run: Run, step: int, revisions: Mapping[str, int], differing: Iterab
     for key, number in revisions_of(run).items():
         if revisions.get(key, 1) < number:
             return f"a checkpoint (step {step}) that was trained {REASONS[key]} {other}"
-    if set(differing) == {schedules.REVISION}:
+    if set(differing) == {optim.REVISION}:
         return (
             f"a checkpoint (step {step}) that was trained with other learning rates: optim.schedule="
-            f"{run.optim.schedule} was corrected ({schedules.REVISION} 2), so the run would change its rates in the "
+            f"{run.optim.schedule} was corrected ({optim.REVISION} 2), so the run would change its rates in the "
             f"middle. Train it anew with {other}, or go on with the version of lockstep that began it"
         )
     return None

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.folder import commit, remove
 from lockstep.checkpoint.manifest import Manifest, newest_first, superfluous
-from lockstep.config.output import led_away
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run, RunError, led_away
 from lockstep.data.cache import cache_folder
 
 if TYPE_CHECKING:

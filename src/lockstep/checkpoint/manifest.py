@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import corrections, exported
 from lockstep.checkpoint.progress import Progress, best_first
-from lockstep.config import renamed_keys, schedules, user_code
+from lockstep.config import key_aliases, optim, user_code
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
 from lockstep.track.report import history
@@ -140,7 +140,7 @@ def parsed(content: bytes, name: str) -> Manifest | str:
         return f"{FILE} does not match its own hash"
     if name_of(manifest.step) != name:
         return f"{FILE} is that of step {manifest.step}"
-    return replace(manifest, arithmetic=renamed_keys.of_checkpoint(manifest.arithmetic))
+    return replace(manifest, arithmetic=key_aliases.of_checkpoint(manifest.arithmetic))
 
 
 def add_scores(folder: Path, scores: Mapping[str, float], state: Mapping[str, Any]) -> None:
@@ -285,8 +285,8 @@ def differing_keys(run: Run, data: str, manifest: Manifest) -> dict[str, tuple[A
     # once every optimizer's keys stood there, whichever was used
     then = {key: value for key, value in then.items() if key in now or not key.startswith("optim.")}
     keys = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
-    if schedules.REVISION in keys and schedules.as_before(run.optim, manifest.steps):
-        keys.remove(schedules.REVISION)
+    if optim.REVISION in keys and optim.as_before(run.optim, manifest.steps):
+        keys.remove(optim.REVISION)
     if manifest.data == data:
         same = {"data.sources"} if _drawn(now) == _drawn(then) else set()
         keys = [key for key in keys if key not in _READ_FROM | same]

@@ -33,7 +33,7 @@ from lockstep.checkpoint.manifest import (
     parsed,
     to_keep,
 )
-from lockstep.config.addresses import address_of
+from lockstep.config.data_sources import address_of
 from lockstep.config.run import Run, RunError
 from lockstep.data.object_store import BRIEF, Bucket, Object, StoreError, download, require
 from lockstep.data.tokens import Prepared

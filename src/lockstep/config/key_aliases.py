@@ -1,17 +1,18 @@
-"""Names that other systems have for what a run file says: Trainer, Lightning, axolotl, LLaMA-Factory, scripts.
+"""Other names of keys: those of other systems, those that have no counterpart here, and former ones of our own.
 
-`FOREIGN`: a key's last part as it is written elsewhere -> our key ("" where there is none, because nothing has to be
-set), and one sentence on what is different. Messages about unknown keys look here before they guess, and then in
-`NOWHERE`. docs/coming-from.md shows the same names.
+`FOREIGN`: a key's last part as it is written elsewhere (Trainer, Lightning, axolotl, LLaMA-Factory, scripts) -> our
+key ("" where nothing has to be set), and one sentence on what is different. `NOWHERE`: a name of TrainingArguments ->
+why nothing is to be set. Messages about unknown keys look in both before they guess; docs/coming-from.md shows them. A
+former name of our own is read for one release, with a note: `present`, of a section or of the flat keys of a
+checkpoint.
 """
 
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from lockstep.config.unsupported_keys import NOWHERE
 
 CLOSE = 0.75  # how alike a name must be to one of ours to be guessed
 MOST = 4  # places named for one name
@@ -214,3 +215,212 @@ def near(key: str, value: Any, siblings: Sequence[str], ours: Mapping[str, str])
     if close := difflib.get_close_matches(last, list(places), 1, cutoff=CLOSE):
         return f"did you mean {places[close[0]]!r}?"
     return f"known here: {', '.join(siblings)}"
+
+
+class RenamedKey(FutureWarning):
+    """A run file uses the former name of a key, or of a value. `lockstep` prints it as a note."""
+
+
+# Former dotted key -> present one. Keys of plug-ins stand here, too: no two of them use one name differently.
+RENAMED = {
+    "mirror": "remote_dir",
+    "stop_after": "max_time",
+    "guard": "sdc_check",
+    "data.overlap": "data.decontaminate",
+    "optim.clip": "optim.max_grad_norm",
+    "optim.minimum": "optim.min_lr_ratio",
+    "optim.layer_decay": "optim.layerwise_lr_decay",
+    "optim.least": "optim.min_8bit_size",
+    "optim.matrices": "optim.muon_params",
+    "optim.adjust": "optim.lr_adjust",
+    "strategy.exchange": "strategy.all_reduce",
+    "launch.on_loss": "launch.on_rank_failure",
+    "launch.copy_every": "launch.replicate_every",
+    "launch.hang_s": "launch.hang_timeout_s",
+    "launch.hand_over": "launch.rebalance_every",
+    "launch.join_s": "launch.join_timeout_s",
+    "launch.more_s": "launch.last_call_timeout_s",
+    "launch.lost_s": "launch.keep_alive_timeout_s",
+    "launch.warn": "launch.signal_before",
+    "launch.claim": "launch.pvc",
+    "launch.master": "launch.init_method",
+    "track.wait_s": "track.close_timeout_s",
+    "task.masked": "task.mlm_probability",
+    "task.whole_words": "task.whole_word_mask",
+    "task.cross_documents": "task.attend_across_documents",
+    "task.scale": "task.similarity_scale",
+}
+# Present dotted key -> former value -> present one.
+VALUES: dict[str, dict[Any, Any]] = {
+    "data.decontaminate": {"warn": False, "drop": True},
+    "strategy.all_reduce": {"tree": "hierarchical"},
+    "sdc_check.on_difference": {"exclude": "evict"},
+    "task.turns": {"each": "per_turn"},
+}
+
+
+def translate(section: str, values: Any, known: Mapping[str, Any]) -> Any:
+    """The keys and values of a section ("" for the top of the file) under their present names, with a `RenamedKey`
+    warning for each that had another. A key that `known` has keeps its name.
+
+    Errors: `ValueError` where a key stands there under both names.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    prefix = f"{section}." if section else ""
+    present: dict[str, Any] = {}
+    for key, value in values.items():
+        name = RENAMED.get(f"{prefix}{key}", f"{prefix}{key}").removeprefix(prefix)
+        if name != key and (key in known or name not in known):
+            name = key  # a plug-in of the user's own may have a key of that name
+        if name != key:
+            if name in values:
+                raise ValueError(
+                    f"{prefix}{key} is the former name of {prefix}{name}, and both are given; leave {prefix}{key} out"
+                )
+            _note(f"{prefix}{key} is called {prefix}{name} now; the former name is read for one release")
+        present[name] = _present_value(f"{prefix}{name}", value) if name in known else value
+    return present
+
+
+def _present_value(key: str, value: Any) -> Any:
+    former = VALUES.get(key, {})
+    if not isinstance(value, str) or value not in former:
+        return value
+    now = former[value]
+    _note(f"{key}: {value} is written {str(now).lower() if isinstance(now, bool) else now} now")
+    return now
+
+
+def _note(text: str) -> None:
+    warnings.warn(text, RenamedKey, stacklevel=2)
+
+
+def of_checkpoint(arithmetic: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat keys as a checkpoint of any release has them, under their present names and values."""
+    renamed = {RENAMED.get(key, key): value for key, value in arithmetic.items()}
+    return {
+        key: VALUES[key].get(value, value) if key in VALUES and isinstance(value, str) else value
+        for key, value in renamed.items()
+    }
+
+
+def former(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a section under the names that they had first: what names of files in the cache are made of."""
+    names = {now: then for then, now in RENAMED.items()}
+    prefix = f"{section}."
+    result = {}
+    for key, value in values.items():
+        then = {now: was for was, now in VALUES.get(f"{prefix}{key}", {}).items()}
+        name = names.get(f"{prefix}{key}", f"{prefix}{key}").removeprefix(prefix)
+        result[name] = then.get(value, value) if isinstance(value, str | bool) else value
+    return result
+
+
+AGAIN = "a layer is computed again from its inputs, in one way"
+_OLDER = "of older releases of transformers, where it decides nothing about what is trained"
+_SUMS = "sums over the whole step are exact: there is nothing to choose"
+_HUB = "only the finished model is uploaded"
+_FEED = "batches are made in a thread, two steps ahead"
+_SAVED = "checkpoints hold all that a run needs, and nothing else is chosen"
+_LOGS = "what is said: track.console; what is written: metrics.jsonl"
+_KERNELS = "an option of strategy.name=hf_trainer (strategy.options), where it may change the bits"
+_SAME = "every example once an epoch; the order is a function of seed, epoch and place"
+
+NOWHERE: dict[str, str] = {
+    "logging_nan_inf_filter": "on_nonfinite: stop or skip; nothing is filtered in silence",
+    "config_name": "model.config sets entries of the model's own config",
+    "fp16_full_eval": "an evaluation computes as training does (precision)",
+    "bf16_full_eval": "an evaluation computes as training does (precision)",
+    "tf32": _KERNELS,
+    "optim_args": "each optimizer has keys of its own: docs/optimizers.md",
+    "optim_target_modules": "optim.muon_params of muon; optim.groups has rates",
+    "average_tokens_across_devices": _SUMS,
+    "activation_checkpointing_kwargs": AGAIN,
+    "gradient_checkpointing_kwargs": AGAIN,
+    "torch_compile_backend": "inductor compiles, in its default mode",
+    "torch_compile_mode": "inductor compiles, in its default mode",
+    "use_liger_kernel": _KERNELS,
+    "liger_kernel_config": _KERNELS,
+    "use_cache": "no cache in training",
+    "neftune_noise_alpha": "no noise is added to embeddings",
+    "torch_empty_cache_steps": "torch keeps its memory",
+    "auto_find_batch_size": "a step is what the run file says; more micro_batches need less memory",
+    "logging_strategy": "track.every steps",
+    "logging_first_step": "track.every steps",
+    "logging_dir": "everything is written below output",
+    "log_on_each_node": _LOGS,
+    "include_num_input_tokens_seen": "metrics.jsonl has tokens_per_s",
+    "log_level": _LOGS,
+    "log_level_replica": _LOGS,
+    "disable_tqdm": "track.console: quiet",
+    "project": "a tracker's own keys: track.wandb.project, ...",
+    "trackio_space_id": "a tracker's own keys: track.trackio",
+    "trackio_bucket_id": "a tracker's own keys: track.trackio",
+    "trackio_static_space_id": "a tracker's own keys: track.trackio",
+    "eval_delay": "evaluations begin with the first interval",
+    "prediction_loss_only": "a task has its own scores",
+    "eval_on_start": "evaluations begin with the first interval",
+    "eval_do_concat_batches": "scores are sums over batches",
+    "eval_use_gather_object": "scores are sums over batches",
+    "eval_accumulation_steps": "scores are sums over batches",
+    "include_for_metrics": "a task has its own scores",
+    "batch_eval_metrics": "scores are sums over batches",
+    "save_only_model": _SAVED,
+    "save_on_each_node": "output is a folder that every machine sees",
+    "save_safetensors": _SAVED,
+    "enable_jit_checkpoint": "lockstep stop, and SIGTERM, save at the next step",
+    "hub_token": "secrets come from the environment: HF_TOKEN",
+    "hub_strategy": _HUB,
+    "hub_always_push": _HUB,
+    "hub_revision": _HUB,
+    "ignore_data_skip": "a resumed run goes on with the next examples at once",
+    "restore_callback_states_from_checkpoint": "there are no callbacks with states",
+    "full_determinism": "strategy.exact, which is the default",
+    "accelerator_config": _SUMS,
+    "parallelism_config": "strategy.name and its options",
+    "dataloader_drop_last": _SAME,
+    "dataloader_pin_memory": _FEED,
+    "dataloader_persistent_workers": _FEED,
+    "dataloader_prefetch_factor": _FEED,
+    "dataloader_multiprocessing_context": _FEED,
+    "dataloader_in_order": _FEED,
+    "remove_unused_columns": "a task reads the columns that it names",
+    "label_names": "task.label names the column",
+    "length_column_name": "lengths are counted in tokens",
+    "ddp_find_unused_parameters": "strategy.options of ddp",
+    "ddp_broadcast_buffers": "strategy.options of ddp",
+    "ddp_static_graph": "strategy.options of ddp",
+    "ddp_backend": "nccl on GPUs, gloo on CPUs",
+    "debug": "lockstep --debug shows tracebacks; profile.steps looks into steps",
+    "skip_memory_metrics": "memory is always in metrics.jsonl",
+    "do_train": "lockstep train trains, evaluates and tests",
+    "do_eval": "lockstep train trains, evaluates and tests",
+    "do_predict": "lockstep train trains, evaluates and tests",
+    "sortish_sampler": "data.group_by_length",
+    "generation_max_length": "data.max_length is the most that is written",
+    "generation_config": "task.beams of translation, task.temperature of language modelling",
+    # of older releases
+    "half_precision_backend": _OLDER,
+    "fp16_backend": _OLDER,
+    "fp16_opt_level": _OLDER,
+    "use_mps_device": _OLDER,
+    "use_ipex": _OLDER,
+    "jit_mode_eval": _OLDER,
+    "tpu_num_cores": _OLDER,
+    "tpu_metrics_debug": _OLDER,
+    "include_tokens_per_second": _OLDER,
+    "include_inputs_for_metrics": _OLDER,
+    "push_to_hub_model_id": _OLDER,
+    "mp_parameters": _OLDER,
+    "push_to_hub_organization": _OLDER,
+    "push_to_hub_token": _OLDER,
+    "ray_scope": _OLDER,
+    "dispatch_batches": _OLDER,
+    "split_batches": _OLDER,
+    "fsdp_min_num_params": _OLDER,
+    "fsdp_transformer_layer_cls_to_wrap": _OLDER,
+    "torchdynamo": "the older name of torch_compile_backend: model.compile",
+    "xpu_backend": _OLDER,
+    "past_index": _OLDER,
+}

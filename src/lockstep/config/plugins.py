@@ -16,12 +16,14 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from lockstep.config.errors import RunError
 
 _FILES = {"ray": "ray_train"}  # a name whose file is called otherwise: no file has the name of the package it imports
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
@@ -121,6 +123,20 @@ def find(kind: str, name: str) -> type:
     return classes[0]
 
 
+def lacking(packages: Sequence[str]) -> list[str]:
+    """Those of some packages that are not installed. Nothing is imported."""
+    return [package for package in packages if importlib.util.find_spec(package) is None]
+
+
+def require(packages: Sequence[str], key: str, extra: str = "") -> None:
+    """Refuse a plug-in whose packages are not installed. `key`: of the run file, and its value, which need them.
+    `extra`: what installs them; by default it is named as the package. Errors: `RunError`."""
+    for package in lacking(packages):
+        raise RunError(
+            f"{key} needs {package}, which is not installed: pip install 'lockstep-train[{extra or package}]'"
+        )
+
+
 # -- what is the user's own ------------------------------------------------------------------------------------------
 
 
@@ -128,13 +144,13 @@ class Reached(BaseException):
     """Ends the import of a user's script at the first job that it would start: what stands before it is there."""
 
 
-_importing: list[str] = []  # modules of the user's whose top is being run
+_MARK = "__lockstep_imports__"  # set in a module of the user's while its top is being run
 
 
 def starts_a_job() -> None:
     """To be called by everything in lockstep's Python interface that starts a job. Errors: `Reached`, inside of a job
     that imports the script again in which the call stands."""
-    if _importing:
+    if any(_MARK in vars(module) for module in [*sys.modules.values()] if isinstance(module, ModuleType)):
         raise Reached
 
 
@@ -158,7 +174,7 @@ def _imported(name: str) -> ModuleType:
     if (file := getattr(main, "__file__", None)) and Path(file).resolve() == Path(spec.origin).resolve():
         return main  # the script that is running here
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    _importing.append(name)
+    setattr(module, _MARK, True)
     try:
         spec.loader.exec_module(module)
     except Reached:
@@ -170,7 +186,7 @@ def _imported(name: str) -> ModuleType:
         del sys.modules[name]
         raise
     finally:
-        _importing.pop()
+        delattr(module, _MARK)
     if (package := sys.modules.get(spec.parent or "")) is not None:
         setattr(package, name.rpartition(".")[2], module)
     return module

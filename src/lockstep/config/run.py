@@ -1,14 +1,21 @@
 """The run file: typed, validated, overridable, and written beside the results with every default filled in.
 
 In: a YAML file and `key=value` overrides. Out: one frozen `Run`, or a `RunError` naming key, value, file and line.
+From top to bottom: `Run`, `load`, overrides, local paths (found from the run file's folder, where something is there),
+the output folder and its run.yaml, the JSON Schema for editors, and the quick start, which runs without a run file.
 Nothing here imports torch: the machine you submit from may have none.
 """
 
 from __future__ import annotations
 
 import difflib
+import glob
+import json
+import os
 import re
+import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,30 +23,21 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep.config import (
-    copies,
-    hand_over,
-    key_aliases,
-    model_selection,
-    path_resolution,
-    plugins,
-    redaction,
-    renamed_keys,
-    schedules,
-)
 from lockstep.config import error_messages as messages
-from lockstep.config.addresses import Mirror, PathText, is_address
+from lockstep.config import key_aliases, model_selection, plugins, redaction, sections
+from lockstep.config.data_sources import Mirror, PathText, is_address
 from lockstep.config.errors import RunError as RunError
-from lockstep.config.fingerprint import FingerprintSection
-from lockstep.config.guard import GuardSection, unsupported_reason
 from lockstep.config.model_selection import AverageSection, EvaluateSection, choose_best
-from lockstep.config.optim import OptimSection
-from lockstep.config.overrides import copied, overrides_of, set_key
+from lockstep.config.optim import REVISION, OptimSection, revised
 from lockstep.config.sections import (
     BEFORE,
     ONE_ORIGIN,
+    PRECISIONS,
+    SHORT,
     CheckpointSection,
     DataSection,
+    FingerprintSection,
+    GuardSection,
     HubSection,
     LaunchSection,
     ModelSection,
@@ -53,9 +51,10 @@ from lockstep.config.sections import (
     TaskSection,
     TokenizerSection,
     TrackSection,
+    VerifySection,
     at_length,
+    sdc_check_refusal,
 )
-from lockstep.config.verification import VerifySection
 
 _FREE = (
     *("name", "output", "remote_dir", "max_time", "launch", "metrics", "evaluate", "checkpoint"),
@@ -146,10 +145,10 @@ class Run(Section):
         )
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give either epochs or steps, and not both")
-        why = unsupported_reason(self.sdc_check, self.strategy, self.launch) or hand_over.unsupported_reason(
+        why = sdc_check_refusal(self.sdc_check, self.strategy, self.launch) or sections.rebalance_refusal(
             self.launch.rebalance_every, self.strategy
         )
-        why = why or copies.unsupported_reason(self.launch, self.strategy)
+        why = why or sections.replicate_refusal(self.launch, self.strategy)
         if why is not None:
             raise ValueError(why)
         if self.micro_batches > self.batch_size:
@@ -216,7 +215,7 @@ class Run(Section):
                     del part[key]
         if self.strategy.exact:
             values["strategy"] = {"exact": True}
-        return messages.flat(values) | ({schedules.REVISION: 2} if schedules.revised(self.optim) else {})
+        return messages.flat(values) | ({REVISION: 2} if revised(self.optim) else {})
 
     def check_shared(self, processes: int, told: str) -> None:
         """Errors: `RunError` when a process would have no micro-batch. `told`: the key, and how many it makes."""
@@ -265,7 +264,7 @@ def load(
             raise RunError(
                 f"{path} must hold a mapping of keys (see `lockstep schema`), it holds {messages.kind(values)}"
             )
-        values = path_resolution.beside({key: at_length(key, value) for key, value in values.items()}, Path(path))
+        values = beside({key: at_length(key, value) for key, value in values.items()}, Path(path))
         values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
     overridden = overrides_of(overrides)
     alone = values
@@ -390,7 +389,7 @@ class _Source:
         except plugins.PluginError as error:
             raise RunError(f"{named_by}: {error} ({self.where(named_by)})") from None
         try:
-            given = renamed_keys.translate(key, given, options.model_fields)
+            given = key_aliases.translate(key, given, options.model_fields)
         except ValueError as error:
             raise RunError(f"{error} ({self.where(key)})") from None
         try:
@@ -407,3 +406,185 @@ def secret_in(key: str) -> str:
         f"{key} looks like a secret. Secrets come from the environment only (HF_TOKEN, WANDB_API_KEY, ...): remove it, "
         "and revoke it if the file was shared"
     )
+
+
+KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
+
+
+def overrides_of(given: Sequence[str] | Mapping[str, Any]) -> messages.Overrides:
+    """Overrides as dotted key -> value. Errors: `RunError` for what is no key, or no `key=value`."""
+    if not isinstance(given, Mapping):
+        return messages.Overrides(map(_override, given))
+    for key in given:
+        if not isinstance(key, str) or not KEY.fullmatch(key):
+            raise RunError(f"{key!r} is no key of a run file; a key inside a section is written optim.learning_rate")
+    found = messages.Overrides(given)
+    found.place = "in the overrides"
+    return found
+
+
+def override_of(key: str, text: str) -> str:
+    """The `key=value` that gives a key this text, where YAML might read a number, a date or a mapping."""
+    return f"{key}={text if messages.read_yaml(text) == text else json.dumps(text)}"
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    key = key.strip().lstrip("-").replace("-", "_")
+    if not equals or not KEY.fullmatch(key):
+        raise RunError(f"{text!r} is not key=value, for example optim.learning_rate=3e-5")
+    try:
+        return key, messages.read_yaml(value)
+    except yaml.YAMLError as error:
+        raise RunError(f"the value of {key} is not valid YAML: {messages.yaml_fault(error)}") from None
+
+
+def copied(values: Any) -> Any:
+    return {k: copied(v) for k, v in values.items()} if isinstance(values, dict) else values
+
+
+def set_key(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key. What stands for a section (`strategy=fsdp2`) sets its main key, and leaves its others."""
+    if (long := at_length(key, value)) is not value:
+        key, value = f"{key}.{SHORT[key]}", long[SHORT[key]]
+    *parents, last = key.split(".")
+    for parent in parents:
+        inner = at_length(parent, values.get(parent))
+        values[parent] = values = inner if isinstance(inner, dict) else {}
+    values[last] = value
+
+
+# Section -> its keys that may name local files or folders.
+PATHS = {
+    "data": ("source", "train", "validation", "test"),
+    "model": ("source",),
+    "tokenizer": ("source",),
+}
+
+
+def beside(values: dict[str, Any], file: Path) -> dict[str, Any]:
+    """A new mapping. OUTPUT/run.yaml, whose paths were found before, stays as it is."""
+    folder = file.parent
+    output = values.get("output")
+    if folder == Path() or (isinstance(output, str) and folder.resolve() == Path(output).expanduser().resolve()):
+        return values
+    found = dict(values)
+    for section, keys in PATHS.items():
+        if isinstance(given := at_length(section, values.get(section)), dict):
+            there = _there(given, keys, folder)
+            if isinstance(sources := given.get("sources"), list):  # of a mixture
+                there["sources"] = [
+                    each | _there(each, keys, folder) if isinstance(each, dict) else _found(each, folder)
+                    for each in sources
+                ]
+            if there != {key: given[key] for key in there}:
+                found[section] = given | there
+    return found
+
+
+def _there(given: dict[str, Any], keys: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    """Those of the keys that name what is there."""
+    if given.get("source") is not None:
+        keys = ("source",)  # what else there is are splits of it, or files in it
+    return {key: _found(given[key], folder) for key in keys if key in given}
+
+
+def _found(value: Any, folder: Path) -> Any:
+    """A path, or a list of them."""
+    if isinstance(value, list):
+        return [_found(each, folder) for each in value]
+    if not isinstance(value, str) or not value or value.startswith("~") or os.path.isabs(value):
+        return value
+    path = folder / value
+    try:
+        there = path.exists() or (any(mark in value for mark in "*?[") and glob.glob(str(path)))
+    except (OSError, ValueError):  # too long for a path, or with characters that none has: the section says so
+        return value
+    return os.path.normpath(path) if there else value
+
+
+def check_output(run: Run) -> None:
+    """OUTPUT is there or can be made. Errors: `RunError`."""
+    there = next(path for path in (run.folder, *run.folder.parents) if path.exists())
+    if not there.is_dir():
+        raise RunError(f"output: cannot write to {run.folder}: {there} is a file")
+    if not os.access(there, os.W_OK):
+        raise RunError(f"output: cannot write to {run.folder}: {there} may not be written by this user")
+
+
+def keep(run: Run) -> None:
+    """OUTPUT/run.yaml, every default filled in. Errors: `RunError` when OUTPUT cannot be written."""
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        replace_text(run.folder / "run.yaml", run.dump())
+    except OSError as error:
+        raise RunError(f"output: cannot write to {run.folder}: {error.strerror}") from error
+
+
+def led_away(folder: Path) -> str | None:
+    """Why nothing is written any more into a folder that was `resolve`d before: it, or one above it, is a link now, to
+    another folder than that in which rank 0, this process, began; else None."""
+    if (now := folder.resolve()) == folder:
+        return None
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if json.loads((now / "launch.json").read_bytes())["main"]["pid"] == os.getpid():
+            return None  # it was moved, and a link put in its place
+    return f"{folder} was replaced by a link to {now}, where nothing is written"
+
+
+def replace_text(path: Path, text: str) -> None:
+    """A small file, aside and then renamed. Errors: `OSError`; then what was there is there, and nothing else."""
+    aside = path.with_name(aside_of(path.name))
+    try:
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
+def aside_of(name: str) -> str:
+    """Where a small file of OUTPUT is written before it is renamed: machines may share OUTPUT."""
+    return f".{name}.{socket.gethostname()}-{os.getpid()}.partial"
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a run file."""
+    found = Run.model_json_schema()
+    properties, sections = found["properties"], found["$defs"]
+    to = sections["TrackSection"]["properties"]["to"]
+    to |= {"anyOf": [{"type": "string"}, {"type": to.pop("type"), "items": to.pop("items")}]}
+    for name in SHORT:
+        texts = to["anyOf"] if name == "track" else [{"type": "string"}]
+        properties[name] = {"anyOf": [{"$ref": properties[name]["$ref"]}, *texts]}
+    precision = properties["precision"]
+    precision["enum"] += [*PRECISIONS, 32, 16]
+    del precision["type"]
+    return found
+
+
+QUICK_START: dict[str, Any] = {
+    "name": "quickstart",
+    "data": {"source": "builtin/emotion", "max_length": 64},
+    "model": {
+        "type": "gpt2",
+        "config": {
+            "n_layer": 2,
+            "n_head": 8,
+            "n_embd": 96,
+            "n_positions": 64,
+            "initializer_range": 0.04,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    },
+    "tokenizer": {"train": "bpe", "vocab_size": 1000},
+    "epochs": 3,
+    "batch_size": 64,
+    "micro_batches": 4,
+    "optim": {"learning_rate": 1.5e-3, "schedule": "linear", "warmup_fraction": 0.1, "betas": [0.9, 0.98]},
+    "launch": {"processes": 2, "processes_per_gpu": 2},  # also where there is one GPU
+    "checkpoint": {"every": 100},
+}

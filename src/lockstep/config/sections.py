@@ -1,7 +1,8 @@
 """The sections of the run file: every key with its type, default and one line of description, unit included.
 
-In: mappings that were read from YAML. Out: frozen values; what is wrong is a pydantic error, which `messages` explains.
-A plug-in types the keys of its own in a nested `Options`.
+In: mappings that were read from YAML. Out: frozen values; a wrong one is a pydantic error, which `error_messages`
+explains. A plug-in types the keys of its own in a nested `Options`. At the end stand the rules between sections: which
+strategies go with `sdc_check`, `launch.rebalance_every` and `launch.replicate_every`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from lockstep.config import renamed_keys
-from lockstep.config.addresses import PathText
-from lockstep.config.file_keys import LAYOUT, QUOTE, SEPARATOR, Layout, Quote, Separator
-from lockstep.config.mixture import OWN, Mixture
-from lockstep.config.row_filters import Filter
-from lockstep.config.streaming import Streaming
+from lockstep.config import key_aliases
+from lockstep.config.data_sources import (
+    LAYOUT,
+    OWN,
+    QUOTE,
+    SEPARATOR,
+    Filter,
+    Layout,
+    Mixture,
+    PathText,
+    Quote,
+    Separator,
+    Streaming,
+)
 
 Steps = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -68,7 +77,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _present_names(cls, values: Any) -> Any:
-        return values if cls.section is None else renamed_keys.translate(cls.section, values, cls.model_fields)
+        return values if cls.section is None else key_aliases.translate(cls.section, values, cls.model_fields)
 
 
 class OpenSection(Section):
@@ -407,3 +416,109 @@ class HubSection(Section):
         None, description="of the texts, as ISO codes: en, or [en, de]; default: those of a translation's columns"
     )
     tags: list[str] = Field(default_factory=list, description="words that the Hub finds the model by")
+
+
+class VerifySection(Section):
+    plain: bool = Field(
+        True,
+        description="before the first step compare loss and gradient of a few examples with a plain computation by "
+        "transformers and torch, and at the end a few answers of the export with those of the run; stop where they "
+        "differ by more than rounding",
+    )
+
+
+class FingerprintSection(Section):
+    every: Interval = Field(
+        100,
+        description="steps between hashes of weights and optimizer state in OUTPUT/fingerprints.jsonl, or epoch; "
+        "checkpoints have one anyway; 0: only these",
+    )
+
+
+class GuardSection(Section):
+    section = "sdc_check"
+
+    every: Steps = Field(
+        0,
+        description="steps between those in which one micro-batch is computed a second time, by another rank, and the "
+        "weights of all ranks are compared, bit for bit; 0: never",
+    )
+    on_difference: Literal["stop", "retry", "evict"] = Field(
+        "stop",
+        description="before the update; stop: save the state before the step and end; retry: compute the step once "
+        "more, and stop if it differs again; evict: go on without the machine that was wrong (torchrun with "
+        "launch.machines as fewest:most), or on one machine without the rank (launch.on_rank_failure: continue)",
+    )
+
+
+SDC_CHECK_STRATEGIES = "single, allreduce, ddp, hf_accelerate, hf_trainer, or fsdp2 with gather: step"
+
+
+def sdc_check_refusal(guard: GuardSection, strategy: Any, launch: Any) -> str | None:
+    """Why a run of this strategy and launcher cannot be guarded so; None: as far as its keys say, it can."""
+    if not guard.every:
+        return None
+    if guard.on_difference == "evict" and fewest(launch) is None and not loses_ranks(launch):
+        return (
+            f"sdc_check.on_difference: evict goes on without what was wrong, which takes launch.name=torchrun with "
+            "launch.machines as fewest:most and launch.on_rank_failure=restart, or, on one machine, "
+            "launch.on_rank_failure=continue "
+            f"under local or torchrun; launch.name={launch.name} is not given so: take stop or retry"
+        )
+    if not holds_parts(strategy):
+        return None
+    return (
+        f"sdc_check.every: {strategy.name} holds parts of the model with these options, and what a rank computed "
+        f"cannot be computed again by another; it takes {SDC_CHECK_STRATEGIES}"
+    )
+
+
+def holds_parts(strategy: Any) -> bool:
+    """Whether ranks hold parts of the model, as far as the keys say: fsdp2 may decide it by the memory there is."""
+    name, options = strategy.name, strategy.options
+    parts = name.startswith("zero") or name == "pipeline" or {"fsdp", "deepspeed"} & set(options)
+    return bool(parts or options.get("gather") == "micro_batch")
+
+
+def fewest(launch: Any) -> int | None:
+    """The fewest machines that a job goes on with after one was taken out; None: none can be."""
+    least, several, most = str(launch.options.get("machines", "")).partition(":")
+    leave = launch.name == "torchrun" and launch.on_rank_failure == "restart" and several and least != most
+    return int(least) if leave else None
+
+
+def loses_ranks(launch: Any) -> bool:
+    """Whether a job on one machine goes on without single ranks, as far as its keys say."""
+    one = launch.name == "local" or (launch.name == "torchrun" and launch.options.get("machines", 1) in (1, "1", "1:1"))
+    return bool(one and launch.on_rank_failure == "continue")
+
+
+def rebalance_refusal(every: int, strategy: Any) -> str | None:
+    """Why a run of this strategy cannot; None: as far as its keys say, it can."""
+    if not every:
+        return None
+    if holds_parts(strategy):
+        return (
+            f"launch.rebalance_every: {strategy.name} holds parts of the model with these options, and its ranks work "
+            f"on micro-batches together, or on as many each; it takes {SDC_CHECK_STRATEGIES}"
+        )
+    if not strategy.exact:
+        return "launch.rebalance_every: without strategy.exact other shares are other bits; set strategy.exact=true"
+    return None
+
+
+def replicate_refusal(launch: Any, strategy: Any) -> str | None:
+    """Why a run of this strategy cannot; None: as far as its keys say, it can."""
+    if not launch.replicate_every:
+        return None
+    if launch.on_rank_failure != "continue":
+        return (
+            "launch.replicate_every: copies are for ranks that go on without a lost one; "
+            "set launch.on_rank_failure=continue"
+        )
+    if "fsdp" in strategy.options:
+        return (
+            f"launch.replicate_every: {strategy.name} leaves FSDP2 to Accelerate, which lockstep does not form anew "
+            "within a process, so a lost rank starts the job again; leave it out, or use strategy.name=fsdp2"
+        )
+    return None

@@ -239,7 +239,7 @@ def _asking(
     return thread
 
 
-_work: list[Callable[[int], None]] = []  # of a forked process: what it was forked for
+_WORK = "lockstep_work"  # an attribute of a forked process: what it was forked for
 
 
 def _begin(one: Callable[[int], None], parent: int) -> None:
@@ -250,11 +250,11 @@ def _begin(one: Callable[[int], None], parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever forked this one decides
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    _work[:] = [one]
+    setattr(multiprocessing.current_process(), _WORK, one)
 
 
 def _one(number: int) -> None:
-    _work[0](number)
+    getattr(multiprocessing.current_process(), _WORK)(number)
 
 
 @contextmanager

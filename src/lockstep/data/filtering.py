@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lockstep.config.row_filters import Condition, Scalar
+from lockstep.config.data_sources import Condition, Scalar
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import nested_columns

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.config.mixture import OneSource
+from lockstep.config.data_sources import OneSource
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import arrow_cache, column_scan, nested_columns, row_files

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.config.addresses import Address
+from lockstep.config.data_sources import Address
 from lockstep.config.redaction import one_line
 from lockstep.config.run import RunError
 

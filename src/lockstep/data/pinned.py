@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lockstep.config.addresses import address_of, is_address
+from lockstep.config.data_sources import address_of, is_address
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.hub_errors import explained

@@ -35,6 +35,7 @@ class Prepares(Protocol):
     """A task, as far as its data are concerned."""
 
     row_is_example: ClassVar[bool]
+    streams: ClassVar[bool]
 
     @classmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:

@@ -6,7 +6,7 @@ In: a question, a context and its answers a row, as SQuAD has them. Out: a row's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ import numpy as np
 from lockstep.config.run import RunError
 from lockstep.data import column_scan, missing_values, source
 from lockstep.data.columns import Columns
-from lockstep.data.tokens import encode
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -150,12 +149,6 @@ def _checked(value: Any, context: str, where: str, column: str) -> None:
             )
 
 
-def encoded(dataset: Dataset, tokenizer: Any, most: int, stride: int, split: str, name: str, key: str) -> str:
-    """The shards of a split. Errors: `RunError` for a question that is too long."""
-    read = dataset.select_columns([QUESTION, CONTEXT, TEXTS, START])
-    return encode(read, *encoder_of(tokenizer, most, stride, split, name), key)
-
-
 def encoder_of(
     tokenizer: Any, most: int, stride: int, split: str, name: str
 ) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
@@ -199,13 +192,6 @@ def encoder_of(
         return {column: [each[column] for each in made] for column in features}
 
     return encoder, features
-
-
-def batches(train: Dataset) -> Iterator[list[str]]:
-    """The texts that a tokenizer is trained on."""
-    for start in range(0, len(train), 1000):
-        rows = train[start : start + 1000]
-        yield [*rows[QUESTION], *rows[CONTEXT]]
 
 
 def parts_of(columns: Columns, rows: Sequence[int] | np.ndarray) -> list[list[Window]]:

@@ -42,6 +42,7 @@ class Makes(Protocol):
     """A task, as far as it makes examples of rows."""
 
     row_is_example: ClassVar[bool]
+    streams: ClassVar[bool]
 
     @classmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make: ...
@@ -143,7 +144,7 @@ def with_examples(prepared: Prepared, run: Run, task: type[Makes]) -> Prepared:
         whole = [i for i, cut in enumerate(kept["cut"]) if not cut]
         told = {"split": kept["split"], **{key: [kept[key][i] for i in whole] for key in ("at", "rows")}}
         return replace(prepared, facts=facts | ({FACT: told} if whole else {}))
-    if not hasattr(task, "example_maker"):
+    if not task.streams:
         return replace(prepared, facts=facts)
     import datasets
 

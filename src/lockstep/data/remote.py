@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.addresses import Address, address_of, is_address
+from lockstep.config.data_sources import Address, address_of, is_address
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.cache import cache_folder, cached

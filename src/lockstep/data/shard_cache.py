@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from lockstep.config.addresses import STORES, Address, address_of
+from lockstep.config.data_sources import STORES, Address, address_of
 from lockstep.config.run import RunError
 from lockstep.data.cache import cache_folder, damage, discard, locked, placed
 from lockstep.data.object_store import Bucket, Object, Patience, Readable, StoreError, download, require

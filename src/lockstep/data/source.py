@@ -14,8 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.config.addresses import is_address
-from lockstep.config.mixture import OWN
+from lockstep.config.data_sources import OWN, is_address
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, compressed, filtering, links, mixed, nested_columns, remote, row_files, text_files

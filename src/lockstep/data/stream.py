@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from lockstep.config.mixture import OneSource
+from lockstep.config.data_sources import OneSource
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import arrow_cache, source, tokenizer

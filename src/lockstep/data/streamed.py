@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from lockstep.config.addresses import is_address
+from lockstep.config.data_sources import is_address
 from lockstep.config.run import RunError
 from lockstep.data import stream
 from lockstep.data.columns import Columns, Shards, table_of

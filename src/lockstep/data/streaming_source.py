@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from lockstep.config.addresses import is_address
-from lockstep.config.mixture import OneSource
+from lockstep.config.data_sources import OneSource, is_address
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import filtering, missing_values, mixed, nested_columns, remote, shard_files, source

@@ -7,13 +7,13 @@ apart from itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data import column_scan, lm_documents, missing_values
 from lockstep.data.columns import Columns
 from lockstep.data.tokens import encode
@@ -40,11 +40,6 @@ def number(targets: Any) -> Any:
     return _IGNORED - 1 - targets
 
 
-def blank(targets: np.ndarray) -> np.ndarray:
-    """Targets for texts of which none counts."""
-    return np.full_like(targets, _IGNORED)
-
-
 def whole(
     dataset: Dataset,
     columns: Mapping[str, str],
@@ -52,15 +47,15 @@ def whole(
     ends: tuple[float, float],
     split: str,
     name: str,
-    run: Run,
+    drop: bool,
 ) -> Dataset:
     """The rows that have all texts, and a score. Errors: `RunError` for those that lack one, where they are not to be
     left out, and for scores that are no numbers, or not between the `ends`."""
-    found = missing_values.texts(dataset, columns, split, name, run.data.drop_missing)
+    found = missing_values.texts(dataset, columns, split, name, drop)
     if score is None:
         return found
     missing_values.present(found, {"task.score": score}, split, name)
-    found = missing_values.complete(found, {"task.score": score}, split, name, run.data.drop_missing)
+    found = missing_values.complete(found, {"task.score": score}, split, name, drop)
     for first, part in column_scan.lists(found, score):
         for row, value in enumerate(part, first):
             number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -87,13 +82,6 @@ def told_apart(
                     f"as {other}; the first is row {rows[0]}: {text!r}. Nothing can be told apart there: mend these "
                     "rows, or take them out"
                 )
-
-
-def batches(train: Dataset, texts: list[str]) -> Iterator[list[str]]:
-    """The texts that a tokenizer is trained on."""
-    for start in range(0, len(train), 1000):
-        rows = train[start : start + 1000]
-        yield [text for column in texts for text in rows[column]]
 
 
 def read(tokenizer: Any, texts: list[str], most: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-from lockstep.config.addresses import Address
+from lockstep.config.data_sources import Address
 from lockstep.config.redaction import one_line
 from lockstep.data.hub_errors import explained, transient
 from lockstep.data.object_store import Object, Patience, StoreError

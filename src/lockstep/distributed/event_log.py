@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from lockstep.config.output import led_away
 from lockstep.config.redaction import redact_all
-from lockstep.config.run import Run
+from lockstep.config.run import Run, led_away
 from lockstep.distributed import step_timer
 from lockstep.distributed.processor import processor
 from lockstep.distributed.world import World

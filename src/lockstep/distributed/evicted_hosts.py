@@ -13,8 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lockstep.config.output import replace_text
-from lockstep.config.run import RunError
+from lockstep.config.run import RunError, replace_text
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.config.exit_status import DONE, STOPPED
-from lockstep.config.output import replace_text
-from lockstep.config.run import RunError
+from lockstep.config.errors import DONE, STOPPED
+from lockstep.config.run import RunError, replace_text
 
 FILE = "launch.json"
 # What ranks do: the dotted name of a function of (run, world), and further words for it.

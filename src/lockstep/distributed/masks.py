@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-_kept: list[Library] = []  # as long as they live, they hold
-
 
 @functools.cache
-def draw_wide() -> None:
-    """From now on, in this process, for every tensor on the CPU. Calling it again does nothing."""
+def draw_wide() -> Library:
+    """From now on, in this process, for every tensor on the CPU. Calling it again does nothing. The library holds as
+    long as it lives."""
     library = Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Oo]verrid")
         library.impl("bernoulli_.float", bernoulli, "CPU")
-    _kept.append(library)
+    return library
 
 
 def bernoulli(tensor: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:

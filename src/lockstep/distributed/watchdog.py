@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from lockstep.config.exit_status import FAILED
+from lockstep.config.errors import FAILED
 from lockstep.distributed import secret, torch_internals
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.stores import Sealed

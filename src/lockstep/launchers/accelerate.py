@@ -23,7 +23,7 @@ from types import FrameType
 from pydantic import Field
 
 from lockstep.checkpoint.manifest import newest_whole
-from lockstep.config.exit_status import STOPPED
+from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section, Steps
 from lockstep.distributed import job_record, network

@@ -10,8 +10,8 @@ from typing import Any
 
 from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import Manifest, ended, newest_first
+from lockstep.config.optim import REVISION
 from lockstep.config.run import Run, load
-from lockstep.config.schedules import REVISION
 
 
 def further(run: Run, say: Callable[[str], object]) -> Run:

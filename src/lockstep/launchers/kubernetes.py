@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import Field
 
-from lockstep.config.exit_status import STOPPED
+from lockstep.config.errors import STOPPED
 from lockstep.config.redaction import one_line
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section, Steps

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lockstep.config.exit_status import BAD, DONE, FAILED, STOPPED
+from lockstep.config.errors import BAD, DONE, FAILED, STOPPED
 from lockstep.config.redaction import one_line
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from lockstep.config.exit_status import FAILED, STOPPED
+from lockstep.config.errors import FAILED, STOPPED
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection, Positive, Section
 from lockstep.distributed import job_record, secret

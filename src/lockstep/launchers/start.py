@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from lockstep._version import __version__
 from lockstep.config import plugins
-from lockstep.config.exit_status import EXCLUDED
-from lockstep.config.output import keep
-from lockstep.config.run import Run, RunError
+from lockstep.config.errors import EXCLUDED
+from lockstep.config.run import Run, RunError, keep
 from lockstep.distributed import evicted_hosts, job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.signals import listen_no_more

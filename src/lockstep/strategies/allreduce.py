@@ -12,18 +12,18 @@ from torch import Tensor
 
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.exact.reduction import Exchange, buckets, layout_of
-from lockstep.strategies.native import Native
+from lockstep.strategies.exact.reduction import Exchange, buckets
+from lockstep.strategies.native import Native, WholeStateRecovery
+from lockstep.strategies.strategy import WeightFormats
 from lockstep.tasks.task import Task
 
 
-class AllReduce(Native):
+class AllReduce(WholeStateRecovery):
     """`strategy.options.bucket_cap_mb` (default 25): how much travels at a time, in MiB."""
 
     gloo_threads = 2
 
-    takes_4_bits = True
-    keeps_whole_state = True
+    weight_formats = Native.weight_formats | WeightFormats.FOUR_BITS
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
@@ -41,18 +41,18 @@ class AllReduce(Native):
 
     def reduce(self) -> list[Tensor]:
         if not self.run.strategy.exact:
-            return self.sum_as_it_comes(self.pop_gradients())
-        return self.tree.root if self.world.size == 1 else self.sum_in_tree_order()
+            return self.sum_as_it_comes(self.leaves.pop())
+        return self.leaves.tree.root if self.world.size == 1 else self.sum_in_tree_order()
 
     def sum_in_tree_order(self) -> list[Tensor]:
         """Sum over all ranks in the order of the tree, which does not depend on the number of ranks."""
-        how = links(self.run, self.world)
-        layout = layout_of(self.tree.leaves, self.world.size, self.shares)
-        exchange = Exchange(self.tree.leaves, self.world.rank, self.world.size, links=how, layout=layout)
+        how, tree = links(self.run, self.world), self.leaves.tree
+        layout = self.leaves.layout(self.world.size)
+        exchange = Exchange(tree.leaves, self.world.rank, self.world.size, links=how, layout=layout)
         for positions in self.buckets:
-            exchange.submit({node: [tensors[i] for i in positions] for node, tensors in self.tree.nodes.items()})
-            self.release(positions)
-        gradients = self.sum_rows({node: [t[i] for i in self.rows] for node, t in self.tree.nodes.items()})
+            exchange.submit({node: [tensors[i] for i in positions] for node, tensors in tree.nodes.items()})
+            self.leaves.release(positions)
+        gradients = self.sum_rows({node: [t[i] for i in self.rows] for node, t in tree.nodes.items()})
         for positions, tensors in zip(self.buckets, exchange.finish(), strict=True):
             gradients |= dict(zip(positions, tensors, strict=True))
         return [gradients[i] for i in range(len(self.parameters))]

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines.hooked_ddp import Hooked
+from lockstep.strategies.strategy import WeightFormats
 
 _OURS = {"module", "device_ids", "output_device", "process_group", "device_mesh"}
 
@@ -24,7 +25,7 @@ class DDP(Hooked):
 
     gloo_threads = 2
 
-    takes_4_bits = True
+    weight_formats = Hooked.weight_formats | WeightFormats.FOUR_BITS
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

@@ -21,6 +21,7 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
+from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery
 from lockstep.strategies.engines import blocks, fsdp_config, layers
 from lockstep.strategies.engines.fsdp import (
     Shown,
@@ -38,17 +39,17 @@ from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.param_groups import ParamGroupSpec, make_model
 from lockstep.strategies.exact.reduction import ReductionTree, most_held, share
-from lockstep.strategies.exact.shared_state import ShardedRecovery
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.fsdp2_step import FSDP2Step
 from lockstep.strategies.native import first_inputs
-from lockstep.strategies.strategy import DataParallel, Strategy, summing
+from lockstep.strategies.observer import listening, observing
+from lockstep.strategies.strategy import DataParallel, Strategy, WeightFormats, summing
 from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 
 
-class FSDP2(ShardedRecovery):
+class FSDP2(ChoosesByMemory, ShardedRecovery):
     """`strategy.options`: `gather` (`step`: `fsdp2_step.py`; `micro_batch`: this class; default: what fits),
     `replicate` (copies of the sharded model, hybrid sharding), `tensor_parallel` (ranks that share each matrix product,
     where the model brings a plan), `reshard_after_forward` (true, false, or a number of ranks), `cpu_offload`, FSDP's
@@ -56,7 +57,7 @@ class FSDP2(ShardedRecovery):
     gathered one at a time, `*` for any part of a name; default: the layers)."""
 
     exact = True
-    trains_bfloat16 = True
+    weight_formats = WeightFormats.BFLOAT16
     statistics: Statistics
     waits_inside = ("forward", "backward", "reduction", "optimizer")
 
@@ -129,14 +130,6 @@ class FSDP2(ShardedRecovery):
         """A replica's leaves are contiguous; its shards take them in turns, so that each reduction is of neighbours."""
         block = share(self.run.micro_batches, self.replica, self.replicas)
         return range(block.start + self.shard, block.stop, self.shards)
-
-    @property
-    def parameter_count(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
-
-    @property
-    def trained_count(self) -> int:
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -264,7 +257,7 @@ class FSDP2(ShardedRecovery):
             self.root.set_requires_all_reduce(self.last)
             seed_everything(self.run.seed, batch.step, micro.index)
             own = turn < len(batch.micro_batches)
-            with self.observed(micro.index) if own else self.listening(None):
+            with observing(self.observer, micro.index, self.model) if own else listening(self, None):
                 loss = self.run_micro_batch(micro, batch.targets)
             if own:
                 losses[micro.index] = loss

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
-from lockstep.distributed.sharded import Saved
+from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery
 from lockstep.strategies.engines import fsdp_config
 from lockstep.strategies.engines.fsdp import roomy
 from lockstep.strategies.engines.side_effects import SideEffects, first_few
@@ -28,7 +28,6 @@ from lockstep.strategies.exact.param_groups import make_model
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import ReductionTree, Scatter, buckets, layout_of
 from lockstep.strategies.exact.row_sharding import RowSlots
-from lockstep.strategies.exact.shared_state import ShardedRecovery
 from lockstep.strategies.exact.sparse_rows import rows_between
 from lockstep.strategies.native import Native
 from lockstep.tasks.task import Task
@@ -36,7 +35,7 @@ from lockstep.tasks.task import Task
 BUCKET_BYTES = 25 * 2**20
 
 
-class FSDP2Step(ShardedRecovery, Native):
+class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
     """`strategy.options`: `gather: step`, and none of FSDP's own."""
 
     plugin = "strategies"  # a base: it has no name in a run file
@@ -121,33 +120,33 @@ class FSDP2Step(ShardedRecovery, Native):
         self.travelling = last and self.run.strategy.exact and not self.alone
         if not self.travelling:
             return super().backward(micro, targets, last)
-        self.begin_micro_batch(micro.index)
+        self.leaves.begin(micro.index)
         return self.run_micro_batch(micro, targets)
 
     def on_gradient(self, position: int, parameter: Tensor) -> None:
         super().on_gradient(position, parameter)
-        while self.travelling and self.sent < len(self.buckets) and self.given >= set(self.buckets[self.sent]):
+        while self.travelling and self.sent < len(self.buckets) and self.leaves.given >= set(self.buckets[self.sent]):
             with self.phases("reduction"):  # it waits for the one before it, and so for other ranks
                 self.send()
 
     def send(self) -> None:
         """The next bucket: of this rank's partial nodes each rank's rows. They are let go of."""
         positions = self.buckets[self.sent]
-        nodes = self.with_last_leaf(positions, [self.take_gradient(i) for i in positions])
+        nodes = self.leaves.with_last_leaf(positions, [self.leaves.take(i) for i in positions])
         self.scatter.submit({node: self.slots[self.sent].laid(tensors) for node, tensors in nodes.items()})
-        self.release(positions)
+        self.leaves.release(positions)
         self.sent += 1
 
     def reduce(self) -> list[Tensor]:
         """This rank's rows of the sums, in the order of `self.parameters`."""
         if self.alone:
-            return self.tree.root if self.run.strategy.exact else self.pop_gradients()
+            return self.leaves.tree.root if self.run.strategy.exact else self.leaves.pop()
         if not self.run.strategy.exact:  # a leaf a rank: what autograd has added up
-            self.tree, self.node = ReductionTree(self.world.size), (0, self.world.rank)
+            self.leaves.tree, self.leaves.node = ReductionTree(self.world.size), (0, self.world.rank)
         self.travelling = False
         while self.sent < len(self.buckets):
             self.send()
-        rows = self.sum_rows(self.with_last_leaf(list(self.rows), [self.take_gradient(i) for i in self.rows]))
+        rows = self.sum_rows(self.leaves.with_last_leaf(list(self.rows), [self.leaves.take(i) for i in self.rows]))
         gradients = {i: self.own_rows(summed) for i, summed in rows.items()}
         for positions, slots, sums in zip(self.buckets, self.slots, self.scatter.finish(), strict=True):
             (slot,) = sums.values()
@@ -170,16 +169,6 @@ class FSDP2Step(ShardedRecovery, Native):
         ]
         return Gradient(parts, list(self.named), self.world.sum)
 
-    def optimizer_step(
-        self, step: int, gradient: Gradient, learning_rate: float, losses: Tensor, uses: Sequence[int]
-    ) -> tuple[Tensor, Tensor | bool]:
-        norm, used = super().optimizer_step(step, gradient, learning_rate, losses, uses)
-        if used is not False and not self.alone:
-            self.update_incomplete = True
-            self.gather()
-            self.update_incomplete = False
-        return norm, used
-
     def weights_changed(self) -> None:
         super().weights_changed()
         if not self.alone:
@@ -196,8 +185,3 @@ class FSDP2Step(ShardedRecovery, Native):
             torch._foreach_copy_(places, [self.own(p.detach(), self.world.rank) for p in parameters])
             arriving.add(gathering.bucket(own, partial(slots.take, tensors=parameters)))
         arriving.finish()
-
-    def load_sharded_state_dict(self, saved: Saved) -> None:
-        super().load_sharded_state_dict(saved)
-        if self.stepped is not self.places and not self.alone:
-            self.gather()  # each rank has read and rounded its rows

@@ -12,20 +12,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch
-from lockstep.strategies.engines.accelerated import accelerator, prepared, release
+from lockstep.strategies.engines.accelerated import Accelerated, accelerator, prepared, release
 from lockstep.strategies.engines.hooked_ddp import Hooked
 from lockstep.strategies.strategy import Strategy
 
 
-class HFAccelerate(Hooked):
+class HFAccelerate(Accelerated, Hooked):
     """`strategy.options` are those of Accelerate's `DistributedDataParallelKwargs` (`bucket_cap_mb`,
     `static_graph`, ...), or one mapping: `fsdp`, the fields of its `FullyShardedDataParallelPlugin` (FSDP2), or
     `deepspeed`, `zero_stage` and DeepSpeed's own config for its `DeepSpeedPlugin`."""
-
-    needs = ("accelerate",)
-    casts_inside = True
 
     @classmethod
     def resolve_class(cls, run: Run) -> type[Strategy]:
@@ -41,7 +39,7 @@ class HFAccelerate(Hooked):
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
-        cls.require("strategy.name: hf_accelerate")
+        require(cls.needs, "strategy.name: hf_accelerate")
         from accelerate import DistributedDataParallelKwargs
 
         known = {field.name for field in dataclasses.fields(DistributedDataParallelKwargs)}
@@ -72,8 +70,3 @@ class HFAccelerate(Hooked):
     def detach_group(self) -> None:
         release(self.accelerator)
         super().detach_group()
-
-    def close(self) -> None:
-        super().close()
-        release(self.accelerator)
-        del self.accelerator

@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch
-from lockstep.strategies.engines.accelerated import prepared, release
+from lockstep.strategies.engines.accelerated import Accelerated, prepared, release
 from lockstep.strategies.engines.hooked_ddp import Hooked
 
 # TrainingArguments that say how a step is computed and that no key of the run file says already.
@@ -28,12 +29,9 @@ _KNOWN |= {"torch_empty_cache_steps", "use_liger_kernel", "liger_kernel_config"}
 _OTHER_KERNELS = {"torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32", "use_liger_kernel"}
 
 
-class HFTrainer(Hooked):
+class HFTrainer(Accelerated, Hooked):
     """`strategy.options` are TrainingArguments about how a step is computed (`ddp_bucket_cap_mb`,
     `gradient_checkpointing`, `torch_compile`, ...)."""
-
-    needs = ("accelerate",)
-    casts_inside = True
 
     @classmethod
     def gives_bits(cls, run: Run) -> bool:
@@ -41,7 +39,7 @@ class HFTrainer(Hooked):
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
-        cls.require("strategy.name: hf_trainer")
+        require(cls.needs, "strategy.name: hf_trainer")
         from transformers import TrainingArguments
 
         every = {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -76,7 +74,7 @@ class HFTrainer(Hooked):
             )
         if self.run.precision == "fp16":  # by our own autocast and scale: Accelerate's are of GPUs only
             self.trainer.compute_loss_context_manager = self.autocast  # type: ignore[method-assign, assignment]
-        engine: Any = self.trainer.accelerator
+        self.accelerator = engine = self.trainer.accelerator
         assert engine.num_processes == self.world.size, f"Trainer sees {engine.num_processes} processes"
         engine.ddp_handler = self.handler(arguments)
         model, self.optimizer = prepared(engine, self.model, self.stepper)
@@ -111,11 +109,10 @@ class HFTrainer(Hooked):
         return self.loss_of_micro
 
     def detach_group(self) -> None:
-        release(self.trainer.accelerator)
+        release(self.accelerator)
         self.trainer.model_wrapped = self.model
         super().detach_group()
 
     def close(self) -> None:
         super().close()
-        release(self.trainer.accelerator)
         del self.trainer

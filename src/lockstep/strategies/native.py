@@ -6,10 +6,10 @@ In: micro-batches. Out: one update of a replicated model. Read `single.py`, then
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -22,27 +22,29 @@ from lockstep.distributed.sharded import Saved
 from lockstep.strategies.engines import blocks, layers, writes
 from lockstep.strategies.exact import held_state, masters, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.strategies.exact.leaf_gradients import LeafGradients
 from lockstep.strategies.exact.param_groups import make_model
-from lockstep.strategies.exact.reduction import Node, ReductionTree, Shares, most_held
+from lockstep.strategies.exact.reduction import Node, most_held
 from lockstep.strategies.exact.source_sums import SourceSums
-from lockstep.strategies.exact.sparse_rows import DenseRows, by_row, exchange_rows, row_sparse
+from lockstep.strategies.exact.sparse_rows import DenseRows, row_sparse
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.strategy import DataParallel, Strategy
-from lockstep.tasks.models import decoding, quantized
+from lockstep.strategies.exact.update import GradientUpdate
+from lockstep.strategies.observer import observing
+from lockstep.strategies.strategy import DataParallel, WeightFormats
+from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 
 
-class Native(Strategy):
+class Native(GradientUpdate):
     """A whole copy of model and optimizer on every rank."""
 
     plugin = "strategies"  # a base: it has no name in a run file
 
     exact = True
-    trains_bfloat16 = without_masters = True
-    keeps_whole_state: ClassVar[bool] = False  # on every rank: `detach_group` and `attach_group` are enough
+    weight_formats = WeightFormats.BFLOAT16 | WeightFormats.BFLOAT16_ALONE
+    gloo_threads: ClassVar[int] = 1  # 2 where, as long as it is exact, it makes no functional collectives
     statistics: Statistics
-    shares: Shares | None = None  # of this step's micro-batches; None: even ones
     travelling = False  # whether gradients leave during this micro-batch's backward: it then waits for other ranks, too
 
     @classmethod
@@ -50,22 +52,11 @@ class Native(Strategy):
         held = most_held(run.micro_batches, processes, uneven=bool(run.launch.rebalance_every))
         return 4.0 * (held - 1) if run.strategy.exact else 0.0
 
-    @property
-    def parameter_count(self) -> int:
-        return quantized.parameters(self.model)
-
-    @property
-    def trained_count(self) -> int:
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-
     def build(self, task: Task) -> None:
         self.task = task
         self.model = self.make(task).to(self.world.device)
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = list(self.named.values())
-        self.uses = [0] * len(self.parameters)  # of this step: how many of its micro-batches here gave each a gradient
-        self.given: set[int] = set()  # the parameters that this micro-batch gave one
-        self.waiting: dict[int, Tensor] | None = None  # what it is added to by row, where it is added to something
         for i, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(partial(self.on_gradient, i))
         exact = self.run.strategy.exact
@@ -79,6 +70,7 @@ class Native(Strategy):
         if narrow:
             masters.sums_in_float32([*self.parameters, *self.stepped.values()])
         self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.stepped.items()) if n in sparse}
+        self.leaves = LeafGradients(self.parameters, self.rows)
         groups = optim.groups(self.run.optim, self.stepped.items(), optim.assigned(self.run.optim, self.model))
         self.optimizer = self.stepper = optim.of_groups(self.run.optim, groups, self.spread)
         # A weight that is used three times and more gets its gradient's terms in an order that depends on when autograd
@@ -97,8 +89,7 @@ class Native(Strategy):
         return self.named
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        self.tree, self.shares = ReductionTree(batch.count), batch.shares
-        self.uses = [0] * len(self.parameters)
+        self.leaves.start(batch.count, batch.shares)
         losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
         self.statistics.start(batch.count)
         with self.autocast():  # around the whole step: weights are cast once, not once a micro-batch
@@ -111,8 +102,8 @@ class Native(Strategy):
                 self.switched += not all(p.requires_grad for p in self.parameters)
         with self.phases("reduction"):
             gradients = self.reduce()
-            losses, uses = self.agree(losses, self.uses)
-            self.tree = ReductionTree(0)  # lets go of partial sums
+            losses, uses = self.agree(losses, self.leaves.uses)
+            self.leaves.let_go()
         with self.phases("optimizer"):
             norm, used = self.optimizer_step(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
         self.statistics.finish(self.world.sum, used)
@@ -124,31 +115,18 @@ class Native(Strategy):
         if self.fresh_casts:
             torch.clear_autocast_cache()
         seed_everything(self.run.seed, step, micro.index)
-        with self.observed(micro.index):
+        with observing(self.observer, micro.index, self.model):
             return backward()
-
-    def recompute(self, step: int, micro: MicroBatch, targets: float) -> Tensor:
-        """A micro-batch computed once more beside its step, on any rank. Its gradient has the bits of the step's own;
-        the observer hears of it, and no `.grad` is touched. Returns the loss sum. Not collective."""
-
-        def backward() -> Tensor:
-            loss = self.loss_sum(self.model(**micro.inputs), micro)
-            with self.autocast(False):
-                torch.autograd.grad(self.scaled(loss / targets), self.parameters, allow_unused=True)
-            return loss.detach()
-
-        with self.autocast(), self.sources.preserved():
-            return self.compute(step, micro, backward)
 
     def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
         """One micro-batch, forward and backward; its gradient goes into the tree. Returns the micro-batch's loss
         sum."""
         if not self.run.strategy.exact:  # autograd adds the gradient to those of the micro-batches before
             return self.run_micro_batch(micro, targets)
-        self.begin_micro_batch(micro.index)
+        self.leaves.begin(micro.index)
         loss = self.run_micro_batch(micro, targets)
         with self.phases("backward"):
-            self.tree.place(self.node, self.pop_gradients())
+            self.leaves.end()
         return loss
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
@@ -164,65 +142,13 @@ class Native(Strategy):
     def reduce(self) -> list[Tensor]:
         """The sum of all leaves of all ranks, in the order of `self.parameters`."""
 
-    # -- leaves ------------------------------------------------------------------------------------------------------
-
-    def begin_micro_batch(self, leaf: int) -> None:
-        """Before a micro-batch. The partial sum that its gradient is added to first waits in `.grad`, if there is one:
-        autograd adds to it parameter by parameter, while backward goes on, and no second gradient is ever whole."""
-        self.node, sibling = self.tree.take_sibling(leaf)
-        self.waiting = None if sibling is None else {i: sibling[i] for i in self.rows}
-        self.given.clear()
-        for i, parameter in enumerate(self.parameters):
-            parameter.grad = None if sibling is None or i in self.rows else sibling[i]
-
     def on_gradient(self, position: int, parameter: Tensor) -> None:
-        """Called in backward: a parameter's gradient of this micro-batch is whole, and added to what waited."""
-        self.uses[position] += 1
-        self.given.add(position)
-
-    def pop_gradients(self) -> list[Tensor]:
-        """After a micro-batch: its gradients and what waited for them, in the order of `self.parameters`, zero where it
-        has none; the parameters hold none afterwards."""
-        gradients = [self.take_gradient(i) for i in range(len(self.parameters))]
-        self.waiting = None
-        return gradients
-
-    def take_gradient(self, position: int) -> Tensor:
-        """The gradient of one parameter, which holds none afterwards."""
-        parameter, waited = self.parameters[position], self.waiting
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            gradient = torch.zeros_like(parameter, dtype=torch.float32)
-        elif waited is not None and position not in self.given:
-            gradient += 0.0  # what a micro-batch does not use has the gradient zero: minus zero becomes zero
-        if position not in self.rows:
-            return gradient
-        gradient = by_row(gradient)
-        return gradient if waited is None else (waited[position] + gradient).coalesce()
-
-    def with_last_leaf(self, positions: Sequence[int], gradients: list[Tensor]) -> dict[Node, list[Tensor]]:
-        """This rank's partial nodes of some parameters, what the last micro-batch made among them."""
-        part = ReductionTree(self.tree.leaves)
-        for node, tensors in self.tree.nodes.items():
-            part.place(node, [tensors[i] for i in positions])
-        part.place(self.node, gradients)
-        return part.nodes
-
-    def release(self, positions: Sequence[int]) -> None:
-        """Of this rank's partial sums of parameters that have been sent."""
-        gone = torch.empty(0)
-        for tensors in self.tree.nodes.values():
-            for i in positions:
-                tensors[i] = gone
+        """Called in backward: a parameter's gradient of this micro-batch is whole."""
+        self.leaves.note(position)
 
     def sum_rows(self, nodes: Mapping[Node, list[Tensor]]) -> dict[int, Tensor]:
-        """The row-sparse gradients summed over ranks in tree order, by position; `nodes` holds this rank's partial sums
-        in the order of `self.rows`. Collective."""
-        ours = (self.world.rank, self.world.size, self.shares)
-        return {
-            i: exchange_rows({node: tensors[j] for node, tensors in nodes.items()}, self.tree.leaves, *ours)
-            for j, i in enumerate(self.rows)
-        }
+        """`LeafGradients.sum_rows` over all ranks. Collective."""
+        return self.leaves.sum_rows(nodes, self.world.rank, self.world.size)
 
     def whole_gradient(self, gradients: list[Tensor]) -> Gradient:
         """Every rank holds all of it."""
@@ -230,27 +156,26 @@ class Native(Strategy):
         return Gradient([Part(n, p, g, rows=self.rows.get(i)) for i, ((n, p), g) in enumerate(held)], list(self.named))
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        self.model.eval()
-        with self.as_trained(), torch.no_grad(), self.autocast():
-            logits = self.model(**inputs).logits
-        self.model.train()
-        return logits
+        with self.evaluating():
+            return self.model(**inputs).logits
 
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
-        self.model.eval()
-        with self.as_trained(), torch.no_grad(), self.autocast():
-            tokens = decoding.by_transformers(self.model, inputs, how)
-        self.model.train()
-        return tokens
+        with self.evaluating():
+            return decoding.by_transformers(self.model, inputs, how)
 
-    def as_trained(self) -> AbstractContextManager[Any]:
-        """In here a model that changes its weights for evaluation, which rwkv divides by powers of two, may do so."""
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """In here the model computes without dropout and without a graph. One that changes its weights for evaluation,
+        which rwkv divides by powers of two, may do so."""
         names = self.effects.evaluated
-        return writes.preserved(self.model, names) if names else nullcontext()
+        self.model.eval()
+        with writes.preserved(self.model, names) if names else nullcontext(), torch.no_grad(), self.autocast():
+            yield
+        self.model.train()
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def round_masters(self) -> None:
+    def weights_changed(self) -> None:
         if self.stepped is not self.places:
             masters.write(self.stepped.values(), self.places.values())
 
@@ -271,22 +196,11 @@ class Native(Strategy):
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
         held_state.load(saved, self.to_save(), self.stepper, self.scaling)
-        self.round_masters()
+        if self.stepped is not self.places:
+            self.weights_changed()
 
     def export(self) -> dict[str, Tensor] | None:
         return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None
-
-    def detach_group(self) -> None:
-        """Let go of all that belongs to the group of ranks: a wrapper, what travels. The state stays as it is between
-        two updates."""
-        self.tree, self.waiting = ReductionTree(0), None
-        self.sources = SourceSums(len(self.run.data.sources or ()))
-        for parameter in (*self.parameters, *self.stepped.values()):
-            parameter.grad = None
-
-    def attach_group(self) -> None:
-        """There is another group of ranks, and each of them holds the state. Collective."""
-        self.data_parallel = DataParallel(self.world.rank, self.world.size, self.world.sum)
 
     def close(self) -> None:
         del (
@@ -298,7 +212,28 @@ class Native(Strategy):
             self.named,
             self.stepped,
             self.places,
+            self.leaves,
         )
+
+
+class WholeStateRecovery(Native):
+    """Each rank holds the whole state by itself, so that those that are left after a failure go on with another group:
+    `launch.on_rank_failure: continue`."""
+
+    plugin = "strategies"  # a base: it has no name in a run file
+
+    def detach_group(self) -> None:
+        """Let go of all that belongs to the group of ranks: a wrapper, what travels. The state stays as it is between
+        two updates."""
+        self.leaves.start(0, None)
+        self.leaves.waiting = None
+        self.sources = SourceSums(len(self.run.data.sources or ()))
+        for parameter in (*self.parameters, *self.stepped.values()):
+            parameter.grad = None
+
+    def attach_group(self) -> None:
+        """There is another group of ranks, and each of them holds the state. Collective."""
+        self.data_parallel = DataParallel(self.world.rank, self.world.size, self.world.sum)
 
 
 def first_inputs(task: Task, device: torch.device) -> Mapping[str, Tensor]:

@@ -6,9 +6,12 @@ It may raise an error: nothing has been updated then.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.distributed.world import World
 
@@ -32,10 +35,64 @@ class StepObserver:
 
     def gradient(self, index: int, name: str, gradient: Tensor) -> None:
         """The gradient of one parameter in one micro-batch on this rank, before it is added to anything; it may be
-        row-sparse. The pipeline, whose micro-batches overlap, does not call it."""
+        row-sparse. A weight of several pipeline stages is heard of on the first of them; without
+        `strategy.exact`, with that stage's own share."""
 
     def reduced(self, gradient: WholeGradient) -> None:
         """The sum over all micro-batches of all ranks, before clipping. Collective."""
+
+
+class Observable(Protocol):
+    """A strategy, as far as it has an observer."""
+
+    observer: StepObserver | None
+
+
+@contextmanager
+def listening(strategy: Observable, observer: StepObserver | None) -> Iterator[None]:
+    """In here `observer` listens, or nobody, in the place of the one before."""
+    before, strategy.observer = strategy.observer, observer
+    try:
+        yield
+    finally:
+        strategy.observer = before
+
+
+@contextmanager
+def hearing(observer: StepObserver | None, index: int, weights: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
+    """In here the backward of micro-batch `index` runs: the observer hears of the gradient of each of these weights
+    that is trained."""
+    if observer is None or not observer.hears(index):
+        yield
+        return
+    hooks = [w.register_hook(partial(observer.gradient, index, n)) for n, w in weights if w.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def observing(observer: StepObserver | None, index: int, model: nn.Module) -> Iterator[None]:
+    """In here micro-batch `index` runs through a model, forward and backward: the observer hears of each parameter's
+    gradient."""
+    if observer is None or not observer.hears(index):
+        yield
+        return
+    hooks = list[Any]()
+
+    def register(module: nn.Module, inputs: Any) -> None:  # by now an engine has put the weights in their places
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hooks.append(parameter.register_hook(partial(observer.gradient, index, name)))
+
+    hooks.append(model.register_forward_pre_hook(register))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class GradientRecorder(StepObserver):

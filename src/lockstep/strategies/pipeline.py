@@ -25,6 +25,7 @@ from lockstep.distributed.gpus import share_gpus
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
 from lockstep.distributed.world import World
+from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, sequential
 from lockstep.strategies.engines.cuts import Cut, layer_count
 from lockstep.strategies.engines.layers import own_model
@@ -43,7 +44,6 @@ from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.param_groups import make_model
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, buckets, most_held, share
-from lockstep.strategies.exact.shared_state import ShardedRecovery
 from lockstep.strategies.native import call_on_cpu
 from lockstep.strategies.strategy import DataParallel, summing
 from lockstep.tasks.models import model_configs
@@ -206,7 +206,7 @@ class Pipeline(ShardedRecovery):
         self.losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others'
         micro_batches = batch.micro_batches
         for stage in self.engine:
-            stage.expect(micro_batches, batch.count, self.run.strategy.exact)
+            stage.expect(micro_batches, batch.count, self.run.strategy.exact, self.observer)
         with self.phases("forward+backward"), self.autocast():
             run_schedule(self.schedule, micro_batches)
         with self.phases("reduction"):

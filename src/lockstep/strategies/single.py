@@ -9,12 +9,13 @@ from torch import Tensor
 
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.native import Native
+from lockstep.strategies.strategy import WeightFormats
 
 
 class Single(Native):
     """The reduction is the root of this process's own tree."""
 
-    takes_4_bits = True
+    weight_formats = Native.weight_formats | WeightFormats.FOUR_BITS
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
@@ -26,4 +27,4 @@ class Single(Native):
             raise RunError(f"strategy.options: single has none, {', '.join(run.strategy.options)} cannot be used")
 
     def reduce(self) -> list[Tensor]:
-        return self.tree.root if self.run.strategy.exact else self.pop_gradients()
+        return self.leaves.tree.root if self.run.strategy.exact else self.leaves.pop()

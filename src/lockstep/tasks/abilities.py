@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,13 +18,12 @@ from lockstep.config.run import Run
 from lockstep.data import streamed
 from lockstep.data.stream import Stream
 from lockstep.data.tokens import Columns, Make, Prepared
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Forward, Generate, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.data.batch import MicroBatch, Sums
-    from lockstep.tasks.models.decoding import Decoding
 
 
 class Streams(Task):
@@ -91,13 +90,7 @@ class Generates(Task):
     plugin = "tasks"  # a base: it has no name in a run file
 
     @abstractmethod
-    def score_texts(
-        self,
-        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
-        batch: MicroBatch,
-        columns: Columns,
-        rows: np.ndarray,
-    ) -> Sums:
+    def score_texts(self, generate: Generate, batch: MicroBatch, columns: Columns, rows: np.ndarray) -> Sums:
         """More sums, over the examples at `rows` as texts: what they hold, and what the model writes for them. No rows:
         a blank batch, the same sums with nothing in them. `generate` is collective: call it as often on every rank."""
 
@@ -154,7 +147,7 @@ class UsesReference(Task):
         return None
 
     @abstractmethod
-    def reference_scores(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Tensor:
+    def reference_scores(self, forward: Forward, batch: MicroBatch) -> Tensor:
         """The numbers of the examples of a batch, by the model before training: float64 [B, `reference_size`]."""
 
     def reference_for(self, columns: Columns, rows: np.ndarray) -> np.ndarray | None:

@@ -7,8 +7,7 @@ behind the other; `targets`, the same tokens where they are of an answer and IGN
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,17 +15,14 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import column_scan, conversations, lm_documents, missing_values, source, splitting, stream, tokenizer
-from lockstep.data.stream import Stream
-from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, encode
+from lockstep.data import column_scan, conversations, lm_documents, missing_values, tokenizer
+from lockstep.data.tokens import Columns
 from lockstep.tasks import length_curves
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
-from lockstep.tasks.text_task import TextTask
+from lockstep.tasks.text_task import Encoder, TextData, TextTask, check_template
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
-    from torch import Tensor
 
     from lockstep.data.batch import Sums
 
@@ -69,62 +65,51 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     plugin = "tasks"  # a base: it has no name in a run file
 
     Options: ClassVar[type[AnswerPairOptions]]
+    cache_name = ("answers",)
+    generative = True
     row_is_example = True
     per_example_outputs = ("rewards",)
 
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
-    def prepare(cls, run: Run) -> Prepared:
-        options = cls.Options.model_validate(run.task.options)
-        columns = list(options.columns.values())
-        data = source.load(run.data, run.seed, columns=options.columns, tokens=TokenCounts.of(run))
-        splits = {s: _whole(rows, options, s, data.name, run.data.drop_missing) for s, rows in data.splits.items()}
-        rows = cls.stream(run).found(splits, columns) if run.data.stream else None
-        splits, left_out = splitting.deduplicate_and_split(data, splits, run, columns, [], lm_documents.cut)
-        hashes = {split: content(dataset, columns) for split, dataset in splits.items()}
-        if rows is not None:
-            folder = rows.tokenizer(run, lambda some: _batches(some, columns), generative=True)
-        else:
-            folder = tokenizer.prepare(run, _batches(splits["train"], columns), hashes["train"], generative=True)
-        tok = tokenizer.load(str(folder), run.model.trust_remote_code)
-        if options.conversations and not (options.chat_template or tok.chat_template):
-            raise RunError("task.conversations: the tokenizer has no chat template; give task.chat_template")
-        if options.conversations and not tok.is_fast:
-            raise RunError("task.conversations: the tokenizer does not tell which characters its tokens stand for")
-        cls.check_model(run)
-        asked = AnswerPairOptions.model_validate({k: getattr(options, k) for k in AnswerPairOptions.model_fields})
-        files, cut = {}, {}
+    def usable(cls, rows: Dataset, options: AnswerPairOptions, split: str, name: str, drop: bool) -> Dataset:
+        return _whole(rows, options, split, name, drop)
+
+    @classmethod
+    def tokenizer_texts(cls, rows: Dataset, options: AnswerPairOptions) -> Iterator[list[str]]:
+        for values in super().tokenizer_texts(rows, options):  # texts, or conversations
+            yield [text for v in values for text in ([v] if isinstance(v, str) else [m["content"] for m in v])]
+
+    @classmethod
+    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
+        if data.options.conversations:
+            check_template(tok, data.options.chat_template, "conversations")
+        super().check(data, folder, tok)
+
+    @classmethod
+    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        options = data.options
+        shared = {key: getattr(options, key) for key in AnswerPairOptions.model_fields}
         written = tokenizer.template_of(tok, options.chat_template) if options.conversations else []
-        for split, dataset in splits.items():
-            made = [folder.name, run.data.max_length, asked.model_dump(), *written]
-            key = digest("answers", VERSION, hashes[split], *made)
-            files[split] = _encode(run, dataset, split, options, str(folder), key)
-            if count := sum(int(part.sum()) for _, part in Columns(files[split]).flat("cut").parts()):
-                cut[split] = count
-        if rows is not None:
-            key = digest("answers", VERSION, folder.name, run.data.max_length, asked.model_dump(), *written)
-            index = rows.index(cls.example_maker(run, str(folder), {}), key)
-            files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
-        facts = {"source": data.name} | left_out | ({"cut_answers": cut, "cut_at": run.data.max_length} if cut else {})
-        return Prepared(digest(stream.names_of(files)), files, str(folder), facts)
+        return [data.run.data.max_length, shared, *written]
 
     @classmethod
-    def stream(cls, run: Run) -> Stream:
-        options = cls.Options.model_validate(run.task.options)
-        whole = partial(_whole, options=options, drop=run.data.drop_missing)
-        return Stream(run.data, options.columns, lambda rows, name: whole(rows, split="train", name=name))
+    def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
+        return _encoder(run, split, cls.options_of(run), folder)
 
     @classmethod
-    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        options = cls.Options.model_validate(run.task.options)
-        make = stream.maker(*_encoder(run, "train", options, folder))
-        return lambda rows: make(_numbered(rows, options))
+    def encoded_rows(cls, rows: Dataset, options: AnswerPairOptions) -> Dataset:
+        return super().encoded_rows(rows, options).add_column(_ROW, list(range(len(rows))))
 
     @classmethod
-    def check_model(cls, run: Run) -> None:
-        """Errors: `RunError` for a model that cannot be built, or has no place for `data.max_length` tokens."""
-        raise NotImplementedError
+    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+        cut = {
+            split: sum(int(part.sum()) for _, part in Columns(file).flat("cut").parts())
+            for split, file in files.items()
+        }
+        cut = {split: count for split, count in cut.items() if count}
+        return {"cut_answers": cut, "cut_at": data.run.data.max_length} if cut else {}
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -172,11 +157,9 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         return np.array([[0.5, -0.5], [-0.25, 0.75], [1.5, 0.0]]), np.zeros(3, dtype=np.int64)
 
-    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep.tasks.models import models
-
-        template = self.Options.model_validate(self.run.task.options).chat_template
-        models.save(self.model(), weights, self.tokenizer, folder, self.run, template)
+    @property
+    def chat_template(self) -> str | None:
+        return self.options.chat_template
 
 
 # -- preparing -------------------------------------------------------------------------------------------------------
@@ -225,28 +208,7 @@ def _said(told: Any) -> bool:
     )
 
 
-def _batches(train: Dataset, columns: list[str]) -> Iterator[list[str]]:
-    """The texts that a tokenizer is trained on."""
-    for start in range(0, len(train), 1000):
-        rows = train[start : start + 1000]
-        held = [value for column in columns for value in rows[column]]
-        yield [
-            text for value in held for text in ([value] if isinstance(value, str) else [m["content"] for m in value])
-        ]
-
-
-def _encode(run: Run, dataset: Dataset, split: str, options: AnswerPairOptions, folder: str, key: str) -> str:
-    return encode(_numbered(dataset, options), *_encoder(run, split, options, folder), key)
-
-
-def _numbered(dataset: Dataset, options: AnswerPairOptions) -> Dataset:
-    columns = list(dict.fromkeys(options.columns.values()))
-    return dataset.select_columns(columns).add_column(_ROW, list(range(len(dataset))))
-
-
-def _encoder(
-    run: Run, split: str, options: AnswerPairOptions, folder: str
-) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
+def _encoder(run: Run, split: str, options: AnswerPairOptions, folder: str) -> tuple[Encoder, Features]:
     """What makes tokens of rows, and what these are."""
     import datasets
 

@@ -6,10 +6,11 @@ from sums; scores from sums and from predictions that are gathered in the order 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,24 +18,21 @@ import pyarrow as pa
 from lockstep.config.run import Run, RunError
 from lockstep.data import labels, missing_values, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, encode, encoded
+from lockstep.data.tokens import Columns, Make, Prepared
 from lockstep.tasks.abilities import Streams
 from lockstep.tasks.label_task import LabelTask
+from lockstep.tasks.models import heads
 from lockstep.tasks.objectives.numbers import RegressionObjective
 from lockstep.tasks.objectives.objective import LabelCodes, Objective
 from lockstep.tasks.objectives.one_label import OneLabel, whole_numbers
 from lockstep.tasks.objectives.options import ClassificationOptions
 from lockstep.tasks.objectives.several_labels import SeveralLabels
-from lockstep.tasks.task import spread_rows
-from lockstep.tasks.text_task import TextTask
+from lockstep.tasks.text_task import Arrays, Encoder, TextData, TextTask
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
-    from torch import Tensor, nn
 
     from lockstep.data.batch import MicroBatch
-    from lockstep.tasks.models.decoding import Decoding
 
 
 def objective_of(options: ClassificationOptions) -> type[Objective]:
@@ -46,8 +44,20 @@ class Classification(TextTask, Streams, LabelTask):
     """One label a text."""
 
     Options = ClassificationOptions
-    head = "classification"
+    head = heads.CLASSIFICATION
     column_keys = ("text", "label")
+    column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "text": (
+            *("text", "sentence", "content", "review", "document", "body", "tweet", "comment", "message", "question"),
+            *("premise", "title", "story", "article", "post", "utterance", "abstract", "description"),
+        ),
+        "label": (
+            *("label", "labels", "category", "categories", "class", "classes", "sentiment", "emotion", "emotions"),
+            *("intent", "topic", "topics", "stars", "rating", "target", "targets", "tags", "genre", "genres", "y"),
+            *("spam", "toxic"),
+        ),
+    }
+    usual_rate = 3e-5
     default_model = "distilbert/distilbert-base-uncased"
     pipeline = "text-classification"
     display_keys = ("samples",)
@@ -61,68 +71,84 @@ class Classification(TextTask, Streams, LabelTask):
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
-    def prepare(cls, run: Run) -> Prepared:
-        options = ClassificationOptions.model_validate(run.task.options)
-        asked, kind = options.columns | options.labels, objective_of(options)
-        data = source.load(run.data, run.seed, columns=asked, tokens=TokenCounts.of(run))
-        splits = dict(data.splits)
-        texts, learned = list(options.columns.values()), list(options.labels.values())
-        for split, dataset in data.splits.items():
-            hidden = split == "test" and all(labels.hidden(dataset, column) for column in learned)
-            if hidden and run.data.test is None:
-                del splits["test"]  # benchmarks hide the labels of their test split, or leave them out
-                continue
-            missing_values.present(dataset, asked, split, data.name)
-        for split, dataset in splits.items():
-            splits[split] = _whole(dataset, options, split, data.name, run.data.drop_missing)
-        rows = cls.stream(run).found(splits, texts) if run.data.stream else None
-        codes, counts = (kind.codes(splits, options, data.name), []) if rows is None else _of(rows, options, splits)
+    def columns(cls, options: ClassificationOptions) -> dict[str, str]:
+        return options.columns | options.labels
 
-        def cut(train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
-            return kind.cut(codes, train, share, seed, key)
+    @classmethod
+    def compared(cls, options: ClassificationOptions) -> tuple[list[str], list[str]]:
+        return list(options.columns.values()), list(options.labels.values())
 
-        splits, left_out = splitting.deduplicate_and_split(data, splits, run, texts, learned, cut)
-        counts = codes.counts(splits["train"]) if rows is None else counts
-        examples = len(splits["train"]) if rows is None else sum(counts)
-        kind(options, codes.names, counts, examples)  # refuses weights and thresholds of none of them
-        hashes = {split: content(dataset, [*texts, *learned]) for split, dataset in splits.items()}
+    @classmethod
+    def usable_splits(cls, read: source.Source, run: Run, options: ClassificationOptions) -> dict[str, Dataset]:
+        """A test split whose labels are hidden, as benchmarks have them, is none."""
+        splits = dict(read.splits)
+        learned, test = options.labels.values(), splits.get("test")
+        if run.data.test is None and test is not None and all(labels.hidden(test, column) for column in learned):
+            del splits["test"]
+        for split, rows in splits.items():
+            usable = cls.usable(rows, options, split, read.name, run.data.drop_missing)
+            whole = len(usable) == len(rows) or options.multi_label or options.regression
+            splits[split] = usable if whole else whole_numbers(usable, options.labels["task.label"])
+        return splits
 
-        def batches(train: Dataset) -> Iterator[list[str]]:
-            for start in range(0, len(train), 1000):
-                some = train[start : start + 1000]
-                yield [text for column in texts for text in some[column]]
+    @classmethod
+    def usable(cls, rows: Dataset, options: ClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
+        missing_values.present(rows, cls.columns(options), split, name)
+        rows = missing_values.complete(rows, cls.columns(options), split, name, drop)
+        return objective_of(options).readable(missing_values.texts(rows, options.columns, split, name, drop), options)
 
-        if rows is not None:
-            folder = rows.tokenizer(run, batches)
+    @classmethod
+    def read_labels(cls, data: TextData) -> Learned:
+        options = data.options
+        if data.rows is None:
+            return Learned(objective_of(options).codes(data.splits, options, data.name))
+        return _of(data.rows, options, data.splits)
+
+    @classmethod
+    def cut_of(cls, data: TextData) -> splitting.Cut:
+        return partial(objective_of(data.options).cut, data.labels.codes)
+
+    @classmethod
+    def check_labels(cls, data: TextData) -> None:
+        """Refuse weights and thresholds of labels that there are none of."""
+        counts = data.labels.counts_in(data)
+        examples = len(data.splits["train"]) if data.rows is None else sum(counts)
+        objective_of(data.options)(data.options, data.labels.codes.names, counts, examples)
+
+    @classmethod
+    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        options, kind, codes = data.options, objective_of(data.options), data.labels.codes
+        keys = options.model_dump(include={"text", "text_pair", "label", "label_names"})
+        keys |= {} if kind is OneLabel else {"learned": kind.problem}
+        return [data.run.data.max_length, keys, codes.names, *[codes.values] * (rows is None)]
+
+    @classmethod
+    def label_names(cls, data: TextData) -> list[str]:
+        return data.labels.codes.names
+
+    @classmethod
+    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+        codes, counts = data.labels.codes, data.labels.counts_in(data)
+        facts: dict[str, Any] = {"label_values": codes.values}
+        if data.options.regression:
+            facts["numbers"] = codes.names
         else:
-            folder = tokenizer.prepare(run, batches(splits["train"]), hashes["train"])
-        _check_model(run)
-        files = {}
-        kept = options.model_dump(include={"text", "text_pair", "label", "label_names"})
-        kept |= {} if kind is OneLabel else {"learned": kind.problem}
-        for split, dataset in splits.items():
-            key = digest(VERSION, hashes[split], folder.name, run.data.max_length, kept, codes.names)
-            files[split] = _encode(run, dataset, options, codes, str(folder), key)
-        called = {"numbers": codes.names} if options.regression else {"labels": codes.names, "of_label": counts}
-        facts: dict[str, Any] = called | {"source": data.name}
-        facts["label_values"] = codes.values
-        if not options.regression:
+            facts |= {"labels": codes.names, "of_label": counts}
             facts |= labels.alike(dict(zip(codes.names, counts, strict=False)))
-        if rows is not None:
-            key = digest(VERSION, folder.name, run.data.max_length, kept, codes.names, facts["label_values"])
-            index = rows.index(cls.example_maker(run, str(folder), facts), key)
-            files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
-        facts |= left_out
-        if data.name == source.BUILTIN and learned == ["label"] and kind is OneLabel:
+        if (
+            data.name == source.BUILTIN
+            and list(data.options.labels.values()) == ["label"]
+            and objective_of(data.options) is OneLabel
+        ):
             facts["best_possible"] = {
                 split: {"accuracy": float(np.mean(np.array(d["label"]) == np.array(d["true_label"])))}
-                for split, d in splits.items()
+                for split, d in data.splits.items()
             }
-        return Prepared(digest(stream.names_of(files), codes.names), files, str(folder), facts)
+        return facts
 
     @classmethod
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
-        options = ClassificationOptions.model_validate(run.task.options)
+        options = cls.options_of(run)
         if run.data.stream and objective_of(options) is not OneLabel:
             return {
                 "data.stream": "it goes with one label a text, and not with multi_label or regression; leave it out"
@@ -130,31 +156,21 @@ class Classification(TextTask, Streams, LabelTask):
         return {}
 
     @classmethod
-    def stream(cls, run: Run) -> Stream:
-        options = ClassificationOptions.model_validate(run.task.options)
-        asked = options.columns | options.labels
-
-        def whole(rows: Dataset, name: str) -> Dataset:
-            missing_values.present(rows, asked, "train", name)
-            rows = missing_values.complete(rows, asked, "train", name, run.data.drop_missing)
-            rows = missing_values.texts(rows, options.columns, "train", name, run.data.drop_missing)
-            return OneLabel.readable(rows, options)
-
-        return Stream(run.data, asked, whole)
+    def encoder(cls, run: Run, folder: str, labels: Learned, split: str, name: str) -> tuple[Encoder, Features]:
+        return _encoder(run, cls.options_of(run), labels.codes, folder)
 
     @classmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        options = ClassificationOptions.model_validate(run.task.options)
+        options = cls.options_of(run)
         codes = labels.Codes(options.labels["task.label"], facts["labels"], facts["label_values"])
-        encoder, features = _encoder(run, options, codes, folder)
-        schema = pa.schema(list(features.arrow_schema))
+        make = stream.maker(*_encoder(run, options, codes, folder))
 
-        def make(rows: Dataset) -> pa.RecordBatch:
+        def known(rows: Dataset) -> pa.RecordBatch:
             if unknown := set(labels.distinct(rows, codes.column, "train")) - codes.place.keys():
                 raise RunError(f"task.label: the train split has a label that it had not before: {unknown.pop()!r}")
-            return encoded(rows[:], encoder, schema)
+            return make(rows)
 
-        return make
+        return known
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -166,50 +182,27 @@ class Classification(TextTask, Streams, LabelTask):
         self.learn(objective_of(self.options)(self.options, self.labels, counts, examples))
         self.token_types = "token_type_ids" in self.splits["train"].names
 
-    def model(self, empty: bool = False) -> nn.Module:
+    @property
+    def config_entries(self) -> dict[str, Any]:
         from lockstep.tasks.models import models
 
-        return models.sequence_classifier(self.run, self.tokenizer, self.labels, empty, self.objective.problem)
+        return models.named(self.labels) | {"problem_type": self.objective.problem}
 
-    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
-        import torch
-
-        from lockstep.data.batch import IGNORED, MicroBatch
-
-        blank = len(rows) == 0
-        rows = np.zeros(1, dtype=np.int64) if blank else rows
-        pad = self.tokenizer.pad_token_id
-        ids, mask = columns.ragged("input_ids").padded(rows, int(pad))  # [B, T]
-        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+    def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
+        inputs = self.padded_texts(columns, rows)  # [B, T]
         if self.token_types:
-            inputs["token_type_ids"] = torch.from_numpy(columns.ragged("token_type_ids").padded(rows, 0)[0])
-        targets = torch.from_numpy(self.objective.targets(columns, rows))  # [B], or [B, C]
-        return MicroBatch(index, inputs, torch.full_like(targets, IGNORED) if blank else targets)
+            inputs["token_type_ids"] = columns.ragged("token_type_ids").padded(rows, 0)[0]
+        return inputs, self.objective.targets(columns, rows)  # [B], or [B, C]
 
-    def samples(
-        self,
-        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
-        forward: Callable[[Mapping[str, Tensor]], Tensor],
-    ) -> list[dict[str, str]]:
-        columns = self.splits["validation"]
-        rows = spread_rows(columns, self.options.samples)
-        if len(rows) == 0:
-            return []
-        batch = self.collate(columns, rows, 0)
-        answers = self.objective.answers(forward(batch.inputs).float(), self.threshold)
-        texts = self.tokenizer.batch_decode(batch.inputs["input_ids"].tolist(), skip_special_tokens=True)
-        return [
-            {
-                "text": text.strip(),
-                "predicted": self.objective.short_answer(answer),
-                "label": self.objective.format_target(target),
-            }
-            for text, answer, target in zip(texts, answers, batch.targets, strict=True)
-        ]
+    def inputs_shown(self, rows: np.ndarray, batch: MicroBatch) -> dict[str, list[str]]:
+        return {"text": self.decoded(batch.inputs["input_ids"])}
+
+    def set_export_entries(self, config: Any) -> None:
+        self.keep_threshold(config)
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
-        return tuple(ClassificationOptions.model_validate(run.task.options).columns.values())
+        return tuple(cls.options_of(run).columns.values())
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
@@ -217,8 +210,8 @@ class Classification(TextTask, Streams, LabelTask):
         `scores`; of numbers `value`, or `values` by name."""
         from lockstep.tasks.models import batched_inference, models
 
-        model, tok = models.exported("classification", folder, run)
-        options = ClassificationOptions.model_validate(run.task.options)
+        model, tok = models.exported(cls.head, folder, run)
+        options = cls.options_of(run)
         names = [model.config.id2label[code] for code in range(model.config.num_labels)]
         objective = objective_of(options)(options, names, [], 0)
         threshold = cls.threshold_of(objective, folder)
@@ -240,39 +233,26 @@ class Classification(TextTask, Streams, LabelTask):
         kind = SeveralLabels if "labels" in answer else OneLabel if "label" in answer else RegressionObjective
         return kind.format_answer(answer) + "  " + "\t".join(row)
 
-    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep.tasks.models import models
 
-        model: Any = self.model()
-        self.keep_threshold(model.config)
-        models.save(model, weights, self.tokenizer, folder, self.run)
+@dataclass(frozen=True)
+class Learned:
+    """The labels of the splits."""
 
+    codes: LabelCodes
+    counts: list[int] | None = None  # examples of each in a stream
 
-# -- checks ----------------------------------------------------------------------------------------------------------
-
-
-def _whole(dataset: Dataset, options: ClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
-    """The rows with texts and a label. Errors: `RunError`."""
-    found = missing_values.complete(dataset, options.columns | options.labels, split, name, drop)
-    found = objective_of(options).readable(missing_values.texts(found, options.columns, split, name, drop), options)
-    whole = len(found) == len(dataset) or options.multi_label or options.regression
-    return found if whole else whole_numbers(found, options.labels["task.label"])
+    def counts_in(self, data: TextData) -> list[int]:
+        """Examples of each in train."""
+        return self.codes.counts(data.splits["train"]) if self.counts is None else self.counts
 
 
-def _of(rows: Stream, options: ClassificationOptions, others: dict[str, Dataset]) -> tuple[labels.Codes, list[int]]:
-    """The codes of the labels of a stream and of the other splits, and how many examples each has in the stream.
-    Errors: `RunError`."""
+def _of(rows: Stream, options: ClassificationOptions, others: dict[str, Dataset]) -> Learned:
+    """The labels of a stream and of the other splits. Errors: `RunError`."""
     column = options.labels["task.label"]
-    found = rows.told(partial(labels.count_labels, column=column), "labels", "looking for the labels of the shards")
-    train, held = labels.merge_counts(found, column)
+    counts = rows.told(partial(labels.count_labels, column=column), "labels", "looking for the labels of the shards")
+    train, examples = labels.merge_counts(counts, column)
     codes = labels.codes_of({"train": train} | others, column, options.label_names, rows.files[0].name)
-    return codes, [held[value] for value in codes.place]
-
-
-def _check_model(run: Run) -> None:
-    from lockstep.tasks.models import models
-
-    models.check(run)
+    return Learned(codes, [examples[value] for value in codes.place])
 
 
 # -- encoding --------------------------------------------------------------------------------------------------------
@@ -283,17 +263,7 @@ def _instead_of_none(tok: Any) -> int:
     return int(tok.eos_token_id if tok.eos_token_id is not None else tok.pad_token_id)
 
 
-def _encode(
-    run: Run, dataset: Dataset, options: ClassificationOptions, codes: LabelCodes, folder: str, key: str
-) -> str:
-    encoder, features = _encoder(run, options, codes, folder)
-    read = [*options.columns.values(), *options.labels.values()]
-    return encode(dataset.select_columns(list(dict.fromkeys(read))), encoder, features, key)
-
-
-def _encoder(
-    run: Run, options: ClassificationOptions, codes: LabelCodes, folder: str
-) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
+def _encoder(run: Run, options: ClassificationOptions, codes: LabelCodes, folder: str) -> tuple[Encoder, Features]:
     """What makes tokens and labels of rows, and what these are."""
     import datasets
 

@@ -7,28 +7,27 @@ sentence-transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import lm_documents, source, splitting, text_pairs, tokenizer
+from lockstep.data import splitting, text_pairs
 from lockstep.data.micro_batches import by_chance
-from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
+from lockstep.data.tokens import Columns, Prepared
 from lockstep.tasks.abilities import GivesPredictions, Predicts
-from lockstep.tasks.models import pooling, retrieval
-from lockstep.tasks.task import spread_rows
-from lockstep.tasks.text_task import TextTask
+from lockstep.tasks.models import heads, pooling, retrieval
+from lockstep.tasks.task import Forward, Generate, spread_rows
+from lockstep.tasks.text_task import Arrays, TextData, TextTask
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from torch import Tensor, nn
 
     from lockstep.data.batch import MicroBatch, Sums
-    from lockstep.tasks.models.decoding import Decoding
 
 _AMONG = 64  # texts that the nearest of a sample is looked for in
 _SCORED = 100_000  # scored pairs of a split that correlations are of, at most
@@ -83,9 +82,16 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     """A vector a text."""
 
     Options = EmbeddingOptions
-    head = "embedding"
+    head = heads.EMBEDDING
     column_keys = ("anchor", "positive")
+    column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "anchor": ("anchor", "query", "question", "sentence"),
+        "positive": ("positive", "pos", "positive_passage"),
+        "score": ("score", "similarity", "similarity_score", "relatedness", "relatedness_score"),
+    }
+    small_model = "bert"
     default_model = "sentence-transformers/all-MiniLM-L6-v2"
+    cache_name = ("embedding",)
     row_is_example = True
     not_streamed_reason = (
         "texts that are the same are found among all rows of train, so that none is the negative of itself"
@@ -107,7 +113,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     @classmethod
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
-        options = EmbeddingOptions.model_validate(run.task.options)
+        options = cls.options_of(run)
         alone = options.score is None and options.negative is None
         if not alone or run.batch_size == 1 or run.batch_size >= 2 * run.micro_batches:  # 1: `init` knows no other yet
             return {}
@@ -121,37 +127,41 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return _pooling(run)
 
     @classmethod
-    def prepare(cls, run: Run) -> Prepared:
-        from lockstep.tasks.models import model_configs, models
+    def columns(cls, options: EmbeddingOptions) -> dict[str, str]:
+        return options.columns | ({} if options.score is None else {"task.score": options.score})
 
-        options = EmbeddingOptions.model_validate(run.task.options)
-        score = {} if options.score is None else {"task.score": options.score}
-        data = source.load(run.data, run.seed, columns=options.columns | score, tokens=TokenCounts.of(run))
-        splits = {
-            split: text_pairs.whole(rows, options.columns, options.score, options.score_range, split, data.name, run)
-            for split, rows in data.splits.items()
-        }
-        texts = list(options.columns.values())
-        splits, left_out = splitting.deduplicate_and_split(
-            data, splits, run, texts, list(score.values()), lm_documents.cut
-        )
-        hashes = {split: content(rows, [*texts, *score.values()]) for split, rows in splits.items()}
-        folder = tokenizer.prepare(run, text_pairs.batches(splits["train"], texts), hashes["train"])
-        if model_configs.load_config(run).is_encoder_decoder:
+    @classmethod
+    def usable(cls, rows: Dataset, options: EmbeddingOptions, split: str, name: str, drop: bool) -> Dataset:
+        return text_pairs.whole(rows, options.columns, options.score, options.score_range, split, name, drop)
+
+    @classmethod
+    def compared(cls, options: EmbeddingOptions) -> tuple[list[str], list[str]]:
+        return list(options.columns.values()), [] if options.score is None else [options.score]
+
+    @classmethod
+    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
+        from lockstep.tasks.models import model_configs
+
+        if model_configs.load_config(data.run).is_encoder_decoder:
             raise RunError("model: embeddings are made by an encoder or a decoder, and this is both; choose another")
-        models.check(run, "embedding")
-        known: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
-        files = {}
-        for split, rows in splits.items():
-            numbers = retrieval.numbered([splitting.hashes(rows, [column]) for column in texts])
-            text_pairs.told_apart(rows, options.columns, numbers, split, data.name)
-            asked = [texts, options.score, options.score_range]
-            key = digest("embedding", VERSION, hashes[split], folder.name, run.data.max_length, asked)
-            files[split] = text_pairs.encoded(
-                rows, texts, np.stack(numbers, 1), options.score, options.score_range, known, run.data.max_length, key
-            )
-        tokens = sorted((split, Path(file).name) for split, file in files.items())
-        return Prepared(digest(tokens), files, str(folder), {"source": data.name, "pooling": _pooling(run)} | left_out)
+        super().check(data, folder, tok)
+
+    @classmethod
+    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        options = data.options
+        return [data.run.data.max_length, [list(options.columns.values()), options.score, options.score_range]]
+
+    @classmethod
+    def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
+        rows, options, texts = data.splits[split], data.options, list(data.options.columns.values())
+        numbers = retrieval.numbered([splitting.hashes(rows, [column]) for column in texts])
+        text_pairs.told_apart(rows, options.columns, numbers, split, data.name)
+        score, most = (options.score, options.score_range), data.run.data.max_length
+        return text_pairs.encoded(rows, texts, np.stack(numbers, 1), *score, tok, most, key), []
+
+    @classmethod
+    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+        return {"pooling": _pooling(data.run)}
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -170,10 +180,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return {"negatives": f"{rows} other rows of its micro-batch for each, {self.texts - 2} of its own"}
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.models import models
-
-        model = models.build(self.run, "embedding", self.tokenizer, empty)
-        return pooling.install(model, self.prepared.facts["pooling"])
+        return pooling.install(super().model(empty), self.prepared.facts["pooling"])
 
     def cut(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
         """Rows that are told apart meet by chance, and not by length: as many in every micro-batch, and none alone
@@ -187,18 +194,11 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     def sides(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
         return [self.texts * columns.flat("width")[rows]]
 
-    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+    def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """All texts of the rows: first the anchors [B], then the positives, then the negatives. The target of an anchor
         is its score, or the number of its text; other texts have numbers below `IGNORED`, which are no targets."""
-        import torch
-
-        from lockstep.data.batch import MicroBatch
-
-        blank = len(rows) == 0
-        rows = np.zeros(1, dtype=np.int64) if blank else rows
-        told = text_pairs.laid(columns, rows, int(self.tokenizer.pad_token_id))
-        inputs = {"input_ids": torch.from_numpy(told.ids), "attention_mask": torch.from_numpy(told.mask)}
-        return MicroBatch(index, inputs, torch.from_numpy(text_pairs.blank(told.targets) if blank else told.targets))
+        laid = text_pairs.laid(columns, rows, int(self.tokenizer.pad_token_id))
+        return {"input_ids": laid.ids, "attention_mask": laid.mask}, laid.targets
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return len(rows)
@@ -240,7 +240,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         hidden = same & (at[None] != at[:count, None])
         return hidden if self.options.negatives is None else hidden | (away > self.options.negatives)
 
-    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+    def score(self, forward: Forward, batch: MicroBatch) -> Sums:
         vectors = forward(batch.inputs).float()
         return self._sums(vectors, batch.targets)
 
@@ -254,13 +254,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
             found["nearer"] = right.double().sum()
         return found
 
-    def score_at(
-        self,
-        forward: Callable[[Mapping[str, Tensor]], Tensor],
-        batch: MicroBatch,
-        columns: Columns,
-        rows: np.ndarray,
-    ) -> Sums:
+    def score_at(self, forward: Forward, batch: MicroBatch, columns: Columns, rows: np.ndarray) -> Sums:
         """Beside the sums, what is compared over the whole split: each row's in a place of its own [slots]."""
         import torch
 
@@ -329,18 +323,13 @@ class Embedding(TextTask, Predicts, GivesPredictions):
             return {"plots": [{"title": "mean cosine", "x": "score", "lines": {"cosine": line}}]}
         return {}
 
-    def samples(
-        self,
-        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
-        forward: Callable[[Mapping[str, Tensor]], Tensor],
-    ) -> list[dict[str, str]]:
+    def samples(self, generate: Generate, forward: Forward) -> list[dict[str, str]]:
         columns = self.splits["validation"]
         rows = spread_rows(columns, max(_AMONG, self.options.samples))
         if self.options.samples == 0:
             return []
         batch = self.collate(columns, rows, 0)
-        vectors, ids = forward(batch.inputs).float().cpu(), batch.inputs["input_ids"].tolist()
-        texts = [text.strip() for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
+        vectors, texts = forward(batch.inputs).float().cpu(), self.decoded(batch.inputs["input_ids"])
         count = len(rows)
         cosines = vectors[:count] @ vectors[count : 2 * count].T  # [B, B]
         shown = np.unique(np.linspace(0, count - 1, self.options.samples).astype(int)).tolist()
@@ -360,14 +349,14 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
-        return (EmbeddingOptions.model_validate(run.task.options).anchor,)
+        return (cls.options_of(run).anchor,)
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The `embedding`: numbers, of length 1 together."""
         from lockstep.tasks.models import batched_inference, models
 
-        model, tok = models.exported("embedding", folder, run)
+        model, tok = models.exported(cls.head, folder, run)
         how = pooling.of_folder(folder)
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
@@ -384,16 +373,16 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return f"{' '.join(f'{number:+.4f}' for number in numbers[:6])} ... ({len(numbers)} numbers)  {row[0]}"
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep.tasks.models import models
+        from lockstep.tasks.models import model_configs
 
-        model: Any = self.model()
-        models.save(model, weights, self.tokenizer, folder, self.run)
-        pooling.write(folder, self.prepared.facts["pooling"], model.config.hidden_size, self.run.data.max_length)
+        super().write(folder, weights)
+        size = model_configs.load_config(self.run).hidden_size
+        pooling.write(folder, self.prepared.facts["pooling"], size, self.run.data.max_length)
 
 
 def _pooling(run: Run) -> str:
     """What is asked for, else what the model's own files say, else the mean. Errors: `RunError`."""
-    return EmbeddingOptions.model_validate(run.task.options).pooling or pooling.of_source(run) or "mean"
+    return Embedding.options_of(run).pooling or pooling.of_source(run) or "mean"
 
 
 def _gathered(sums: Sums) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -27,18 +27,16 @@ from lockstep.data.origin import model_folder
 from lockstep.data.stream import names_of
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
 from lockstep.tasks.label_task import LabelTask
+from lockstep.tasks.models import heads
 from lockstep.tasks.objectives.one_label import OneLabel
 from lockstep.tasks.objectives.options import LabelOptions
-from lockstep.tasks.task import spread_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
 
     from lockstep.data.batch import MicroBatch
-    from lockstep.tasks.models.decoding import Decoding
 
-HEAD = "image_classification"
 _AS_IT_IS = {"do_resize": False, "do_center_crop": False}  # for images that have their size already
 _UNUSED = ("max_length", "group_by_length", "stream_window")  # keys of `data`
 
@@ -66,9 +64,10 @@ class ImageClassification(LabelTask):
     """One label an image."""
 
     Options = ImageClassificationOptions
-    head = HEAD
+    head = heads.IMAGE_CLASSIFICATION
     column_keys = ("image", "label")
     default_model = "google/vit-base-patch16-224-in21k"
+    small_model = "vit"
     pipeline = "image-classification"
     display_keys = ("samples",)
     row_is_example = True
@@ -101,7 +100,7 @@ class ImageClassification(LabelTask):
 
         if importlib.util.find_spec("PIL") is None:
             raise RunError("task.name: image_classification needs Pillow: pip install 'lockstep-train[images]'")
-        options: Any = ImageClassificationOptions.model_validate(run.task.options)
+        options = cls.options_of(run)
         data = source.load(run.data, run.seed, columns={"task.image": options.image} | options.labels)
         splits = {}
         for split, rows in data.splits.items():
@@ -116,7 +115,7 @@ class ImageClassification(LabelTask):
         splits, facts = splitting.deduplicate_and_split(data, splits, run, [options.image], [options.label], cut)
         counts = codes.counts(splits["train"])
         OneLabel(options, codes.names, counts, len(splits["train"]))  # refuses weights and thresholds of none of them
-        models.check(run, HEAD)
+        models.check(run, cls.head)
         folder = _processor_folder(run, options)
         processor = load_processor(str(folder))
         shape = _shape(run, processor)
@@ -133,17 +132,15 @@ class ImageClassification(LabelTask):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        options: Any = self.Options.model_validate(run.task.options)
-        self.options = options
         self.labels: list[str] = prepared.facts["labels"]
         self.processor = load_processor(prepared.tokenizer)
-        self.learn(OneLabel(options, self.labels, prepared.facts["of_label"], len(self.splits["train"])))
+        self.learn(OneLabel(self.options, self.labels, prepared.facts["of_label"], len(self.splits["train"])))
 
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models
 
         entries = models.named(self.labels) | {"problem_type": self.objective.problem}
-        return models.build(self.run, HEAD, None, empty, **entries)
+        return models.build(self.run, self.head, None, empty, **entries)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         """`pixel_values` float32 [B, C, H, W], rescaled and normalised by the processor. Of no rows two images, which
@@ -160,25 +157,8 @@ class ImageClassification(LabelTask):
         targets = torch.from_numpy(self.objective.targets(columns, rows))
         return MicroBatch(index, inputs, torch.full_like(targets, IGNORED) if blank else targets)
 
-    def samples(
-        self,
-        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
-        forward: Callable[[Mapping[str, Tensor]], Tensor],
-    ) -> list[dict[str, str]]:
-        columns = self.splits["validation"]
-        rows = spread_rows(columns, self.options.samples)
-        if len(rows) == 0:
-            return []
-        batch = self.collate(columns, rows, 0)
-        answers = self.objective.answers(forward(batch.inputs).float(), self.threshold)
-        return [
-            {
-                "image": f"validation, row {row}",
-                "predicted": self.objective.short_answer(answer),
-                "label": self.objective.format_target(target),
-            }
-            for row, answer, target in zip(rows, answers, batch.targets, strict=True)
-        ]
+    def inputs_shown(self, rows: np.ndarray, batch: MicroBatch) -> dict[str, list[str]]:
+        return {"image": [f"validation, row {row}" for row in rows]}
 
     def sample_input(self, sample: Mapping[str, str]) -> str:
         """Nothing: samples are rows of the data set, and `predict` reads files."""
@@ -216,9 +196,9 @@ class ImageClassification(LabelTask):
 
         from lockstep.tasks.models import batched_inference, models
 
-        model, processor = models.exported_model(HEAD, folder, run), load_processor(str(folder))
+        model, processor = models.exported_model(cls.head, folder, run), load_processor(str(folder))
         names = [model.config.id2label[code] for code in range(model.config.num_labels)]
-        options: Any = ImageClassificationOptions.model_validate(run.task.options)
+        options = cls.options_of(run)
         objective = OneLabel(options.model_copy(update={"class_weights": None}), names, [], 0)
         threshold = cls.threshold_of(objective, folder)
 

@@ -7,7 +7,8 @@ from predictions that are gathered in the order of the split.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from lockstep.data.tokens import Columns
 from lockstep.tasks.abilities import Calibrates, GivesPredictions, Predicts
 from lockstep.tasks.objectives.objective import Objective
 from lockstep.tasks.objectives.one_label import MOST_CLASSES, OneLabel
+from lockstep.tasks.task import Forward, Generate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +60,7 @@ class LabelTask(Predicts, GivesPredictions, Calibrates):
             rows = zip(logits.split(1), targets.split(1), strict=True)
             return loss, torch.stack([self.objective.loss_sum(row, target) for row, target in rows])
 
-    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+    def score(self, forward: Forward, batch: MicroBatch) -> Sums:
         sums = self.objective.score(forward(batch.inputs).float(), batch.targets)
         gathers = bool(self.per_example_outputs)
         return {name: value for name, value in sums.items() if gathers or name not in ("predictions", "labels")}
@@ -78,6 +80,20 @@ class LabelTask(Predicts, GivesPredictions, Calibrates):
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         return self.objective.dummy_predictions()
+
+    def sample_texts(
+        self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
+    ) -> list[dict[str, str]]:
+        answers = self.objective.answers(forward(batch.inputs).float(), self.threshold)
+        shown = self.inputs_shown(rows, batch) | {
+            "predicted": [self.objective.short_answer(answer) for answer in answers],
+            "label": [self.objective.format_target(target) for target in batch.targets],
+        }
+        return [dict(zip(shown, values, strict=True)) for values in zip(*shown.values(), strict=True)]
+
+    @abstractmethod
+    def inputs_shown(self, rows: np.ndarray, batch: MicroBatch) -> dict[str, list[str]]:
+        """Columns of what a sample shows of the validation examples at `rows`, before its labels."""
 
     # -- the threshold -----------------------------------------------------------------------------------------------
 

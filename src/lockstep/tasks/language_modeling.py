@@ -7,16 +7,15 @@ per byte and per word of the text, all from sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
-from lockstep.config import renamed_keys
+from lockstep.config import key_aliases
 from lockstep.config.run import Run, RunError
 from lockstep.data import (
     arrow_cache,
@@ -26,22 +25,20 @@ from lockstep.data import (
     missing_values,
     mixed,
     packing,
-    source,
     splitting,
-    stream,
     tokenizer,
 )
 from lockstep.data.cache import discard
-from lockstep.data.stream import Stream
-from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, examples_in
+from lockstep.data.tokens import Columns, Make, digest, examples_in
 from lockstep.tasks.abilities import Generates
+from lockstep.tasks.models import heads
 from lockstep.tasks.models.language_options import LanguageModelingOptions
 from lockstep.tasks.per_token import PerToken, perplexity
+from lockstep.tasks.task import Forward, Generate
+from lockstep.tasks.text_task import Arrays, TextData, check_template, in_batches
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from torch import Tensor, nn
 
     from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.decoding import Decoding
@@ -53,129 +50,137 @@ class LanguageModeling(PerToken, Generates):
     """The next token of a text."""
 
     Options = LanguageModelingOptions
-    head = "causal"
+    head = heads.CAUSAL
     column_keys = ("text",)
+    column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "prompt": ("prompt", "instruction", "question", "input", "query"),
+        "response": ("response", "completion", "output", "answer", "answers", "chosen", "target"),
+        "messages": ("messages", "conversation", "conversations", "dialog", "dialogue"),
+    }
     default_model = "openai-community/gpt2"
     pipeline = "text-generation"
+    cache_name = ("language modelling",)
+    generative = True
     display_keys = ("samples", "sample_prompt", "sample_tokens", "temperature")
 
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
-    def prepare(cls, run: Run) -> Prepared:
-        options = LanguageModelingOptions.model_validate(run.task.options)
-        asked = options.columns or options.writing.columns
-        data = source.load(run.data, run.seed, options.document, asked, TokenCounts.of(run))
-        splits = {s: _whole(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
-        columns = list(asked.values())
-        rows = cls.stream(run).found(splits, columns) if run.data.stream else None
-        cut = partial(lm_documents.cut, column=options.text if list(asked) == ["task.text"] else None)
-        splits, left_out = splitting.deduplicate_and_split(data, splits, run, columns, [], cut)
-        hashes = {split: content(dataset, columns) for split, dataset in splits.items()}
-        if rows is not None:
-            folder = rows.tokenizer(run, partial(_batches, options=options), generative=True)
-        else:
-            folder = tokenizer.prepare(run, _batches(splits["train"], options), hashes["train"], generative=True)
-        tok = tokenizer.load(str(folder), run.model.trust_remote_code)
-        written: list[Any] = []
-        if options.messages is not None:
-            if not (options.chat_template or tok.chat_template):
-                raise RunError("task.messages: the tokenizer has no chat template; give task.chat_template")
-            if not tok.is_fast:
-                raise RunError("task.messages: the tokenizer does not tell which characters its tokens stand for")
-            written = tokenizer.template_of(tok, options.chat_template)
-        _check_model(run, options)
-        files: dict[str, str] = {}
-        names: list[tuple[str, str]] = []
-        for split, dataset in splits.items():
-            values = options.values(dataset)
-            key = digest("language modelling", VERSION, hashes[split], folder.name, values, options.packed, *written)
-            own = digest(f"with openings{' and what was cut' * options.cut}", key)
-            files[split], counts = mixed.each_alone(dataset, own, partial(_encode, tok=tok, options=options))
-            names.append((split, f"{digest(key, counts) if counts else key}.arrow"))
-            if counts:
-                left_out["sources"]["rows"][split] = counts
-            if examples_in(files[split]) == 0:
-                discard(Path(files[split]))
-                raise RunError(
-                    f"task: no token is left to predict in the {split} split of {data.name}: texts of one token, or "
-                    f"prompts that fill all {options.block_size} tokens of task.block_size"
-                )
-        facts: dict[str, Any] = {"source": data.name}
-        facts["texts"] = {split: len(dataset) for split, dataset in splits.items()}
-        if ends := {split: told for split in files if (told := _cut(splits[split], files[split], options))}:
-            facts["cut_texts"] = ends
-        if rows is not None:
-            asked_for = renamed_keys.former("task", options.model_dump(exclude={*cls.display_keys, "loss_chunk"}))
-            key = digest("language modelling", VERSION, folder.name, asked_for, *written)
-            index = rows.index(cls.example_maker(run, str(folder), {}), key)
-            files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
-            facts["texts"]["train"] = stream.about(index)["rows"]
-            names.append(("train", stream.about(index)["content"]))
-        return Prepared(digest(sorted(names)), files, str(folder), facts | left_out)
+    def columns(cls, options: LanguageModelingOptions) -> dict[str, str]:
+        return options.columns or options.writing.columns
 
     @classmethod
-    def stream(cls, run: Run) -> Stream:
-        options = LanguageModelingOptions.model_validate(run.task.options)
-        asked = options.columns or options.writing.columns
-        whole = partial(_whole, options=options, drop=run.data.drop_missing)
-        return Stream(run.data, asked, lambda rows, name: whole(rows, split="train", name=name), options.document)
+    def document(cls, options: LanguageModelingOptions) -> str:
+        return options.document
+
+    @classmethod
+    def usable(cls, rows: Dataset, options: LanguageModelingOptions, split: str, name: str, drop: bool) -> Dataset:
+        if options.messages is None:
+            return missing_values.texts(rows, options.columns, split, name, drop)
+        missing_values.present(rows, options.writing.columns, split, name)
+        return conversations.whole(rows, options.messages, split, name, drop)
+
+    @classmethod
+    def compared(cls, options: LanguageModelingOptions) -> tuple[list[str], list[str]]:
+        return list(cls.columns(options).values()), []
+
+    @classmethod
+    def cut_of(cls, data: TextData) -> splitting.Cut:
+        return partial(lm_documents.cut, column=data.options.text if "task.text" in data.options.columns else None)
+
+    @classmethod
+    def tokenizer_texts(cls, rows: Dataset, options: LanguageModelingOptions) -> Iterator[list[str]]:
+        for batch in in_batches(rows):
+            if options.messages is not None:
+                yield [message.get("content") or "" for messages in batch[options.messages] for message in messages]
+            else:
+                texts = (text for column in options.columns.values() for text in batch[column])
+                yield [piece for text in texts for piece in chunked_tokenization.pieces(text)]
+
+    @classmethod
+    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
+        if data.options.messages is not None:
+            check_template(tok, data.options.chat_template, "messages")
+        _check_model(data.run, data.options)
+
+    @classmethod
+    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        options = data.options
+        written = tokenizer.template_of(tok, options.chat_template) if options.messages is not None else []
+        if rows is None:
+            return [
+                key_aliases.former("task", options.model_dump(exclude={*cls.display_keys, "loss_chunk"})),
+                *written,
+            ]
+        return [options.values(rows), options.packed, *written]
+
+    @classmethod
+    def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
+        own = digest(f"with openings{' and what was cut' * data.options.cut}", key)
+        file, counts = mixed.each_alone(data.splits[split], own, partial(_encode, tok=tok, options=data.options))
+        if examples_in(file) == 0:
+            discard(Path(file))
+            raise RunError(
+                f"task: no token is left to predict in the {split} split of {data.name}: texts of one token, or "
+                f"prompts that fill all {data.options.block_size} tokens of task.block_size"
+            )
+        return file, counts
+
+    @classmethod
+    def content_name(cls, file: str, key: str, counts: list[int]) -> str:
+        return f"{digest(key, counts) if counts else key}.arrow"
+
+    @classmethod
+    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+        ends = {split: _cut(rows, files[split], data.options) for split, rows in data.splits.items()}
+        ends = {split: left for split, left in ends.items() if left}
+        texts = {split: len(rows) for split, rows in data.splits.items()}
+        return {"texts": texts} | ({"cut_texts": ends} if ends else {})
 
     @classmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        options = LanguageModelingOptions.model_validate(run.task.options)
+        options = cls.options_of(run)
         tok = tokenizer.load(folder, run.model.trust_remote_code)
 
         def make(rows: Dataset) -> pa.RecordBatch:
-            found = [each for each, _ in _documents(rows, tok, options, range(len(rows)))]
-            return packing.examples(packing.joined(found, options.packed), options.block_size)
+            documents = [each for each, _ in _documents(rows, tok, options, range(len(rows)))]
+            return packing.examples(packing.joined(documents, options.packed), options.block_size)
 
         return make
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        super().__init__(run, prepared)
-        self.loss_chunk = self.options.loss_chunk
-
     metric_names = ("accuracy", "perplexity", "bits_per_byte", "byte_perplexity", "word_perplexity")
 
-    def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.models import chunked_loss, model_configs, models
+    @property
+    def config_entries(self) -> dict[str, Any]:
+        from lockstep.tasks.models import model_configs
 
-        model = models.build(self.run, "causal", self.tokenizer, empty, **model_configs.causal_entries(self.run))
-        return chunked_loss.install(model, self.loss_chunk)
+        return model_configs.causal_entries(self.run)
 
-    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+    @property
+    def chat_template(self) -> str | None:
+        return self.options.chat_template
+
+    def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """Where texts of a block are read by themselves, positions begin anew with each, which is what transformers
         takes to mean that they do not see each other; it asks for no `attention_mask` beside."""
-        batch = super().collate(columns, rows, index)
+        inputs, targets = super().tensors(columns, rows)
         if self.options.attend_across_documents:
-            return batch
-        import torch
-
-        starts, _ = columns.ragged("starts").padded(rows if len(rows) else np.zeros(1, dtype=np.int64), 1)  # [B, T]
+            return inputs, targets
+        starts, _ = columns.ragged("starts").padded(rows, 1)  # [B, T]
         place = np.arange(starts.shape[1])
         positions = place - np.maximum.accumulate(np.where(starts == 1, place, 0), axis=1)
-        inputs = {name: values for name, values in batch.inputs.items() if name != "attention_mask"}
-        return replace(batch, inputs=inputs | {"position_ids": torch.from_numpy(positions)})
+        return {"input_ids": inputs["input_ids"], "position_ids": positions}, targets
 
-    def score_texts(
-        self,
-        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
-        batch: MicroBatch,
-        columns: Columns,
-        rows: np.ndarray,
-    ) -> Sums:
+    def score_texts(self, generate: Generate, batch: MicroBatch, columns: Columns, rows: np.ndarray) -> Sums:
         import torch
 
         device = batch.targets.device
         measured = {name: int(columns.flat(name)[rows].sum()) for name in _SIZES}
         return {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in measured.items()}
 
-    def score_split(
-        self, forward: Callable[[Mapping[str, Tensor]], Tensor], columns: Columns, rows: np.ndarray, device: Any
-    ) -> Sums:
+    def score_split(self, forward: Forward, columns: Columns, rows: np.ndarray, device: Any) -> Sums:
         """Of tokens that nothing comes before: `openings`, their loss after the token that begins or ends a text, and
         what they stand for. Not there where the tokenizer has neither, and not of a stream."""
         import torch
@@ -199,29 +204,20 @@ class LanguageModeling(PerToken, Generates):
         """Per byte or word it is the loss of the whole text over their number, as in lm-evaluation-harness, which does
         not depend on how the tokenizer cuts it: also the loss of tokens that are no targets, as nothing is before
         them."""
-        total, targets = float(sums["loss"]), float(sums["targets"])
-        found = {
-            "loss": total / targets,
-            "perplexity": perplexity(total / targets),
-            "accuracy": float(sums["right"]) / targets,
-        }
+        metrics = super().metrics(sums)
         if "openings" not in sums:
-            return found
+            return metrics
         whole, size, count = (
             float(sums[one] + sums[other])
             for one, other in (("loss", "openings"), *((each, f"opening_{each}") for each in _SIZES))
         )
         if size > 0:
-            found |= {"bits_per_byte": whole / math.log(2) / size, "byte_perplexity": perplexity(whole / size)}
+            metrics |= {"bits_per_byte": whole / math.log(2) / size, "byte_perplexity": perplexity(whole / size)}
         if count > 0:
-            found["word_perplexity"] = perplexity(whole / count)
-        return found
+            metrics["word_perplexity"] = perplexity(whole / count)
+        return metrics
 
-    def samples(
-        self,
-        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
-        forward: Callable[[Mapping[str, Tensor]], Tensor],
-    ) -> list[dict[str, str]]:
+    def samples(self, generate: Generate, forward: Forward) -> list[dict[str, str]]:
         import torch
 
         columns = self.splits["validation"]
@@ -265,7 +261,7 @@ class LanguageModeling(PerToken, Generates):
 
     @classmethod
     def decodes_greedily(cls, run: Run) -> bool:
-        options = LanguageModelingOptions.model_validate(run.task.options)
+        options = cls.options_of(run)
         return options.temperature == 0 or options.samples == 0
 
     def _decoding(self, tokens: int) -> Decoding:
@@ -277,32 +273,25 @@ class LanguageModeling(PerToken, Generates):
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
-        options = LanguageModelingOptions.model_validate(run.task.options)
+        options = cls.options_of(run)
         return (options.prompt or options.text,)
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """What is `written` after the text."""
-        import torch
-
         from lockstep.tasks.models import batched_inference, models
-        from lockstep.tasks.models.decoding import Decoding, by_transformers
+        from lockstep.tasks.models.decoding import continuation
 
-        options = LanguageModelingOptions.model_validate(run.task.options)
-        model, tok = models.exported("causal", folder, run)
-        end = lm_documents.end_of(tok)
+        options = cls.options_of(run)
+        model, tok = models.exported(cls.head, folder, run)
+        spoken = options.messages is not None
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             ((text,),) = rows  # each has room of its own to write, and draws of its own
-            if options.messages is not None:
+            if spoken:
                 text = options.writing.text(tok, [{"role": "user", "content": text}], None, True)
-            ids = tok(text, verbose=False, add_special_tokens=options.messages is None)["input_ids"]
-            ids = ids[:-1] if ids and ids[-1] == end else ids
-            ids = ids[-(options.block_size - 1) :] or [tok.pad_token_id if end is None else end]
-            room = min(options.sample_tokens, options.block_size - len(ids))
-            how = Decoding(room, tok.pad_token_id, end, temperature=options.temperature, seed=run.seed)
-            tokens = by_transformers(model, {"input_ids": torch.tensor([ids])}, how)[0].tolist()
-            return [{"written": tok.decode(tokens, skip_special_tokens=True)}]
+            most = options.block_size, options.sample_tokens
+            return [{"written": continuation(model, tok, text, spoken, *most, options.temperature, run.seed)}]
 
         return batched_inference.answers(rows, answer, at_once=1)
 
@@ -310,32 +299,8 @@ class LanguageModeling(PerToken, Generates):
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return str(answer["written"])
 
-    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep.tasks.models import models
-
-        models.save(self.model(), weights, self.tokenizer, folder, self.run, self.options.chat_template)
-
 
 # -- preparing -------------------------------------------------------------------------------------------------------
-
-
-def _whole(dataset: Dataset, options: LanguageModelingOptions, split: str, name: str, drop: bool) -> Dataset:
-    """The rows with something to read. Errors: `RunError`."""
-    if options.messages is None:
-        return missing_values.texts(dataset, options.columns, split, name, drop)
-    missing_values.present(dataset, options.writing.columns, split, name)
-    return conversations.whole(dataset, options.messages, split, name, drop)
-
-
-def _batches(train: Dataset, options: LanguageModelingOptions) -> Iterator[list[str]]:
-    """The texts that a tokenizer is trained on."""
-    for start in range(0, len(train), 1000):
-        rows = train[start : start + 1000]
-        if options.messages is not None:
-            yield [message.get("content") or "" for messages in rows[options.messages] for message in messages]
-        else:
-            texts = (text for column in options.columns.values() for text in rows[column])
-            yield [piece for text in texts for piece in chunked_tokenization.pieces(text)]
 
 
 def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions, rows: range) -> lm_documents.Found:
@@ -379,7 +344,7 @@ def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[
 def _check_model(run: Run, options: LanguageModelingOptions) -> None:
     from lockstep.tasks.models import model_configs, models, padding
 
-    models.check(run, "causal", options.block_size, "task.block_size", **model_configs.causal_entries(run))
+    models.check(run, heads.CAUSAL, options.block_size, "task.block_size", **model_configs.causal_entries(run))
     padding.check_foresight(run)
     if not options.attend_across_documents and (why := padding.crosses(run)) is not None:
         raise RunError(f"task.attend_across_documents: false is not for this family of models: {why}; leave it out")

@@ -7,7 +7,7 @@ tokens are hidden depends on the seed, the step and the example (data/masking.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -24,25 +24,22 @@ from lockstep.data import (
     missing_values,
     mixed,
     packing,
-    source,
     splitting,
-    stream,
     tokenizer,
 )
 from lockstep.data.cache import discard
-from lockstep.data.stream import Stream
-from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, examples_in
-from lockstep.tasks.per_token import PerToken, perplexity
-from lockstep.tasks.task import spread_rows
+from lockstep.data.tokens import Columns, Make, Prepared, examples_in
+from lockstep.tasks.models import heads
+from lockstep.tasks.per_token import PerToken
+from lockstep.tasks.task import Forward, Generate
+from lockstep.tasks.text_task import Arrays, TextData, in_batches
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from lockstep.data.batch import MicroBatch
-    from lockstep.tasks.models.decoding import Decoding
+    from lockstep.data.batch import MicroBatch, Sums
 
 _BEST = 5  # tokens that `predict` gives for a mask
 
@@ -65,15 +62,22 @@ class MaskedLanguageModelingOptions(BaseModel):
     )
     samples: int = Field(2, ge=0, description="texts to show after each evaluation, with what is filled in")
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """Key of the run file -> the column that it names."""
+        return {"task.text": self.text}
+
 
 class MaskedLanguageModeling(PerToken):
     """The hidden tokens of a text."""
 
     Options = MaskedLanguageModelingOptions
-    head = "masked"
+    head = heads.MASKED
     column_keys = ("text",)
     default_model = "distilbert/distilroberta-base"
+    small_model = "bert"
     pipeline = "fill-mask"
+    cache_name = ("masked",)
     display_keys = ("samples",)
 
     @property
@@ -83,64 +87,57 @@ class MaskedLanguageModeling(PerToken):
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
-    def prepare(cls, run: Run) -> Prepared:
-        from lockstep.tasks.models import models
-
-        options = MaskedLanguageModelingOptions.model_validate(run.task.options)
-        asked = {"task.text": options.text}
-        data = source.load(run.data, run.seed, plain=options.document, columns=asked, tokens=TokenCounts.of(run))
-        splits = {
-            s: missing_values.texts(rows, asked, s, data.name, run.data.drop_missing) for s, rows in data.splits.items()
-        }
-        cut = partial(lm_documents.cut, column=options.text)
-        streamed = cls.stream(run).found(splits, [options.text]) if run.data.stream else None
-        splits, left_out = splitting.deduplicate_and_split(data, splits, run, [options.text], [], cut)
-        hashes = {split: content(rows, [options.text]) for split, rows in splits.items()}
-        if streamed is not None:
-            folder = streamed.tokenizer(run, partial(_batches, column=options.text))
-        else:
-            folder = tokenizer.prepare(run, _batches(splits["train"], options.text), hashes["train"])
-        _check_tokenizer(tokenizer.load(str(folder), run.model.trust_remote_code), options)
-        models.check(run, "masked")
-        known: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
-        files = {}
-        for split, rows in splits.items():
-            key = digest("masked", VERSION, hashes[split], folder.name, run.data.max_length, options.packing)
-            encode = partial(_encode, tok=known, column=options.text, size=run.data.max_length, packed=options.packing)
-            files[split], counts = mixed.each_alone(rows, key, encode)
-            if examples_in(files[split]) == 0:
-                discard(Path(files[split]))
-                raise RunError(
-                    f"task.text: the {split} split of {data.name} is one token long: there is nothing to mask"
-                )
-            if counts:
-                left_out["sources"]["rows"][split] = counts
-        texts = {split: len(rows) for split, rows in splits.items()}
-        if streamed is not None:
-            key = digest("masked", VERSION, folder.name, run.data.max_length, options.packing)
-            index = streamed.index(cls.example_maker(run, str(folder), {}), key)
-            files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
-            texts["train"] = stream.about(index)["rows"]
-        facts = {"source": data.name, "texts": texts} | left_out
-        return Prepared(digest(stream.names_of(files)), files, str(folder), facts)
+    def document(cls, options: MaskedLanguageModelingOptions) -> str:
+        return options.document
 
     @classmethod
-    def stream(cls, run: Run) -> Stream:
-        options = MaskedLanguageModelingOptions.model_validate(run.task.options)
-        asked = {"task.text": options.text}
-        whole = partial(missing_values.texts, columns=asked, split="train", drop=run.data.drop_missing)
-        return Stream(run.data, asked, lambda rows, name: whole(rows, name=name), options.document)
+    def usable(
+        cls, rows: Dataset, options: MaskedLanguageModelingOptions, split: str, name: str, drop: bool
+    ) -> Dataset:
+        return missing_values.texts(rows, options.columns, split, name, drop)
+
+    @classmethod
+    def cut_of(cls, data: TextData) -> splitting.Cut:
+        return partial(lm_documents.cut, column=data.options.text)
+
+    @classmethod
+    def tokenizer_texts(cls, rows: Dataset, options: MaskedLanguageModelingOptions) -> Iterator[list[str]]:
+        for batch in in_batches(rows):
+            yield [piece for text in batch[options.text] for piece in chunked_tokenization.pieces(text)]
+
+    @classmethod
+    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
+        _check_tokenizer(tok, data.options)
+        super().check(data, folder, tok)
+
+    @classmethod
+    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        return [data.run.data.max_length, data.options.packing]
+
+    @classmethod
+    def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
+        column, packed = data.options.text, data.options.packing
+        encode = partial(_encode, tok=tok, column=column, size=data.run.data.max_length, packed=packed)
+        file, counts = mixed.each_alone(data.splits[split], key, encode)
+        if examples_in(file) == 0:
+            discard(Path(file))
+            raise RunError(f"task.text: the {split} split of {data.name} is one token long: there is nothing to mask")
+        return file, counts
+
+    @classmethod
+    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+        return {"texts": {split: len(rows) for split, rows in data.splits.items()}}
 
     @classmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        options = MaskedLanguageModelingOptions.model_validate(run.task.options)
+        options = cls.options_of(run)
         tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
 
         def make(rows: Dataset) -> pa.RecordBatch:
             if not options.packing:
                 return _parts(rows[:][options.text], tok, run.data.max_length)
-            found = [each for each, _ in lm_documents.of_texts(rows, tok, options.text, range(len(rows)))]
-            return packing.examples(packing.joined(found, True), run.data.max_length)
+            texts = [each for each, _ in lm_documents.of_texts(rows, tok, options.text, range(len(rows)))]
+            return packing.examples(packing.joined(texts, True), run.data.max_length)
 
         return make
 
@@ -148,30 +145,18 @@ class MaskedLanguageModeling(PerToken):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.loss_chunk = self.options.loss_chunk
         self.vocabulary = masking.vocabulary(self.tokenizer)
-
-    def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.models import chunked_loss, models
-
-        return chunked_loss.install(models.build(self.run, "masked", self.tokenizer, empty), self.loss_chunk)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         return self.collate_at(columns, rows, index, masking.WITHOUT_STEP)
 
     def collate_at(self, columns: Columns, rows: np.ndarray, index: int, step: int) -> MicroBatch:
-        import torch
+        return self.collated(columns, rows, index, partial(self._masked, step=step))
 
-        from lockstep.data.batch import IGNORED, MicroBatch
-        from lockstep.tasks.models.chunked_loss import with_targets
-
-        blank = len(rows) == 0
-        rows = np.zeros(1, dtype=np.int64) if blank else rows
+    def _masked(self, columns: Columns, rows: np.ndarray, step: int) -> Arrays:
         ids, real, picked = self._picked(columns, rows, step)
-        read, wanted = masking.masked(ids, picked, rows, (self.run.seed, step), self.vocabulary)
-        targets = torch.full(wanted.shape, IGNORED) if blank else torch.from_numpy(wanted)  # [B, T]
-        inputs = {"input_ids": torch.from_numpy(read), "attention_mask": torch.from_numpy(real)}
-        return MicroBatch(index, with_targets(inputs, targets, self.loss_chunk), targets)
+        read, hidden = masking.masked(ids, picked, rows, (self.run.seed, step), self.vocabulary)
+        return {"input_ids": read, "attention_mask": real}, hidden  # [B, T]
 
     def _picked(self, columns: Columns, rows: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, which of them are real, and which are to be foretold: [B, T] each."""
@@ -188,27 +173,18 @@ class MaskedLanguageModeling(PerToken):
     def count_targets_at(self, columns: Columns, rows: np.ndarray, step: int) -> int:
         return int(self._picked(columns, rows, step)[2].sum())
 
-    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    def metrics(self, sums: Sums) -> dict[str, float]:
         """Perplexity is exp of the loss per masked token, each seen with its whole text around it: not that of a model
         that writes, and to be compared between models of one tokenizer and one share of masks alone."""
-        loss = float(sums["loss"]) / float(sums["targets"])
-        accuracy = float(sums["right"]) / float(sums["targets"])
-        return {"loss": loss, "perplexity": perplexity(loss), "accuracy": accuracy}
+        return super().metrics(sums)
 
-    def samples(
-        self,
-        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
-        forward: Callable[[Mapping[str, Tensor]], Tensor],
+    def sample_texts(
+        self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
     ) -> list[dict[str, str]]:
         import torch
 
         from lockstep.data.batch import TARGETS
 
-        columns = self.splits["validation"]
-        rows = spread_rows(columns, self.options.samples)
-        if len(rows) == 0:
-            return []
-        batch = self.collate(columns, rows, 0)
         logits = forward({name: values for name, values in batch.inputs.items() if name != TARGETS}).cpu()
         hidden, ids = batch.targets >= 0, batch.inputs["input_ids"]
         shown = {
@@ -226,14 +202,14 @@ class MaskedLanguageModeling(PerToken):
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
-        return (MaskedLanguageModelingOptions.model_validate(run.task.options).text,)
+        return (cls.options_of(run).text,)
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The text `filled` in, and for each of its `masks` the likeliest tokens with their scores."""
         from lockstep.tasks.models import batched_inference, models
 
-        model, tok = models.exported("masked", folder, run)
+        model, tok = models.exported(cls.head, folder, run)
         most = run.data.max_length
         for place, (text,) in enumerate(rows, 1):
             ids = tok(text, truncation=True, max_length=most)["input_ids"]
@@ -255,11 +231,6 @@ class MaskedLanguageModeling(PerToken):
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         best = ["/".join(f"{t['token']} {t['score']:.3f}" for t in mask[:3]) for mask in answer["masks"]]
         return f"{answer['filled']}  ({'; '.join(best)})"
-
-    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep.tasks.models import models
-
-        models.save(self.model(), weights, self.tokenizer, folder, self.run)
 
 
 def _filled(tok: Any, ids: list[int], logits: Tensor) -> dict[str, Any]:
@@ -286,12 +257,6 @@ def _check_tokenizer(tok: Any, options: MaskedLanguageModelingOptions) -> None:
             "and "
             "unigram); leave it out"
         )
-
-
-def _batches(train: Dataset, column: str) -> Iterator[list[str]]:
-    """The texts that a tokenizer is trained on."""
-    for start in range(0, len(train), 1000):
-        yield [piece for text in train[start : start + 1000][column] for piece in chunked_tokenization.pieces(text)]
 
 
 def _encode(dataset: Dataset, key: str, tok: Any, column: str, size: int, packed: bool) -> str:

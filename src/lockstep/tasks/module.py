@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,12 @@ from pydantic import Field
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.data.tokens import Columns, Prepared, digest
-from lockstep.tasks.task import Task, spread_rows
+from lockstep.tasks.task import Forward, Generate, Task, spread_rows
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.data.batch import MicroBatch, Sums
-    from lockstep.tasks.models.decoding import Decoding
     from lockstep.tasks.modules.dataset import Bundle
 
 SEALED = 64  # items of each split that its hash looks at
@@ -189,7 +188,7 @@ class Module(Task):
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
         return outputs.loss  # of a blank micro-batch zero: see `modules/running.py`
 
-    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+    def score(self, forward: Forward, batch: MicroBatch) -> Sums:
         import torch
 
         bundle = _bundle(batch)
@@ -209,11 +208,7 @@ class Module(Task):
             found[name] = float(sums[f"sum {name}"]) / count if count else float("nan")
         return found
 
-    def samples(
-        self,
-        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
-        forward: Callable[[Mapping[str, Tensor]], Tensor],
-    ) -> list[dict[str, str]]:
+    def samples(self, generate: Generate, forward: Forward) -> list[dict[str, str]]:
         columns = self.splits["validation"]
         if self.options.generate is None or self.options.samples == 0:
             return []

@@ -7,73 +7,89 @@ Out: padded micro-batches, and sums over targets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.config.run import RunError
-from lockstep.data.tokens import Columns
+from lockstep.config.run import Run, RunError
+from lockstep.data.tokens import Columns, Prepared
 from lockstep.tasks import metric_arrays
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
-from lockstep.tasks.text_task import TextTask
+from lockstep.tasks.task import Forward
+from lockstep.tasks.text_task import Arrays, TextTask
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from lockstep.data.batch import MicroBatch, Sums
 
 
-class PerToken(TextTask, Streams, Predicts, GivesPredictions):
-    """A task with a cross-entropy over [B, T] targets; `metrics` is left to say what the sums mean."""
+class TokenLosses(TextTask):
+    """A task with a cross-entropy over [B, T] targets, of which `logits` predicts each."""
 
     plugin = "tasks"  # a base: it has no name in a run file
 
-    loss_chunk: int | str | None = None  # tokens whose logits are there at once; None: all
-    metric_inputs = ("foretold", "wanted")
-    metric_names: tuple[str, ...] = ("accuracy", "perplexity")
+    chunks_loss = True
+    smoothing: float = 0.0  # of labels, in training
 
-    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
-        import torch
-
-        from lockstep.data.batch import IGNORED, MicroBatch
-        from lockstep.tasks.models.chunked_loss import with_targets
-
-        blank = len(rows) == 0
-        rows = np.zeros(1, dtype=np.int64) if blank else rows
-        ids, mask = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))  # [B, T]
-        targets = torch.from_numpy(columns.ragged("targets").padded(rows, IGNORED)[0])  # [B, T]
-        targets = torch.full_like(targets, IGNORED) if blank else targets
-        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
-        return MicroBatch(index, with_targets(inputs, targets, self.loss_chunk), targets)
-
-    def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
-        return int(columns.flat("count")[rows].sum())
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        super().__init__(run, prepared)
+        self.loss_chunk = self.options.loss_chunk if self.chunks_loss else None
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
-        return outputs.loss if self.loss_chunk else summed_losses(outputs.logits.float(), targets)
+        return outputs.loss if self.loss_chunk else summed_losses(outputs.logits.float(), targets, self.smoothing)
 
     def loss_each(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.loss_chunk:
             return outputs.loss, of_examples(outputs.logits)
-        each = losses(outputs.logits.float(), targets)
+        each = losses(outputs.logits.float(), targets, self.smoothing)
         return each.sum(), of_examples(each)
 
-    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
-        found = forward(batch.inputs).float()
+    def score(self, forward: Forward, batch: MicroBatch) -> Sums:
+        logits = forward(batch.inputs).float()
         if self.loss_chunk:
             from lockstep.tasks.models.chunked_loss import scored
 
-            return scored(found, batch.targets)
-        return self.sums(found, batch.targets)
+            return scored(logits, batch.targets)
+        return self.sums(logits, batch.targets)
 
-    def score_at(
-        self,
-        forward: Callable[[Mapping[str, Tensor]], Tensor],
-        batch: MicroBatch,
-        columns: Columns,
-        rows: np.ndarray,
-    ) -> Sums:
+    def sums(self, logits: Tensor, targets: Tensor) -> Sums:
+        """Loss, examples, targets and how many of them are the likeliest, of float32 logits [B, T, V]."""
+        real = targets >= 0  # [B, T]
+        return {
+            "loss": summed_losses(logits, targets).double(),
+            "examples": real.any(1).sum().double(),
+            "targets": real.sum().double(),
+            "right": ((logits.argmax(-1) == targets) & real).sum().double(),
+        }
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        loss, accuracy = (float(sums[name]) / float(sums["targets"]) for name in ("loss", "right"))
+        return {"loss": loss, "perplexity": perplexity(loss), "accuracy": accuracy}
+
+    def model(self, empty: bool = False) -> nn.Module:
+        from lockstep.tasks.models import chunked_loss
+
+        return chunked_loss.install(super().model(empty), self.loss_chunk, self.smoothing)
+
+
+class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
+    """A task with a target for each token that is read."""
+
+    plugin = "tasks"  # a base: it has no name in a run file
+
+    metric_inputs = ("foretold", "wanted")
+    metric_names: tuple[str, ...] = ("accuracy", "perplexity")
+
+    def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
+        from lockstep.data.batch import IGNORED
+
+        return self.padded_texts(columns, rows), columns.ragged("targets").padded(rows, IGNORED)[0]  # [B, T]
+
+    def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
+        return int(columns.flat("count")[rows].sum())
+
+    def score_at(self, forward: Forward, batch: MicroBatch, columns: Columns, rows: np.ndarray) -> Sums:
         """The sums, of a row without a target, too; with functions in `metrics` also the likeliest of each target,
         beside it: int32 [B, longest]."""
         import torch
@@ -100,16 +116,6 @@ class PerToken(TextTask, Streams, Predicts, GivesPredictions):
             4, 3
         )
         return labels.copy(), labels
-
-    def sums(self, logits: Tensor, targets: Tensor) -> Sums:
-        """Loss, examples, targets and how many of them are the likeliest, of float32 logits [B, T, V]."""
-        real = targets >= 0  # [B, T]
-        return {
-            "loss": summed_losses(logits, targets).double(),
-            "examples": real.any(1).sum().double(),
-            "targets": real.sum().double(),
-            "right": ((logits.argmax(-1) == targets) & real).sum().double(),
-        }
 
 
 def losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:

@@ -8,7 +8,7 @@ equation 17), SLiC's hinge (arXiv:2305.10425, as in arXiv:2309.06657) and SimPO 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,9 +20,12 @@ from lockstep.data import tokenizer
 from lockstep.data.tokens import Columns
 from lockstep.tasks.abilities import UsesReference
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs
+from lockstep.tasks.models import heads
+from lockstep.tasks.task import Forward
+from lockstep.tasks.text_task import Arrays, TextData
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from lockstep.data.batch import MicroBatch, Sums
 
@@ -59,16 +62,17 @@ class Preference(AnswerPairs, UsesReference):
     """Which of two answers is written rather."""
 
     Options = PreferenceOptions
-    head = "causal"
+    head = heads.CAUSAL
     column_keys = ("prompt", "chosen", "rejected")
     default_model = "openai-community/gpt2"
     pipeline = "text-generation"
+    usual_rate = 5e-6
     display_keys = ("sample_tokens",)
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected")
 
     @classmethod
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
-        if run.data.stream and PreferenceOptions.model_validate(run.task.options).loss != "simpo":
+        if run.data.stream and cls.options_of(run).loss != "simpo":
             return {
                 "data.stream": "the model is asked about all rows of train before it is trained; loss: simpo asks for "
                 "nothing, or leave this out"
@@ -76,16 +80,21 @@ class Preference(AnswerPairs, UsesReference):
         return {}
 
     @classmethod
-    def check_model(cls, run: Run) -> None:
-        from lockstep.tasks.models import model_configs, models, padding
+    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
+        from lockstep.tasks.models import padding
 
-        models.check(run, "causal", **model_configs.causal_entries(run))
-        padding.check_foresight(run)
+        super().check(data, folder, tok)
+        padding.check_foresight(data.run)
 
-    def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.models import model_configs, models
+    @classmethod
+    def checked_entries(cls, run: Run) -> dict[str, Any]:
+        from lockstep.tasks.models import model_configs
 
-        return models.build(self.run, "causal", self.tokenizer, empty, **model_configs.causal_entries(self.run))
+        return model_configs.causal_entries(run)
+
+    @property
+    def config_entries(self) -> dict[str, Any]:
+        return self.checked_entries(self.run)
 
     @property
     def usage(self) -> str:
@@ -101,26 +110,20 @@ class Preference(AnswerPairs, UsesReference):
     def reference_batch_size(self) -> int | None:
         return self.options.reference_batch_size
 
-    def reference_scores(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Tensor:
+    def reference_scores(self, forward: Forward, batch: MicroBatch) -> Tensor:
         return _summed(forward(batch.inputs), batch.targets)[0].double().view(-1, 2)
 
-    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+    def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """Inputs [2B, T]. Targets [2B, T + 1]: at each place the token that follows, if it is of an answer; in the last
         column what the model said before training, the bits of a float64."""
-        import torch
+        from lockstep.data.batch import IGNORED
 
-        from lockstep.data.batch import IGNORED, MicroBatch
-
-        blank = len(rows) == 0
-        rows = np.zeros(1, dtype=np.int64) if blank else rows
         ids, mask, told = self.answers(columns, rows)
         before = self.reference_for(columns, rows)  # [B, 2], or nothing
         last = np.zeros(len(ids)) if before is None else before.reshape(-1)
         targets = np.full((len(ids), ids.shape[1] + 1), IGNORED)
         targets[:, :-2], targets[:, -1] = told[:, 1:], last.view(np.int64)
-        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
-        found = torch.from_numpy(targets)
-        return MicroBatch(index, inputs, torch.full_like(found, IGNORED) if blank else found)
+        return {"input_ids": ids, "attention_mask": mask}, targets
 
     def targets_in_batch(self, targets: Tensor) -> Tensor:
         return (targets[:, :-1] >= 0).any(1).sum() // 2
@@ -129,7 +132,7 @@ class Preference(AnswerPairs, UsesReference):
         found = self._judged(outputs.logits, targets)
         return (found["loss"] * found["real"]).sum()
 
-    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+    def score(self, forward: Forward, batch: MicroBatch) -> Sums:
         import torch
 
         found = self._judged(forward(batch.inputs), batch.targets)
@@ -185,32 +188,24 @@ class Preference(AnswerPairs, UsesReference):
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
-        return (PreferenceOptions.model_validate(run.task.options).prompt or "prompt",)
+        return (cls.options_of(run).prompt or "prompt",)
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """What is `written` after the prompt: the likeliest token each time."""
-        import torch
-
-        from lockstep.data.lm_documents import end_of
         from lockstep.tasks.models import batched_inference, models
-        from lockstep.tasks.models.decoding import Decoding, by_transformers
+        from lockstep.tasks.models.decoding import continuation
 
-        options = PreferenceOptions.model_validate(run.task.options)
-        model, tok = models.exported("causal", folder, run)
-        end, most = end_of(tok), run.data.max_length
+        options = cls.options_of(run)
+        model, tok = models.exported(cls.head, folder, run)
         template = {"chat_template": options.chat_template, "add_generation_prompt": True}
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             ((text,),) = rows
             if options.conversations:
                 text = tok.apply_chat_template([{"role": "user", "content": text}], tokenize=False, **template)
-            ids = tok(text, verbose=False, add_special_tokens=not options.conversations)["input_ids"]
-            ids = ids[:-1] if ids and ids[-1] == end else ids
-            ids = ids[-(most - 1) :] or [tok.pad_token_id if end is None else end]
-            how = Decoding(min(options.sample_tokens, most - len(ids)), tok.pad_token_id, end, temperature=0)
-            tokens = by_transformers(model, {"input_ids": torch.tensor([ids])}, how)[0].tolist()
-            return [{"written": tok.decode(tokens, skip_special_tokens=True)}]
+            most = run.data.max_length, options.sample_tokens
+            return [{"written": continuation(model, tok, text, options.conversations, *most)}]
 
         return batched_inference.answers(rows, answer, at_once=1)
 

@@ -7,8 +7,7 @@ exact matches and F1 of words as of SQuAD's own script, all from sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +15,20 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import lm_documents, qa_features, source, splitting, stream, tokenizer
-from lockstep.data.stream import Stream
-from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest
+from lockstep.data import qa_features, tokenizer
+from lockstep.data.tokens import Columns
 from lockstep.tasks import length_curves
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.metric_arrays import listed
-from lockstep.tasks.task import spread_rows
-from lockstep.tasks.text_task import TextTask
+from lockstep.tasks.models import heads
+from lockstep.tasks.task import Forward, Generate
+from lockstep.tasks.text_task import Arrays, Encoder, TextData, TextTask
 
 if TYPE_CHECKING:
+    from datasets import Dataset, Features
     from torch import Tensor, nn
 
     from lockstep.data.batch import MicroBatch, Sums
-    from lockstep.tasks.models.decoding import Decoding
     from lockstep.tasks.models.qa_spans import Span
 
 _SHARP = 2.0**20  # sums are rounded to its inverse: scores are kept to 2^-40
@@ -62,10 +60,12 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     """Where in its context the answer to a question stands."""
 
     Options = QuestionAnsweringOptions
-    head = "question_answering"
+    head = heads.QUESTION_ANSWERING
     column_keys = ("question", "context", "answers")
     default_model = "distilbert/distilbert-base-cased"
+    small_model = "bert"
     pipeline = "question-answering"
+    cache_name = ("questions",)
     row_is_example = True
     display_keys = ("answer_tokens", "samples")
     metric_inputs = ("spans",)
@@ -86,77 +86,45 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
-    def prepare(cls, run: Run) -> Prepared:
-        from lockstep.tasks.models import models
+    def columns(cls, options: QuestionAnsweringOptions) -> dict[str, str]:
+        return options.columns | {"task.answers": options.answers}
 
-        options = QuestionAnsweringOptions.model_validate(run.task.options)
-        data = source.load(
-            run.data, run.seed, columns=options.columns | {"task.answers": options.answers}, tokens=TokenCounts.of(run)
-        )
-        drop = run.data.drop_missing
-        splits = {
-            split: qa_features.whole(
-                rows, options.columns, options.answers, options.unanswerable, split, data.name, drop
-            )
-            for split, rows in data.splits.items()
-        }
-        texts = [qa_features.QUESTION, qa_features.CONTEXT]
-        answer = [qa_features.TEXTS, qa_features.START]
-        streamed = cls.stream(run).found(splits, texts) if run.data.stream else None
-        splits, left_out = splitting.deduplicate_and_split(data, splits, run, texts, answer, lm_documents.cut)
-        hashes = {split: content(rows, [*texts, *answer]) for split, rows in splits.items()}
-        if streamed is not None:
-            folder = streamed.tokenizer(run, qa_features.batches)
-        else:
-            folder = tokenizer.prepare(run, qa_features.batches(splits["train"]), hashes["train"])
-        known: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
-        if not known.is_fast:
+    @classmethod
+    def usable(cls, rows: Dataset, options: QuestionAnsweringOptions, split: str, name: str, drop: bool) -> Dataset:
+        columns, answers, unanswerable = options.columns, options.answers, options.unanswerable
+        return qa_features.whole(rows, columns, answers, unanswerable, split, name, drop)
+
+    @classmethod
+    def compared(cls, options: QuestionAnsweringOptions) -> tuple[list[str], list[str]]:
+        return [qa_features.QUESTION, qa_features.CONTEXT], [qa_features.TEXTS, qa_features.START]
+
+    @classmethod
+    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
+        if not tok.is_fast:
             raise RunError("tokenizer: it does not tell which characters its tokens stand for")
-        models.check(run, "question_answering")
-        files = {}
-        for split, rows in splits.items():
-            key = digest("questions", VERSION, hashes[split], folder.name, run.data.max_length, options.stride)
-            files[split] = qa_features.encoded(rows, known, run.data.max_length, options.stride, split, data.name, key)
-        if streamed is not None:
-            key = digest("questions", VERSION, folder.name, run.data.max_length, options.stride)
-            index = streamed.index(cls.example_maker(run, str(folder), {}), key)
-            files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
-        return Prepared(digest(stream.names_of(files)), files, str(folder), {"source": data.name} | left_out)
+        super().check(data, folder, tok)
 
     @classmethod
-    def stream(cls, run: Run) -> Stream:
-        options = QuestionAnsweringOptions.model_validate(run.task.options)
-        asked: Any = {"answers": options.answers, "unanswerable": options.unanswerable, "split": "train"}
-        whole: Any = partial(qa_features.whole, columns=options.columns, drop=run.data.drop_missing, **asked)
-        columns = options.columns | {"task.answers": options.answers}
-        return Stream(run.data, columns, lambda rows, name: whole(rows, name=name))
+    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        return [data.run.data.max_length, data.options.stride]
 
     @classmethod
-    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        options = QuestionAnsweringOptions.model_validate(run.task.options)
-        tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
-        return stream.maker(*qa_features.encoder_of(tok, run.data.max_length, options.stride, "train", "the stream"))
+    def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
+        tok = tokenizer.load(folder, run.model.trust_remote_code)
+        return qa_features.encoder_of(tok, run.data.max_length, cls.options_of(run).stride, split, name)
 
     # -- in every process --------------------------------------------------------------------------------------------
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.models import models, qa_spans
+        from lockstep.tasks.models import qa_spans
 
-        return qa_spans.install(models.build(self.run, "question_answering", self.tokenizer, empty))
+        return qa_spans.install(super().model(empty))
 
-    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+    def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """The windows of the rows, one after the other [R, T]; the targets are first and last token of the answer."""
-        import torch
-
-        from lockstep.data.batch import IGNORED, MicroBatch
-
-        blank = len(rows) == 0
-        rows = np.zeros(1, dtype=np.int64) if blank else rows
         windows = [window for each in qa_features.parts_of(columns, rows) for window in each]
         held = [np.concatenate([columns.ragged(name).row(int(row)) for row in rows]) for name in ("starts", "stops")]
-        targets = torch.from_numpy(np.stack(held, 1).astype(np.int64))  # [R, 2]
-        inputs = _inputs(windows, int(self.tokenizer.pad_token_id))
-        return MicroBatch(index, inputs, torch.full_like(targets, IGNORED) if blank else targets)
+        return _inputs(windows, int(self.tokenizer.pad_token_id)), np.stack(held, 1).astype(np.int64)  # [R, 2]
 
     def padded(self, columns: Columns, rows: np.ndarray, groups: Sequence[np.ndarray]) -> int:
         windows, widths = (columns.flat(name)[rows] for name in ("windows", "width"))
@@ -170,7 +138,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
 
         return cross_entropy(outputs.logits.float().transpose(1, 2).flatten(0, 1), targets.flatten(), reduction="sum")
 
-    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+    def score(self, forward: Forward, batch: MicroBatch) -> Sums:
         return self._sums(forward(batch.inputs), batch.targets)
 
     def _sums(self, logits: Tensor, targets: Tensor) -> Sums:
@@ -179,13 +147,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         loss = self.loss_sum(TokenClassifierOutput(logits=logits), targets)
         return {"loss": loss.double(), "targets": (targets >= 0).sum().double()}
 
-    def score_at(
-        self,
-        forward: Callable[[Mapping[str, Tensor]], Tensor],
-        batch: MicroBatch,
-        columns: Columns,
-        rows: np.ndarray,
-    ) -> Sums:
+    def score_at(self, forward: Forward, batch: MicroBatch, columns: Columns, rows: np.ndarray) -> Sums:
         import torch
 
         from lockstep.tasks.models import qa_spans
@@ -238,16 +200,10 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         line = length_curves.curve(found, lambda b: 100 * float(found[b, 2] / found[b, 0]))
         return {"plots": [{"title": "F1", "x": "words of the right answer", "lines": {"F1": line}}]}
 
-    def samples(
-        self,
-        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
-        forward: Callable[[Mapping[str, Tensor]], Tensor],
+    def sample_texts(
+        self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
     ) -> list[dict[str, str]]:
-        columns = self.splits["validation"]
-        rows = spread_rows(columns, self.options.samples)
-        if len(rows) == 0:
-            return []
-        answers = _texts(self._spans(forward(self.collate(columns, rows, 0).inputs), columns, rows), columns, rows)
+        answers = _texts(self._spans(forward(batch.inputs), columns, rows), columns, rows)
         asked, right = columns.texts(qa_features.QUESTION, rows), columns.texts("answers", rows)
         return [
             {"question": question, "answer": answer or "(none)", "right": " / ".join(dict.fromkeys(each)) or "(none)"}
@@ -256,15 +212,15 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
-        return tuple(QuestionAnsweringOptions.model_validate(run.task.options).columns.values())
+        return tuple(cls.options_of(run).columns.values())
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The `answer`, and at which characters of the context it begins and ends; empty where there is none."""
         from lockstep.tasks.models import batched_inference, models, qa_spans
 
-        options = QuestionAnsweringOptions.model_validate(run.task.options)
-        model, tok = models.exported("question_answering", folder, run)
+        options = cls.options_of(run)
+        model, tok = models.exported(cls.head, folder, run)
 
         def windows_of(place: int, row: Sequence[str]) -> list[qa_features.Window]:
             try:
@@ -290,11 +246,6 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return f"{answer['answer'] or '(no answer)'}  {row[0]}"
-
-    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep.tasks.models import models
-
-        models.save(self.model(), weights, self.tokenizer, folder, self.run)
 
 
 def _texts(found: Sequence[Span], columns: Columns, rows: np.ndarray) -> list[str]:

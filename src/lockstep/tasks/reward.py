@@ -6,7 +6,7 @@ often the chosen answer has the larger number, and by how much, from sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,12 @@ from pydantic import Field
 from lockstep.config.run import Run
 from lockstep.data.tokens import Columns
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs, tokens_of
+from lockstep.tasks.models import heads
+from lockstep.tasks.task import Forward
+from lockstep.tasks.text_task import Arrays
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from lockstep.data.batch import MicroBatch, Sums
 
@@ -37,41 +40,29 @@ class Reward(AnswerPairs):
     """Which of two answers is better, as a number for each."""
 
     Options = RewardOptions
-    head = "classification"
+    head = heads.CLASSIFICATION
     column_keys = ("prompt", "chosen", "rejected")
     default_model = "distilbert/distilbert-base-uncased"
     pipeline = "text-classification"
     metric_names = ("accuracy", "margin", "reward")
 
-    @classmethod
-    def check_model(cls, run: Run) -> None:
+    @property
+    def config_entries(self) -> dict[str, Any]:
         from lockstep.tasks.models import models
 
-        models.check(run)
+        return models.named(_LABELS)
 
-    def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.models import models
-
-        return models.sequence_classifier(self.run, self.tokenizer, _LABELS, empty)
-
-    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+    def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """Inputs [2B, T]; targets [2B], 1 of a chosen answer and IGNORED of a rejected one."""
-        import torch
+        from lockstep.data.batch import IGNORED
 
-        from lockstep.data.batch import IGNORED, MicroBatch
-
-        blank = len(rows) == 0
-        ids, mask, _ = self.answers(columns, np.zeros(1, dtype=np.int64) if blank else rows)
-        targets = torch.full((len(ids),), IGNORED)
-        if not blank:
-            targets[::2] = 1
-        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
-        return MicroBatch(index, inputs, targets)
+        ids, mask, _ = self.answers(columns, rows)
+        return {"input_ids": ids, "attention_mask": mask}, np.array([1, IGNORED] * len(rows))
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
         return self._judged(outputs.logits, targets)["loss"].sum()
 
-    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+    def score(self, forward: Forward, batch: MicroBatch) -> Sums:
         logits, pairs = forward(batch.inputs), len(batch.targets) // 2
         sums = {name: values.double().sum() for name, values in self._judged(logits, batch.targets).items()}
         rewards = logits.float().view(-1)[: 2 * pairs].view(pairs, 2)
@@ -105,7 +96,7 @@ class Reward(AnswerPairs):
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
-        options = RewardOptions.model_validate(run.task.options)
+        options = cls.options_of(run)
         return ("answer",) if options.prompt is None else (options.prompt, "answer")
 
     @classmethod
@@ -113,8 +104,8 @@ class Reward(AnswerPairs):
         """The `reward` of a prompt with an answer."""
         from lockstep.tasks.models import batched_inference, models
 
-        model, tok = models.exported("classification", folder, run)
-        options, pads = RewardOptions.model_validate(run.task.options), {"input_ids": int(tok.pad_token_id)}
+        model, tok = models.exported(cls.head, folder, run)
+        options, pads = cls.options_of(run), {"input_ids": int(tok.pad_token_id)}
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             asked = [row[0] if options.prompt else None for row in rows]

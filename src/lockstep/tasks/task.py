@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.decoding import Decoding
 
+Forward = Callable[[Mapping[str, "Tensor"]], "Tensor"]  # inputs of the model -> its logits. Collective
+Generate = Callable[[Mapping[str, "Tensor"], "Decoding"], "Tensor"]  # inputs -> new tokens int64 [B, N]. Collective
+
 
 class Task(ABC):
     """One file a task; `Options` types its keys in the run file."""
@@ -43,8 +46,15 @@ class Task(ABC):
     """Whether model and data are made by code of the user's, and not described by `model`, `tokenizer` and `data`."""
 
     column_keys: ClassVar[tuple[str, ...]] = ()  # its keys that name columns: `init` asks for them
+    column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """What columns are called by which `init` finds them: key -> names in lower case, the likeliest first. A task that
+    has them for each of its `column_keys` needs nothing else to be found."""
+
     default_model: ClassVar[str | None] = None  # on the Hub: `init` fine-tunes it unless a person names another
-    head: ClassVar[str | None] = None  # of its model of transformers, as `models.HEADS` calls it
+    small_model: ClassVar[str] = "gpt2"  # a type of transformers, of which `init` makes a small model from scratch
+    usual_rate: ClassVar[float] = 5e-5  # the learning rate that `init` writes for a pretrained model
+    head: ClassVar[str | None] = None  # of its model of transformers: one of `models/heads.py`, or a `Head` of its own
+    chunks_loss: ClassVar[bool] = False  # whether it has the key `loss_chunk`
     streams: ClassVar[bool] = False  # whether `data.stream` goes with it: see `abilities.Streams`
     not_streamed_reason: ClassVar[str] = "it has no `stream` and no `example_maker`"
     row_is_example: ClassVar[bool] = False  # whether example i of a split is made of its row i alone
@@ -69,7 +79,13 @@ class Task(ABC):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         self.run, self.prepared = run, prepared
+        self.options = self.options_of(run)
         self.splits = {name: self.open_split(path) for name, path in prepared.splits.items()}
+
+    @classmethod
+    def options_of(cls, run: Run) -> Any:
+        """The task's own keys in the run file, checked."""
+        return cls.Options.model_validate(run.task.options)
 
     def open_split(self, path: str) -> Columns:
         """A prepared split, memory-mapped."""
@@ -205,24 +221,16 @@ class Task(ABC):
         return each <= whole
 
     @abstractmethod
-    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+    def score(self, forward: Forward, batch: MicroBatch) -> Sums:
         """Sums over the examples of a batch, `examples` among them, that `metrics` is a function of; and the
         `per_example_outputs` of them."""
 
-    def score_at(
-        self,
-        forward: Callable[[Mapping[str, Tensor]], Tensor],
-        batch: MicroBatch,
-        columns: Columns,
-        rows: np.ndarray,
-    ) -> Sums:
+    def score_at(self, forward: Forward, batch: MicroBatch, columns: Columns, rows: np.ndarray) -> Sums:
         """`score`, where it takes more than the batch: which `rows` it was collated from, none where it is blank. All
         sums have the same shapes for any rows."""
         return self.score(forward, batch)
 
-    def score_split(
-        self, forward: Callable[[Mapping[str, Tensor]], Tensor], columns: Columns, rows: np.ndarray, device: Any
-    ) -> Sums:
+    def score_split(self, forward: Forward, columns: Columns, rows: np.ndarray, device: Any) -> Sums:
         """More sums, over all the examples at `rows` at once, beside those of batches: the same on every rank.
         `forward` is collective: call it as often on every rank."""
         return {}
@@ -237,13 +245,24 @@ class Task(ABC):
         points [x, y] by name; of `labels`, `reliability` and `scatter` see `track/report/predictions.py`."""
         return {}
 
-    def samples(
-        self,
-        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
-        forward: Callable[[Mapping[str, Tensor]], Tensor],
-    ) -> list[dict[str, str]]:
+    def samples(self, generate: Generate, forward: Forward) -> list[dict[str, str]]:
         """What the model makes of a few validation examples, for a person to read, after each evaluation: text by
         column, such as source, written, reference; the same columns in each, and the same on every rank. Collective."""
+        if not (count := self.sample_count):
+            return []
+        columns = self.splits["validation"]
+        rows = spread_rows(columns, count)
+        return self.sample_texts(columns, rows, self.collate(columns, rows, 0), generate, forward)
+
+    @property
+    def sample_count(self) -> int:
+        """Examples that `samples` shows."""
+        return int(getattr(self.options, "samples", 0))
+
+    def sample_texts(
+        self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
+    ) -> list[dict[str, str]]:
+        """`samples` of the examples at `rows` of a split, of which `batch` is made."""
         return []
 
     def best_possible(self, split: str) -> dict[str, float]:

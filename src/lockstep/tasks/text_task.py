@@ -1,38 +1,244 @@
-"""What tasks of texts share: a tokenizer, and a model of transformers that reads its tokens.
+"""What tasks of texts share: how rows become tokens in the cache, step by step, and a model that reads them.
 
-In: a run, and what `prepare` left in the cache. Out: a task with its options and its tokenizer.
+In: a run, and what a task says of its rows: which columns it reads, which rows can be used, how they are encoded. Out:
+`prepare`, eager or streamed, of one source or of several; micro-batches, the model and its export.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from lockstep.config.run import Run
-from lockstep.data import tokenizer
-from lockstep.data.tokens import Prepared
+import numpy as np
+
+from lockstep.config.run import Run, RunError
+from lockstep.data import lm_documents, source, splitting, stream, tokenizer
+from lockstep.data.stream import Stream
+from lockstep.data.token_counts import TokenCounts
+from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+    from torch import Tensor, nn
+
+    from lockstep.data.batch import MicroBatch
 
 _UNIGRAM = (
     "tokenizer.train: unigram is not trained alike twice (ties are broken at random): with another cache, or on "
     "another machine, tokens and weights are others. For the same ones give tokenizer.source the export of this run"
 )
 
+Encoder = Callable[[dict[str, list]], dict[str, Any]]  # columns of some rows -> columns of their examples
+Arrays = tuple[Mapping[str, Any], Any]  # inputs of the model by name, and targets: arrays or tensors
+
+
+@dataclass(frozen=True)
+class TextData:
+    """The data of a run between reading and encoding."""
+
+    run: Run
+    options: Any  # of the task
+    name: str  # of the data set
+    splits: dict[str, Dataset]  # their usable rows; all but train, where that is streamed
+    rows: Stream | None = None  # of train, where it is streamed
+    labels: Any = None  # as `read_labels` gives them
+
 
 class TextTask(Task):
-    """A task whose examples are tokens of texts."""
+    """A task whose examples are tokens of texts. Class methods of the first part say what `prepare` does at each of
+    its steps; a task overrides those in which it differs."""
 
     plugin = "tasks"  # a base: it has no name in a run file
 
     unit: ClassVar[str | None] = "tokens"
+    cache_name: ClassVar[tuple[Any, ...]] = ()  # with which the keys of its tokens in the cache begin
+    generative: ClassVar[bool] = False  # whether a trained tokenizer ends every text with its end token
+    within: ClassVar[str | None] = None  # the column that columns may be in which are not there
+    loss_chunk: int | str | None = None  # tokens whose logits are there at once; None: all
+    tokenizer: Any
+
+    # -- the steps of `prepare` ----------------------------------------------------------------------------------------
+
+    @classmethod
+    def columns(cls, options: Any) -> dict[str, str]:
+        """Key of the run file -> the column that it names: all that are read."""
+        return dict(options.columns)
+
+    @classmethod
+    def target_columns(cls, options: Any) -> list[str]:
+        """Those among them that the model is to write."""
+        return []
+
+    @classmethod
+    def document(cls, options: Any) -> str | None:
+        """What of a .txt file is a text: the `file` or each `line`; None: its lines are texts with labels."""
+        return None
+
+    @classmethod
+    def usable(cls, rows: Dataset, options: Any, split: str, name: str, drop: bool) -> Dataset:
+        """The rows that examples can be made of; with `drop` others are left out, else refused. Errors: `RunError`."""
+        raise NotImplementedError
+
+    @classmethod
+    def usable_splits(cls, read: source.Source, run: Run, options: Any) -> dict[str, Dataset]:
+        """`usable` of every split. Errors: `RunError`."""
+        drop = run.data.drop_missing
+        return {split: cls.usable(rows, options, split, read.name, drop) for split, rows in read.splits.items()}
+
+    @classmethod
+    def compared(cls, options: Any) -> tuple[list[str], list[str]]:
+        """Columns of usable rows: texts, which make two examples the same for an evaluation, and labels."""
+        return list(options.columns.values()), []
+
+    @classmethod
+    def read_labels(cls, data: TextData) -> Any:
+        """What the labels of the splits are; None: there are none. Errors: `RunError`."""
+        return None
+
+    @classmethod
+    def cut_of(cls, data: TextData) -> splitting.Cut:
+        """How a share is cut off train."""
+        return lm_documents.cut
+
+    @classmethod
+    def check_labels(cls, data: TextData) -> None:
+        """Refuse labels of the splits as training has them. Errors: `RunError`."""
+
+    @classmethod
+    def tokenizer_texts(cls, rows: Dataset, options: Any) -> Iterator[list[str]]:
+        """The texts of some rows that a tokenizer is trained on."""
+        texts, _ = cls.compared(options)
+        for batch in in_batches(rows):
+            yield [text for column in texts for text in batch[column]]
+
+    @classmethod
+    def prepare_tokenizer(cls, data: TextData, hashed: str) -> Path:
+        """The folder of the tokenizer. `hashed` stands for the rows of train. Errors: `RunError`."""
+
+        def texts(rows: Dataset) -> Iterator[list[str]]:
+            return cls.tokenizer_texts(rows, data.options)
+
+        if data.rows is not None:
+            return data.rows.tokenizer(data.run, texts, cls.generative)
+        return tokenizer.prepare(data.run, texts(data.splits["train"]), hashed, cls.generative)
+
+    @classmethod
+    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
+        """Refuse a model, or a tokenizer, that does not go with the task. Errors: `RunError`."""
+        from lockstep.tasks.models import models
+
+        models.check(data.run, str(cls.head), **cls.checked_entries(data.run))
+
+    @classmethod
+    def checked_entries(cls, run: Run) -> dict[str, Any]:
+        """Entries of the model's config that decide whether it can be built."""
+        return {}
+
+    @classmethod
+    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        """What else than rows and tokenizer decides the examples of a split; of a stream `rows` is None."""
+        return [data.run.data.max_length]
+
+    @classmethod
+    def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
+        """What makes examples of some rows with the tokenizer in `folder`, and the columns of these."""
+        raise NotImplementedError
+
+    @classmethod
+    def encoded_rows(cls, rows: Dataset, options: Any) -> Dataset:
+        """Rows with the columns that `encoder` reads."""
+        texts, labels = cls.compared(options)
+        return rows.select_columns(list(dict.fromkeys([*texts, *labels])))
+
+    @classmethod
+    def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
+        """The folder of the shards of a split, in the cache under `key`; and how many examples each source has, where
+        they are not as many as rows. Errors: `RunError`."""
+        encoder, features = cls.encoder(data.run, str(folder), data.labels, split, data.name)
+        return encode(cls.encoded_rows(data.splits[split], data.options), encoder, features, key), []
+
+    @classmethod
+    def content_name(cls, file: str, key: str, counts: list[int]) -> str:
+        """What stands for the content of a split in the key of what was prepared."""
+        return Path(file).name
+
+    @classmethod
+    def label_names(cls, data: TextData) -> list[str] | None:
+        """Names of the labels, which are in that key, too."""
+        return None
+
+    @classmethod
+    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+        """What training and those who read about the run need to know of the data."""
+        return {}
+
+    # -- before any process --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def prepare(cls, run: Run) -> Prepared:
+        options = cls.options_of(run)
+        (texts, labels), targets = cls.compared(options), cls.target_columns(options)
+        counts = TokenCounts.of(run, targets)
+        read = source.load(run.data, run.seed, cls.document(options), cls.columns(options), counts)
+        splits = cls.usable_splits(read, run, options)
+        rows = cls.stream(run).found(splits, texts) if run.data.stream else None
+        data = TextData(run, options, read.name, splits, rows)
+        data = replace(data, labels=cls.read_labels(data))
+        splits, left_out = splitting.deduplicate_and_split(read, splits, run, texts, labels, cls.cut_of(data))
+        data = replace(data, splits=splits)
+        cls.check_labels(data)
+        hashes = {split: content(part, [*texts, *labels]) for split, part in splits.items()}
+        folder = cls.prepare_tokenizer(data, hashes.get("train", ""))
+        tok: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
+        cls.check(data, folder, tok)
+        files: dict[str, str] = {}
+        names: list[tuple[str, str]] = []
+        for split, part in splits.items():
+            key = digest(*cls.cache_name, VERSION, hashes[split], folder.name, *cls.key_parts(data, tok, part))
+            files[split], of_sources = cls.encode_split(data, split, folder, tok, key)
+            names.append((split, cls.content_name(files[split], key, of_sources)))
+            if of_sources:
+                left_out["sources"]["rows"][split] = of_sources
+        facts = {"source": read.name} | cls.facts(data, files)
+        if rows is not None:
+            key = digest(*cls.cache_name, VERSION, folder.name, *cls.key_parts(data, tok, None))
+            index = rows.index(cls.example_maker(run, str(folder), facts), key)
+            files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
+            names.append(("train", stream.about(index)["content"]))
+            if "texts" in facts:  # rows of each split, where they are no examples
+                facts["texts"]["train"] = stream.about(index)["rows"]
+        called = cls.label_names(data)
+        return Prepared(digest(sorted(names), *[called] * (called is not None)), files, str(folder), facts | left_out)
+
+    @classmethod
+    def stream(cls, run: Run) -> Stream:
+        """Which rows of a streamed training split are used, without its files."""
+        options = cls.options_of(run)
+
+        def whole(rows: Dataset, name: str) -> Dataset:
+            return cls.usable(rows, options, "train", name, run.data.drop_missing)
+
+        return Stream(run.data, cls.columns(options), whole, cls.document(options), cls.within)
+
+    @classmethod
+    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
+        """Function from rows to examples, with the tokenizer of a folder and the facts of `Prepared`."""
+        options = cls.options_of(run)
+        make = stream.maker(*cls.encoder(run, folder, facts.get("labels"), "train", "the stream"))
+        return lambda rows: make(cls.encoded_rows(rows, options))
+
+    # -- in every process ----------------------------------------------------------------------------------------------
+
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        super().__init__(run, prepared)
+        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
 
     @property
     def usage(self) -> str:
         return f'{super().usage}\nask("some text")'
-
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        super().__init__(run, prepared)
-        self.options: Any = self.Options.model_validate(run.task.options)
-        self.tokenizer: Any = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
 
     @property
     def padded_because(self) -> str | None:
@@ -46,3 +252,74 @@ class TextTask(Task):
     def warnings(self) -> list[str]:
         """Of data, and of a tokenizer that is not trained alike twice."""
         return [*super().warnings, *[_UNIGRAM] * (self.run.tokenizer.train == "unigram")]
+
+    @property
+    def config_entries(self) -> dict[str, Any]:
+        """Entries of the model's config that the task sets."""
+        return {}
+
+    def model(self, empty: bool = False) -> nn.Module:
+        from lockstep.tasks.models import models
+
+        return models.build(self.run, str(self.head), self.tokenizer, empty, **self.config_entries)
+
+    def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
+        """The inputs of the model, padded, and the targets, of one example at least: what `collate` makes a micro-batch
+        of."""
+        raise NotImplementedError
+
+    def padded_texts(self, columns: Columns, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """`input_ids` and `attention_mask`, int64 [B, T]."""
+        ids, mask = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+        return self.collated(columns, rows, index, self.tensors)
+
+    def collated(
+        self, columns: Columns, rows: np.ndarray, index: int, tensors: Callable[[Columns, np.ndarray], Arrays]
+    ) -> MicroBatch:
+        """The micro-batch that `tensors` makes of rows; of none that of the first row, whose targets are ignored."""
+        import torch
+
+        from lockstep.data.batch import IGNORED, MicroBatch
+        from lockstep.tasks.models.chunked_loss import with_targets
+
+        inputs, labels = tensors(columns, rows if len(rows) else np.zeros(1, dtype=np.int64))
+        targets = torch.as_tensor(labels)
+        targets = targets if len(rows) else torch.full_like(targets, IGNORED)
+        inputs = {name: torch.as_tensor(values) for name, values in inputs.items()}
+        return MicroBatch(index, with_targets(inputs, targets, self.loss_chunk), targets)
+
+    def decoded(self, ids: Tensor) -> list[str]:
+        """Texts of tokens [B, T], without special ones."""
+        return [text.strip() for text in self.tokenizer.batch_decode(ids.tolist(), skip_special_tokens=True)]
+
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        from lockstep.tasks.models import models
+
+        model: Any = self.model()
+        self.set_export_entries(model.config)
+        models.save(model, weights, self.tokenizer, folder, self.run, self.chat_template)
+
+    def set_export_entries(self, config: Any) -> None:
+        """Entries of the exported model's config that training has decided."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """That the model was trained by, in place of the tokenizer's."""
+        return None
+
+
+def check_template(tok: Any, template: str | None, key: str) -> None:
+    """Refuse a tokenizer that conversations of the key of the task cannot be written with. Errors: `RunError`."""
+    if not (template or tok.chat_template):
+        raise RunError(f"task.{key}: the tokenizer has no chat template; give task.chat_template")
+    if not tok.is_fast:
+        raise RunError(f"task.{key}: the tokenizer does not tell which characters its tokens stand for")
+
+
+def in_batches(rows: Dataset) -> Iterator[dict[str, list]]:
+    """Rows as columns, some at a time."""
+    for start in range(0, len(rows), 1000):
+        yield rows[start : start + 1000]

@@ -7,30 +7,28 @@ entities, all from sums.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import column_scan, labels, lm_documents, missing_values, source, splitting, stream, tokenizer
-from lockstep.data.stream import Stream
-from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, encode
+from lockstep.data import column_scan, labels, missing_values, source, tokenizer
+from lockstep.data.tokens import Columns, Prepared
 from lockstep.tasks.metric_arrays import listed
+from lockstep.tasks.models import heads
 from lockstep.tasks.models.tags import entities, parts
 from lockstep.tasks.per_token import PerToken
-from lockstep.tasks.task import spread_rows
+from lockstep.tasks.task import Forward, Generate
+from lockstep.tasks.text_task import Encoder, TextData, in_batches
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from lockstep.data.batch import Sums
-    from lockstep.tasks.models.decoding import Decoding
+    from lockstep.data.batch import MicroBatch, Sums
 
 _SKIPPED = -100  # the tag of a word's further tokens; IGNORED in batch.py, which imports torch
 
@@ -43,83 +41,96 @@ class TokenClassificationOptions(BaseModel):
     tags: str = Field("tags", description="column of lists of tags, one a word, as texts or as numbers with names")
     samples: int = Field(3, ge=0, description="texts to show after each evaluation, with the entities found in them")
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """Key of the run file -> the column that it names."""
+        return {"task.words": self.words, "task.tags": self.tags}
+
 
 class TokenClassification(PerToken):
     """One tag a word; a word's first token has it."""
 
     Options = TokenClassificationOptions
-    head = "token_classification"
+    head = heads.TOKEN_CLASSIFICATION
     column_keys = ("words", "tags")
+    column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "words": ("tokens", "words"),
+        "tags": ("ner_tags", "tags", "pos_tags", "chunk_tags", "labels"),
+    }
+    small_model = "bert"
+    usual_rate = 3e-5
     default_model = "distilbert/distilbert-base-cased"
     pipeline = "token-classification"
     row_is_example = True
+    chunks_loss = False
+    cache_name = ("token classification",)
     display_keys = ("samples",)
     metric_names = ("accuracy", "precision", "recall", "f1")
 
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
-    def prepare(cls, run: Run) -> Prepared:
-        options = TokenClassificationOptions.model_validate(run.task.options)
-        asked = {"task.words": options.words, "task.tags": options.tags}
-        data = source.load(run.data, run.seed, columns=asked, tokens=TokenCounts.of(run))
-        splits = {s: _rows(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
-        rows = cls.stream(run).found(splits, ["words"]) if run.data.stream else None
-        if rows is not None:
-            told = rows.told(lambda some: sorted(_tags(some)), "tags", "looking for the tags of the shards")
-            names = sorted({tag for each in told for tag in each})
+    def usable(cls, rows: Dataset, options: TokenClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
+        return _rows(rows, options, split, name, drop)
+
+    @classmethod
+    def compared(cls, options: TokenClassificationOptions) -> tuple[list[str], list[str]]:
+        return ["words"], ["tags"]
+
+    @classmethod
+    def read_labels(cls, data: TextData) -> list[str]:
+        if data.rows is None:
+            names = sorted(_tags(data.splits["train"]))
         else:
-            names = sorted(_tags(splits["train"]))
+            of_chunks = data.rows.told(lambda some: sorted(_tags(some)), "tags", "looking for the tags of the shards")
+            names = sorted({tag for tags in of_chunks for tag in tags})
         parts(names)  # refuses tags of no scheme
-        splits, left_out = splitting.deduplicate_and_split(data, splits, run, ["words"], ["tags"], lm_documents.cut)
-        for split, dataset in splits.items():
-            if unknown := _tags(dataset) - set(names):
+        return names
+
+    @classmethod
+    def check_labels(cls, data: TextData) -> None:
+        for split, rows in data.splits.items():
+            if unknown := _tags(rows) - set(data.labels):
                 raise RunError(
                     f"task.tags: the {split} split of {data.name} has the tag {min(unknown)!r}, which the training "
                     "split has not"
                 )
-        hashes = {split: content(dataset, ["words", "tags"]) for split, dataset in splits.items()}
 
-        def batches(train: Dataset) -> Iterator[list[str]]:
-            for start in range(0, len(train), 1000):
-                yield [" ".join(words) for words in train[start : start + 1000]["words"]]
+    @classmethod
+    def tokenizer_texts(cls, rows: Dataset, options: TokenClassificationOptions) -> Iterator[list[str]]:
+        for batch in in_batches(rows):
+            yield [" ".join(words) for words in batch["words"]]
 
-        if rows is not None:
-            folder = rows.tokenizer(run, batches)
-        else:
-            folder = tokenizer.prepare(run, batches(splits["train"]), hashes["train"])
-        from lockstep.tasks.models import models
+    @classmethod
+    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        return [data.run.data.max_length, data.labels]
 
-        models.check(run, "token_classification")
-        files = {}
-        for split, dataset in splits.items():
-            key = digest("token classification", VERSION, hashes[split], folder.name, run.data.max_length, names)
-            files[split] = _encode(run, dataset, names, str(folder), key)
-            if not (columns := Columns(files[split])).flat("count")[np.arange(len(columns))].any():
-                raise RunError(
-                    f"task.words: no word of the {split} split of {data.name} has a token within the "
-                    f"{run.data.max_length} of data.max_length"
-                )
-        facts: dict[str, Any] = {"source": data.name, "labels": names}
-        if rows is None and labels.alike(dict.fromkeys(names, 0)):
-            scanned = column_scan.lists(splits["train"], "tags")
+    @classmethod
+    def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
+        file, counts = super().encode_split(data, split, folder, tok, key)
+        if not (columns := Columns(file)).flat("count")[np.arange(len(columns))].any():
+            raise RunError(
+                f"task.words: no word of the {split} split of {data.name} has a token within the "
+                f"{data.run.data.max_length} of data.max_length"
+            )
+        return file, counts
+
+    @classmethod
+    def label_names(cls, data: TextData) -> list[str]:
+        names: list[str] = data.labels
+        return names
+
+    @classmethod
+    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+        facts: dict[str, Any] = {"labels": data.labels}
+        if data.rows is None and labels.alike(dict.fromkeys(data.labels, 0)):
+            scanned = column_scan.lists(data.splits["train"], "tags")
             facts |= labels.alike(Counter(tag for _, part in scanned for tags in part for tag in tags))
-        if rows is not None:
-            key = digest("token classification", VERSION, folder.name, run.data.max_length, names)
-            index = rows.index(cls.example_maker(run, str(folder), facts), key)
-            files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
-        return Prepared(digest(stream.names_of(files), names), files, str(folder), facts | left_out)
+        return facts
 
     @classmethod
-    def stream(cls, run: Run) -> Stream:
-        options = TokenClassificationOptions.model_validate(run.task.options)
-        whole = partial(_rows, options=options, split="train", drop=run.data.drop_missing)
-        asked = {"task.words": options.words, "task.tags": options.tags}
-        return Stream(run.data, asked, lambda rows, name: whole(rows, name=name))
-
-    @classmethod
-    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        return stream.maker(*_encoder(run, facts["labels"], folder))
+    def encoder(cls, run: Run, folder: str, labels: list[str], split: str, name: str) -> tuple[Encoder, Features]:
+        return _encoder(run, labels, folder)
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -128,10 +139,11 @@ class TokenClassification(PerToken):
         self.labels: list[str] = prepared.facts["labels"]
         self.parts = parts(self.labels)
 
-    def model(self, empty: bool = False) -> nn.Module:
+    @property
+    def config_entries(self) -> dict[str, Any]:
         from lockstep.tasks.models import models
 
-        return models.build(self.run, "token_classification", self.tokenizer, empty, **models.named(self.labels))
+        return models.named(self.labels)
 
     def sums(self, logits: Tensor, targets: Tensor) -> Sums:
         import torch
@@ -187,16 +199,9 @@ class TokenClassification(PerToken):
             "f1": 2 * right / (there + found) if there + found else 0.0,
         }
 
-    def samples(
-        self,
-        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
-        forward: Callable[[Mapping[str, Tensor]], Tensor],
+    def sample_texts(
+        self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
     ) -> list[dict[str, str]]:
-        columns = self.splits["validation"]
-        rows = spread_rows(columns, self.options.samples)
-        if len(rows) == 0:
-            return []
-        batch = self.collate(columns, rows, 0)
         best = forward(batch.inputs).argmax(-1)
         texts = zip(batch.inputs["input_ids"].tolist(), batch.targets.tolist(), best.tolist(), strict=True)
         return [self._sample(*each) for each in texts]
@@ -215,14 +220,14 @@ class TokenClassification(PerToken):
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
-        return (TokenClassificationOptions.model_validate(run.task.options).words,)
+        return (cls.options_of(run).words,)
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """`words`, each with its `label` and that one's `score`; a text is cut at its spaces."""
         from lockstep.tasks.models import batched_inference, models
 
-        model, tok = models.exported("token_classification", folder, run)
+        model, tok = models.exported(cls.head, folder, run)
         names = model.config.id2label
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
@@ -246,11 +251,6 @@ class TokenClassification(PerToken):
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return " ".join(f"{each['word']}/{each['label']}" for each in answer["words"])
 
-    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep.tasks.models import models
-
-        models.save(self.model(), weights, self.tokenizer, folder, self.run)
-
 
 def first_tokens(word_ids: list[int | None]) -> dict[int, int]:
     """Word -> the place of its first token."""
@@ -269,7 +269,7 @@ def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, nam
     `RunError`."""
     import datasets
 
-    columns = {"task.words": options.words, "task.tags": options.tags}
+    columns = options.columns
     missing_values.present(dataset, columns, split, name)
     names = getattr(getattr(dataset.features[options.tags], "feature", None), "names", None)
     found = []  # whether there is a word at all; which rows lack words, and which tags
@@ -312,11 +312,7 @@ def _nothing(value: Any, names: list[str] | None = None) -> bool:
     return value is None or not str(value).strip() or (names is not None and value == -1)
 
 
-def _encode(run: Run, dataset: Dataset, names: list[str], folder: str, key: str) -> str:
-    return encode(dataset, *_encoder(run, names, folder), key)
-
-
-def _encoder(run: Run, names: list[str], folder: str) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
+def _encoder(run: Run, names: list[str], folder: str) -> tuple[Encoder, Features]:
     """What makes tokens and tags of rows, and what these are."""
     import datasets
 

@@ -6,7 +6,7 @@ BLEU and chrF of what the model writes, all from sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,21 +15,20 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import lm_documents, source, splitting, stream, tokenizer
-from lockstep.data.stream import Stream
-from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, encode
+from lockstep.data import lm_documents, tokenizer
+from lockstep.data.tokens import Columns, Prepared
 from lockstep.tasks import length_curves
 from lockstep.tasks.abilities import Generates, GivesPredictions, Predicts, Streams
 from lockstep.tasks.metric_arrays import listed
-from lockstep.tasks.models import bleu, seq2seq_data
+from lockstep.tasks.models import bleu, heads, seq2seq_data
 from lockstep.tasks.models.seq2seq_data import WritingOptions as WritingOptions
-from lockstep.tasks.per_token import losses, of_examples, perplexity, summed_losses
-from lockstep.tasks.task import spread_rows
-from lockstep.tasks.text_task import TextTask
+from lockstep.tasks.per_token import TokenLosses
+from lockstep.tasks.task import Forward, Generate
+from lockstep.tasks.text_task import Arrays, Encoder, TextData
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from datasets import Dataset, Features
+    from torch import Tensor
 
     from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.decoding import Decoding
@@ -45,13 +44,16 @@ class TranslationOptions(WritingOptions):
     bleu_tokenizer: str = Field("13a", description="sacrebleu's tokenizer: 13a, intl, zh, ja-mecab, char, ...")
 
 
-class Translation(TextTask, Streams, Predicts, Generates, GivesPredictions):
+class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     """One text for another."""
 
     Options: ClassVar[type[BaseModel]] = TranslationOptions
-    head = "seq2seq"
+    head = heads.SEQ2SEQ
     column_keys = ("source", "target")
     default_model = "google-t5/t5-small"
+    small_model = "marian"
+    cache_name = ("translation",)
+    within = seq2seq_data.PAIR
     row_is_example = True
     pipeline = "translation"
     display_keys: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
@@ -70,46 +72,39 @@ class Translation(TextTask, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def prepare(cls, run: Run) -> Prepared:
-        options: Any = cls.Options.model_validate(run.task.options)
-        cls.overlap_of(options)
-        asked = {"task.source": options.source, "task.target": options.target}
-        data = source.load(run.data, run.seed, columns=asked, tokens=TokenCounts.of(run, [options.target]))
-        splits = {
-            s: seq2seq_data.pairs(found, options, s, data.name, run.data.drop_missing)
-            for s, found in data.splits.items()
-        }
-        rows = cls.stream(run).found(splits, ["source", "target"]) if run.data.stream else None
-        splits, left_out = splitting.deduplicate_and_split(
-            data, splits, run, ["source", "target"], [], lm_documents.cut
-        )
-        hashes = {split: content(dataset, ["source", "target"]) for split, dataset in splits.items()}
-        if rows is not None:
-            folder = seq2seq_data.tokenizers(run, rows, rows.content if run.tokenizer.train else "", options)
-        else:
-            folder = seq2seq_data.tokenizers(run, splits["train"], hashes["train"], options)
-        _check_model(run, options, folder)
-        files = {}
-        read = [run.data.max_length, options.prefix, options.target_length]
-        for split, dataset in splits.items():
-            key = digest("translation", VERSION, hashes[split], folder.name, *read)
-            files[split] = encode(dataset, *seq2seq_data.encoder_of(run, folder, options), key)
-        if rows is not None:
-            index = rows.index(
-                cls.example_maker(run, str(folder), {}), digest("translation", VERSION, folder.name, *read)
-            )
-            files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
-        return Prepared(digest(stream.names_of(files)), files, str(folder), {"source": data.name} | left_out)
+        cls.overlap_of(cls.options_of(run))  # refuses a tokenizer of sacrebleu's before anything is read
+        return super().prepare(run)
 
     @classmethod
-    def stream(cls, run: Run) -> Stream:
-        options: Any = cls.Options.model_validate(run.task.options)
-        whole = partial(seq2seq_data.pairs, options=options, split="train", drop=run.data.drop_missing)
-        asked = {"task.source": options.source, "task.target": options.target}
-        return Stream(run.data, asked, lambda rows, name: whole(rows, name=name), within=seq2seq_data.PAIR)
+    def target_columns(cls, options: WritingOptions) -> list[str]:
+        return [options.target]
 
     @classmethod
-    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        return stream.maker(*seq2seq_data.encoder_of(run, Path(folder), cls.Options.model_validate(run.task.options)))  # type: ignore[arg-type]
+    def usable(cls, rows: Dataset, options: WritingOptions, split: str, name: str, drop: bool) -> Dataset:
+        return seq2seq_data.pairs(rows, options, split, name, drop)
+
+    @classmethod
+    def compared(cls, options: WritingOptions) -> tuple[list[str], list[str]]:
+        return ["source", "target"], []
+
+    @classmethod
+    def prepare_tokenizer(cls, data: TextData, hashed: str) -> Path:
+        if data.rows is None:
+            return seq2seq_data.tokenizers(data.run, data.splits["train"], hashed, data.options)
+        content = data.rows.content if data.run.tokenizer.train else ""
+        return seq2seq_data.tokenizers(data.run, data.rows, content, data.options)
+
+    @classmethod
+    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
+        _check_model(data.run, data.options, folder)
+
+    @classmethod
+    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        return [data.run.data.max_length, data.options.prefix, data.options.target_length]
+
+    @classmethod
+    def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
+        return seq2seq_data.encoder_of(run, folder, cls.options_of(run))
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -122,69 +117,28 @@ class Translation(TextTask, Streams, Predicts, Generates, GivesPredictions):
         self.unpadded = self.padded_because is None
         self.starts_from_first = model_configs.load_config(run).model_type in model_configs.FROM_FIRST_TOKEN
         self.overlap = self.overlap_of(self.options)
+        self.smoothing = self.options.label_smoothing
 
-    def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.models import chunked_loss, models
+    @property
+    def config_entries(self) -> dict[str, Any]:
+        return self.entries
 
-        model = models.build(self.run, "seq2seq", self.tokenizer, empty, **self.entries)
-        return chunked_loss.install(model, self.options.loss_chunk, self.options.label_smoothing)
-
-    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+    def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """Teacher forcing: the decoder reads its start token and then the targets, one behind."""
-        import torch
+        from lockstep.data.batch import IGNORED
 
-        from lockstep.data.batch import IGNORED, MicroBatch
-        from lockstep.tasks.models.chunked_loss import with_targets
-
-        blank = len(rows) == 0
-        rows = np.zeros(1, dtype=np.int64) if blank else rows
-        ids, mask = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))  # [B, S]
         wanted, real = columns.ragged("target_ids").padded(rows, int(self.target_tokenizer.pad_token_id))  # [B, T]
         read = np.roll(wanted, 1, axis=1)
         read[:, 0] = self.entries["decoder_start_token_id"]
-        targets = torch.from_numpy(np.where(real == 1, wanted, IGNORED))
-        targets = torch.full_like(targets, IGNORED) if blank else targets
-        arrays = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": read}
+        inputs = self.padded_texts(columns, rows) | {"decoder_input_ids": read}  # [B, S]
         if self.unpadded or self.starts_from_first:  # which would take a start for padding that has its number
-            arrays["decoder_attention_mask"] = real
-        inputs = {name: torch.from_numpy(values) for name, values in arrays.items()}
-        return MicroBatch(index, with_targets(inputs, targets, self.options.loss_chunk), targets)
+            inputs["decoder_attention_mask"] = real
+        return inputs, np.where(real == 1, wanted, IGNORED)
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return int(columns.ragged("target_ids").lengths[rows].sum())
 
-    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
-        if self.options.loss_chunk:
-            return outputs.loss
-        return summed_losses(outputs.logits.float(), targets, self.options.label_smoothing)
-
-    def loss_each(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.options.loss_chunk:
-            return outputs.loss, of_examples(outputs.logits)
-        each = losses(outputs.logits.float(), targets, self.options.label_smoothing)
-        return each.sum(), of_examples(each)
-
-    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
-        logits = forward(batch.inputs)  # [B, T, V]
-        if self.options.loss_chunk:
-            from lockstep.tasks.models.chunked_loss import scored
-
-            return scored(logits, batch.targets)
-        real = batch.targets >= 0  # [B, T]
-        return {
-            "loss": summed_losses(logits.float(), batch.targets).double(),
-            "examples": real.any(1).sum().double(),
-            "targets": real.sum().double(),
-            "right": ((logits.argmax(-1) == batch.targets) & real).sum().double(),
-        }
-
-    def score_texts(
-        self,
-        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
-        batch: MicroBatch,
-        columns: Columns,
-        rows: np.ndarray,
-    ) -> Sums:
+    def score_texts(self, generate: Generate, batch: MicroBatch, columns: Columns, rows: np.ndarray) -> Sums:
         import torch
 
         if self.overlap is None and not self.per_example_outputs:
@@ -228,29 +182,16 @@ class Translation(TextTask, Streams, Predicts, Generates, GivesPredictions):
         return listed(["a text that is written", "another one", ""]), listed(["a text as it is wanted", "another", "x"])
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        loss = float(sums["loss"]) / float(sums["targets"])
-        accuracy = float(sums["right"]) / float(sums["targets"])
-        found = {"loss": loss, "perplexity": perplexity(loss), "accuracy": accuracy}
         if self.overlap is None or _WORDS not in sums:
-            return found
-        return found | self.overlap.scores({name: sums[name].sum(0) for name in self.overlap.names})
+            return super().metrics(sums)
+        return super().metrics(sums) | self.overlap.scores({name: sums[name].sum(0) for name in self.overlap.names})
 
-    def samples(
-        self,
-        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
-        forward: Callable[[Mapping[str, Tensor]], Tensor],
+    def sample_texts(
+        self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
     ) -> list[dict[str, str]]:
-        columns = self.splits["validation"]
-        rows = spread_rows(columns, self.options.samples)
-        if len(rows) == 0:
-            return []
-        batch = self.collate(columns, rows, 0)
         written = self._written(generate(_asked(batch), self._decoding()))
-        asked = self.tokenizer.batch_decode(batch.inputs["input_ids"].tolist(), skip_special_tokens=True)
-        wanted = columns.texts("reference", rows)
-        return [
-            {"source": a.strip(), "written": w, "reference": r} for a, w, r in zip(asked, written, wanted, strict=True)
-        ]
+        shown = zip(self.decoded(batch.inputs["input_ids"]), written, columns.texts("reference", rows), strict=True)
+        return [{"source": source, "written": text, "reference": reference} for source, text, reference in shown]
 
     def sample_input(self, sample: Mapping[str, str]) -> str:
         """Without the prefix, as the tokenizer writes it: `predict` puts it there."""
@@ -277,7 +218,7 @@ class Translation(TextTask, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def decodes_greedily(cls, run: Run) -> bool:
-        options: Any = cls.Options.model_validate(run.task.options)
+        options = cls.options_of(run)
         return options.beams == 1 or not (options.samples or cls.overlap_of(options) or run.metrics)
 
     def _decoding(self) -> Decoding:
@@ -293,7 +234,7 @@ class Translation(TextTask, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
-        options: Any = cls.Options.model_validate(run.task.options)
+        options = cls.options_of(run)
         return (options.source,)
 
     @classmethod
@@ -302,8 +243,8 @@ class Translation(TextTask, Streams, Predicts, Generates, GivesPredictions):
         from lockstep.tasks.models import batched_inference, models
         from lockstep.tasks.models.decoding import Decoding, by_transformers
 
-        options: Any = cls.Options.model_validate(run.task.options)
-        model, sources = models.exported("seq2seq", folder, run)
+        options = cls.options_of(run)
+        model, sources = models.exported(cls.head, folder, run)
         targets = seq2seq_data.target_tokenizer(run, folder, sources)
         most, start = run.data.max_length, model.config.decoder_start_token_id
         how = Decoding(
@@ -325,9 +266,7 @@ class Translation(TextTask, Streams, Predicts, Generates, GivesPredictions):
         return str(answer[cls.answer])
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep.tasks.models import models
-
-        models.save(self.model(), weights, self.tokenizer, folder, self.run)
+        super().write(folder, weights)
         if self.target_tokenizer is not self.tokenizer:
             tokenizer.save(self.target_tokenizer, folder / tokenizer.TARGET)
 
@@ -365,7 +304,7 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
     from lockstep.tasks.models import model_configs, models
 
     key = "task.target_length" if (options.target_length or 0) > run.data.max_length else "data.max_length"
-    models.check(run, "seq2seq", max(run.data.max_length, seq2seq_data.most(run, options)), key, use_cache=False)
+    models.check(run, heads.SEQ2SEQ, max(run.data.max_length, seq2seq_data.most(run, options)), key, use_cache=False)
     known = model_configs.load_config(run).to_dict()
     known_to = tokenizer.load(str(folder), run.model.trust_remote_code)
     two = (folder / tokenizer.TARGET).is_dir() or getattr(known_to, "separate_vocabs", False)

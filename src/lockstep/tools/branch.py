@@ -29,9 +29,8 @@ from lockstep.checkpoint.manifest import (
     newest_first,
 )
 from lockstep.checkpoint.progress import best_first
-from lockstep.config.exit_status import DONE, FAILED
-from lockstep.config.output import keep, replace_text
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.errors import DONE, FAILED
+from lockstep.config.run import Run, RunError, keep, load, replace_text
 from lockstep.data.tokens import Prepared
 from lockstep.launchers import start
 from lockstep.launchers.processes import output_lock

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from lockstep.config import renamed_keys
+from lockstep.config import key_aliases
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
 from lockstep.distributed.event_log import versions
@@ -168,7 +168,7 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What is not as it was when the file was written: keys of the run file, data, versions, hardware."""
-    former = renamed_keys.of_checkpoint(then["run"])
+    former = key_aliases.of_checkpoint(then["run"])
     keys = sorted(k for k in former.keys() | now["run"].keys() if former.get(k) != now["run"].get(k))
     found = [f"{key}: {former.get(key)!r} then, {now['run'].get(key)!r} now" for key in keys[:_SHOWN]]
     found += [f"{len(keys) - _SHOWN} more keys of the run file"] if len(keys) > _SHOWN else []

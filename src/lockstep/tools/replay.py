@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import plugins
-from lockstep.config.overrides import overrides_of
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, RunError, load, overrides_of
 from lockstep.launchers import start
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of

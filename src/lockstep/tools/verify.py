@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from lockstep.config.output import keep
-from lockstep.config.run import Run
+from lockstep.config.run import Run, keep
 from lockstep.data.tokens import Prepared
 from lockstep.distributed.randomness import UNCOVERED
 from lockstep.launchers import start

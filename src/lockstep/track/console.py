@@ -34,8 +34,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.config.output import led_away
 from lockstep.config.redaction import printable
+from lockstep.config.run import led_away
 from lockstep.track.best import Best
 from lockstep.track.busy import Busy
 from lockstep.track.samples import joined, on_a_line, shortened

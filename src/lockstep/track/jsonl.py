@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.output import led_away
+from lockstep.config.run import led_away
 from lockstep.track.tracker import End, Sample, Tracker
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.export import try_export
-from lockstep.config.exit_status import BAD
+from lockstep.config.errors import BAD
 from lockstep.config.run import RunError
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.memory import keep_freed_memory

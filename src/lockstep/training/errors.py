@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.config.exit_status import FAILED
+from lockstep.config.errors import FAILED
 from lockstep.strategies.strategy import NotFinite
 from lockstep.training.data_loader import StepLoader
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from lockstep.config.exit_status import EXCLUDED, FAILED, HALTED
-from lockstep.config.guard import fewest
+from lockstep.config.errors import EXCLUDED, FAILED, HALTED
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import fewest
 from lockstep.distributed import evicted_hosts, job_record
 from lockstep.distributed.event_log import launched_by
 from lockstep.training.errors import CorruptionDetected, Regroup, TrainingFailed

@@ -27,7 +27,7 @@ from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
 from lockstep.plain.scores import scores
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.models import adapters, model_configs
+from lockstep.tasks.models import adapters, heads, model_configs
 from lockstep.tasks.task import Task
 from lockstep.training import plain_check, plain_sides
 from lockstep.training.evaluation import evaluate
@@ -224,7 +224,7 @@ def loaded(run: Run, task: Task, folder: Path) -> nn.Module:
     """The export as others load it: in float32, in evaluation mode."""
     import transformers
 
-    auto = getattr(transformers, model_configs.HEADS[str(task.head)][0])
+    auto = getattr(transformers, heads.of(str(task.head)).auto)
     if not adapters.is_adapter(folder):
         try:
             return _without_cache(auto.from_pretrained(folder))

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.overrides import overrides_of
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, RunError, load, overrides_of
 from lockstep.data import origin
 from lockstep.distributed.world import World
 from lockstep.tasks.abilities import Calibrates

@@ -15,14 +15,15 @@ from torch import nn
 
 from lockstep.checkpoint.manifest import averaged
 from lockstep.config import plugins
+from lockstep.config.optim import drawn
 from lockstep.config.run import Run, RunError
-from lockstep.config.schedules import drawn
 from lockstep.data import stream
 from lockstep.data.splitting import left_out, warnings
 from lockstep.data.streamed import Streamed
 from lockstep.data.tokens import Columns, Prepared, examples_in
 from lockstep.distributed.memory import capacity
 from lockstep.distributed.world import World, pick_device
+from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.exact.optim import state_bytes
 from lockstep.strategies.exact.param_groups import ParamGroupSpec, assigned, freeze
 from lockstep.strategies.strategy import strategy_class
@@ -64,7 +65,7 @@ def counts(model: nn.Module) -> tuple[int, int]:
 def resolve_options(run: Run, task: Task, world: World) -> Run:
     """The run with what its strategy leaves to the memory of the machines. The same on every rank. Collective."""
     cls = strategy_class(run)
-    if not cls.needs_memory_to_resolve(run):
+    if not issubclass(cls, ChoosesByMemory) or not cls.needs_memory_to_resolve(run):
         return run
     memory = min(world.all_gather(capacity(world.device, world.local_size)))
     return cls.resolve_options(run, world.size, *counts(freeze(run, task.model(empty=True))), memory)
@@ -193,7 +194,7 @@ def held(
 ) -> tuple[dict[str, float], str]:
     """Bytes by kind, and what was decided for it."""
     cls, note = strategy_class(run), ""
-    if cls.needs_memory_to_resolve(run):
+    if issubclass(cls, ChoosesByMemory) and cls.needs_memory_to_resolve(run):
         run = cls.resolve_options(run, processes, every, trained, capacity(pick_device(run, 0), processes))
         cls, note = strategy_class(run), f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
     each = cls.bytes_held(run, processes, state) | {"partial sums": cls.partial_sums(run, processes)}

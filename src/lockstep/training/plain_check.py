@@ -30,6 +30,7 @@ from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
+from lockstep.strategies.engines.accelerated import Accelerated
 from lockstep.strategies.engines.writes import preserved
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
@@ -172,7 +173,7 @@ def first_micro_batch(session: Session) -> np.ndarray:
 def differences(sides: Sides, strategy: Strategy) -> list[Difference]:
     """Differences of more than rounding, over all groups of examples. Errors: `NotCovered`."""
     differing: list[Difference] = []
-    inside = strategy.casts_inside and sides.run.precision == "bf16"
+    inside = isinstance(strategy, Accelerated) and sides.run.precision == "bf16"
     strict = takes_float32(sides.run, sides.task) and not inside
     low = "bfloat16" if sides.run.model.trained_in_bfloat16 else sides.run.precision.replace("fp32", "")
     groups = groups_of(sides)

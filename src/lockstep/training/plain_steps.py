@@ -23,7 +23,7 @@ from lockstep.data.tokens import Columns
 from lockstep.distributed.world import World
 from lockstep.plain.scores import LONGEST
 from lockstep.strategies.exact import optim
-from lockstep.strategies.observer import GradientRecorder
+from lockstep.strategies.observer import GradientRecorder, listening
 from lockstep.tasks.abilities import Generates
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.training.data_loader import StepLoader
@@ -88,7 +88,7 @@ def record_session(session: Session, count: int = 2) -> None:
     hides = session.run.task.name == "masked_language_modeling"
     shown = _masked(session, held_out, [rows], WITHOUT_STEP) if hides else {}
     steps = []
-    with without_dropout(strategy.model), strategy.listening(recorder):
+    with without_dropout(strategy.model), listening(strategy, recorder):
         for place, number in enumerate(numbers_of(session.run, feed, count)):
             batch = feed.make(number)
             groups = [batch.ids[group] for group in feed.task.cut(feed.columns, batch.ids)]

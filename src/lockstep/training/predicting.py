@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lockstep.config import plugins
-from lockstep.config.output import aside_of
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run, RunError, aside_of
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, compressed, row_files, source, tables
 from lockstep.tasks.abilities import Predicts

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lockstep.checkpoint.export import pending, push_pending, write_export
 from lockstep.checkpoint.manifest import name_of, newest_whole
 from lockstep.checkpoint.remote_sync import RemoteSync, finish
-from lockstep.config.exit_status import DONE, FAILED, HALTED, STOPPED
+from lockstep.config.errors import DONE, FAILED, HALTED, STOPPED
 from lockstep.config.run import Run
 from lockstep.data.object_store import StoreError
 from lockstep.distributed import job_record

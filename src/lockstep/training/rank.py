@@ -24,10 +24,9 @@ from lockstep.checkpoint import exported, remote_sync
 from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
 from lockstep.checkpoint.export import require
 from lockstep.checkpoint.manifest import export_of
-from lockstep.config.exit_status import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
-from lockstep.config.output import keep, led_away, replace_text
+from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
 from lockstep.config.redaction import printable, redact_all
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, RunError, keep, led_away, load, replace_text
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import EventLog

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
-from lockstep.config.guard import TAKEN
 from lockstep.config.run import RunError
+from lockstep.config.sections import SDC_CHECK_STRATEGIES
 from lockstep.data.batch import StepBatch
 from lockstep.data.streamed import Unreadable
 from lockstep.strategies.exact.reduction import Shares, even
@@ -44,7 +44,8 @@ class LoadBalancer:
         self._tokens, self._seconds = 0, 0.0
         if self._every and not isinstance(session.strategy, Native):
             raise RunError(
-                f"launch.rebalance_every: {session.run.strategy.name} takes parts of this model; it takes {TAKEN}"
+                f"launch.rebalance_every: {session.run.strategy.name} takes parts of this model; it takes "
+                f"{SDC_CHECK_STRATEGIES}"
             )
 
     def steps(self, after: int, ends: Callable[[Unreadable], None]) -> Iterator[StepBatch]:

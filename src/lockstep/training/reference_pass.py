@@ -17,8 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from lockstep.checkpoint.manifest import candidates
-from lockstep.config.output import aside_of
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run, RunError, aside_of
 from lockstep.data.tokens import Prepared
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.checkpoint.state_hash import StateHash
-from lockstep.config.exit_status import DONE
+from lockstep.config.errors import DONE
 from lockstep.config.run import RunError
 from lockstep.data.batch import StepBatch
 from lockstep.distributed.activity import ACTIVITY

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lockstep.config import error_messages as messages
 from lockstep.config import plugins
-from lockstep.config.output import check_output
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, RunError, check_output, load
 from lockstep.strategies.engines import zero_agreement
 
 if TYPE_CHECKING:
@@ -177,15 +176,15 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
     from lockstep.tasks.models import attention
 
     attention.check(run, machine.like_this_one)
-    if run.task.options.get("loss_chunk") is not None:
+    task: Any = plugins.find("tasks", run.task.name)
+    if task.chunks_loss:
         from lockstep.tasks.models import chunked_loss
 
-        chunked_loss.check(run, machine.like_this_one)
+        chunked_loss.check(run, task.head, machine.like_this_one)
     run.check_shared(processes, f"launch: {processes} processes")
     strategy = resolve_strategy(run, processes)
     blocks.check(run, machine.like_this_one)
     remote_sync.require_extra(run)
-    task: Any = plugins.find("tasks", run.task.name)
     return Job(run, processes, Scope.OPTIONS, task, strategy, strategy.gives_bits(run))
 
 
@@ -194,16 +193,17 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     are not known. Errors: `RunError`."""
     from lockstep.strategies.exact import averaging, masters
     from lockstep.strategies.optimizers import optimizer as optimizers
-    from lockstep.strategies.strategy import Strategy, strategy_class
+    from lockstep.strategies.strategy import Strategy, WeightFormats, strategy_class
     from lockstep.tasks.abilities import Generates
     from lockstep.tasks.models import quantized
 
     strategy = strategy_class(run)
     if not processes:
         return strategy
+    formats = strategy.weight_formats
     optimizers.check(run, strategy.flat_parts)
-    masters.check(run, strategy.trains_bfloat16, strategy.without_masters)
-    quantized.check(run, strategy.takes_4_bits)
+    masters.check(run, WeightFormats.BFLOAT16 in formats, WeightFormats.BFLOAT16_ALONE in formats)
+    quantized.check(run, WeightFormats.FOUR_BITS in formats)
     averaging.check(run, strategy.flat_parts)
     strategy.check(run, processes)
     task: Any = plugins.find("tasks", run.task.name)

@@ -19,17 +19,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lockstep.checkpoint.state_hash import summed
-from lockstep.config.guard import TAKEN
 from lockstep.config.run import Run, RunError
-from lockstep.data.batch import StepBatch, StepResult
+from lockstep.config.sections import SDC_CHECK_STRATEGIES
+from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.sharded import local
 from lockstep.strategies.exact.reduction import even
 from lockstep.strategies.native import Native
-from lockstep.strategies.observer import StepObserver, WholeGradient
+from lockstep.strategies.observer import StepObserver, WholeGradient, listening
 from lockstep.training.errors import CorruptionDetected
 from lockstep.training.eviction import decide_eviction
 from lockstep.training.session import Session
@@ -43,7 +44,9 @@ class SdcCheck:
         self._run, self._world, self._feed = session.run, session.world, session.feed
         self._session, self.retried = session, 0  # steps that were computed once more
         if not isinstance(session.strategy, Native):
-            raise RunError(f"sdc_check.every: {self._run.strategy.name} takes parts of this model; it takes {TAKEN}")
+            raise RunError(
+                f"sdc_check.every: {self._run.strategy.name} takes parts of this model; it takes {SDC_CHECK_STRATEGIES}"
+            )
         self._strategy = session.strategy
         if self._strategy.statistics.names:
             raise RunError(
@@ -81,7 +84,7 @@ class SdcCheck:
             if first != second:
                 self._decide(batch, chosen, owner, witness, (first, second))
 
-        with strategy.listening(GradientHash(chosen, compare)):
+        with listening(strategy, GradientHash(chosen, compare)):
             return strategy.train_step(batch, rate)
 
     def _decide(self, batch: StepBatch, chosen: int, owner: int, witness: int, hashes: tuple[Any, Any]) -> None:
@@ -111,8 +114,8 @@ class SdcCheck:
         micro = self._feed.one(batch.step, chosen).to(self._world.device)
         gradient = GradientHash(chosen)
         ACTIVITY.at(f"guard: micro-batch {chosen} of step {batch.step + 1} once more")
-        with self._strategy.listening(gradient):
-            self._strategy.recompute(batch.step, micro, batch.targets)
+        with listening(self._strategy, gradient):
+            recompute(self._strategy, batch.step, micro, batch.targets)
         return gradient.hash()
 
     def agree(self, step: int) -> None:
@@ -150,6 +153,20 @@ class SdcCheck:
             False,
             leaves,
         )
+
+
+def recompute(strategy: Native, step: int, micro: MicroBatch, targets: float) -> None:
+    """Compute a micro-batch once more beside its step, on any rank. Its gradient has the bits of the step's own; the
+    observer hears of it, and no `.grad` is touched. Not collective."""
+
+    def backward() -> Tensor:
+        loss = strategy.loss_sum(strategy.model(**micro.inputs), micro)
+        with strategy.autocast(False):
+            torch.autograd.grad(strategy.scaled(loss / targets), strategy.parameters, allow_unused=True)
+        return loss.detach()
+
+    with strategy.autocast(), strategy.sources.preserved():
+        strategy.compute(step, micro, backward)
 
 
 def third_of(owner: int, witness: int, hosts: Sequence[str]) -> int:

@@ -17,6 +17,7 @@ from lockstep.distributed.memory import tensor_bytes
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
+from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import compiled
 from lockstep.strategies.exact.averaging import Averaged
 from lockstep.strategies.strategy import Strategy
@@ -93,7 +94,9 @@ def build_session(
     starts from. Collective. Errors: `RunError`."""
     before, run, prepared = tensor_bytes(), job.run, job.data
     task = job.task(run, prepared)
-    later = world.joining and job.strategy.supports_reshard  # built with those that it comes to
+    later = (
+        world.joining and issubclass(job.strategy, ShardedRecovery) and job.strategy.supports_reshard
+    )  # built with those that it comes to
     whole = run if later else resolve_options(run, task, world)  # by the memory of all machines
     strategy_class = job.strategy if whole is run else strategies.strategy_class(whole)
     strategy = strategy_class(whole, world)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from lockstep.config import plugins
+from lockstep.config.optim import REVISION, learning_rate
 from lockstep.config.run import Run
-from lockstep.config.schedules import REVISION, learning_rate
 from lockstep.config.user_code import is_own
 from lockstep.data.order import Order
 from lockstep.data.tokens import Prepared

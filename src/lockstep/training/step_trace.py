@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.config.exit_status import DONE
+from lockstep.config.errors import DONE
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.sharded import local
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
-from lockstep.strategies.observer import StepObserver, WholeGradient
+from lockstep.strategies.observer import StepObserver, WholeGradient, listening
 from lockstep.strategies.strategy import Strategy
 from lockstep.training.resolve import Job
 from lockstep.training.session import build_session, join_ranks
@@ -108,7 +108,7 @@ def _looked_at(strategy: Strategy, world: World, batch: StepBatch, rate: float) 
     entries = _tensors("weights before", _weights(strategy, world))
     entries.append(Entry("rows", "", hash_of(torch.from_numpy(batch.ids))))
     tracer = _Tracer(strategy, batch)
-    with tracer.hooked(), strategy.listening(tracer):
+    with tracer.hooked(), listening(strategy, tracer):
         result = strategy.train_step(batch, rate)
     entries += tracer.entries
     norm = float(result.grad_norm)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.config.overrides import override_of
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run, RunError, override_of
 from lockstep.data.splitting import left_out
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
+from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Predicts
 from lockstep.tasks.task import Task
@@ -40,6 +40,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoad
     cuda = world.device.type == "cuda"
     device = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {world.threads} thread(s) each"
     mean = f"; mean {task.splits['train'].mean_length:.1f} {task.unit}" if task.unit else ""
+    choice = strategy.summary_suffix if isinstance(strategy, ChoosesByMemory) else ""
     return {
         "run": f"{run.name} -> {run.folder}",
         "data": f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task.prepared.facts)}",
@@ -48,7 +49,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoad
         **padding_of(run, task),
         **task.summary_lines,
         **selection_lines(run, task),
-        "processes": f"{world.size} ({run.strategy.name}{strategy.summary_suffix}, "
+        "processes": f"{world.size} ({run.strategy.name}{choice}, "
         f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
         "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "
         "steps",

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.config.exit_status import STOPPED
+from lockstep.config.errors import STOPPED
 from lockstep.data.tokens import Prepared
 from lockstep.distributed import memory
 from lockstep.distributed.sharded import ShardedState

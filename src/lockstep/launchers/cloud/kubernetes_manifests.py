@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from lockstep.config import error_messages as messages
-from lockstep.config.exit_status import STOPPED
+from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError
 from lockstep.launchers.cloud.code_bundle import inside, modules_of, pairs
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import exit_status
+from lockstep.config import errors
 from lockstep.config.run import RunError
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import State
@@ -45,7 +45,7 @@ def state_from(found: dict[str, Any]) -> State:
     if status in ("InProgress", "Stopping"):
         return State("waiting" if second in _WAITING else "running", second or status)
     if status == "Stopped" or STOPPED in text:
-        return job_record.outcome(exit_status.STOPPED, text)
+        return job_record.outcome(errors.STOPPED, text)
     return job_record.outcome(0 if status == "Completed" else 1, text)
 
 

@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from lockstep.checkpoint.manifest import newest_whole
-from lockstep.config.exit_status import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
+from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
 from lockstep.config.run import Run
 from lockstep.distributed import job_record
 from lockstep.distributed.failure import MARKER

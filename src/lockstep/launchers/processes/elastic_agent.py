@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from lockstep.checkpoint.manifest import newest_whole
-from lockstep.config.exit_status import DONE, EXCLUDED, STOPPED
+from lockstep.config.errors import DONE, EXCLUDED, STOPPED
 from lockstep.config.run import Run
 from lockstep.distributed import secret
 from lockstep.distributed.membership import SOON_S, MemberAddress

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 
-from lockstep.config.exit_status import STOPPED
+from lockstep.config.errors import STOPPED
 from lockstep.config.run import RunError
 from lockstep.distributed.stores import Sealed
 from lockstep.launchers.processes.elastic_rendezvous_state import Backend

@@ -24,7 +24,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from lockstep.config.exit_status import STOPPED
+from lockstep.config.errors import STOPPED
 from lockstep.distributed.stores import Sealed
 from lockstep.launchers.processes.elastic_ranks import POLL_S, Ranks
 

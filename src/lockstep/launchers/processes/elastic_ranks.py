@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import ProcessFailure, RunProcsResult
 
-from lockstep.config.exit_status import EXCLUDED, STOPPED
+from lockstep.config.errors import EXCLUDED, STOPPED
 from lockstep.distributed.membership import MemberAddress, Roster
 
 POLL_S = 0.1

@@ -22,9 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.config.exit_status import FAILED
-from lockstep.config.output import check_output
-from lockstep.config.run import Run, RunError
+from lockstep.config.errors import FAILED
+from lockstep.config.run import Run, RunError, check_output
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import JobRecord, Process, State
 from lockstep.launchers.processes.output import check_ours

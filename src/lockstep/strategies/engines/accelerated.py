@@ -7,12 +7,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
+from lockstep.strategies.strategy import Strategy
+
+
+class Accelerated(Strategy):
+    """A strategy whose engine is Accelerate, which puts an autocast of its own into the model's forward."""
+
+    needs: ClassVar[tuple[str, ...]] = ("accelerate",)
+    accelerator: Any
+
+    def close(self) -> None:
+        super().close()
+        release(self.accelerator)
+        del self.accelerator
 
 
 def only(run: Run, name: str) -> Mapping[str, Any]:

@@ -9,19 +9,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines import layers
-from lockstep.strategies.engines.accelerated import accelerator, only, prepared, release
+from lockstep.strategies.engines.accelerated import Accelerated, accelerator, only, prepared
 from lockstep.strategies.exact.param_groups import ParamGroupSpec
 from lockstep.strategies.fsdp2 import FSDP2
+from lockstep.strategies.strategy import WeightFormats
 
 
-class AcceleratedFSDP2(FSDP2):
+class AcceleratedFSDP2(Accelerated, FSDP2):
     """`strategy.options.fsdp`: the fields of Accelerate's `FullyShardedDataParallelPlugin`."""
 
-    needs = ("accelerate",)
-    casts_inside = True
-    trains_bfloat16 = False
+    weight_formats = WeightFormats.NONE
     supports_reshard = False  # Accelerate keeps its state for the whole process
 
     @classmethod
@@ -30,7 +30,7 @@ class AcceleratedFSDP2(FSDP2):
         section = only(run, "fsdp")
         if layers.own_model(run):
             raise RunError(f"{key}: Accelerate knows no layers of a model of your own; use strategy.name=fsdp2")
-        cls.require(key)
+        require(cls.needs, key)
         layers.check_layers(run, "FSDP2 through Accelerate")
         from accelerate import FullyShardedDataParallelPlugin
 
@@ -80,8 +80,3 @@ class AcceleratedFSDP2(FSDP2):
         self.accelerator = accelerator(self.run, self.world, [], fsdp_plugin=plugin)
         assert self.accelerator.distributed_type == DistributedType.FSDP, self.accelerator.distributed_type
         self.model, self.optimizer = prepared(self.accelerator, self.model, self.make_stepper(treated))
-
-    def close(self) -> None:
-        super().close()
-        release(self.accelerator)
-        del self.accelerator

@@ -8,21 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import layers, zero_config
-from lockstep.strategies.engines.accelerated import accelerator, only, release
+from lockstep.strategies.engines.accelerated import Accelerated, accelerator, only
 from lockstep.strategies.engines.zero import Sharded
 
 
-class AcceleratedZero(Sharded):
+class AcceleratedZero(Accelerated, Sharded):
     """DeepSpeed ZeRO as Accelerate starts it.
 
     Boundary, backward and step are called on the engine itself: Accelerate's wrapper steps inside of backward, which
     leaves no moment to set the rate in.
     """
-
-    casts_inside = True
 
     needs: ClassVar[tuple[str, ...]] = ("accelerate", "deepspeed")  # type: ignore[assignment]
 
@@ -30,7 +29,7 @@ class AcceleratedZero(Sharded):
     def check(cls, run: Run, processes: int) -> None:
         key = "strategy.options.deepspeed"
         section = only(run, "deepspeed")
-        cls.require(key)
+        require(cls.needs, key)
         layers.check_layers(run, "DeepSpeed")
         if section.get("zero_stage") not in (1, 2, 3):
             raise RunError(f"{key}.zero_stage: 1, 2 or 3 is needed, it is {section.get('zero_stage')!r}")
@@ -63,8 +62,3 @@ class AcceleratedZero(Sharded):
         self.optimizer = engine.optimizer.optimizer  # ours still
         unset_hf_deepspeed_config()  # or transformers would shard models that rank 0 makes alone, for the export
         return engine
-
-    def close(self) -> None:
-        super().close()
-        release(self.accelerator)
-        del self.accelerator

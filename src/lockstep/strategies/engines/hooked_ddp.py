@@ -30,15 +30,14 @@ from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.writes import preserved
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, buckets, layout_of
-from lockstep.strategies.native import Native
+from lockstep.strategies.native import WholeStateRecovery
 from lockstep.tasks.task import Task
 
 
-class Hooked(Native):
+class Hooked(WholeStateRecovery):
     """A replicated model in a DDP wrapper, with the exact reduction as its communication hook."""
 
     primed = True  # False while DDP has still to see a backward outside `no_sync`
-    keeps_whole_state = True
     steady: bool | None = None  # whether every micro-batch so far used every weight; None: no step was seen
 
     @classmethod
@@ -96,14 +95,14 @@ class Hooked(Native):
 
     def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
         if self.in_tree:
-            self.begin_micro_batch(micro.index)
+            self.leaves.begin(micro.index)
         self.travelling = self.ddp is not None and last and bool(self.steady)
         with self.ddp.no_sync() if self.ddp is not None and not self.travelling else contextlib.nullcontext():
             # DDP's own reduction averages over ranks: multiply back
             loss = self.run_micro_batch(micro, targets if self.in_tree else targets / self.world.size)
         if self.in_tree and (self.ddp is None or not last):
             with self.phases("backward"):
-                self.tree.place(self.node, self.pop_gradients())
+                self.leaves.end()
         return loss
 
     def on_bucket(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -111,8 +110,8 @@ class Hooked(Native):
         gets back is not used in exact runs: `reduce` reads the exchange."""
         if self.primed:
             arrived = {self.position[id(p)]: g for p, g in zip(bucket.parameters(), bucket.gradients())}  # noqa: B905
-            for position in arrived.keys() - self.given if self.waiting is not None else ():
-                arrived[position] += 0.0  # as `take_gradient` does
+            for position in arrived.keys() - self.leaves.given if self.leaves.waiting is not None else ():
+                arrived[position] += 0.0  # as `LeafGradients.take` does
             self.arrived |= arrived
             if not self.run.strategy.exact:
                 return allreduce_hook(cast(dist.ProcessGroup, dist.group.WORLD), bucket)
@@ -126,18 +125,18 @@ class Hooked(Native):
     def send(self) -> None:
         """The next bucket: this rank's partial nodes merged with its last leaf."""
         positions = self.buckets[self.sent]
-        self.exchange.submit(self.with_last_leaf(positions, [self.arrived[i] for i in positions]))
+        self.exchange.submit(self.leaves.with_last_leaf(positions, [self.arrived[i] for i in positions]))
         self.sent += 1
 
     def reduce(self) -> list[Tensor]:
         if self.ddp is None and self.in_tree:
-            return self.tree.root
-        gradients = self.pop_gradients()
+            return self.leaves.tree.root
+        gradients = self.leaves.pop()
         if self.in_tree:
             self.arrived = dict(enumerate(gradients))
             while self.sent < len(self.buckets):
                 self.send()
-            rows = self.sum_rows(self.with_last_leaf(list(self.rows), [gradients[i] for i in self.rows]))
+            rows = self.sum_rows(self.leaves.with_last_leaf(list(self.rows), [gradients[i] for i in self.rows]))
             for i, tensor in rows.items():
                 gradients[i] = tensor
             # Into the last leaf's memory, which is that of DDP's own buckets: one gradient in memory and not two.
@@ -155,7 +154,7 @@ class Hooked(Native):
     def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
         losses, counts = super().agree(losses, uses)
         if self.ddp is not None and self.steady is not False and self.in_tree:
-            self.steady = min(counts) == self.tree.leaves
+            self.steady = min(counts) == self.leaves.tree.leaves
             if not self.steady:
                 self.leave_ddp()
         return losses, counts
@@ -165,7 +164,7 @@ class Hooked(Native):
         blank = micro.blank()
         with preserved(self.model, self.effects.written):
             self.task.loss_sum(self.wrapped(**blank.inputs), blank.targets).backward()
-        self.pop_gradients()
+        self.leaves.pop()
         self.primed = True
 
     def detach_group(self) -> None:
@@ -181,4 +180,4 @@ class Hooked(Native):
 
     def close(self) -> None:
         super().close()
-        self.ddp = self.exchange = self.tree = None  # type: ignore[assignment]
+        self.ddp = self.exchange = None  # type: ignore[assignment]

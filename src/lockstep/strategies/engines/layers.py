@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines.writes import preserved, watching
-from lockstep.tasks.models.model_configs import HEADS, leaves_out_layers, load_config
+from lockstep.tasks.models import heads
+from lockstep.tasks.models.model_configs import leaves_out_layers, load_config
 
 # Families that call their layers' `forward` directly (Reformer: once more in its own backward), past the hooks through
 # which FSDP gathers a layer's weights.
@@ -78,7 +79,7 @@ def sharing_embeddings(run: Run) -> list[str]:
     task: Any = plugins.find("tasks", run.task.name)
     try:
         with torch.device("meta"):
-            auto = getattr(transformers, HEADS[task.head][0])
+            auto = getattr(transformers, heads.of(task.head).auto)
             model = auto.from_config(load_config(run), trust_remote_code=run.model.trust_remote_code)
         embeddings = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
     except Exception:  # code from the Hub, sizes that do not fit: each has a message of its own later

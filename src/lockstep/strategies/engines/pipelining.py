@@ -21,6 +21,7 @@ from lockstep.data.batch import MicroBatch
 from lockstep.distributed.transfers import to_device
 from lockstep.strategies.engines.cuts import Cut, StagePart
 from lockstep.strategies.exact.reduction import ReductionTree
+from lockstep.strategies.observer import StepObserver, hearing
 
 try:
     from torch.distributed.pipelining._utils import _TensorMeta
@@ -100,9 +101,11 @@ class Stage(PipelineStage):
         metas: Any = () if part.first else (*[_meta((1, 1, 1))] * part.receives, None)  # only their number is read
         self._stage_meta.inputs = self._stage_meta.input_grads = metas
 
-    def expect(self, micro_batches: list[MicroBatch], leaves: int, exact: bool) -> None:
-        """The micro-batches of the step that comes; unless `exact`, autograd adds them up."""
+    def expect(self, micro_batches: list[MicroBatch], leaves: int, exact: bool, observer: StepObserver | None) -> None:
+        """The micro-batches of the step that comes; unless `exact`, autograd adds them up. `observer` hears of each
+        micro-batch's gradients of the weights that this stage owns."""
         self.clear_runtime_states()
+        self.observer = observer
         self.micro_batches, self.chunks, self.exact = micro_batches, len(micro_batches), exact
         self.held.tree, self.held.uses = ReductionTree(leaves if exact else 1), {}
 
@@ -143,12 +146,14 @@ class Stage(PipelineStage):
             self._tied = self.held.receive_tied()
             outputs, values = self.fwd_cache[bwd_chunk_id]
             self.fwd_cache[bwd_chunk_id] = (*outputs, *(parameter for parameter, _ in self._tied)), values
-        with torch.autocast(self.device.type, enabled=False):
+        index = self.micro_batches[bwd_chunk_id].index
+        heard = hearing(self.observer, index, self.held.owned.items())
+        with heard, torch.autocast(self.device.type, enabled=False):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.args_recv_info.pop(bwd_chunk_id, None)
         self.grad_recv_info.pop(bwd_chunk_id, None)
         if self.exact:
-            self.held.collect(self.micro_batches[bwd_chunk_id].index)
+            self.held.collect(index)
 
 
 def _meta(shape: tuple[int, ...]) -> _TensorMeta:

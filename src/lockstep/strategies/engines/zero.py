@@ -17,19 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.world import World
+from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, layers, zero_config, zero_group
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.param_groups import make_model
-from lockstep.strategies.exact.shared_state import ShardedRecovery
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.native import call_on_cpu
+from lockstep.strategies.observer import listening, observing
 from lockstep.tasks.task import Task
 
 
@@ -160,7 +162,7 @@ class Sharded(ShardedRecovery):
             self.counting = i < len(batch.micro_batches)  # padding micro-batches are nobody's
             seed_everything(self.run.seed, batch.step, micro.index)
             self.engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
-            with self.observed(micro.index) if self.counting else self.listening(None):
+            with observing(self.observer, micro.index, self.model) if self.counting else listening(self, None):
                 losses[micro.index] += self._run_micro_batch(micro, batch.targets)
             if i < len(batch.micro_batches):
                 self.statistics.take(micro)
@@ -168,7 +170,7 @@ class Sharded(ShardedRecovery):
                 self.statistics.reset()
         with self.phases("reduction"):
             losses, uses = self.agree(losses, list(self.uses.values()))
-            self.check_finite(batch.step, losses, losses.sum())
+            self.finite.check(batch.step, losses, losses.sum())
         unused = self._unused(uses, batch.count)
         if self.observer is not None:
             self.observer.reduced(EngineGradient(self._whole_gradient))
@@ -185,7 +187,7 @@ class Sharded(ShardedRecovery):
             if frozen:
                 self._refresh_model()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
-        self.check_finite(batch.step, losses, norm)
+        self.finite.check(batch.step, losses, norm)
         self.statistics.finish(self.data_parallel.sum)
         return StepResult(losses.sum() / batch.targets, norm, loss_sums_of=self.sources.of_step)
 
@@ -414,7 +416,7 @@ class Zero(Sharded):
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
-        cls.require(f"strategy.name: zero{cls.stage}")
+        require(cls.needs, f"strategy.name: zero{cls.stage}")
         layers.check_layers(run, "DeepSpeed")
         zero_config.check(run, processes, cls.stage, run.strategy.options)
 

@@ -27,7 +27,7 @@ def prepare_import(device_type: str) -> None:
 
     assert get_accelerator().device_name() == device_type, "DeepSpeed was imported for another device"
     warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor)", FutureWarning)
-    # Each optimizer of ours is held against `single` in tests/test_zero.py.
+    # Each optimizer of ours is held against `single` in tests/strategies/test_zero.py.
     logging.getLogger("DeepSpeed").addFilter(_not_of_untested_optimizers)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # 26 s of compiling, for CPU all-reduces
 

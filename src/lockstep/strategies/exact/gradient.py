@@ -21,14 +21,6 @@ from lockstep.strategies.exact.reduction import clip_
 from lockstep.strategies.exact.sparse_rows import DenseRows
 
 
-class NotFinite(ArithmeticError):
-    """A loss or a gradient that is no finite number, under `on_nonfinite: stop`; nothing was updated."""
-
-    def __init__(self, step: int, micro_batches: list[int], norm: float) -> None:
-        super().__init__(f"step {step}: micro-batches {micro_batches}, gradient norm {norm}")
-        self.step, self.micro_batches, self.norm = step, micro_batches, norm  # micro-batches whose loss is not finite
-
-
 @dataclass
 class Part:
     """This rank's part of the gradient of one parameter."""

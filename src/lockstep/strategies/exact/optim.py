@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.optim import OptimSection
-from lockstep.config.schedules import learning_rate as learning_rate  # the rate of a step belongs here, too
+from lockstep.config.optim import learning_rate as learning_rate  # the rate of a step belongs here, too
 from lockstep.distributed.sharded import Saved, fill, local, whole
 from lockstep.strategies.exact.param_groups import ParamGroupSpec, assigned
 from lockstep.strategies.optimizers.optimizer import Optimizer, State, rule

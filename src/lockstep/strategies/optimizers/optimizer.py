@@ -7,7 +7,6 @@ that any part will do. Nothing here imports torch at the top, so that a run file
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,16 +62,6 @@ class Optimizer(ABC):
         """`options`: its own `Options`."""
         self.options = options
 
-    @classmethod
-    def require(cls) -> None:
-        """Refuse, before any process starts, an optimizer that is not installed. Errors: `RunError`."""
-        for package in cls.packages:
-            if importlib.util.find_spec(package) is None:
-                raise RunError(
-                    f"optim.name: {cls.__module__.rpartition('.')[2]} needs {package}, which is not installed: "
-                    f"pip install 'lockstep-train[{cls.extra}]'"
-                )
-
     def check(self, run: Run) -> None:  # noqa: B027 - most have nothing to refuse
         """Refuse what does not go together. Errors: `RunError`."""
 
@@ -116,8 +105,10 @@ def check(run: Run, flat: bool) -> None:
     """Refuse, before any process starts, what cannot be updated. `flat`: the strategy's engine hands over parts of
     tensors that are laid end to end, and nothing else. Errors: `RunError`."""
     cls, name = rule(run.optim), run.optim.name
-    cls.require()
+    plugins.require(cls.packages, f"optim.name: {name}", cls.extra)
     cls.check(run)
+    if "." in name:  # a class of the user's
+        _refuse_wrong_keys(cls, run)
     if flat and (not cls.any_part or cls.averages):
         why = "exports an average of weights" if cls.any_part else "updates whole tensors"
         raise RunError(
@@ -129,6 +120,35 @@ def check(run: Run, flat: bool) -> None:
             f"strategy.options.cpu_offload: {name} updates whole tensors, which are brought together on the device; "
             "leave it out, or use optim.name=adamw, lion or sgd"
         )
+
+
+def _refuse_wrong_keys(rule: Optimizer, run: Run) -> None:
+    """Make one update on the meta device, where nothing is computed. Errors: `RunError` for a key of the state that
+    `begin` does not make, and for a state that a strategy would lose."""
+    import torch
+
+    for shape in ((8, 8), (8,)):
+        weight, gradient = (torch.zeros(shape, device="meta") for _ in range(2))
+        kind = rule.kind(Weight("weight", shape, False, True))
+        group = {"lr": run.optim.learning_rate, "weight_decay": run.optim.weight_decay, "kind": kind}
+        group |= {"scale": 1.0, "skipped": None, "params": [weight], "names": ["weight"]}
+        state = rule.begin(group, weight)
+        begun = dict(state)
+        try:
+            with torch.no_grad():
+                rule.update(group, [weight], [gradient], [state])
+        except KeyError as error:
+            raise RunError(
+                f"optim.name: {run.optim.name}: update asks for the key {error}, which is neither in the state that "
+                f"begin makes ({', '.join(begun) or 'empty'}) nor in the group ({', '.join(group)})"
+            ) from error
+        except (RuntimeError, NotImplementedError):  # it asks for numbers, and there are none
+            return
+        if rule.any_part and (lost := [key for key in state if state[key] is not begun.get(key)]):
+            raise RunError(
+                f"optim.name: {run.optim.name}: update puts another tensor under the key {lost[0]!r} of the state, "
+                "which would be lost: begin makes all tensors of the state, and update writes into them in place"
+            )
 
 
 def zeros(like: Tensor) -> Tensor:

@@ -13,23 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import Run, RunError
+from lockstep.tasks.models import heads
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 OURS = {"type", "export"}  # keys of `model.adapter` that are not peft's
 EXPORTS = ("merged", "adapter")
-# head of the model -> peft's task, which decides what is trained besides (the head of a classifier)
-TASKS = {
-    "classification": "SEQ_CLS",
-    "image_classification": None,  # peft has no kind for it: any model, as it is called
-    "token_classification": "TOKEN_CLS",
-    "causal": "CAUSAL_LM",
-    "embedding": "FEATURE_EXTRACTION",
-    "masked": "FEATURE_EXTRACTION",  # peft's kind for a model as it is
-    "question_answering": "QUESTION_ANS",
-    "seq2seq": "SEQ_2_SEQ_LM",
-}
 
 
 def check(run: Run) -> None:
@@ -67,10 +57,11 @@ def config(run: Run, head: str) -> Any:
             near = difflib.get_close_matches(key, fields, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(fields))}"
             raise RunError(f"model.adapter: {name.lower()} has no option {key!r}; {hint}")
-    if TASKS[head] is None and "modules_to_save" in fields:
+    task_type = heads.of(head).adapter
+    if task_type is None and "modules_to_save" in fields:
         given.setdefault("modules_to_save", ["classifier"])  # of the other classifiers peft knows the head
     try:
-        return kind(task_type=TASKS[head], **given)
+        return kind(task_type=task_type, **given)
     except (TypeError, ValueError) as error:
         raise RunError(f"model.adapter: {' '.join(str(error).split())}") from error
 

@@ -23,23 +23,17 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import TARGETS
-from lockstep.tasks.models import model_configs
+from lockstep.tasks.models import heads, model_configs
 
 KEY = "task.loss_chunk"
 LIGER = "liger"
 OUT = "; leave it out for the whole matrix of logits"
-_HEADS = {
-    "language_modeling": "causal",
-    "masked_language_modeling": "masked",
-    "summarization": "seq2seq",
-    "translation": "seq2seq",
-}
 
 
-def check(run: Run, here: bool) -> None:
-    """Refuse what cannot work before any rank has started. `here`: the ranks will run on machines like this one.
-    Errors: `RunError`."""
-    if run.task.name not in _HEADS or (chunk := run.task.options.get("loss_chunk")) is None:
+def check(run: Run, head: str, here: bool) -> None:
+    """Refuse what cannot work before any rank has started. `head`: of a task that takes the key. `here`: the ranks will
+    run on machines like this one. Errors: `RunError`."""
+    if (chunk := run.task.options.get("loss_chunk")) is None:
         return
     if run.strategy.options.get("tensor_parallel", 1) != 1:
         raise RunError(f"{KEY}: was not tried with strategy.options.tensor_parallel{OUT}")
@@ -56,7 +50,7 @@ def check(run: Run, here: bool) -> None:
 
     if not run.model.adapter:  # an adapter is put around it when it is built, and looked at then
         with torch.device("meta"):
-            auto = getattr(transformers, model_configs.HEADS[_HEADS[run.task.name]][0])
+            auto = getattr(transformers, heads.of(head).auto)
             head_of(auto.from_config(model_configs.load_config(run), trust_remote_code=run.model.trust_remote_code))
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.data import lm_documents
+
 
 @dataclass(frozen=True)
 class Decoding:
@@ -103,3 +105,18 @@ def _to_the_right(ids: Tensor, mask: Tensor | None, pad: int) -> dict[str, Tenso
     real = place >= 0
     moved = ids.gather(1, place.clamp(min=0)).masked_fill(~real, pad)
     return {"input_ids": moved, "attention_mask": real.to(ids.dtype)}
+
+
+def continuation(
+    model: Any, tokenizer: Any, text: str, spoken: bool, most: int, tokens: int, temperature: float = 0, seed: int = 0
+) -> str:
+    """What an exported model writes after a text: `tokens` at most, `most` with the text, whose beginning is left out
+    where it is longer. `spoken`: a chat template has put the special tokens there."""
+    end = lm_documents.end_of(tokenizer)
+    ids = tokenizer(text, verbose=False, add_special_tokens=not spoken)["input_ids"]
+    ids = ids[:-1] if ids and ids[-1] == end else ids
+    ids = ids[-(most - 1) :] or [tokenizer.pad_token_id if end is None else end]
+    room = min(tokens, most - len(ids))
+    how = Decoding(room, tokenizer.pad_token_id, end, temperature=temperature, seed=seed)
+    (written,) = by_transformers(model, {"input_ids": torch.tensor([ids])}, how).tolist()
+    return str(tokenizer.decode(written, skip_special_tokens=True))

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from lockstep.config.run import Run
-from lockstep.tasks.models import model_configs, padding, small_models
+from lockstep.tasks.models import heads, model_configs, padding, small_models
 
 # Entries that lockstep sets itself, with what decides about them. `vocab_size` of a model from scratch adds room.
 SET_HERE = {
@@ -42,7 +42,7 @@ NOT_TRIED = {*SET_HERE, *OF_SCRATCH, "model_type", "problem_type", "is_encoder_d
 def notes(run: Run, head: str | None) -> list[str]:
     """What to say of entries that change nothing, or that became other values. `head`: None for a model that is not of
     transformers. Errors: `RunError` when the cache cannot be written."""
-    if head is None or not run.model.config or not model_configs.reads_texts(head):
+    if head is None or not run.model.config or not heads.of(head).reads_texts:
         return []
     config = model_configs.load_config(run)
     entries = dict(_flat(run.model.config, config))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lockstep.config import renamed_keys
+from lockstep.config import key_aliases
 from lockstep.data import conversations
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class LanguageModelingOptions(BaseModel):
             asked = (
                 self.template_arguments,
                 self.tools,
-                renamed_keys.former("task", {"turns": self.turns})["turns"],
+                key_aliases.former("task", {"turns": self.turns})["turns"],
                 conversations.further_keys(dataset, self.messages),
             )
             found |= {} if asked == ({}, None, "together", []) else {"written": asked}

@@ -15,44 +15,7 @@ from lockstep.data.hub_errors import explained
 from lockstep.data.origin import model_folder
 from lockstep.tasks.models import adapters, config_entries
 
-# What a task asks for -> the Auto class of transformers, the families it has, and what messages call it.
-HEADS = {
-    "classification": (
-        "AutoModelForSequenceClassification",
-        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-        "sequence classifier",
-    ),
-    "image_classification": (
-        "AutoModelForImageClassification",
-        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-        "image classifier",
-    ),
-    "token_classification": (
-        "AutoModelForTokenClassification",
-        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
-        "token classifier",
-    ),
-    "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model"),
-    "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "masked language model"),
-    "embedding": ("AutoModel", "MODEL_MAPPING_NAMES", "model without a head"),
-    "question_answering": (
-        "AutoModelForQuestionAnswering",
-        "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
-        "model that answers questions",
-    ),
-    "seq2seq": (
-        "AutoModelForSeq2SeqLM",
-        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-        "encoder-decoder model",
-    ),
-}
-
 FROM_FIRST_TOKEN = ("t5gemma", "t5gemma2")  # families whose decoder starts from the first token of texts
-
-
-def reads_texts(head: str) -> bool:
-    """Whether models with this head read tokens, which may be padded, and more than it has positions for."""
-    return head != "image_classification"
 
 
 def load_config(run: Run) -> Any:

@@ -21,8 +21,8 @@ from lockstep.config.run import Run, RunError
 from lockstep.data import tokenizer as tokenizers
 from lockstep.data.downloads import downloading, reading_weights
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters, quantized, storage_dtype
-from lockstep.tasks.models.model_configs import HEADS, entry, load_config, local_or_id, reads_texts, texts
+from lockstep.tasks.models import adapters, heads, quantized, storage_dtype
+from lockstep.tasks.models.model_configs import entry, load_config, local_or_id, texts
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
 _OFFSET_POSITIONS = {
@@ -47,14 +47,14 @@ def check(
 
     adapters.check(run)
     config = load_config(run)
-    _, known, called = HEADS[head]
-    if config.model_type not in getattr(modeling_auto, known) and not run.model.trust_remote_code:
-        raise RunError(f"model: transformers has no {called} of the type {config.model_type!r}")
+    asked = heads.of(head)
+    if config.model_type not in getattr(modeling_auto, asked.families) and not run.model.trust_remote_code:
+        raise RunError(f"model: transformers has no {asked.called} of the type {config.model_type!r}")
     if run.model.config or run.model.adapter:
         for name, value in entries.items():
             setattr(config, name, value)
         _check_buildable(run, config, head)
-    if not reads_texts(head):
+    if not asked.reads_texts:
         return
     for part in texts(config):
         if "sliding_attention" in (entry(part, "layer_types") or ()) and vars(part).get("sliding_window", 0) is None:
@@ -91,7 +91,7 @@ def _check_buildable(run: Run, config: Any, head: str) -> None:
 
     try:
         with torch.device("meta"):
-            model = getattr(transformers, HEADS[head][0]).from_config(config)
+            model = getattr(transformers, heads.of(head).auto).from_config(config)
             if run.model.adapter:
                 adapters.wrap(run, model, head)
     except (ValueError, RuntimeError, AssertionError, TypeError, KeyError, ZeroDivisionError) as error:
@@ -139,7 +139,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    auto = getattr(transformers, HEADS[head][0])
+    auto = getattr(transformers, heads.of(head).auto)
     config = load_config(run)
     if tokenizer is not None:
         _prepare(config, tokenizer, run.model.source is not None)
@@ -277,7 +277,7 @@ def exported_model(head: str, folder: Path, run: Run) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder, **options)
     adapter = adapters.is_adapter(folder)
     source = local_or_id(run) if adapter else folder
-    auto = getattr(transformers, HEADS[head][0])
+    auto = getattr(transformers, heads.of(head).auto)
     if adapter:
         options |= storage_dtype.loaded_in(run)  # the frozen weights that it was trained beside
     model = auto.from_pretrained(source, config=config, ignore_mismatched_sizes=adapter, **options)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.cache import cache_folder, cached
-from lockstep.tasks.models import model_configs, small_models, unpadded
+from lockstep.tasks.models import heads, model_configs, small_models, unpadded
 
 # Lengths of texts that share a block, for each block of a batch; a block may hold one text.
 BLOCKS = (((7, 5), (5, 7)), ((12,), (12,)), ((12,), (3, 9)), ((8, 4),), ((50, 30), (80,)), ((80,), (80,)))
@@ -29,7 +29,7 @@ BLOCKS = (((7, 5), (5, 7)), ((12,), (12,)), ((12,), (3, 9)), ((8, 4),), ((50, 30
 
 def unsupported_reason(run: Run, head: str) -> str | None:
     """Why padding is computed; None: it is not. Errors: `RunError` when the cache cannot be written."""
-    if not model_configs.reads_texts(head):
+    if not heads.of(head).reads_texts:
         return "images of one size have none"
     if run.data.padding == "batch":
         return "data.padding is batch"

@@ -44,6 +44,11 @@ class WritingOptions(BaseModel):
     beams: int = Field(1, ge=1, description="of the search that writes texts; 1: greedy")
     samples: int = Field(3, ge=0, description="texts to show after each evaluation, with what is written for them")
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """Key of the run file -> the column that it names, or the language in a column of translations."""
+        return {"task.source": self.source, "task.target": self.target}
+
 
 def pairs(dataset: Dataset, options: WritingOptions, split: str, name: str, drop: bool) -> Dataset:
     """The two sides as columns `source` and `target`. Errors: `RunError`."""
@@ -98,13 +103,13 @@ def target_tokenizer(run: Run, folder: Path, shared: Any) -> Any:
 
 
 def encoder_of(
-    run: Run, folder: Path, options: WritingOptions
+    run: Run, folder: str, options: WritingOptions
 ) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
     """What makes tokens of pairs, and what these are."""
     import datasets
 
-    sources: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
-    targets = target_tokenizer(run, folder, sources)
+    sources: Any = tokenizer.load(folder, run.model.trust_remote_code)
+    targets = target_tokenizer(run, Path(folder), sources)
     numbers = datasets.List(datasets.Value("int32"))
     text = datasets.Value("string")
     features = datasets.Features({"input_ids": numbers, "target_ids": numbers, "reference": text})

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters, model_configs, unpadded
+from lockstep.tasks.models import adapters, heads, model_configs, unpadded
 
 # Lengths of the examples that are tried together, and of what is decoded. Attention takes other ways for texts that are
 # equally long, for one, and for those above `unpadded.SHORT`.
@@ -41,7 +41,7 @@ def small(run: Run, head: str, config: Any, attention: str | None) -> nn.Module:
     """A model of this config, its dropout off. Errors: `RunError` for one that is large."""
     import transformers
 
-    auto = getattr(transformers, model_configs.HEADS[head][0])
+    auto = getattr(transformers, heads.of(head).auto)
     options = {"attn_implementation": attention} if attention else {}
     with torch.device("meta"):
         size = sum(p.numel() for p in auto.from_config(copy.deepcopy(config), **options).parameters())

@@ -1,7 +1,7 @@
 """Scores of predictions that are all there: areas, F1, calibration, correlations. Plain formulas of numpy.
 
 In: what is true and what was predicted, in any order. Out: numbers, equal to those of scikit-learn and scipy to
-rounding (tests/test_scores.py compares them). What is not defined (an area where every example is of one kind, a
+rounding (tests/tasks/test_scores.py compares them). What is not defined (an area where every example is of one kind, a
 correlation with a constant) is nan; scikit-learn warns of it or refuses.
 """
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.exit_status import STOPPED
-from lockstep.config.output import keep, replace_text
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.errors import STOPPED
+from lockstep.config.run import Run, RunError, keep, load, replace_text
 from lockstep.launchers import start
 from lockstep.tools.bench.bench_results import Bench, BenchRow, reasons, table, write
 from lockstep.tools.subprocess_job import Child

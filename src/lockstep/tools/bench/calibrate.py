@@ -21,8 +21,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.output import keep
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run, RunError, keep
 from lockstep.distributed.processor import available_cores, processor
 from lockstep.launchers import start
 from lockstep.tools.bench.bench import resolved

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lockstep.config.overrides import overrides_of
-from lockstep.config.quick_start import QUICK_START
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import QUICK_START, Run, RunError, load, overrides_of
 from lockstep.tools.commands import run_file
 from lockstep.tools.sweep import grid
 

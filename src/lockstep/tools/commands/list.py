@@ -48,11 +48,11 @@ def rows_of(kind: str) -> list[list[str]]:
 
 def _lacking(kind: str, plugin: Any) -> str:
     """The command that installs what is missing; empty where nothing is, or for kinds that import nothing further."""
-    if kind == "strategies" and (missing := plugin.lacking()):
+    if kind == "strategies" and (missing := plugins.lacking(plugin.needs)):
         return f"pip install 'lockstep-train[{missing[0]}]'"
     if kind in ("optimizers", "track"):
         try:
-            plugin.require() if kind == "optimizers" else plugin.check()
+            plugins.require(plugin.packages, "optim.name", plugin.extra) if kind == "optimizers" else plugin.check()
         except RunError as caught:
             return str(caught).rpartition(": ")[2]
     return ""

@@ -7,7 +7,7 @@ import itertools
 import shlex
 from typing import TYPE_CHECKING
 
-from lockstep.config.exit_status import DONE, FAILED
+from lockstep.config.errors import DONE, FAILED
 from lockstep.config.run import Run, RunError
 from lockstep.launchers import start
 from lockstep.launchers.extend_run import further

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from lockstep.config.quick_start import QUICK_START
-from lockstep.config.run import Run, load
+from lockstep.config.run import QUICK_START, Run, load
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

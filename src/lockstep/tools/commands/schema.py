@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from lockstep.config.schema import schema
+from lockstep.config.run import schema
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import exported
 from lockstep.config.error_messages import read_yaml
-from lockstep.config.overrides import override_of
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, RunError, load, override_of
 from lockstep.distributed import evicted_hosts, job_record
 from lockstep.distributed.job_record import JobRecord, State
 from lockstep.launchers import start

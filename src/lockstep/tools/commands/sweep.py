@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lockstep.config.quick_start import QUICK_START
+from lockstep.config.run import QUICK_START
 from lockstep.tools.commands import run_file
 from lockstep.tools.sweep.sweep_file import read
 

@@ -14,8 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.quick_start import QUICK_START
-from lockstep.config.run import RunError, load
+from lockstep.config.run import QUICK_START, RunError, load
 from lockstep.tools.doctor import machine
 from lockstep.tools.doctor.machine import Facts
 from lockstep.track.console import Console

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import plugins
-from lockstep.config.output import keep
-from lockstep.config.quick_start import QUICK_START
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import QUICK_START, Run, RunError, keep, load
 from lockstep.distributed.gpus import gpus_of
 from lockstep.tools.doctor import machine
 from lockstep.tools.subprocess_job import Child
@@ -120,7 +118,7 @@ def outcomes_of(folder: Path, runs: Sequence[Sequence[Run]]) -> Iterator[Outcome
 def _outcome(run: Run, folder: Path, alone: Path, reference: tuple[str, list[str]]) -> tuple[str, list[str]]:
     try:
         strategy: Any = plugins.find("strategies", run.strategy.name)
-        lacking = strategy.lacking()
+        lacking = plugins.lacking(strategy.needs)
     except Exception as caught:  # an engine that lacks what this package knows of it
         return "failed", [f"{type(caught).__name__}: {' '.join(str(caught).split())[:300]}"]
     if lacking:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.config.key_aliases import AGAIN
 from lockstep.config.run import RunError
-from lockstep.config.unsupported_keys import AGAIN
 from lockstep.tools.import_config.table import (
     CACHED,
     EIGHT_BITS,

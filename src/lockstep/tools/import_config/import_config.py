@@ -132,13 +132,13 @@ def _fit(moved: Imported, looked: Look | None, talk: Prompter) -> None:
     """The task and its columns: as the file says, or as the data are."""
     if "task.name" not in moved.keys:
         if looked is None:
-            moved.set("task.name", fit.TASKS[0], "(to be filled in, with its columns)")
+            moved.set("task.name", fit.tasks()[0], "(to be filled in, with its columns)")
             talk.note("nothing says which task it is: classification is written, to be filled in")
         else:
             name, found = fit.guess(looked)
             moved.set("task.name", name, "(by the columns of the data)")
             _columns(moved, found, looked, talk)
-    elif looked is not None and moved.keys["task.name"] in fit.TASKS:
+    elif looked is not None and moved.keys["task.name"] in fit.tasks():
         there = list(looked.languages or looked.kinds)
         if not any(k.startswith("task.") and str(v) in there for k, v in moved.keys.items()):
             if (other := fit.fit(moved.keys["task.name"], looked)) is None:

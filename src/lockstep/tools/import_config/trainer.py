@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.config.unsupported_keys import NOWHERE
+from lockstep.config.key_aliases import NOWHERE
 from lockstep.tools.import_config.table import (
     OPTIMIZERS,
     SCHEDULES,

@@ -6,9 +6,11 @@ what stands in the way. A fit without doubts follows from names and values that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.config import plugins
 from lockstep.config.run import RunError
 from lockstep.data.text_files import SIDES, is_language
 from lockstep.tools.init.columns import Look
@@ -36,20 +38,6 @@ from lockstep.tools.init.names import (
     unlike,
 )
 
-TASKS = (
-    "classification",
-    "token_classification",
-    "translation",
-    "summarization",
-    "language_modeling",
-    "preference",
-    "reward",
-    "embedding",
-    "question_answering",
-    "image_classification",
-    "masked_language_modeling",
-)
-
 
 @dataclass(frozen=True)
 class Fit:
@@ -59,21 +47,22 @@ class Fit:
     doubts: dict[str, str] = field(default_factory=dict)  # key -> what else it might be
 
 
-def fit(task: str, found: Look) -> Fit | None:
+def tasks() -> list[str]:
+    """Those that a data set may be for: the built-in ones in the order in which they are tried, then plug-ins that say
+    what columns are called."""
+    kinds: dict[str, Any] = {name: plugins.find("tasks", name) for name in plugins.names("tasks") if name not in _FITS}
+    return [*_FITS, *(name for name, kind in kinds.items() if kind.column_aliases)]
+
+
+def fit(task: str, look: Look) -> Fit | None:
     """The task's keys that name columns of this data set, or None when it has none for it."""
-    return {
-        "classification": _classification,
-        "token_classification": _token_classification,
-        "translation": _translation,
-        "language_modeling": _language_modeling,
-        "preference": _answer_pairs,
-        "reward": _answer_pairs,
-        "masked_language_modeling": _masked_language_modeling,
-        "summarization": _summarization,
-        "embedding": _embedding,
-        "question_answering": _question_answering,
-        "image_classification": _image_classification,
-    }[task](found)
+    return _FITS[task](look) if task in _FITS else _by_aliases(plugins.find("tasks", task), look)
+
+
+def _by_aliases(kind: Any, look: Look) -> Fit | None:
+    """Columns of a task by the names that it has for them."""
+    columns = {key: called(kind.column_aliases.get(key, ()), list(look.kinds)) for key in kind.column_keys}
+    return Fit({key: names[0] for key, names in columns.items()}) if columns and all(columns.values()) else None
 
 
 def guess(found: Look) -> tuple[str, Fit]:
@@ -97,7 +86,9 @@ def guess(found: Look) -> tuple[str, Fit]:
         return "language_modeling", instructions
     if (why := unfit(found)) is not None:
         raise RunError(why)
-    for task in TASKS[:-1]:  # the last is for those who ask for it
+    for task in tasks():
+        if task == "masked_language_modeling":  # for those who ask for it
+            continue
         if (fitted := fit(task, found)) is not None and not _is_a_shot(task, fitted):
             return task, fitted
     raise RunError(
@@ -351,3 +342,18 @@ def _messages(found: Look) -> Fit | None:
 def _might_be_read(column: str, found: Look) -> bool:
     """Not what tells rows apart, nor what is the same in all of them."""
     return not is_name(column) and column not in found.same
+
+
+_FITS: dict[str, Callable[[Look], Fit | None]] = {
+    "classification": _classification,
+    "token_classification": _token_classification,
+    "translation": _translation,
+    "summarization": _summarization,
+    "language_modeling": _language_modeling,
+    "preference": _answer_pairs,
+    "reward": _answer_pairs,
+    "embedding": _embedding,
+    "question_answering": _question_answering,
+    "image_classification": _image_classification,
+    "masked_language_modeling": _masked_language_modeling,
+}

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import path_resolution, plugins
-from lockstep.config.mixture import OWN
-from lockstep.config.overrides import overrides_of
-from lockstep.config.run import Run, RunError, load
+from lockstep.config import plugins
+from lockstep.config.data_sources import OWN
+from lockstep.config.run import PATHS, Run, RunError, load, overrides_of
 from lockstep.config.sections import DataSection, at_length
 from lockstep.data import splitting
 from lockstep.data.source import BUILTIN, local_splits
@@ -160,12 +159,12 @@ def _task(found: Look, name: str | None, given: dict[str, Any], talk: Prompter) 
             if talk.ask is None:
                 raise
             talk.console.say(str(error))
-        default = guessed[0] if guessed else fit.TASKS[0]
+        default = guessed[0] if guessed else fit.tasks()[0]
         if talk.ask is not None:
-            name = talk.answer(f"Task ({', '.join(fit.TASKS)})", default, one_of(list(fit.TASKS), "task"))
+            name = talk.answer(f"Task ({', '.join(fit.tasks())})", default, one_of(fit.tasks(), "task"))
     name = name or default
-    if name not in fit.TASKS:
-        raise RunError(f"--task: {name!r} is not one of {', '.join(fit.TASKS)}")
+    if name not in fit.tasks() and "." not in name:  # a class of the user's
+        raise RunError(f"--task: {name!r} is not one of {', '.join(fit.tasks())}")
     fitted = fit.fit(name, found)
     if fitted is None and not own and talk.ask is None:
         raise RunError(
@@ -227,7 +226,7 @@ def _tried_with_model(
             filled["model"]["config"] = machine_defaults.small_config(str(given["model.type"]), length)
         for key, value in given.items():
             section, _, inner = key.partition(".")
-            if not (section == "data" and inner in (path_resolution.PATHS["data"] if data.sources is None else OWN)):
+            if not (section == "data" and inner in (PATHS["data"] if data.sources is None else OWN)):
                 set_key(filled, key, value)
         if filled["task"].get("bleu") is False and "task.bleu" not in given:
             talk.note("sacrebleu is not installed, so task.bleu is false: pip install 'lockstep-train[translation]'")
@@ -306,11 +305,7 @@ def _from(path: Path, section: str, values: DataSection) -> DataSection:
     """Write local paths as the run file has to have them: from its own folder."""
 
     def moved(entry: Any) -> dict[str, Any]:
-        return {
-            key: local(path, value)
-            for key in path_resolution.PATHS[section]
-            if (value := getattr(entry, key)) is not None
-        }
+        return {key: local(path, value) for key in PATHS[section] if (value := getattr(entry, key)) is not None}
 
     if values.sources is not None:
         return values.model_copy(update={"sources": [each.model_copy(update=moved(each)) for each in values.sources]})

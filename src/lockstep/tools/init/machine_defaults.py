@@ -77,7 +77,7 @@ class MachineInfo:
 def model_for(task: str, found: Look, here: MachineInfo) -> str:
     """The pretrained one that the task names, where the Hub can be reached."""
     kind: Any = plugins.find("tasks", task)
-    return kind.default_model if here.hub and found.source != BUILTIN else SCRATCH
+    return kind.default_model or SCRATCH if here.hub and found.source != BUILTIN else SCRATCH
 
 
 def values(
@@ -104,11 +104,8 @@ def values(
     filled |= scratch(task["name"], length, found.sizes["train"]) if small else {"model": {"source": model}}
     filled |= {"epochs": 3, "batch_size": 1, "micro_batches": 1}
     filled["precision"] = "bf16" if here.gpus and here.bf16 else "fp32"
-    rate = (
-        1e-3
-        if small
-        else {"classification": 3e-5, "token_classification": 3e-5, "preference": 5e-6}.get(task["name"], 5e-5)
-    )
+    kind: Any = plugins.find("tasks", task["name"])
+    rate = 1e-3 if small else kind.usual_rate
     filled["optim"] = {"learning_rate": rate, "schedule": "linear", "warmup_fraction": 0.06}
     filled["strategy"] = {"name": "ddp" if here.processes > 1 else "single"}
     filled["launch"] = {"processes": "auto"}
@@ -141,13 +138,14 @@ def steps_of(filled: dict[str, Any], examples: int) -> tuple[int, int]:
 
 def scratch(task: str, length: int, rows: int) -> dict[str, dict[str, Any]]:
     """Sections of a small model, and its tokenizer where it reads texts, that trains on a laptop."""
-    if task == "image_classification":
-        return {"model": {"type": "vit", "config": {**_SMALL_BERT, "image_size": 64, "patch_size": 8}}}
-    kind, config = "gpt2", {**_SMALL_GPT2, "n_positions": length}
-    if task in ("token_classification", "masked_language_modeling", "embedding", "question_answering"):
-        kind, config = "bert", {**_SMALL_BERT, "max_position_embeddings": length}
-    elif task in ("translation", "summarization"):
-        kind, config = "marian", {**_SMALL_MARIAN, "max_position_embeddings": length}
+    kind: str = plugins.find("tasks", task).small_model  # type: ignore[attr-defined]
+    if kind == "vit":
+        return {"model": {"type": kind, "config": {**_SMALL_BERT, "image_size": 64, "patch_size": 8}}}
+    config = {
+        "gpt2": {**_SMALL_GPT2, "n_positions": length},
+        "bert": {**_SMALL_BERT, "max_position_embeddings": length},
+        "marian": {**_SMALL_MARIAN, "max_position_embeddings": length},
+    }.get(kind) or small_config(kind, length)
     return {
         "model": {"type": kind, "config": config},
         "tokenizer": {"train": "bpe", "vocab_size": 8000 if rows > 5000 else 2000},

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.mixture import OWN, OneSource
+from lockstep.config.data_sources import OWN, OneSource
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.tools.init import fit

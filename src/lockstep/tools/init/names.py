@@ -8,30 +8,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-TEXTS = (
-    "text sentence content review document body tweet comment message question premise title story article post "
-    "utterance abstract description"
-)
-LABELS = (
-    "label labels category categories class classes sentiment emotion emotions intent topic topics stars rating target "
-    "targets tags genre genres y spam toxic"
-)
-TEXT, LABEL = tuple(TEXTS.split()), tuple(LABELS.split())
+from lockstep.tasks.classification import Classification
+from lockstep.tasks.embedding import Embedding
+from lockstep.tasks.language_modeling import LanguageModeling
+from lockstep.tasks.token_classification import TokenClassification
+
+TEXT, LABEL = (Classification.column_aliases[key] for key in ("text", "label"))
+WORDS, TAGS = TokenClassification.column_aliases.values()
+PROMPT, RESPONSE, MESSAGES = LanguageModeling.column_aliases.values()
+ANCHORS, POSITIVES, NEAR = Embedding.column_aliases.values()
 SCORE = (*LABEL, "score", "similarity", "relatedness", "value", "price")
 FIRSTS = [("premise", "hypothesis"), ("question", "passage"), ("question", "sentence"), ("query", "passage")]
-WORDS = ("tokens", "words")
-TAGS = ("ner_tags", "tags", "pos_tags", "chunk_tags", "labels")
-PROMPT = ("prompt", "instruction", "question", "input", "query")
-RESPONSE = ("response", "completion", "output", "answer", "answers", "chosen", "target")
 INSTRUCTIONS = [  # pairs that say it by themselves, whatever else there is
     (prompt, response) for prompt in ("instruction", "prompt") for response in ("response", "completion", "output")
 ]
-MESSAGES = ("messages", "conversation", "conversations", "dialog", "dialogue")
 CLASSES = 50  # that a column without a telling name has, at most, where it might be the label
-ANCHORS = ("anchor", "query", "question", "sentence")
-POSITIVES = ("positive", "pos", "positive_passage")
 NEGATIVES = re.compile(r"(hard_)?neg(ative)?(_passage)?(_\d+)?")
-NEAR = ("score", "similarity", "similarity_score", "relatedness", "relatedness_score")
 SUMMARIES = (
     *((text, "summary") for text in ("document", "article", "dialogue", "text", "content")),
     ("article", "highlights"),

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from lockstep.config import plugins
-from lockstep.config.output import keep
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run, RunError, keep
 from lockstep.data.prepare import prepare
+from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.strategy import strategy_class
 from lockstep.tasks.task import Task
 from lockstep.tools.planner import fake_world as ranks_of
@@ -63,7 +63,7 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepare(run, task_class))
     found = strategy_class(run)
-    if found.needs_memory_to_resolve(run):
+    if issubclass(found, ChoosesByMemory) and found.needs_memory_to_resolve(run):
         from lockstep.strategies.exact.param_groups import freeze
 
         sizes = counts(freeze(run, task.model(empty=True)))

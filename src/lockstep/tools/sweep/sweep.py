@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.manifest import changed_code, finished, folder_of, newest_first, read_manifest
 from lockstep.checkpoint.manifest import name_of as checkpoint_of
-from lockstep.config.exit_status import STOPPED
-from lockstep.config.output import keep
-from lockstep.config.run import Run, RunError
+from lockstep.config.errors import STOPPED
+from lockstep.config.run import Run, RunError, keep
 from lockstep.launchers import start
 from lockstep.tools.subprocess_job import Child, asked_to_stop
 from lockstep.tools.sweep.slots import Slots

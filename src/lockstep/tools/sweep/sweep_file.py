@@ -16,8 +16,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from lockstep.config import error_messages as messages
-from lockstep.config.overrides import overrides_of
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, RunError, load, overrides_of
 from lockstep.config.sections import Positive, Section
 from lockstep.tools.sweep import grid
 

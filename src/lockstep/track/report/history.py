@@ -18,8 +18,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from lockstep.config.optim import OptimSection
-from lockstep.config.schedules import planned
+from lockstep.config.optim import OptimSection, planned
 from lockstep.track.best import Best
 
 SCORES = "scores.json"  # in OUTPUT: what the exported model scores

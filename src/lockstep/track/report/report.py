@@ -15,8 +15,8 @@ from typing import Any
 from urllib.parse import quote
 
 from lockstep.config import error_messages as messages
-from lockstep.config.output import replace_text
 from lockstep.config.redaction import printable
+from lockstep.config.run import replace_text
 from lockstep.track.report import charts, panels, predictions
 from lockstep.track.report.history import History, read
 

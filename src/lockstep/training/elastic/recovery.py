@@ -28,22 +28,23 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint.state_hash import summed
-from lockstep.config.exit_status import STOPPED
+from lockstep.config.errors import STOPPED
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.failure import lost_contact
 from lockstep.distributed.membership import Generation
 from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.sharded import Given
 from lockstep.distributed.watchdog import Watchdog
-from lockstep.strategies.exact.shared_state import ShardedRecovery
-from lockstep.strategies.native import Native
+from lockstep.strategies.abilities import ShardedRecovery
+from lockstep.strategies.native import WholeStateRecovery
+from lockstep.strategies.strategy import Strategy
 from lockstep.training import eviction
 from lockstep.training.elastic.reshard import Resharder
 from lockstep.training.errors import Regroup, TrainingFailed
@@ -77,7 +78,7 @@ class Recovery:
         """`moved` is called once ranks have met again: after so many updates, and what happened, in words."""
         self.session = replace(session, between_steps=self._between_steps)
         self._state, self._watch, self._moved = state, watch, moved
-        self._resharder = Resharder(session) if session.strategy.supports_reshard else None
+        self._resharder = Resharder(session) if reshards(session.strategy) else None
         self._trained = Generation(-1, ())  # the last in which this rank was training
 
     def run(self, train: Callable[[Session, TrainState], TrainState]) -> None:
@@ -195,7 +196,7 @@ class Recovery:
         session = self.session
         if redone and not back:
             state.rerun_hooks()
-        if isinstance(session.strategy, Native):
+        if isinstance(session.strategy, WholeStateRecovery):
             session.strategy.attach_group()
         session.feed.shares, session.feed.indices = None, list(session.strategy.own_micro_batches())  # even ones
         if session.checkpoints.regroup(state.step):
@@ -252,12 +253,17 @@ class Recovery:
             )
 
 
+def reshards(strategy: Strategy) -> TypeGuard[ShardedRecovery]:
+    """Whether the state of a strategy is cut anew for the ranks that are left."""
+    return isinstance(strategy, ShardedRecovery) and strategy.supports_reshard
+
+
 def unsupported_reason(session: Session) -> str | None:
     """Why the loss of a rank starts this job again; None: the others go on without it."""
     run, strategy = session.run, session.strategy
-    if session.world.joining and strategy.supports_reshard:
+    if session.world.joining and reshards(strategy):
         return None  # those that it comes to have answered
-    if isinstance(strategy, ShardedRecovery) and strategy.supports_reshard and strategy.survives_rank_failure(run):
+    if reshards(strategy) and strategy.survives_rank_failure(run):
         if not run.launch.replicate_every and not strategy.keeps_copies:
             return (
                 f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank, nor a copy of "
@@ -265,7 +271,7 @@ def unsupported_reason(session: Session) -> str | None:
             )
         if session.task.needs_reference:
             return f"task {run.task.name} asks the model before training"
-    elif not isinstance(strategy, Native) or not strategy.keeps_whole_state or not strategy.gives_bits(run):
+    elif not isinstance(strategy, WholeStateRecovery) or not strategy.gives_bits(run):
         return f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank for itself"
     if session.world.device.type != "cpu":
         return "what waits on a GPU cannot be cut off"

@@ -1,0 +1,411 @@
+"""The parts of the section `data`: how files are written, addresses, filters, mixtures of sources, streams.
+
+In: values of keys, such as `[{source: web.jsonl, weight: 3}, {source: books/, weight: 1}]` or `{text: {min_words:
+3}}`. Out: the typed and named values, or a `ValueError` that names the source, the key and what it may be.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+_NAMES = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "bar": "|", "pipe": "|", "space": " "}
+LAYOUT = (
+    "of local files; class_folders: each text or image a file, in a folder called by its label; parallel: lines "
+    "of train.en and train.de (or .gz, ...) with the same number are one example; conll: lines of a word and its "
+    "tags, blank lines between sentences; squad: SQuAD's own JSON; columns: JSON that maps each column to the "
+    "list of its values; records: a JSON document that holds one list of rows"
+)
+SEPARATOR = (
+    "what separates the cells of .csv and .tsv files: one character, or tab, comma, semicolon, bar, space; default: a "
+    "comma in .csv, a tab in .tsv"
+)
+QUOTE = (
+    "quotes around cells of .csv and .tsv files that hold a separator or an end of line; none: quotes are letters; "
+    "default: double, unless the file is plainly not quoted"
+)
+
+
+def _character(value: Any) -> Any:
+    return _NAMES.get(value, value) if isinstance(value, str) else value
+
+
+def _one(value: str) -> str:
+    """Errors: `ValueError`."""
+    if len(value) != 1 or value in "\r\n\"'" or value.isalnum():
+        raise ValueError(
+            f"wanted is one character that is no letter, digit or quote, or a name such as tab, not {value!r}"
+        )
+    return value
+
+
+Separator = Annotated[str, BeforeValidator(_character), AfterValidator(_one)]
+Layout = Literal["rows", "class_folders", "parallel", "conll", "squad", "columns", "records"]
+Quote = Literal["double", "single", "none"]
+
+
+STORES = ("s3", "gs", "az")  # object stores: read, listed, written
+READ_ONLY = ("https", "http", "hf")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# What others call them.
+_ALSO = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az", "wasb": "az", "wasbs": "az"}
+
+
+@dataclass(frozen=True)
+class Address:
+    """`scheme://place/path`. `place`: a bucket, a container, a host, or of hf datasets/USER/REPO[@REVISION]."""
+
+    scheme: str
+    place: str
+    path: str  # without slashes at its ends
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.place}" + (f"/{self.path}" if self.path else "")
+
+    @property
+    def root(self) -> str:
+        """Of all that is in the same place."""
+        return f"{self.scheme}://{self.place}"
+
+    def below(self, path: str) -> Address:
+        """What lies under it by that name."""
+        return Address(self.scheme, self.place, "/".join(filter(None, (self.path, path))))
+
+
+def is_address(text: object) -> bool:
+    """Whether a value of a run file has a scheme, known or not; a path on this machine has none."""
+    return isinstance(text, str) and _SCHEME.match(text) is not None
+
+
+def address_of(text: str) -> Address:
+    """The parts of one that `is_address`. Errors: `ValueError`."""
+    match = _SCHEME.match(text)
+    assert match is not None
+    scheme, rest = match[1].lower(), text[match.end() :]
+    known = (*STORES, *READ_ONLY)
+    if scheme not in known:
+        near = _ALSO.get(scheme) or next(iter(difflib.get_close_matches(scheme, known, 1)), None)
+        hint = f"did you mean {near}://? " if near else "a file of this machine is named by its path alone; "
+        raise ValueError(f"{text}: unknown scheme {scheme}://; {hint}known are {', '.join(f'{s}://' for s in known)}")
+    if scheme in ("https", "http") and re.search(r"[?#]", rest):
+        raise ValueError(f"{text}: an address with ? or # cannot be used; name the file itself")
+    parts = [part for part in rest.split("/") if part]
+    count = 3 if scheme == "hf" else 1
+    if len(parts) < count or (scheme == "hf" and parts[0] != "datasets"):
+        wanted = "hf://datasets/USER/REPO/path" if scheme == "hf" else f"{scheme}://BUCKET/path"
+        raise ValueError(f"{text}: wanted is {wanted}")
+    if ".." in parts or "." in parts:
+        raise ValueError(f"{text}: . and .. mean nothing in an address")
+    return Address(scheme, "/".join(parts[:count]), "/".join(parts[count:]))
+
+
+def _of_mirror(text: str) -> str:
+    """Errors: `ValueError`."""
+    if not is_address(text):
+        raise ValueError(f"{text!r} is no address; wanted is one such as s3://bucket/runs/emotion")
+    address = address_of(text)
+    if address.scheme not in STORES:
+        raise ValueError(
+            f"{address.scheme}:// can be read from and not written to; known are "
+            f"{', '.join(f'{s}://' for s in STORES)} (hub.push_to uploads the export to the Hub)"
+        )
+    if not address.path:
+        raise ValueError(f"{text} is a whole bucket: give a folder of this run in it, such as {address}/runs/emotion")
+    return str(address)
+
+
+Mirror = Annotated[str, AfterValidator(_of_mirror)]
+
+
+def _path(text: str) -> str:
+    """Errors: `ValueError` for what cannot be a path, nor the name of something on the Hub."""
+    try:
+        content = text.encode()
+    except UnicodeError:
+        raise ValueError(f"{text[:60]!r} is not UTF-8") from None
+    if b"\0" in content:
+        raise ValueError(f"{text[:60]!r} holds a zero character, as no path does")
+    if "://" not in text and (len(content) > 4000 or any(len(part) > 255 for part in content.split(b"/"))):
+        raise ValueError(f"{text[:40]!r}... has {len(text):,} characters; no path or name is that long")
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_path)]
+
+
+Scalar = bool | int | float | str
+Count = Annotated[int, Field(ge=0)]
+_MAY_BE = "a value, a list of values, or a mapping with some of"
+
+
+class Condition(BaseModel):
+    """What a value has to be, for its row to be used: all that is given."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    min: int | float | None = Field(None, description="the least that a number may be")
+    max: int | float | None = Field(None, description="the most that a number may be")
+    none_of: list[Scalar] | None = Field(None, min_length=1, description="values that it may not be")
+    min_characters: Count | None = Field(None, description="the least characters that a text may have")
+    max_characters: Count | None = Field(None, description="the most characters that a text may have")
+    min_words: Count | None = Field(None, description="the least words of a text, or items of a list")
+    max_words: Count | None = Field(None, description="the most words of a text, or items of a list")
+    min_tokens: Count | None = Field(None, description="the least tokens that the run's tokenizer makes of a text")
+    max_tokens: Count | None = Field(None, description="the most tokens that the run's tokenizer makes of a text")
+
+    @model_serializer(mode="wrap")
+    def _what_is_given(self, write: Any) -> dict[str, Any]:
+        return {key: value for key, value in write(self).items() if value is not None}
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a tokenizer is needed to tell if it holds."""
+        return self.min_tokens is not None or self.max_tokens is not None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Its keys that say something."""
+        return self.model_dump()
+
+
+def _explained(values: Any) -> Any:
+    """Errors: `ValueError`, in words that pydantic has not for a choice of types."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"wanted is a mapping of columns, such as {{language: en}}, and not {values!r}")
+    allowed = f"{_MAY_BE} {', '.join(Condition.model_fields)}"
+    for column, value in values.items():
+        if isinstance(value, Condition):
+            continue
+        listed = value if isinstance(value, list) else [value]
+        if isinstance(value, Mapping):
+            _check(column, value, allowed)
+        elif not listed or not all(isinstance(each, Scalar) for each in listed):
+            raise ValueError(f"{column}: {value!r} is no condition; it is {allowed}")
+    return values
+
+
+def _check(column: Any, value: Mapping[str, Any], allowed: str) -> None:
+    """Errors: `ValueError`."""
+    try:
+        given = Condition.model_validate(value).given
+    except ValidationError as error:
+        wrong = ".".join(str(part) for part in error.errors()[0]["loc"][:1])
+        if wrong not in Condition.model_fields:
+            raise ValueError(f"{column}: there is no condition {wrong!r}; it is {allowed}") from None
+        about = Condition.model_fields[wrong].description
+        raise ValueError(f"{column}: {wrong}: {value[wrong]!r} will not do: {about}") from None
+    if not given:
+        raise ValueError(f"{column}: {{}} is no condition; it is {allowed}")
+    for what in ("", "_characters", "_words", "_tokens"):
+        low, high = given.get(f"min{what}"), given.get(f"max{what}")
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"{column}: min{what} ({low}) is more than max{what} ({high}): no row would be left")
+
+
+Filter = Annotated[
+    dict[str, Scalar | Annotated[list[Scalar], Field(min_length=1)] | Condition], BeforeValidator(_explained)
+]
+
+
+Weight = float | list[tuple[int, float]]
+# Keys that each source has for itself; of `data` they are given where there is one source only.
+_READING = ("layout", "columns", "separator", "quote", "encoding", "filter", "split_column")
+OWN = ("source", "config", "revision", "train", "validation", "test", *_READING)
+
+
+class OneSource(BaseModel):
+    """A source of a mixture. Its keys, besides `name`, `weight` and `rename`, are those of `data`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = Field(pattern=r"^\w+$", description="what metrics call it; default: that of its file, folder or Hub id")
+    weight: Weight | None = Field(
+        None,
+        description="share of the examples of a step, beside the others' weights; or a list of [step, weight], each "
+        "from that step on; default: its number of examples",
+    )
+    rename: dict[str, str] = Field(
+        default_factory=dict, description="the task's column: what it is called here (also a dotted path)"
+    )
+    source: PathText | None = Field(None, description="as data.source")
+    config: str | None = Field(None, description="as data.config")
+    revision: str | None = Field(None, description="as data.revision")
+    train: PathText | list[PathText] | None = Field(None, description="as data.train")
+    validation: PathText | list[PathText] | None = Field(None, description="as data.validation")
+    test: PathText | list[PathText] | None = Field(None, description="as data.test")
+    layout: Layout = Field("rows", description="as data.layout")
+    columns: list[str] | None = Field(None, min_length=1, description="as data.columns")
+    separator: Separator | None = Field(None, description="as data.separator")
+    quote: Quote | None = Field(None, description="as data.quote")
+    encoding: str = Field("utf-8", description="as data.encoding")
+    filter: Filter = Field(default_factory=dict, description="as data.filter")
+    split_column: str | None = Field(None, description="as data.split_column")
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The keys of `data` that it gives."""
+        return {key: getattr(self, key) for key in OWN}
+
+    @property
+    def schedule(self) -> list[tuple[int, float]]:
+        """(step, weight), each from that step on; nothing where the number of examples decides."""
+        if self.weight is None:
+            return []
+        return list(self.weight) if isinstance(self.weight, list) else [(0, self.weight)]
+
+
+def _explained_mixture(values: Any) -> Any:
+    """Errors: `ValueError`, which names the source."""
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"wanted is a list of sources, such as [{{source: web.jsonl, weight: 2}}], and not {values!r}")
+    found = [_named(value, place) for place, value in enumerate(values)]
+    entries = [value if isinstance(value, OneSource) else _entry(value) for value in found]
+    names = Counter(entry.name for entry in entries)
+    if (twice := names.most_common(1)[0])[1] > 1:
+        raise ValueError(f"two sources are called {twice[0]}: give each a name of its own")
+    if "scale" in names:
+        raise ValueError("a source may not be called scale: metrics have a loss_scale already; give it another name")
+    without = [entry.name for entry in entries if entry.weight is None]
+    if 0 < len(without) < len(entries):
+        raise ValueError(f"{without[0]} has no weight, and others have: give one to every source, or to none")
+    for entry in entries:
+        _check_weight(entry)
+    return entries
+
+
+def _named(value: Any, place: int) -> Any:
+    """With a name, from what it is read from."""
+    if isinstance(value, OneSource):
+        return value
+    value = {"source": value} if isinstance(value, str) else value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"source {place + 1}: wanted is a mapping of keys, and not {value!r}")
+    if value.get("name") is None:
+        train = value.get("train")
+        given = str(value.get("source") or (train[0] if isinstance(train, list) and train else train) or "")
+        name = re.sub(r"\W+", "_", Path(given).name.split(".")[0]).strip("_")
+        value = {**value, "name": name or f"source_{place + 1}"}
+    return value
+
+
+def _entry(value: Mapping[str, Any]) -> OneSource:
+    """Errors: `ValueError`."""
+    name = value["name"]
+    try:
+        entry = OneSource.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        if first["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, OneSource.model_fields, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(
+                f"{name}: unknown key {key!r}; {hint}known are {', '.join(OneSource.model_fields)}"
+            ) from None
+        if first["type"] == "value_error":
+            raise ValueError(f"{name}: {key}: {first['ctx']['error']}") from None
+        about = OneSource.model_fields[key].description
+        raise ValueError(f"{name}: {key}: {value.get(key)!r} will not do: {about}") from None
+    if entry.source is None and entry.train is None:
+        raise ValueError(f"{name}: give source (a Hub id, a folder or a file) or train (files)")
+    return entry
+
+
+def _check_weight(entry: OneSource) -> None:
+    """Errors: `ValueError`."""
+    for step, weight in entry.schedule:
+        if not 0 < weight < float("inf"):
+            raise ValueError(
+                f"{entry.name}: weight: {weight:g} will not do: it must be more than 0; leave a source out "
+                "that is not to be used"
+            )
+        if step < 0:
+            raise ValueError(f"{entry.name}: weight: step {step} is before the first, 0")
+    steps = [step for step, _ in entry.schedule]
+    if entry.weight is not None and (not steps or steps[0] != 0 or steps != sorted(set(steps))):
+        raise ValueError(
+            f"{entry.name}: weight: {[list(point) for point in entry.schedule]} will not do: wanted is [[0, weight], "
+            "[step, weight], ...], steps in order, the first of them 0"
+        )
+
+
+Mixture = Annotated[list[OneSource], BeforeValidator(_explained_mixture)]
+
+
+WINDOW = 8192
+CACHE_GB = 20.0
+_ALL_ROWS = "needs all rows of train at once"
+# Keys of `data` that a stream cannot have -> why; those at their defaults are not looked at.
+_REFUSED = {
+    "layout": "a stream reads rows in .jsonl, .txt, .tar and .parquet files",
+    "columns": "a stream reads no .csv or .tsv files, whose rows may reach over lines; write .jsonl or .parquet",
+    "separator": "a stream reads no .csv or .tsv files; write .jsonl or .parquet",
+    "quote": "a stream reads no .csv or .tsv files; write .jsonl or .parquet",
+    "encoding": "a stream reads UTF-8 only",
+    "split_column": f"it {_ALL_ROWS}; write validation and test to files of their own",
+    "test_fraction": f"to cut it off {_ALL_ROWS}; name files in data.test",
+    "validation_fraction": f"to cut it off {_ALL_ROWS}; name files in data.validation",
+    "deduplicate": f"it {_ALL_ROWS}; leave duplicates out when the shards are written",
+    "limit": "name fewer shards in data.train",
+    "group_by_length": "it sorts examples of many steps, and a stream reads the next ones only",
+}
+
+
+class Streaming(BaseModel):
+    """The keys of `data` about streaming."""
+
+    stream: bool = Field(
+        False,
+        description="read and encode the shards of train while training, instead of keeping its tokens in the cache",
+    )
+    stream_window: Annotated[int, Field(ge=1)] = Field(
+        WINDOW,
+        description="of a stream: examples that are shuffled together, from one shard after another; of each source",
+    )
+
+    stream_cache_gb: Annotated[float, Field(gt=0)] = Field(
+        CACHE_GB,
+        description="gigabytes of the cache that copies of shards from elsewhere may take, of all runs; changes no bit",
+    )
+
+    @model_validator(mode="after")
+    def _goes_with_a_stream(self) -> Any:
+        if not self.stream:
+            for key, default in (("stream_window", WINDOW), ("stream_cache_gb", CACHE_GB)):
+                if getattr(self, key) != default:
+                    raise ValueError(f"{key} is about a stream: set data.stream=true, or leave it out")
+            return self
+        for key, why in _REFUSED.items():
+            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+                raise ValueError(f"{key} does not go with data.stream: {why}")
+        _check_filter(self, "")
+        for entry in getattr(self, "sources", None) or []:
+            for key in [key for key in _REFUSED if key in type(entry).model_fields]:
+                if getattr(entry, key) != type(entry).model_fields[key].get_default(call_default_factory=True):
+                    raise ValueError(f"sources: {entry.name}: {key} does not go with data.stream: {_REFUSED[key]}")
+            _check_filter(entry, f"sources: {entry.name}: ")
+        return self
+
+
+def _check_filter(given: Any, where: str) -> None:
+    """Errors: `ValueError`."""
+    for column, wanted in getattr(given, "filter", {}).items():
+        if isinstance(wanted, Condition) and wanted.counts_tokens:
+            raise ValueError(
+                f"{where}filter: {column}: tokens are not counted in a stream before it is encoded; give min_words, "
+                "max_words"
+            )

@@ -1,0 +1,187 @@
+"""The one update of all strategies: agree on losses, look at the gradient, clip, one step of the optimizer.
+
+In: the gradient of a step, however it is cut over ranks, and the losses of this rank's micro-batches. Out: weights
+after one update, or none where a number was not finite. DeepSpeed makes its own update, and uses the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import MicroBatch, StepBatch
+from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.sharded import Saved
+from lockstep.distributed.world import World
+from lockstep.strategies.engines import side_effects
+from lockstep.strategies.engines.side_effects import SideEffects
+from lockstep.strategies.engines.writes import preserved
+from lockstep.strategies.exact import held_state, optim
+from lockstep.strategies.exact.gradient import Gradient
+from lockstep.strategies.exact.scaling import FiniteCheck
+from lockstep.strategies.exact.source_sums import SourceSums
+from lockstep.strategies.optimizers import optimizer as optimizers
+from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.models import quantized
+
+
+class GradientUpdate(Strategy):
+    """A strategy that brings one gradient together and makes one update of it."""
+
+    named: dict[str, nn.Parameter]  # what this rank holds of the model and is trained, by the task's names
+    optimizer: Any  # the stepper, or an engine's around it
+    stepper: optim.Stepper
+    switched = 0  # micro-batches that switched off a weight's `requires_grad`; counted where there is a whole model
+
+    def __init__(self, run: Run, world: World) -> None:
+        super().__init__(run, world)
+        late = world.device.type == "cuda" and optimizers.rule(run.optim).heeds_skipped
+        self.finite = FiniteCheck(run.on_nonfinite == "stop", late)
+        self.sources = SourceSums(len(run.data.sources or ()))
+
+    @property
+    def parameter_count(self) -> int:
+        return quantized.parameters(self.model)
+
+    @property
+    def trained_count(self) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, where there is one: backward is called on it."""
+        return loss if self.scaling is None else loss * self.scaling.value
+
+    def loss_sum(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """The loss sum of a micro-batch, of what the model gave for it: a scalar with its graph."""
+        loss = self.sources.loss_sum(self.task, outputs, micro)
+        if self.observer is not None:
+            self.observer.loss(micro.index, loss)
+        return loss
+
+    def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Sums over ranks: the losses of the step's micro-batches [M], and how many of them gave each trainable
+        parameter a gradient. Collective. Errors: `RunError` when there is no gradient at all, on every rank."""
+        losses, counts = self.sums_of_step(losses, [*uses, self.switched, self.sources.noted])
+        self.sources.agree(counts.pop(), losses, self.sum_of_step)
+        if counts.pop():
+            self.effects = self.take_effects(replace(self.effects, switched=frozenset(["weights"])))
+        if not any(counts):
+            raise RunError(
+                "no weight of the model gets a gradient: the loss does not depend on its trainable weights (look at "
+                "the task's loss, and at what is frozen or detached)"
+            )
+        return losses, counts
+
+    def sums_of_step(self, losses: Tensor, numbers: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Over ranks. The numbers never were on the device, so nobody waits for it. Collective."""
+        counts = torch.tensor(numbers, dtype=torch.float64)
+        if losses.device.type == "cpu":  # in one message
+            losses, counts = self.sum_of_step(torch.cat([losses, counts])).split([len(losses), len(counts)])
+        else:
+            losses, counts = self.sum_of_step(losses), self.sum_of_step(counts)
+        return losses, [int(count) for count in counts.tolist()]
+
+    def sum_of_step(self, tensor: Tensor) -> Tensor:
+        """Over the ranks that have losses and gradients of their own, in place. Collective."""
+        return self.data_parallel.sum(tensor)
+
+    def optimizer_step(
+        self, step: int, gradient: Gradient, learning_rate: float, losses: Tensor, uses: Sequence[int]
+    ) -> tuple[Tensor, Tensor | bool]:
+        """Look at the gradient, see that it is finite, clip, set the rate, one step of the optimizer. `losses` and
+        `uses` are what `agree` gave. Returns the norm before clipping, and whether the update was made: on CUDA that is
+        still on the device, which then leaves the weights as they are by itself, and the host hears of it in the next
+        update. Collective. Errors: `NotFinite`, also of the update before."""
+        scale = None
+        if self.scaling is not None:
+            gradient.scale_(1 / (scale := self.scaling.value))
+        norm = gradient.norm()
+        if self.observer is not None:
+            self.observer.reduced(gradient)
+        return norm.to(self.world.device), self.apply_gradient(step, gradient, norm, scale, learning_rate, losses, uses)
+
+    def apply_gradient(
+        self,
+        step: int,
+        gradient: Gradient,
+        norm: Tensor,
+        scale: Tensor | None,
+        learning_rate: float,
+        losses: Tensor,
+        uses: Sequence[int],
+    ) -> Tensor | bool:
+        """The rest of `optimizer_step`, once all that it needs of other ranks is here."""
+        if self.scaling is not None:
+            self.scaling.follow(losses, norm)
+        used = self.finite.used(step, losses, norm, scale)
+        if used is not False:
+            gradient.clip_(norm, self.run.optim.max_grad_norm)
+            gradient.give(uses)
+            optim.set_rate(self.optimizer, learning_rate, used if isinstance(used, Tensor) else None)
+            self.optimizer.step()
+        gradient.take_back()
+        if used is not False:
+            self.weights_changed()
+        return used
+
+    def settle(self) -> None:
+        self.finite.settle()
+
+    # -- the step before all others ----------------------------------------------------------------------------------
+
+    def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
+        names = () if self.statistics is None else self.statistics.names
+        self.effects = self.take_effects(side_effects.effects_of(self.model, self.forwards(batch), names))
+        scaling = self.scaling.aside() if self.scaling else nullcontext()
+        with preserved(self.model, self.effects.written) as changed, scaling:
+            self.train_step(batch, 0.0)  # at this rate weights stay what they are
+            self.settle()
+            then()
+            self.optimizer.state.clear()
+        changed -= {*self.effects.written, *names}
+        self.effects = self.take_effects(replace(self.effects, written=self.effects.written | changed))
+
+    def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
+        """Calls of forward with this rank's first and last micro-batch, to see what else it does; none where no rank
+        calls the model as a whole."""
+
+        def call(micro: MicroBatch) -> None:
+            seed_everything(self.run.seed, batch.step, micro.index)
+            with self.autocast():
+                self.model(**micro.inputs)
+
+        return [partial(call, micro) for micro in (batch.micro_batches[0], batch.micro_batches[-1])]
+
+    def take_effects(self, effects: SideEffects) -> SideEffects:
+        """Those of all ranks. Collective. Errors: `RunError`, on every rank, for what this strategy cannot keep."""
+        agreed = effects.together(self.world.all_gather)
+        if agreed.replaced:
+            raise RunError(f"model(): {side_effects.replacement(agreed.replaced)}")
+        if agreed.per_process and self.world.size > 1:
+            raise RunError(
+                side_effects.refusal(self.run.strategy.name, agreed, self.model, self.statistics is not None)
+            )
+        return agreed
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def updated_parts(self) -> list[tuple[str, Tensor]]:
+        return [(name, parameter.detach()) for name, parameter in self.named.items()]
+
+    def averaged(self) -> AbstractContextManager[bool]:
+        return self.stepper.averaged(self.weights_changed)
+
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        return held_state.sharded(held_state.tensors_of(self.model), self.stepper, self.scaling)
+
+    def load_sharded_state_dict(self, saved: Saved) -> None:
+        held_state.load(saved, held_state.tensors_of(self.model), self.stepper, self.scaling)

@@ -1,0 +1,378 @@
+"""Averages of weights: the bits of a plain loop, the same however the weights are cut, in checkpoints, and exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from lockstep.checkpoint.averaging import Mean
+from lockstep.checkpoint.manifest import averaged
+from lockstep.cli import main
+from lockstep.config.run import Run, RunError, load
+from lockstep.distributed.sharded import Given
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.averaging import Averaged
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.evaluation import evaluate
+from lockstep.training.model_stats import memory
+from lockstep.training.resolve import resolve_strategy
+from support.best import told
+from support.command import train
+from support.harness import TINY, build, digest, run_on, tiny
+from support.marks import slow
+
+STEPS = 3
+EMA = "average.ema=0.9"
+
+
+# -- the arithmetic --------------------------------------------------------------------------------------------------
+
+
+def test_the_decay_grows_to_what_was_asked_for() -> None:
+    section = tiny("average.ema=0.5").average
+    assert [section.decay(t) for t in (1, 7, 8, 100)] == [2 / 11, 8 / 17, 0.5, 0.5]
+    assert tiny("average.ema=0.5", "average.ema_warmup=false").average.decay(1) == 0.5
+
+
+def test_the_mean_of_checkpoints_keeps_what_does_not_change() -> None:
+    torch.manual_seed(0)
+    frozen, counts = torch.randn(999), torch.arange(5)
+    states = [
+        {"model.w": torch.randn(999), "model.f": frozen, "model.n": counts + i, "o": counts * i} for i in range(7)
+    ]
+    found = {name: torch.zeros_like(tensor) for name, tensor in states[0].items()}
+    mean = Mean([Given(state) for state in states])
+    assert "o" in mean
+    mean.read(found)
+    assert torch.equal(found["model.f"], frozen)
+    assert torch.equal(found["model.n"], counts + 6)  # of what is no weight the last one's
+    assert torch.equal(found["o"], counts * 6)
+    assert torch.allclose(found["model.w"], torch.stack([s["model.w"] for s in states]).mean(0), atol=1e-6)
+    for cut in (slice(0, 7), slice(7, 999)):  # a part alone has the bits that it has in the whole
+        part = {"model.w": torch.zeros_like(states[0]["model.w"][cut])}
+        Mean([Given({"model.w": state["model.w"][cut]}) for state in states]).read(part)
+        assert torch.equal(part["model.w"], found["model.w"][cut])
+
+
+def test_which_checkpoints_are_averaged_does_not_depend_on_stops() -> None:
+    run = tiny("average.last=3")
+    assert averaged(run, 10, 3) == [6, 9, 10]
+    assert averaged(run, 9, 3) == [3, 6, 9]
+    assert averaged(run, 5, 3) == [3, 5]
+    assert averaged(run, 5, 0) == [5]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ([EMA, "optim.name=schedule_free"], "schedule_free evaluates and exports an average of its own"),
+        (["average.last=2", "optim.name=schedule_free"], "schedule_free evaluates and exports an average of its own"),
+        ([EMA, "strategy.name=zero2"], "average.ema: DeepSpeed keeps the weights"),
+        (
+            [EMA, "model.dtype=bfloat16", "precision=bf16", "optim.master_weights=false"],
+            "no float32 weights to average",
+        ),
+    ],
+)
+def test_what_cannot_be_averaged_is_refused(overrides: list[str], wanted: str) -> None:
+    if "zero" in overrides[-1]:
+        pytest.importorskip("deepspeed")
+    with pytest.raises(RunError, match=wanted):
+        resolve_strategy(tiny(*overrides), 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["average.ema=0.9", "average.last=2"], "give ema or last, and not both"),
+        (["average.ema_warmup=false"], "ema_warmup is of ema"),
+        (["average.last=2", "checkpoint.every=0"], r"set checkpoint\.every"),
+        (["average.last=2", "export=best", "evaluate.every=2"], "leave one of both out"),
+        (["average.last=1"], "greater than or equal to 2"),
+        (["average.ema=1"], "less than 1"),
+    ],
+)
+def test_averages_that_say_nothing_are_refused(overrides: list[str], wanted: str) -> None:
+    with pytest.raises(RunError, match=wanted):
+        tiny(*overrides)
+
+
+def test_an_average_is_part_of_the_arithmetic_where_training_keeps_it() -> None:
+    assert tiny().arithmetic() == tiny("average.last=3").arithmetic()
+    assert tiny().arithmetic().items() < tiny(EMA).arithmetic().items()
+    assert tiny("average.last=3", "evaluate.patience=2", "evaluate.every=2").export == "last"
+
+
+def test_memory_counts_it() -> None:
+    for name, share in (("ddp", 1), ("fsdp2", 2), ("pipeline", 2)):
+        run = load(None, [f"strategy.name={name}", "strategy.options={gather: step}"] if name == "fsdp2" else [], TINY)
+        run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"name": name})})
+        with_it = run.model_copy(update={"average": tiny(EMA).average})
+        assert "average" not in memory(run, 2, 10**6, 10**6)
+        assert f"average {4 / share:.1f} MB" in memory(with_it, 2, 10**6, 10**6)
+
+
+# -- the bits --------------------------------------------------------------------------------------------------------
+
+
+def by_hand(world: World, run: Run) -> dict[str, Any]:
+    """A few steps; the average that is kept beside them, what is evaluated with it, and what is left afterwards."""
+    task, strategy = build(run, world)
+    kept = Averaged(run, strategy)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    for t in range(STEPS):
+        strategy.train_step(feed.make(t), 5e-3)
+        kept.follow(t + 1)
+    before = digest(strategy.state_dict())
+    with kept.in_place():
+        score = evaluate(run, world, task, strategy, task.splits["validation"], texts=False)["loss"]
+        exported = strategy.export()
+        average = digest(exported) if exported is not None else None
+    raw = evaluate(run, world, task, strategy, task.splits["validation"], texts=False)["loss"]
+    unchanged = digest(strategy.state_dict()) == before
+    strategy.train_step(feed.make(STEPS), 5e-3)
+    after = digest(strategy.state_dict())
+    found = {"score": score, "raw": raw, "unchanged": unchanged, "after": after, "average": average}
+    strategy.close()
+    return found
+
+
+def loop(world: World, run: Run) -> dict[str, Any]:
+    """The same average, as anyone would write it."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    mean = {name: p.detach().clone() for name, p in strategy.model.named_parameters()}
+    for t in range(STEPS):
+        strategy.train_step(feed.make(t), 5e-3)
+        decay = min(0.9, (2 + t) / (11 + t))
+        for name, p in strategy.model.named_parameters():
+            mean[name] += (p.detach() - mean[name]) * (1 - decay)
+    after = strategy.train_step(feed.make(STEPS), 5e-3)
+    with torch.no_grad():
+        for name, p in strategy.model.named_parameters():
+            p.copy_(mean[name])
+    exported = strategy.export()
+    assert exported is not None
+    found = {"average": digest(exported), "loss": float(after.loss)}
+    strategy.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    run = tiny("strategy.name=single", EMA)
+    return run_on(1, by_hand, run, run=run)[0]
+
+
+@pytest.mark.processes
+def test_the_average_is_that_of_a_plain_loop(alone: dict[str, Any]) -> None:
+    run = tiny("strategy.name=single", EMA)
+    plain = run_on(1, loop, run, run=run)[0]
+    assert alone["average"] == plain["average"]
+    assert alone["unchanged"]
+    assert alone["score"] != alone["raw"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "ranks", "words"),
+    [
+        ("ddp", 2, []),
+        ("fsdp2", 2, ["strategy.options.gather=step"]),
+        ("fsdp2", 3, ["strategy.options.gather=micro_batch"]),
+        ("fsdp2", 2, ["strategy.options={gather: micro_batch, reshard_after_forward: false}"]),
+        ("pipeline", 2, []),
+        slow("hf_accelerate", 2, []),
+        slow("hf_trainer", 2, []),
+        slow("allreduce", 3, []),
+    ],
+)
+def test_the_same_bits_however_the_weights_are_cut(
+    name: str, ranks: int, words: list[str], alone: dict[str, Any]
+) -> None:
+    run = tiny(f"strategy.name={name}", EMA, *words)
+    first, *others = run_on(ranks, by_hand, run, run=run)
+    assert first == alone
+    assert all(other["score"] == first["score"] and other["unchanged"] for other in others)
+
+
+@pytest.mark.processes
+def test_master_weights_are_averaged() -> None:
+    words = ("model.dtype=bfloat16", "precision=bf16", EMA)
+    run = tiny("strategy.name=single", *words)
+    alone = run_on(1, by_hand, run, run=run)[0]
+    assert alone["unchanged"]
+    for options in ("{gather: step}", "{gather: micro_batch}"):
+        run = tiny("strategy.name=fsdp2", f"strategy.options={options}", *words)
+        assert run_on(2, by_hand, run, run=run)[0] == alone
+
+
+# -- from start to export --------------------------------------------------------------------------------------------
+
+
+JOB = TINY | {
+    "task": {"samples": 0},
+    "data": {"source": "builtin/emotion", "max_length": 32, "limit": 40},
+    "model": {"type": "gpt2", "config": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}},
+    "steps": 7,
+    "batch_size": 20,
+    "micro_batches": 2,
+    "output": "out",
+    "strategy": "single",
+    "evaluate": {"every": 2},
+    "checkpoint": {"every": 2, "keep": 1},
+}
+
+
+def trained(folder: Path, *words: str) -> int:
+    folder.mkdir(exist_ok=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(JOB))
+    return main(["train", str(folder / "run.yaml"), f"output={folder / 'out'}", *words])
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "out/export/model.safetensors")
+
+
+def saved(folder: Path, step: int, of: str) -> dict[str, torch.Tensor]:
+    """The `model.` or `ema.` tensors of a checkpoint of one process."""
+    held = load_file(folder / f"out/checkpoints/step-{step:06d}/shard-00001-of-00001.safetensors")
+    return {name.removeprefix(of): tensor for name, tensor in held.items() if name.startswith(of)}
+
+
+def the_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return bool(one) and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.fixture(scope="module")
+def averaged_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ema")
+    assert trained(folder, EMA) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    assert trained(folder, "checkpoint.keep=9") == 0
+    return folder
+
+
+def test_the_average_is_evaluated_and_exported_and_changes_no_training(
+    averaged_job: Path, plain_job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert the_same(saved(averaged_job, 7, "model."), saved(plain_job, 7, "model."))
+    assert told(averaged_job / "out", "train") == told(plain_job / "out", "train")
+    assert the_same(saved(averaged_job, 7, "ema."), exported(averaged_job))
+    assert not the_same(exported(averaged_job), exported(plain_job))
+    scores = json.loads((averaged_job / "out/scores.json").read_text())["splits"]
+    assert told(averaged_job / "out")[7] == scores["validation"]["loss"] != told(plain_job / "out")[7]
+    assert main(["evaluate", str(averaged_job / "out"), "--split", "validation"]) == 0
+    assert f"{scores['validation']['loss']:,.6g}" in capfd.readouterr().out
+    assert main(["evaluate", str(averaged_job / "out/checkpoints/step-000007"), "--split", "validation"]) == 0
+    assert f"{scores['validation']['loss']:,.6g}" in capfd.readouterr().out
+    card = (averaged_job / "out/export/README.md").read_text()
+    assert "The weights are the moving average of the weights (decay 0.9, with a warm-up)" in card
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "processes"), [("fsdp2", 2), slow("pipeline", 2), slow("ddp", 2)])
+def test_gone_on_with_on_another_strategy(
+    name: str, processes: int, averaged_job: Path, tmp_path: Path, cache: Path
+) -> None:
+    """The average of the checkpoint of step 2, which is whole, is taken up in parts."""
+    assert trained(tmp_path, EMA, "steps=7", "max_time=null", "checkpoint.keep=9") == 0
+    for step in (4, 6, 7):
+        shutil.rmtree(tmp_path / f"out/checkpoints/step-{step:06d}")
+    shutil.rmtree(tmp_path / "out/export")
+    status, _, err = train(tmp_path, cache, f"strategy={name}", f"launch.processes={processes}", EMA)
+    assert status == 0, err
+    assert the_same(exported(tmp_path), exported(averaged_job))
+    assert told(tmp_path / "out") == told(averaged_job / "out")
+
+
+def test_the_best_of_the_averaged_models_is_exported(tmp_path: Path) -> None:
+    words = (EMA, "optim.learning_rate=0.2", "export=best", "steps=12", "checkpoint.keep=9")
+    assert trained(tmp_path, *words) == 0
+    scores, losses = json.loads((tmp_path / "out/scores.json").read_text()), told(tmp_path / "out")
+    best = min(losses, key=losses.__getitem__)
+    assert scores["step"] == best
+    assert scores["splits"]["validation"]["loss"] == losses[best]
+    if best < 12:
+        assert the_same(saved(tmp_path, best, "ema."), exported(tmp_path))
+
+
+def test_an_average_cannot_be_begun_in_the_middle(
+    plain_job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(plain_job, tmp_path / "copy", symlinks=True))
+    shutil.rmtree(folder / "out/checkpoints/step-000007")
+    assert trained(folder, EMA) == 2
+    assert "average.ema: None in the checkpoint, 0.9 now" in " ".join(capfd.readouterr().err.split())
+
+
+# -- the last checkpoints --------------------------------------------------------------------------------------------
+
+
+def test_the_mean_of_the_last_checkpoints_is_exported(
+    plain_job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert trained(tmp_path, "average.last=3") == 0
+    assert "the mean of the weights after steps 4, 6, 7 is exported" in capfd.readouterr().out
+    kept = sorted(path.name for path in (tmp_path / "out/checkpoints").glob("step-*"))
+    assert kept == ["step-000004", "step-000006", "step-000007"]  # however few `keep` keeps
+    each = [saved(plain_job, step, "model.") for step in (4, 6, 7)]
+    found = exported(tmp_path)
+    for name, tensor in found.items():
+        mean = each[0][name]
+        for number, other in enumerate(each[1:], 2):
+            mean = mean + (other[name] - mean) / number
+        assert torch.equal(tensor, mean)
+    scores = json.loads((tmp_path / "out/scores.json").read_text())
+    assert scores["export"] == "mean of 3"
+    assert told(tmp_path / "out")[7] == scores["splits"]["validation"]["loss"] != told(plain_job / "out")[7]
+    assert trained(tmp_path) == 0  # a finished run exports another model when it is asked for one
+    out = capfd.readouterr().out
+    assert "is that of export: mean of 3; last is asked for and written" in out
+    assert the_same(exported(tmp_path), exported(plain_job))
+    assert trained(tmp_path) == 0
+    assert "is finished (7 steps)" in capfd.readouterr().out
+
+
+def test_a_checkpoint_that_is_missing_from_the_mean_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert trained(tmp_path, "average.last=3") == 0
+    shutil.rmtree(tmp_path / "out/checkpoints/step-000006")
+    shutil.rmtree(tmp_path / "out/export")
+    assert trained(tmp_path, "average.last=3") == 1
+    err = capfd.readouterr().err
+    assert "average.last: the mean is of the checkpoints of steps 4, 6, 7, and step-000006 cannot be used" in err
+    assert trained(tmp_path, "average.last=null") == 0
+
+
+def test_more_checkpoints_than_a_run_writes_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for command in ("plan", "train"):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(JOB))
+        assert main([command, str(tmp_path / "run.yaml"), f"output={tmp_path / 'out'}", "average.last=5"]) == 2
+        assert "average.last: the mean of 5 checkpoints is asked for, and a run of 7 steps with one every 2 has 4" in (
+            capfd.readouterr().err
+        )
+
+
+@pytest.mark.processes
+def test_the_mean_on_another_strategy(plain_job: Path, tmp_path: Path, cache: Path) -> None:
+    assert trained(one := tmp_path / "one", "average.last=3") == 0
+    trained(tmp_path / "two", "average.last=3", "checkpoint.keep=9")
+    for step in (6, 7):
+        shutil.rmtree(tmp_path / f"two/out/checkpoints/step-{step:06d}")
+    shutil.rmtree(tmp_path / "two/out/export")
+    words = ("strategy=fsdp2", "strategy.options.gather=micro_batch", "launch.processes=2", "average.last=3")
+    status, _, err = train(tmp_path / "two", cache, *words)
+    assert status == 0, err
+    assert the_same(exported(tmp_path / "two"), exported(one))

@@ -1,0 +1,299 @@
+"""The best model is exported: found by the scores alone, and the same under every strategy and after every stop."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from lockstep.checkpoint.manifest import Manifest, read_manifest
+from lockstep.checkpoint.progress import Progress, best_first
+from lockstep.cli import main
+from lockstep.config.run import Run, RunError, load
+from lockstep.tools.sweep.sweep import SweepTrial
+from support.best import told
+from support.command import train
+from support.harness import TINY
+from support.marks import slow
+
+EPOCH = 2  # steps
+# A rate at which the validation loss is best after a few epochs, and then worse.
+EARLY = TINY | {
+    "task": {"samples": 0},
+    "data": {"source": "builtin/emotion", "max_length": 32, "limit": 40},
+    "model": {"type": "gpt2", "config": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}},
+    "steps": 30,
+    "batch_size": 20,
+    "micro_batches": 2,
+    "output": "out",
+    "optim": {"learning_rate": 5e-2, "warmup_steps": 2, "max_grad_norm": 0.5},
+    "strategy": "single",
+    "evaluate": {"every": "epoch", "patience": 3},
+    "checkpoint": {"every": 0, "keep": 1},
+}
+
+
+def run_of(**values: Any) -> Run:
+    return load(None, [], TINY | values)
+
+
+def end_of(output: Path) -> tuple[dict[str, Any], bytes]:
+    """What was exported: its step and scores, and its weights."""
+    return json.loads((output / "scores.json").read_text()), (output / "export/model.safetensors").read_bytes()
+
+
+def trained(folder: Path, *words: str) -> int:
+    return main(["train", str(folder / "run.yaml"), f"output={folder / 'out'}", *words])
+
+
+def half_done(early: Path, tmp_path: Path) -> Path:
+    """The same run as a kill would have left it, some time after its best checkpoint and before any other."""
+    folder = Path(shutil.copytree(early, tmp_path / "copy", symlinks=True))
+    best = end_of(early / "out")[0]["step"]
+    for path in (folder / "out/checkpoints").glob("step-*"):
+        if path.name != f"step-{best:06d}":
+            shutil.rmtree(path)
+    shutil.rmtree(folder / "out/export")
+    for name in ("export.json", "scores.json", "report.html", "tables.json"):
+        (folder / "out" / name).unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def early(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process that ended early."""
+    folder = tmp_path_factory.mktemp("early")
+    (folder / "run.yaml").write_text(yaml.safe_dump(EARLY))
+    assert trained(folder) == 0
+    return folder
+
+
+# -- what is counted -------------------------------------------------------------------------------------------------
+
+
+def test_patience_counts_evaluations_without_a_better_one() -> None:
+    run = run_of(evaluate={"every": 1, "patience": 2}, checkpoint={"best": "accuracy"})
+    progress = Progress.of(run, {})
+    over = []
+    for step, score in enumerate([0.5, 0.4, 0.6, 0.6, None, 0.7], 1):
+        progress = progress.after(step, score)
+        over.append(progress.over(run))
+        assert Progress.of(run, json.loads(json.dumps(progress.dump()))) == progress  # through a manifest
+    assert over == [False, False, False, False, True, False]
+    assert (progress.best, progress.step, progress.since) == (0.7, 6, 0)
+    other = run_of(evaluate={"every": 1, "patience": 1}, checkpoint={"best": "-loss"})
+    assert Progress.of(other, progress.dump()) == Progress("-loss")  # counted by another metric
+
+
+def test_an_evaluation_that_is_hardly_better_does_not_count() -> None:
+    run = run_of(evaluate={"every": 1, "patience": 2, "min_delta": 0.1}, checkpoint={"best": "accuracy"})
+    progress, over = Progress.of(run, {}), []
+    for step, score in enumerate([0.5, 0.55, 0.61, 0.65, 0.7], 1):
+        progress = progress.after(step, score, run.evaluate.min_delta)
+        over.append(progress.over(run))
+    assert over == [False, False, False, False, True]  # 0.61 is better than 0.5 by more than 0.1, 0.7 than 0.61 is not
+    assert (progress.best, progress.step, progress.since) == (0.61, 3, 2)
+    with pytest.raises(RunError, match="min_delta is of patience"):
+        run_of(evaluate={"every": 1, "min_delta": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("best", "wanted"),
+    [
+        ("loss", "write -loss"),
+        ("loss_web", "write -loss_web"),
+        ("perplexity", "write -perplexity"),
+        ("-accuracy", "write accuracy"),
+        ("-macro_f1", "write macro_f1"),
+    ],
+)
+def test_a_metric_is_not_chosen_the_wrong_way_round(best: str, wanted: str) -> None:
+    with pytest.raises(RunError, match=f"{wanted}( |$)"):
+        run_of(evaluate={"every": 1}, checkpoint={"best": best})
+    assert run_of(evaluate={"every": 1}, checkpoint={"best": wanted.removeprefix("write ")})
+    assert run_of(evaluate={"every": 1}, checkpoint={"best": "mine"})  # of one's own: as it is said
+
+
+def test_of_equal_scores_the_earliest_is_best_and_nan_is_none() -> None:
+    run = run_of(evaluate={"every": 1}, checkpoint={"best": "-loss"})
+    scores = {3: {"loss": 2.0}, 2: {"loss": 1.0}, 4: {"loss": float("nan")}, 1: {"loss": 1.0}, 5: {}}
+    assert [each.step for each in best_first(run, scores)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("values", "export", "by"),
+    [
+        ({}, "last", None),
+        ({"evaluate": {"every": 5}}, "last", None),
+        ({"evaluate": {"every": 5, "patience": 2}}, "best", "-loss"),
+        ({"evaluate": {"every": "epoch"}, "checkpoint": {"best": "accuracy"}}, "best", "accuracy"),
+        ({"evaluate": {"every": "epoch"}, "checkpoint": {"best": "accuracy"}, "export": "last"}, "last", "accuracy"),
+        ({"evaluate": {"every": "epoch"}, "export": "best"}, "best", "-loss"),
+    ],
+)
+def test_which_model_is_exported_by_default(values: dict[str, Any], export: str, by: str | None) -> None:
+    run = run_of(**values)
+    assert (run.export, run.checkpoint.best) == (export, by)
+    assert load(None, [], yaml.safe_load(run.dump())) == run
+    assert run.arithmetic() == run_of().arithmetic()  # a run may change its mind
+
+
+@pytest.mark.parametrize(
+    "values", [{"export": "best"}, {"evaluate": {"patience": 2}}, {"checkpoint": {"best": "loss"}}]
+)
+def test_there_must_be_evaluations_to_choose_from(values: dict[str, Any]) -> None:
+    with pytest.raises(RunError, match=r"set evaluate\.every to steps, or to epoch"):
+        run_of(**values)
+
+
+# -- one process -----------------------------------------------------------------------------------------------------
+
+
+def test_the_best_is_exported_and_training_ends_early(early: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    losses, (scores, _) = told(early / "out"), end_of(early / "out")
+    best, last = min(losses, key=losses.__getitem__), max(losses)
+    assert 0 < best < last < EARLY["steps"]
+    assert last == best + 3 * EPOCH
+    assert list(losses) == list(range(EPOCH, last + 1, EPOCH))
+    assert (scores["step"], scores["export"]) == (best, "best")
+    trial = SweepTrial("a", {}, load(early / "out/run.yaml", []))  # as one of a sweep
+    trial.look("validation")
+    assert (trial.state, trial.scores["loss"]) == ("done", losses[best])
+    assert scores["splits"]["validation"]["loss"] == losses[best]
+    assert scores["splits"]["test"]["loss"] == told(early / "out", "test")[last]
+    folder = early / f"out/checkpoints/step-{best:06d}"
+    held = load_file(folder / "shard-00001-of-00001.safetensors")
+    weights = load_file(early / "out/export/model.safetensors")
+    assert weights
+    assert all(bool((held[f"model.{name}"] == tensor).all()) for name, tensor in weights.items())
+    assert f"for {best} steps of 20 examples" in (early / "out/export/README.md").read_text()
+    assert trained(early) == 0  # the same command again
+    assert f"is finished ({last} steps)" in capfd.readouterr().out
+    assert main(["evaluate", str(early / "out"), "--split", "validation"]) == 0
+    assert f"{losses[best]:,.6g}" in capfd.readouterr().out
+    assert main(["status", str(early / "out"), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["finished"]
+
+
+def test_a_killed_run_comes_to_the_same_end(early: Path, tmp_path: Path) -> None:
+    folder = half_done(early, tmp_path)
+    assert trained(folder) == 0
+    assert end_of(folder / "out") == end_of(early / "out")
+    shutil.rmtree(folder / "out/export")  # killed after the last checkpoint
+    assert trained(folder) == 0
+    assert end_of(folder / "out") == end_of(early / "out")
+
+
+def test_a_stop_before_the_end_resumes_with_what_was_counted(early: Path, tmp_path: Path) -> None:
+    """Asked to stop in the middle of the evaluations that were not better."""
+    folder = half_done(early, tmp_path)
+    assert trained(folder, "checkpoint.every=1", "checkpoint.keep=100", "evaluate.patience=2") == 0
+    last = max(told(folder / "out"))
+    newest = read_manifest(folder / f"out/checkpoints/step-{last:06d}")
+    assert isinstance(newest, Manifest)
+    assert newest.progress["since"] == 2
+    assert trained(folder, "evaluate.patience=3") == 0  # raised: it goes on, and counts on
+    assert end_of(folder / "out") == end_of(early / "out")
+
+
+def test_the_last_may_be_the_best_and_may_be_asked_for(early: Path, tmp_path: Path) -> None:
+    best = end_of(early / "out")[0]["step"]
+    shutil.copy(early / "run.yaml", tmp_path)
+    words = [f"steps={best}", "optim.schedule=constant", "evaluate.patience=null"]
+    assert trained(tmp_path, *words, "export=best", "checkpoint.best=-loss") == 0
+    scores, weights = end_of(tmp_path / "out")
+    losses = told(tmp_path / "out")
+    assert scores["step"] == min(losses, key=losses.__getitem__)
+    folder = tmp_path / "last"
+    folder.mkdir()
+    shutil.copy(early / "run.yaml", folder)
+    assert trained(folder, *words, "export=last") == 0
+    assert end_of(folder / "out")[0]["step"] == best
+    assert (end_of(folder / "out")[1] == weights) == (scores["step"] == best)
+
+
+def test_a_damaged_best_one_is_named_and_the_next_is_taken(
+    early: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(early, tmp_path / "copy", symlinks=True))
+    best, last = end_of(early / "out")[0]["step"], max(told(early / "out"))
+    shard = folder / f"out/checkpoints/step-{best:06d}/shard-00001-of-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    shutil.rmtree(folder / "out/export")
+    assert trained(folder) == 0
+    assert f"step-{best:06d}, the best one, is damaged" in "".join(capfd.readouterr())
+    assert end_of(folder / "out")[0]["step"] == last  # the only other one that is kept
+
+
+def test_a_finished_run_exports_the_other_model_when_it_is_asked_for(
+    early: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(early, tmp_path / "copy", symlinks=True))
+    last = max(told(early / "out"))
+    assert trained(folder, "export=last") == 0
+    assert "is that of export: best; last is asked for and written" in capfd.readouterr().out
+    scores, weights = end_of(folder / "out")
+    assert (scores["step"], scores["export"]) == (last, "last")
+    assert weights != end_of(early / "out")[1]
+    assert trained(folder, "export=last") == 0
+    assert "is finished" in capfd.readouterr().out
+    assert trained(folder) == 0  # and back
+    assert end_of(folder / "out") == end_of(early / "out")
+
+
+def test_an_evaluation_of_a_part_is_of_the_same_examples_each_time(early: Path, tmp_path: Path) -> None:
+    shutil.copy(early / "run.yaml", tmp_path)
+    assert trained(tmp_path, "evaluate.limit=7", "evaluate.patience=null", "export=best", "steps=6") == 0
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    examples = {
+        split: {line["examples"] for line in lines if line["split"] == split} for split in ("validation", "test")
+    }
+    assert examples == {"validation": {7}, "test": {40}}
+    scores, losses = end_of(tmp_path / "out")[0], told(tmp_path / "out")
+    assert losses.keys() == {2, 4, 6}
+    assert scores["splits"]["validation"]["loss"] == min(losses.values())
+    assert scores["splits"]["validation"]["examples"] == 7
+    assert all(losses[step] != told(early / "out")[step] for step in (2, 4))
+    assert "Validation was scored on at most 7 of its examples" in (tmp_path / "out/export/README.md").read_text()
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(early / "run.yaml", other)
+    assert (
+        trained(other, "evaluate.limit=7", "evaluate.patience=null", "export=best", "steps=6", "evaluate.every=3") == 0
+    )
+    assert told(other / "out")[6] == losses[6]  # the same seven, however often before
+
+
+# -- many processes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "processes"), [("fsdp2", 2), ("pipeline", 2), slow("ddp", 2), slow("hf_trainer", 2), ("zero3", 2)]
+)
+def test_resumed_on_another_strategy_the_same_model_is_exported(
+    name: str, processes: int, early: Path, tmp_path: Path, cache: Path
+) -> None:
+    """Its best checkpoint was written by one process; what ends early is another strategy, in shards or stages."""
+    folder = half_done(early, tmp_path)
+    status, _, err = train(folder, cache, f"strategy={name}", f"launch.processes={processes}")
+    assert status == 0, err
+    (scores, weights), (wanted, bits) = end_of(folder / "out"), end_of(early / "out")
+    assert scores["step"] == wanted["step"]
+    assert weights == bits  # those of the checkpoint, whoever holds them
+    if name != "zero3":
+        assert scores == wanted
+        assert told(folder / "out") == told(early / "out")
+
+
+@pytest.mark.processes
+def test_from_the_start_on_two_processes(early: Path, tmp_path: Path, cache: Path) -> None:
+    shutil.copy(early / "run.yaml", tmp_path)
+    status, _, err = train(tmp_path, cache, "strategy=fsdp2", "launch.processes=2")
+    assert status == 0, err
+    assert end_of(tmp_path / "out") == end_of(early / "out")

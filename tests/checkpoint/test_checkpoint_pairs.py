@@ -1,0 +1,216 @@
+"""Saved under any strategy at any number of processes, gone on with under any other; folders that are not shared."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.checkpoint.checkpoint import Checkpoints
+from lockstep.config import plugins
+from lockstep.config.run import Run
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.optim import learning_rate
+from lockstep.training.data_loader import StepLoader
+from support.checkpoints import digest as digest_of
+from support.fsdp2_runs import LLAMA
+from support.harness import build, digest, run_on, tiny
+
+NAMES = plugins.names("strategies")
+EXACT = {name for name in NAMES if plugins.find("strategies", name).exact}
+SAVING = {"single": 1, "allreduce": 3, "ddp": 2, "fsdp2": 4, "pipeline": 2, "hf_accelerate": 4, "hf_trainer": 3}
+SAVING |= {"zero1": 2, "zero2": 3, "zero3": 4}
+LOADING = {"single": 1, "allreduce": 2, "ddp": 4, "fsdp2": 3, "pipeline": 4, "hf_accelerate": 2, "hf_trainer": 2}
+LOADING |= {"zero1": 3, "zero2": 1, "zero3": 2}
+
+
+Saved = Callable[[str], tuple[Path, str]]
+
+
+def run_of(name: str, folder: Path, *overrides: str) -> Run:
+    stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
+    return tiny(f"output={folder}", f"strategy.name={name}", *stages, *overrides)
+
+
+def saved(world: World, run: Run) -> str:
+    """Two steps, and a checkpoint of them. Returns the digest of what was saved."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    for t in range(2):
+        strategy.train_step(feed.make(t), learning_rate(run.optim, t + 1, 6))
+    checkpoints = Checkpoints(run, world, task.prepared, 6)
+    checkpoints.save(2, strategy)
+    checkpoints.settle()
+    found = digest(strategy.state_dict())
+    strategy.close()
+    return found
+
+
+def gone_on_with(world: World, run: Run, folders: list[Path]) -> list[dict[str, Any]]:
+    """One step more from each of these folders' checkpoints, all on one strategy, so that nothing of the one before
+    may be left."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    found = []
+    for folder in folders:
+        here = run.model_copy(update={"output": str(folder)})
+        step, notes = Checkpoints(here, world, task.prepared, 6).resume(strategy)
+        loaded = digest(strategy.state_dict())
+        loss = float(strategy.train_step(feed.make(2), learning_rate(run.optim, 3, 6)).loss)
+        found.append(
+            {"step": step, "notes": notes, "loaded": loaded, "loss": loss, "after": digest(strategy.state_dict())}
+        )
+    strategy.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Where a strategy saved, and the digest of what; it does so once, when it is first asked for."""
+
+    @cache
+    def of(name: str) -> tuple[Path, str]:
+        run = run_of(name, tmp_path_factory.mktemp(name) / "out")
+        return run.folder, run_on(SAVING[name], saved, run, run=run)[0]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def straight(saved_by: Saved) -> dict[str, Any]:
+    """What `single` does with its own checkpoint."""
+    run = run_of("single", saved_by("single")[0])
+    return run_on(1, gone_on_with, run, [run.folder], run=run)[0][0]
+
+
+def test_every_strategy_is_here() -> None:
+    assert set(SAVING) == set(LOADING) == set(NAMES)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", NAMES)
+def test_one_layout(name: str, saved_by: Saved) -> None:
+    """The same tensors, whole and once, however they are spread over files."""
+    folder, state = saved_by(name)
+    assert digest_of(folder / "checkpoints" / "step-000002") == state
+    if name in EXACT:
+        assert state == saved_by("single")[1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "pipeline"])  # its stages hold different numbers
+def test_each_rank_writes_about_its_share(name: str, saved_by: Saved) -> None:
+    sizes = [p.stat().st_size for p in saved_by(name)[0].rglob("*.safetensors")]
+    assert len(sizes) == SAVING[name]
+    assert max(sizes) < 1.5 * sum(sizes) / len(sizes)
+
+
+def goes_on(name: str, savers: Sequence[str], saved_by: Saved, straight: dict[str, Any]) -> None:
+    """`name` goes on from what each of these strategies saved."""
+    run = run_of(name, saved_by(name)[0])
+    first, *others = run_on(LOADING[name], gone_on_with, run, [saved_by(saver)[0] for saver in savers], run=run)
+    for other in others:
+        assert [(o["step"], o["notes"], o["loss"]) for o in other] == [
+            (f["step"], f["notes"], f["loss"]) for f in first
+        ]
+    for saver, found in zip(savers, first, strict=True):
+        assert found["step"] == 2
+        assert found["loaded"] == saved_by(saver)[1], f"{saver} -> {name}: other bits were loaded than were saved"
+        if saver in EXACT and name in EXACT:
+            assert found["notes"] == []
+            assert (found["loss"], found["after"]) == (straight["loss"], straight["after"]), f"{saver} -> {name}"
+        else:
+            assert found["loss"] == pytest.approx(straight["loss"], rel=1e-4)  # AdamW's drift
+            assert len(found["notes"]) == 1
+            assert "to rounding only" in found["notes"][0]
+            assert (saver if saver not in EXACT else name) in found["notes"][0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", NAMES)
+def test_all_pairs(name: str, saved_by: Saved, straight: dict[str, Any]) -> None:
+    goes_on(name, NAMES, saved_by, straight)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("saver", "name"), [("fsdp2", "ddp"), ("ddp", "fsdp2")])
+def test_a_checkpoint_under_another_strategy(saver: str, name: str, saved_by: Saved, straight: dict[str, Any]) -> None:
+    """Of the pairs, what `make test` asks."""
+    goes_on(name, [saver], saved_by, straight)
+
+
+@pytest.mark.processes
+def test_the_control_one_step_less_has_other_bits(straight: dict[str, Any]) -> None:
+    assert straight["loaded"] != straight["after"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("option", ["replicate=2", "reshard_after_forward=false"])
+def test_fsdp2_in_other_arrangements(option: str, tmp_path: Path, saved_by: Saved, straight: dict[str, Any]) -> None:
+    run = run_of("fsdp2", tmp_path / "out", f"strategy.options.{option}")
+    state = run_on(4, saved, run, run=run)[0]
+    assert state == saved_by("single")[1]
+    single = run_of("single", tmp_path / "out")
+    assert run_on(1, gone_on_with, single, [run.folder], run=single)[0][0] == straight
+    (there,) = run_on(4, gone_on_with, run, [saved_by("single")[0]], run=run)[0]
+    assert there == straight
+
+
+@pytest.mark.processes
+def test_shards_of_two_kinds_are_whole_again(tmp_path: Path) -> None:
+    """Tensor parallelism cuts what FSDP cuts once more."""
+    strategy = {"name": "fsdp2", "options": {"tensor_parallel": 2}}
+    run = tiny(model=LLAMA, output=str(tmp_path), strategy=strategy)
+    state = run_on(4, saved, run, run=run)[0]
+    assert digest_of(tmp_path / "checkpoints" / "step-000002") == state
+    single = tiny("strategy.name=single", model=LLAMA, output=str(tmp_path))
+    for ranks, there in ((1, single), (4, run)):
+        assert run_on(ranks, gone_on_with, there, [tmp_path], run=there)[0][0]["loaded"] == state
+
+
+# -- machines that do not share OUTPUT -------------------------------------------------------------------------------
+
+
+def apart(world: World, run: Run) -> tuple[list[str], tuple[int, list[str]], str, str]:
+    """Save and resume where every rank has an OUTPUT of its own."""
+    run = run.model_copy(update={"output": f"{run.output}-{world.rank}"})
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    strategy.train_step(feed.make(0), 1e-3)
+    said: list[str] = []
+    checkpoints = Checkpoints(run, world, task.prepared, 6, said.append)
+    checkpoints.save(1, strategy)
+    checkpoints.settle()
+    before = digest(strategy.state_dict())
+    strategy.train_step(feed.make(1), 1e-3)
+    resumed = Checkpoints(run, world, task.prepared, 6).resume(strategy)
+    after = digest(strategy.state_dict())
+    strategy.close()
+    return said, resumed, before, after
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["ddp", "zero1"])
+def test_rank_0_alone_writes_and_reads_where_the_folder_is_not_shared(name: str, tmp_path: Path) -> None:
+    run = run_of(name, tmp_path / "out")
+    found = run_on(2, apart, run, run=run)
+    if name == "ddp":
+        for said, resumed, before, after in found:
+            assert (said, resumed) == ([], (1, []))
+            assert before == after
+        assert not (tmp_path / "out-1").exists()
+    else:
+        assert "rank 1 holds parts of the model and cannot see the folder of rank 0" in found[0][0][0]
+        assert found[0][1] == (0, [])
+
+
+@pytest.mark.processes
+def test_a_copied_checkpoint_is_the_same(tmp_path: Path, saved_by: Saved) -> None:
+    folder, state = saved_by("fsdp2")
+    shutil.copytree(folder / "checkpoints" / "step-000002", tmp_path / "step-000002")
+    assert digest_of(tmp_path / "step-000002") == state
+    next(tmp_path.rglob("*.safetensors")).unlink()
+    with pytest.raises(ValueError, match="is missing"):
+        digest_of(tmp_path / "step-000002")

@@ -1,0 +1,179 @@
+"""The export is what was written: hashed, synced, readable as its neighbours; and a save's memory is tried before the
+first step."""
+
+import hashlib
+import json
+import os
+import resource
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.checkpoint import exported, storage
+from lockstep.checkpoint.checkpoint import CheckpointError, finished
+from lockstep.checkpoint.export import write_export
+from lockstep.checkpoint.manifest import newest_first
+from lockstep.config.run import RunError, keep
+from lockstep.track.report.report import write_comparison
+from support.checkpoints import digest as digest_of
+from support.harness import digest, tiny
+from support.saving import Job, run_in
+
+# -- the export ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A run of two steps that are all of them, with its export."""
+    job = Job(run_in(tmp_path_factory.mktemp("export") / "out", "steps=2"))
+    job.checkpoints.steps = 2
+    job.saved()
+    job.saved()
+    write(job)
+    return job
+
+
+def write(job: Job) -> Path:
+    weights = job.strategy.export()
+    assert weights is not None
+    return write_export(job.run, job.task, weights, {"validation": {"loss": 1.0, "examples": 3}}, 2)
+
+
+def is_finished(job: Job) -> bool:
+    return finished(job.run, next(manifest for _, manifest in newest_first(job.run)))
+
+
+def test_every_file_has_the_mode_that_the_umask_leaves(trained: Job) -> None:
+    before = os.umask(0o027)
+    try:
+        export = write(trained)
+        (export.parent / "mine").touch()
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in export.rglob("*") if path.is_file()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {0o640}
+    assert {path.name for path in export.parent.iterdir()} == {"checkpoints", "export", "export.json", "mine"}
+
+
+@pytest.mark.parametrize("kib", [1, 4, 20])
+def test_what_a_full_disk_does_is_an_error_of_the_disk_whoever_writes(trained: Job, kib: int) -> None:
+    before, limits = exported.damage(trained.run.folder), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kib * 1024, limits[1]))  # Python ignores the signal for it
+    try:
+        with pytest.raises(OSError, match="File too large"):  # safetensors and tokenizers have errors of their own
+            write(trained)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert exported.damage(trained.run.folder) == before
+
+
+def test_files_are_on_the_disk_before_they_have_their_name(trained: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    sync, rename = exported._sync, os.rename
+    monkeypatch.setattr(exported, "_sync", lambda path: (events.append(f"sync {path.name}"), sync(path)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append(f"rename {Path(a).name}"), rename(a, b)))
+    write(trained)
+    place = events.index("rename .export.partial")
+    assert {"sync model.safetensors", "sync config.json", "sync .export.partial"} < set(events[:place])
+    assert f"sync {trained.run.folder.name}" in events[place:]
+
+
+@pytest.mark.parametrize("what", ["flipped", "cut", "missing", "zeros in JSON", "no hashes", "tokenizer", "no record"])
+def test_a_damaged_export_is_not_finished(what: str, trained: Job) -> None:
+    export = write(trained)
+    assert is_finished(trained)
+    weights = export / "model.safetensors"
+    if what == "flipped":
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+    elif what == "cut":
+        os.truncate(weights, 100)
+    elif what == "missing":
+        weights.unlink()
+    elif what == "zeros in JSON":
+        (export / "config.json").write_bytes(bytes(200))
+    elif what == "no record":
+        (export.parent / exported.FILE).unlink()
+    elif what == "tokenizer":
+        (export / "tokenizer.json").unlink()
+    else:
+        (export.parent / exported.FILE).write_text("[")
+    assert not is_finished(trained)
+    assert exported.damage(export.parent) is not None
+
+
+def test_a_person_may_edit_the_card_and_the_configuration(trained: Job) -> None:
+    export = write(trained)
+    (export / "README.md").write_text("mine")
+    config = json.loads((export / "config.json").read_text())
+    (export / "config.json").write_text(json.dumps(config | {"note": "mine"}))
+    (export / "more.txt").touch()
+    assert is_finished(trained)
+    assert hashlib.sha256((export / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_links_of_a_comparison_lead_to_the_pages(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a #1 50%", "b:c?d")]
+    for folder in folders:
+        keep(tiny(output=str(folder)))
+    page = write_comparison(folders, tmp_path / "comparison.html").read_text()
+    assert 'href="a%20%231%2050%25/report.html"' in page
+    assert 'href="b%3Ac%3Fd/report.html"' in page
+
+
+# -- a save's memory -------------------------------------------------------------------------------------------------
+
+
+def full(*_: Any) -> None:
+    raise MemoryError("cannot allocate 3 GiB")
+
+
+def test_the_dry_run_takes_the_buffer_and_leaves_no_trace(tmp_path: Path) -> None:
+    job, untouched = Job(run_in(tmp_path / "a")), Job(run_in(tmp_path / "b"))
+    before = digest(job.strategy.state_dict())
+    job.strategy.dry_run(job.feed.longest(), lambda: job.checkpoints.dry_run(job.strategy))
+    assert digest(job.strategy.state_dict()) == before
+    shard = job.checkpoints._shard
+    assert shard is not None
+    state = job.saved()
+    assert job.checkpoints._shard is shard  # no other memory than was tried
+    assert state == untouched.saved() == digest_of(tmp_path / "a/checkpoints/step-000001")
+
+
+@pytest.mark.parametrize("then", ["continue", "stop"])
+def test_without_memory_for_it_on_failure_says_what_happens(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(run_in(tmp_path / "out", f"checkpoint.on_failure={then}"))
+    job.step()
+    monkeypatch.setattr(storage, "Shard", full)
+    if then == "stop":
+        with pytest.raises(RunError, match=r"no checkpoint can be written: rank 0 on .*cannot allocate 3 GiB"):
+            job.checkpoints.dry_run(job.strategy)
+        with pytest.raises(CheckpointError, match="cannot allocate 3 GiB"):
+            job.save()
+        return
+    job.checkpoints.dry_run(job.strategy)
+    job.save()
+    assert [text.partition(":")[0] for text in job.said] == [
+        "no checkpoint can be written",
+        "the checkpoint of step 1 could not be written (rank 0 on " + job.world.host,
+    ]
+    monkeypatch.undo()
+    state = job.saved()
+    assert digest_of(tmp_path / "out/checkpoints/step-000002") == state
+
+
+def test_a_moment_that_comes_later_is_saved_too(tmp_path: Path) -> None:
+    """Of a weight that the dry run, or the first save, did not use."""
+    job = Job(run_in(tmp_path / "out"))
+    job.step()
+    parts = job.strategy.sharded_state_dict()
+    assert not job.checkpoints._lay_out({k: v for k, v in parts.items() if not k.startswith("optimizer.exp_avg.")})
+    job.save()
+    job.checkpoints.settle()
+    assert digest_of(tmp_path / "out/checkpoints/step-000001") == digest(job.strategy.state_dict())

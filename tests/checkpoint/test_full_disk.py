@@ -1,0 +1,166 @@
+"""Runs whose disk is too small, or fills up while they train: refused before, warned, and no model is lost."""
+
+import hashlib
+import json
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+from lockstep.checkpoint import exported
+from lockstep.checkpoint.manifest import finished, newest_first
+from lockstep.config.errors import HALTED
+from lockstep.config.run import Run
+from lockstep.distributed import job_record
+from lockstep.training import publish, rank
+from support.saving import disk, run_in, trained
+
+pytestmark = pytest.mark.processes  # mount
+
+
+def fill(folder: Path, left: int) -> None:
+    """Take all but about `left` bytes of a disk."""
+    with suppress(OSError), open(folder / "ballast", "wb", buffering=0) as file:
+        while file.write(bytes(4096)) == 4096:
+            pass
+    os.truncate(folder / "ballast", max(0, (folder / "ballast").stat().st_size - left))
+
+
+def full_after(run: Run, step: int) -> tuple[int, str]:
+    """A run whose disk is full once so many updates are done."""
+    return trained(run, step, lambda: fill(run.folder.parent, 0))
+
+
+def is_consistent(run: Run, status: int, said: str) -> None:
+    """What a start left behind is what its status says, and nothing is left half done."""
+    record = job_record.read(run.folder)
+    assert record is not None, said
+    assert record.status == status, said
+    assert [path for path in run.folder.rglob("*.partial") if path.parent.name != "checkpoints"] == []
+    newest = next((manifest for _, manifest in newest_first(run)), None)
+    if status == 0:
+        assert finished(run, newest), said
+        assert (run.folder / "report.html").is_file(), said
+
+
+def weights_in(export: Path) -> str:
+    return hashlib.sha256((export / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of the job of these tests, untouched."""
+    run = run_in(tmp_path_factory.mktemp("untouched") / "out")
+    assert trained(run)[0] == 0
+    return weights_in(run.folder / "export")
+
+
+# kB; a checkpoint takes 496, the export 182, all other files 200
+SIZES = [900, 1300, *(pytest.param(size, marks=pytest.mark.long) for size in (64, 300, 600, 1100, 1700, 2500))]
+
+
+@pytest.mark.parametrize("kilobytes", SIZES)
+def test_a_disk_of_any_size(kilobytes: int, tmp_path: Path, weights: str) -> None:
+    """Either it is refused before the first step, or it comes to its end; nothing is lost after training."""
+    with disk(tmp_path / "disk", kilobytes):
+        run = run_in(tmp_path / "disk/out", "checkpoint.every=1", "checkpoint.keep=3")
+        status, said = trained(run)
+        is_consistent(run, status, said)
+        if status == 2:
+            assert re.search(r"output: the disk of \S+ has [\d.]+ .B left, and the run needs [\d.]+ .B", said)
+            assert not (run.folder / "metrics.jsonl").exists()
+            assert kilobytes <= 900
+        else:
+            assert (status, kilobytes > 900) == (0, True), said
+            assert weights_in(run.folder / "export") == weights
+            assert (run.folder / "checkpoints/step-000006").is_dir()
+            assert "Traceback" not in said
+            assert ("made room" in said) == (kilobytes < 2500), said
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_disk_that_fills_up_while_a_run_trains(after: int, tmp_path: Path, weights: str) -> None:
+    """The model is kept elsewhere, which the message names; it promises what is there, and the same command does it."""
+    with disk(tmp_path / "disk", 8000):
+        run = run_in(tmp_path / "disk/out", f"checkpoint.rescue={tmp_path}/rescue", "checkpoint.every=2")
+        status, said = full_after(run, after)
+        is_consistent(run, status, said)
+        assert status == 1
+        assert "make room" in said  # before the end
+        assert f"{run.folder}/export could not be written (No space left on device). The model is in" in said
+        (place,) = (tmp_path / "rescue").iterdir()
+        assert f"{place}/export instead (from_pretrained loads it): keep it" in said
+        assert exported.damage(place) is None
+        assert weights_in(place / "export") == weights
+        assert AutoModelForSequenceClassification.from_pretrained(place / "export").num_labels == 6
+        goes_on = "goes on from step 2" if after == 4 else "begins from the start: there is no checkpoint"
+        assert said.endswith(f"The same command {goes_on}")
+        (tmp_path / "disk/ballast").unlink()
+        status, said = trained(run)
+        is_consistent(run, status, said)
+        assert status == 0
+        assert ("resuming after step 2" in said) == (after == 4)
+        assert weights_in(run.folder / "export") == weights
+
+
+def test_a_disk_that_is_full_once_the_last_checkpoint_is_there(tmp_path: Path, weights: str) -> None:
+    """The export needs nothing but room: the message says so, and no other folder is made."""
+    with disk(tmp_path / "disk", 8000):
+        run = run_in(tmp_path / "disk/out", f"checkpoint.rescue={tmp_path}/rescue", "checkpoint.keep=1")
+        with pytest.MonkeyPatch.context() as patch:
+            real = publish.write_export
+            patch.setattr(publish, "write_export", lambda *given: (fill(tmp_path / "disk", 0), real(*given)))
+            status, said = trained(run)
+        is_consistent(run, status, said)
+        assert status == 1
+        assert "the same command writes it from step-000006, once there is room" in said
+        assert not (tmp_path / "rescue").exists()
+        (tmp_path / "disk/ballast").unlink()
+        status, said = trained(run)
+        is_consistent(run, status, said)
+        assert (status, weights_in(run.folder / "export")) == (0, weights)
+
+
+def test_a_disk_that_is_full_when_the_scores_are_there(tmp_path: Path, weights: str) -> None:
+    """An older checkpoint makes room for them, too, and not only for the export."""
+    with disk(tmp_path / "disk", 8000):
+        run = run_in(tmp_path / "disk/out", "checkpoint.every=2")
+        with pytest.MonkeyPatch.context() as patch:
+            real = rank.final_scores
+            patch.setattr(rank, "final_scores", lambda *given: (fill(tmp_path / "disk", 0), real(*given))[1])
+            status, said = trained(run)
+        is_consistent(run, status, said)
+        assert (status, weights_in(run.folder / "export")) == (0, weights)
+        assert "step-000004 made room for what comes next" in said
+        assert "could not be written" not in said
+        assert json.loads((run.folder / "scores.json").read_text())["step"] == 6
+        last = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
+        assert (last["step"], last["split"]) == (6, "test")
+
+
+def test_a_job_that_had_starts_left_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would train once more, and meet the same disk."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    with disk(tmp_path / "disk", 8000):
+        run = run_in(tmp_path / "disk/out", f"checkpoint.rescue={tmp_path}/rescue")
+        assert full_after(run, 1)[0] == HALTED
+
+
+def test_a_disk_that_is_full_once_the_export_is_there(tmp_path: Path) -> None:
+    """How the run ended is in launch.json all the same, and the page that is not there is not named."""
+    with disk(tmp_path / "disk", 8000):
+        run = run_in(tmp_path / "disk/out")
+        with pytest.MonkeyPatch.context() as patch:
+            real = rank.write_summary
+            patch.setattr(rank, "write_summary", lambda *given: (fill(tmp_path / "disk", 0), real(*given))[1])
+            status, said = trained(run)
+        record = job_record.read(run.folder)
+        assert status == 0
+        assert record is not None
+        assert record.status == 0
+        assert list(run.folder.rglob("*.partial")) == []
+        assert "report.html could not be written" in said
+        assert "report file:" not in said

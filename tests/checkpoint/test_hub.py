@@ -1,0 +1,265 @@
+"""The Hub: pushing, and going on with a cut push; against a server on the loopback, with faults."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from huggingface_hub.repocard_data import model_index_to_eval_results
+
+from lockstep.checkpoint.export import PushFailed, PushPatience, push
+from lockstep.config.run import RunError
+from lockstep.distributed.world import World
+from lockstep.training import rank as worker
+from lockstep.training.resolve import for_rank
+from support.command import LOCKSTEP
+from support.harness import run_on, tiny
+from support.hub_jobs import PUSH, RUN, Command, process, train_in
+from support.hub_server import READER, WRITER, Hub
+
+
+def same_bytes(hub: Hub, export: Path, name: str = "user/feelings") -> None:
+    """What a reader of the repository sees is the export, but for the card's name of the model."""
+    there = hub.files(name)
+    local = {str(p.relative_to(export)): p.read_bytes() for p in export.rglob("*") if p.is_file()}
+    assert set(there) == set(local)
+    for path, content in local.items():
+        assert there[path] == content.replace(b"PATH_OR_REPO", name.encode()), path
+
+
+@pytest.mark.processes
+def test_the_bytes_arrive_in_a_private_repository(hub: Hub, finished: Path, cache: Path) -> None:
+    done = process(finished, cache, hub, *LOCKSTEP, *PUSH)
+    assert done.returncode == 0, done.stderr
+    assert f"pushed to {hub.address}/user/feelings" in done.stdout
+    assert WRITER not in done.stdout + done.stderr
+    same_bytes(hub, finished / "out/export")
+    there = hub.repositories["models", "user/feelings"]
+    assert there.private
+    assert len(there.commits) == 1
+    assert json.loads((finished / "out/hub.json").read_text())["commit"] == there.names["main"]
+
+
+@pytest.mark.processes
+def test_the_same_bytes_again_send_nothing(hub: Hub, finished: Path, lockstep: Command) -> None:
+    assert lockstep(finished, *PUSH)[0] == 0
+    before, commits = hub.received, hub.count("commit")
+    assert lockstep(finished, *PUSH)[0] == 0
+    assert before > 0
+    assert hub.received == before
+    assert hub.count("commit") == commits == 1
+
+
+@pytest.mark.processes
+def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(
+    hub: Hub, finished: Path, lockstep: Command
+) -> None:
+    mine = {"model-00001-of-00002.safetensors": b"old", "model.safetensors.index.json": b"{}", "notes.md": b"mine"}
+    hub.put("models", "user/feelings", mine, private=True)
+    assert lockstep(finished, *PUSH)[0] == 0
+    there = hub.files("user/feelings")
+    assert there.pop("notes.md") == b"mine"  # is not ours to remove
+    assert set(there) == {str(p.relative_to(finished / "out/export")) for p in (finished / "out/export").rglob("*")}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"repos": [500]},
+        {"preupload": [503]},
+        {"batch": [500]},
+        {"lfs": ["cut"]},
+        {"lfs": [502]},
+        {"commit": [500]},
+        {"commit": ["cut"]},
+        {"repos": ["cut"], "commit": [429]},
+    ],
+    ids=str,
+)
+def test_what_passes_is_tried_again(faults: dict, hub: Hub, finished: Path, lockstep: Command) -> None:
+    hub.faults = {what: list(each) for what, each in faults.items()}
+    status, _, err = lockstep(finished, *PUSH)
+    assert status == 0, err
+    assert not any(hub.faults.values()), "the fault was never met"
+    same_bytes(hub, finished / "out/export")
+    assert len(hub.repositories["models", "user/feelings"].commits) == 1
+
+
+@pytest.mark.processes
+def test_a_push_that_was_cut_goes_on(hub: Hub, finished: Path, lockstep: Command) -> None:
+    """Out of patience at the commit: the weights have arrived, and the next push does not send them again."""
+    hub.faults = {"commit": ["cut"] * 4}
+    status, out, err = lockstep(finished, *PUSH)
+    assert status == 1
+    assert out.count("trying again") == 3
+    assert "failed 4 times" in err
+    assert "lockstep push out user/feelings" in err
+    assert "Traceback" not in err
+    assert hub.files("user/feelings") == {}  # nobody sees half of it
+    assert hub.count("lfs") == 1
+    assert lockstep(finished, *PUSH)[0] == 0
+    assert hub.count("lfs") == 1
+    same_bytes(hub, finished / "out/export")
+
+
+@pytest.mark.processes
+def test_a_hub_that_is_silent_is_not_waited_for(hub: Hub, finished: Path, lockstep: Command) -> None:
+    assert lockstep(finished, "push", "out", "user/other")[0] == 0  # the control
+    hub.faults = {"commit": ["silent"] * 2}
+    with pytest.raises(PushFailed, match="failed 2 times"):
+        push(finished / "out", "user/feelings", True, print, PushPatience(tries=2, wait_s=0, timeout_s=0.2))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("token", "faults", "wanted"),
+    [
+        (None, {}, ["no token", "HF_TOKEN"]),
+        ("x-4711", {}, ["401", "HF_TOKEN"]),
+        (READER, {}, ["403", "permission"]),
+        (WRITER, {"commit": [403]}, ["403", "permission"]),
+        (WRITER, {"repos": [401]}, ["401"]),
+    ],
+)
+def test_what_is_refused_is_told_once(
+    token: str | None, faults: dict, wanted: list[str], hub: Hub, finished: Path, lockstep: Command
+) -> None:
+    hub.faults = {what: list(each) for what, each in faults.items()}
+    status, out, err = lockstep(finished, *PUSH, token=token)
+    assert status == 2
+    assert err.count("lockstep: ") == 1
+    assert "Traceback" not in err
+    assert token is None or token not in out + err
+    for text in wanted:
+        assert text in err
+    assert hub.count("repos") <= 1  # not tried again
+    assert not hub.files("user/feelings") if ("models", "user/feelings") in hub.repositories else hub.received == 0
+
+
+@pytest.mark.processes
+def test_a_public_repository_gets_nothing_private(hub: Hub, finished: Path, lockstep: Command) -> None:
+    hub.put("models", "user/feelings", {"a": b"b"}, private=False)
+    status, _, err = lockstep(finished, *PUSH)
+    assert status == 2
+    assert "public" in err
+    assert hub.received == 0
+    assert lockstep(finished, *PUSH, "--public")[0] == 0
+    assert "model.safetensors" in hub.files("user/feelings")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("word", ["feelings", "user/", "a/b/c", "../x"])
+def test_a_repository_that_is_none(word: str, hub: Hub, finished: Path, lockstep: Command) -> None:
+    status, _, err = lockstep(finished, "push", "out", word)
+    assert status == 2
+    assert "USER/REPO" in err
+    assert hub.asked == []
+
+
+def test_an_unfinished_run_has_nothing_to_push(tmp_path: Path, lockstep: Command) -> None:
+    (tmp_path / "out").mkdir()
+    status, _, err = lockstep(tmp_path, *PUSH)
+    assert status == 2
+    assert "not finished" in err
+
+
+# -- from a run ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_a_run_pushes_at_its_end_and_again_where_it_failed(hub: Hub, tmp_path: Path, lockstep: Command) -> None:
+    values = RUN | {"hub": {"push_to": "user/feelings"}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    hub.faults = {"commit": [403]}
+    assert run_on(2, train_in, str(tmp_path), values, hub.address, joined=False) == [1, 0]  # rank 0 alone pushes
+    assert (tmp_path / "out/export/model.safetensors").exists()
+    assert not (tmp_path / "out/hub.json").exists()
+    status, out, err = lockstep(tmp_path, "train", "run.yaml")
+    assert status == 0, err
+    assert "is finished" in out
+    assert "pushed to" in out
+    same_bytes(hub, tmp_path / "out/export")
+    asked = len(hub.asked)
+    assert lockstep(tmp_path, "train", "run.yaml", token=None)[0] == 0  # all is done: no token is needed
+    assert len(hub.asked) == asked
+
+
+@pytest.mark.parametrize(
+    ("token", "push_to", "wanted"),
+    [
+        (None, "user/x", "no token"),
+        (READER, "user/x", "only read"),
+        (WRITER, "else/x", "cannot push to else"),
+        ("x-4711", "user/x", "401"),
+    ],
+)
+def test_a_push_that_cannot_be_is_refused_before_training(
+    token: str | None, push_to: str, wanted: str, tmp_path: Path, lockstep: Command
+) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | {"hub": {"push_to": push_to}}))
+    status, _, err = lockstep(tmp_path, "train", "run.yaml", token=token)
+    assert status == 2
+    assert wanted in err
+    assert "hub.push_to" in err
+    assert not (tmp_path / "out").exists()
+
+
+def no_token_among_ranks(world: World, folder: str) -> str:
+    os.environ.pop("HF_TOKEN", None)
+    run = tiny(output=f"{folder}/out", hub={"push_to": "user/x"})
+    try:
+        worker.finished_already(for_rank(run, world), world)
+    except RunError as refused:
+        return str(refused)
+    return "not refused"
+
+
+@pytest.mark.processes
+def test_ranks_are_refused_together(tmp_path: Path) -> None:
+    """As under torchrun, where no launcher of ours has looked before."""
+    for said in run_on(2, no_token_among_ranks, str(tmp_path)):
+        assert "no token" in said
+
+
+# -- the card --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_the_card_is_complete_and_the_hub_s_own_parser_reads_it(trained: Path) -> None:
+    path = trained / "out/export/README.md"
+    card = ModelCard.load(path)
+    head = card.data.to_dict()
+    assert head["license"] == "apache-2.0"
+    assert head["language"] == ["en"]
+    assert head["tags"] == ["lockstep", "text-classification", "feelings"]
+    assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "text-classification")
+    assert head["metrics"] == ["accuracy", "ece", "f1", "roc_auc"]
+    name, results = model_index_to_eval_results(head["model-index"])
+    assert name == "feelings"
+    lines = [json.loads(line) for line in (trained / "out/metrics.jsonl").read_text().splitlines()]
+    for split in ("validation", "test"):
+        scored = next(line for line in lines if line["split"] == split)
+        found = {r.metric_type: r.metric_value for r in results if r.dataset_split == split}
+        assert found == {
+            "loss": round(scored["loss"], 6),
+            "accuracy": round(scored["accuracy"], 6),
+            "f1": round(scored["macro_f1"], 6),
+            **{name: round(scored[name], 6) for name in ("ece", "roc_auc")},
+        }
+    kept = yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])
+    assert kept == yaml.safe_load((trained / "out/run.yaml").read_text())
+    assert 'pipeline("text-classification", model="PATH_OR_REPO")' in card.text
+
+
+@pytest.mark.processes
+def test_a_card_that_the_hub_would_refuse_is_not_pushed(hub: Hub, finished: Path, lockstep: Command) -> None:
+    path = finished / "out/export/README.md"
+    path.write_text(path.read_text().replace("model-index:\n- name: feelings", "model-index:\n- nom: feelings"))
+    status, _, err = lockstep(finished, *PUSH)
+    assert status == 2
+    assert "README.md" in err
+    assert "model-index" in err.replace("_", "-")
+    assert hub.received == 0

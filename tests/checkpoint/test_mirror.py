@@ -1,0 +1,375 @@
+"""Checkpoints and exports in an object store: a real S3 server (moto) behind a proxy that cuts, refuses, delays and
+forgets. A job of one process, step by step."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.checkpoint import remote_sync as mirrors
+from lockstep.checkpoint import storage
+from lockstep.checkpoint.manifest import FILE
+from lockstep.config.run import RunError
+from lockstep.data.object_store import Bucket, Patience
+from lockstep.training import publish
+from support.harness import digest
+from support.mirrors import MIRROR, always, copied, job, once
+from support.saving import here, run_in, trained
+from support.store_server import BUCKET, SECRET, Store
+
+pytestmark = pytest.mark.extras
+AT = "runs/tiny/checkpoints"
+SHARD = "shard-00001-of-00001.safetensors"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Store]:
+    pytest.importorskip("obstore", reason="needs the extras stores and clouds")
+    pytest.importorskip("moto", reason="needs the extras stores and clouds")
+    with Store() as store:
+        yield store
+
+
+@pytest.fixture
+def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    quick = Patience(retry_s=5.0, tries=3, request_s=20.0, silent_s=10.0)
+    monkeypatch.setattr(mirrors, "Bucket", lambda address, patience=None: Bucket(address, quick))
+    yield server
+    server.clear()
+
+
+def steps_in(store: Store) -> list[str]:
+    """Checkpoints with a manifest."""
+    return sorted(key.split("/")[-2] for key in store.names(AT) if key.endswith(FILE))
+
+
+# -- there -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_output_keeps_is_copied_and_no_more(tmp_path: Path, store: Store) -> None:
+    trained = job(tmp_path / "out")
+    for _ in range(4):
+        trained.saved()
+        assert copied(trained) is None
+    assert steps_in(store) == ["step-000003", "step-000004"]
+    assert store.names(AT) == [
+        f"{AT}/index.json",
+        *(f"{AT}/step-00000{n}/{file}" for n in (3, 4) for file in (FILE, SHARD)),
+    ]
+    for name in (FILE, SHARD):
+        local = tmp_path / "out/checkpoints/step-000004" / name
+        assert store.get(f"{AT}/step-000004/{name}") == local.read_bytes()
+    assert json.loads(store.get(f"{AT}/index.json")) == {"steps": [3, 4]}
+    assert not trained.said
+
+
+def test_the_manifest_comes_last(tmp_path: Path, store: Store) -> None:
+    trained = job(tmp_path / "out")
+    trained.saved()
+    copied(trained)
+    put = [asked.key.rpartition("/")[2] for asked in store.asked if asked.method == "PUT"]
+    assert put.index(SHARD) < put.index(FILE) < put.index("index.json")
+
+
+def test_what_is_there_is_not_sent_again(tmp_path: Path, store: Store) -> None:
+    trained = job(tmp_path / "out")
+    trained.saved()
+    copied(trained)
+    again = job(tmp_path / "out")
+    assert copied(again) is None
+    assert store.sent(SHARD) == 1
+
+
+def test_a_part_that_is_stored_otherwise_is_found(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
+    """A store whose checksum cannot be computed here is read again; what differs is an error."""
+    trained = job(tmp_path / "out")
+    trained.saved()
+    real = Bucket.find
+
+    def otherwise(self: Bucket, address: Any) -> Any:
+        if SHARD in address.path and address.path in store.names():
+            store.flip(address.path)
+        return real(self, address)
+
+    monkeypatch.setattr(Bucket, "find", otherwise)
+    assert "its hash is another one" in str(copied(trained))
+    assert steps_in(store) == []
+
+
+# -- and back --------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_machine_goes_on_from_the_newest(tmp_path: Path, store: Store) -> None:
+    trained = job(tmp_path / "out")
+    trained.saved()
+    state = trained.saved()
+    copied(trained)
+    other = job(tmp_path / "elsewhere")
+    assert other.checkpoints.resume(other.strategy)[0] == 2
+    assert digest(other.strategy.state_dict()) == state
+    assert here(tmp_path / "elsewhere") == ["step-000002"]
+
+
+def test_the_newer_of_two_machines_counts(tmp_path: Path, store: Store) -> None:
+    trained = job(tmp_path / "out")
+    trained.saved()
+    copied(trained)
+    second = job(tmp_path / "elsewhere")
+    second.done, _ = second.checkpoints.resume(second.strategy)
+    state = second.saved()
+    copied(second)
+    back = job(tmp_path / "out")
+    step, notes = back.checkpoints.resume(back.strategy)
+    assert (step, digest(back.strategy.state_dict())) == (2, state)
+    assert notes == [f"step-000002 in {MIRROR} was downloaded, and verified"]
+
+
+def test_without_a_manifest_it_is_no_checkpoint(tmp_path: Path, store: Store) -> None:
+    trained = job(tmp_path / "out")
+    trained.saved()
+    trained.saved()
+    copied(trained)
+    store.remove(f"{AT}/step-000002/{FILE}")  # as a kill leaves it
+    other = job(tmp_path / "elsewhere")
+    other.done = other.checkpoints.resume(other.strategy)[0]
+    assert other.done == 1
+    other.saved()
+    copied(other)
+    assert steps_in(store) == ["step-000001", "step-000002"]
+
+
+def test_what_was_cut_off_is_removed_once_it_is_behind(tmp_path: Path, store: Store) -> None:
+    store.put(f"{AT}/step-000001/{SHARD}", b"half of it")
+    trained = job(tmp_path / "out")
+    trained.step()
+    trained.saved()
+    copied(trained)
+    assert [key for key in store.names(AT) if "step-000001" in key] == []
+
+
+def test_a_flipped_byte_is_refused_and_the_one_before_taken(tmp_path: Path, store: Store) -> None:
+    trained = job(tmp_path / "out")
+    state = trained.saved()
+    trained.saved()
+    copied(trained)
+    store.flip(f"{AT}/step-000002/{SHARD}")
+    other = job(tmp_path / "elsewhere")
+    other.done, notes = other.checkpoints.resume(other.strategy)
+    assert other.done == 1
+    assert digest(other.strategy.state_dict()) == state
+    assert notes[0] == f"step-000002 in {MIRROR} is damaged ({SHARD} does not match its hash) and is not used"
+    other.saved()  # the same step again: the damaged one is written anew
+    assert copied(other) is None
+    third = job(tmp_path / "third")
+    assert third.checkpoints.resume(third.strategy)[0] == 2
+
+
+def test_where_all_are_damaged_nothing_begins_anew(tmp_path: Path, store: Store) -> None:
+    trained = job(tmp_path / "out")
+    trained.saved()
+    copied(trained)
+    store.flip(f"{AT}/step-000001/{SHARD}")
+    before = {key: store.get(key) for key in store.names()}
+    other = job(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match=rf"{SHARD} does not match its hash[\s\S]*give another mirror"):
+        other.checkpoints.resume(other.strategy)
+    assert before == {key: store.get(key) for key in store.names()}
+
+
+def test_a_damaged_local_one_is_taken_from_the_store(tmp_path: Path, store: Store) -> None:
+    trained = job(tmp_path / "out")
+    state = trained.saved()
+    copied(trained)
+    shard = tmp_path / "out/checkpoints/step-000001" / SHARD
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\xff\x00"[:1])
+    again = job(tmp_path / "out")
+    step, notes = again.checkpoints.resume(again.strategy)
+    assert (step, digest(again.strategy.state_dict())) == (1, state)
+    assert "is damaged" in notes[0]
+    assert "was downloaded" in notes[1]
+
+
+def test_a_listing_that_lacks_the_newest(tmp_path: Path, store: Store) -> None:
+    trained = job(tmp_path / "out")
+    trained.saved()
+    trained.saved()
+    copied(trained)
+    store.hidden = lambda key: "step-000002" in key
+    other = job(tmp_path / "elsewhere")
+    assert other.checkpoints.resume(other.strategy)[0] == 2
+    store.remove(f"{AT}/index.json")  # the control: it is the index that names it
+    third = job(tmp_path / "third")
+    assert third.checkpoints.resume(third.strategy)[0] == 1
+
+
+def test_the_best_one_is_fetched_for_the_export(tmp_path: Path, store: Store) -> None:
+    keys = ("checkpoint.best=-loss", "evaluate.every=1", "checkpoint.keep=1")
+    trained = job(tmp_path / "out", *keys)
+    best = trained.saved(loss=0.5)
+    trained.saved(loss=0.9)
+    copied(trained)
+    assert steps_in(store) == ["step-000001", "step-000002"]
+    other = job(tmp_path / "elsewhere", *keys)
+    assert other.checkpoints.resume(other.strategy)[0] == 2
+    assert other.checkpoints.take_best(other.strategy, 2, -0.9)[0] == 1
+    assert digest(other.strategy.state_dict()) == best
+
+
+def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, store: Store) -> None:
+    trained = job(tmp_path / "out")
+    trained.saved()
+    copied(trained)
+    found = mirrors.parsed(store.get(f"{AT}/step-000001/{FILE}"), "step-000001")
+    assert not isinstance(found, str)
+    evil = mirrors.Manifest(**{**found.__dict__, "hashes": {"../../evil": "0" * 64}})
+    store.put(f"{AT}/step-000001/{FILE}", evil.dump())
+    other = job(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match="which is no file of a checkpoint"):
+        other.checkpoints.resume(other.strategy)
+
+
+# -- faults on the way -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["cut", 503, 500], ids=str)
+def test_a_fault_that_passes_is_not_noticed(tmp_path: Path, store: Store, fault: str | int) -> None:
+    store.fault = once(fault, fault, on=SHARD)
+    trained = job(tmp_path / "out")
+    trained.saved()
+    assert copied(trained) is None
+    assert steps_in(store) == ["step-000001"]
+    assert store.sent(SHARD) == 3
+    assert not trained.said
+
+
+@pytest.mark.parametrize("fault", ["cut", 503, 403], ids=str)
+def test_a_fault_that_stays_is_told_and_tried_again(tmp_path: Path, store: Store, fault: str | int) -> None:
+    store.fault = always(fault, on=SHARD)
+    trained = job(tmp_path / "out")
+    trained.saved()
+    assert copied(trained) is not None
+    assert steps_in(store) == []
+    trained.step()
+    trained.checkpoints.advance()
+    assert "could not be copied" in trained.said[0]
+    assert SECRET not in "".join(trained.said)
+    assert "step-000001 is not in" in str(trained.checkpoints.catalog.rest(0.0))
+    store.fault = lambda asked: None
+    trained.saved()  # the next checkpoint, with which the older one comes, too
+    assert copied(trained) is None
+    assert steps_in(store) == ["step-000001", "step-000003"]
+    assert trained.checkpoints.catalog.rest(0.0) is None
+
+
+@pytest.mark.parametrize("fault", ["cut", 503], ids=str)
+def test_a_download_that_breaks_off_goes_on(tmp_path: Path, store: Store, fault: str | int) -> None:
+    trained = job(tmp_path / "out")
+    state = trained.saved()
+    copied(trained)
+    store.fault = once(fault, fault, on=SHARD, method="GET")
+    other = job(tmp_path / "elsewhere")
+    other.checkpoints.resume(other.strategy)
+    assert digest(other.strategy.state_dict()) == state
+
+
+def test_on_a_slow_link_training_does_not_wait(tmp_path: Path, store: Store) -> None:
+    store.slow_s = 0.2
+    trained = job(tmp_path / "out")
+    trained.saved()
+    mirror = trained.checkpoints.mirror
+    assert mirror is not None
+    until = time.monotonic() + 60
+    while not any(each.method == "PUT" for each in store.asked) and time.monotonic() < until:
+        time.sleep(0.01)  # until the first one is on its way
+    for _ in range(5):  # of these only the last two are kept, besides the one on its way
+        trained.saved()
+    assert mirror.busy
+    assert here(tmp_path / "out") == ["latest", "step-000001", "step-000005", "step-000006"]
+    store.slow_s = 0.0
+    assert copied(trained) is None
+    assert steps_in(store) == ["step-000005", "step-000006"]
+    assert here(tmp_path / "out") == ["latest", "step-000005", "step-000006"]
+
+
+# -- refused before training -----------------------------------------------------------------------------------------
+
+
+def refused(run: Any) -> str:
+    with pytest.raises(RunError) as caught:
+        mirrors.check(run)
+    assert SECRET not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_cannot_be_written_is_refused_before(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
+    run = run_in(tmp_path / "out", f"remote_dir={MIRROR}")
+    assert mirrors.check(run) == []
+    assert store.names() == []  # nothing is left of the trial
+    store.fault = always(403)
+    assert refused(run).startswith(
+        f"remote_dir: s3://{BUCKET} refuses access (403): check the credentials (AWS_ACCESS_KEY"
+    )
+    store.fault = always(503)
+    assert "the store answered 503; without it nobody can tell" in refused(run)
+    store.fault = lambda asked: None
+    other = run_in(tmp_path / "out", "remote_dir=s3://no-such-bucket/run")
+    assert refused(other) == "remote_dir: there is no bucket no-such-bucket: make it, or correct the address"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert "without it nobody can tell whether there are checkpoints" in refused(run)
+
+
+def test_a_store_that_is_away_stops_no_run_that_has_checkpoints(tmp_path: Path, store: Store) -> None:
+    trained = job(tmp_path / "out")
+    trained.saved()
+    copied(trained)
+    store.fault = lambda asked: 503
+    (note,) = mirrors.check(trained.run)
+    assert note.endswith("checkpoints are copied when it can be reached")
+    again = job(tmp_path / "out")
+    step, notes = again.checkpoints.resume(again.strategy)
+    assert step == 1
+    assert "only the checkpoints in" in notes[0]
+    empty = job(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match="nobody can tell whether there are checkpoints"):
+        empty.checkpoints.resume(empty.strategy)
+
+
+def test_another_run_in_the_mirror_is_refused(tmp_path: Path, store: Store) -> None:
+    trained = job(tmp_path / "out")
+    trained.saved()
+    copied(trained)
+    other = job(tmp_path / "elsewhere", "seed=7")
+    with pytest.raises(
+        RunError, match=rf"{MIRROR} holds a checkpoint \(step 1\) of a run with other arithmetic:\n  seed"
+    ):
+        mirrors.check(other.run, other.task.prepared)
+    with pytest.raises(RunError, match="or give another mirror"):
+        other.checkpoints.resume(other.strategy)
+
+
+def test_a_model_that_output_does_not_take_is_in_the_mirror_too(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else is: without a checkpoint of it the run is not finished."""
+    run = run_in(tmp_path / "out", f"remote_dir={MIRROR}", f"checkpoint.rescue={tmp_path}/rescue")
+    real = publish.write_export
+
+    def full(*given: Any) -> Path:
+        if len(given) < 6:
+            raise OSError(28, "No space left on device")
+        return real(*given)
+
+    monkeypatch.setattr(publish, "write_export", full)
+    monkeypatch.setattr(storage, "write", lambda *_: full())
+    status, said = trained(run)
+    (place,) = (tmp_path / "rescue").iterdir()
+    assert status == 1
+    assert f"; a copy is in {MIRROR}/export" in said
+    weights = (place / "export/model.safetensors").read_bytes()
+    assert store.get("runs/tiny/export/model.safetensors") == weights
+    assert steps_in(store) == []

@@ -1,0 +1,187 @@
+"""What an output folder holds is never lost to a start that cannot use it: checkpoints that cannot be read, files that
+are not ours beside them, half lines."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lockstep.checkpoint.checkpoint import check_resumable
+from lockstep.config.run import RunError
+from lockstep.data.prepare import prepare
+from lockstep.tasks.classification import Classification
+from lockstep.tools.commands.status import checkpoints, last_metrics
+from lockstep.track.jsonl import Jsonl
+from lockstep.track.report import history
+from support.harness import digest, tiny
+from support.saving import SHARD, Job, bytes_in, here, run_in
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Two checkpoints, metrics, and the digest of the newest state."""
+    folder = tmp_path_factory.mktemp("trained") / "out"
+    job = Job(run_in(folder))
+    job.saved()
+    state = job.saved()
+    (folder / "metrics.jsonl").write_text('{"step": 2, "split": "train", "loss": 1.0}\n')
+    return folder, state
+
+
+@pytest.fixture
+def folder(trained: tuple[Path, str], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained[0], tmp_path / "out", symlinks=True))
+
+
+def unreadable(path: Path) -> None:
+    """For root too, who may read everything: the path leads in a circle."""
+    shutil.move(path, path.with_name(f"kept-{path.name}"))
+    path.symlink_to(path.name)
+
+
+def of_a_newer_version(path: Path) -> None:
+    text = path.read_text()
+    path.write_text(text.replace('"format": 2', '"format": 3'))
+
+
+@pytest.mark.parametrize("what", ["newer", "manifests", "shards", "folder", "link"])
+def test_where_none_can_be_used_the_run_is_refused_and_nothing_is_touched(what: str, folder: Path) -> None:
+    kept, steps = folder / "checkpoints", [folder / "checkpoints" / f"step-{step:06d}" for step in (1, 2)]
+    if what == "newer":
+        for step in steps:
+            of_a_newer_version(step / "manifest.json")
+    elif what in ("manifests", "shards"):
+        for step in steps:
+            unreadable(step / ("manifest.json" if what == "manifests" else SHARD))
+    elif what == "folder":
+        unreadable(kept)
+    else:
+        kept.rename(folder / "elsewhere")
+        kept.symlink_to("not-mounted")
+    content = bytes_in(folder)
+    run = run_in(folder)
+    job = Job(run)
+    with pytest.raises(RunError, match="none of them can be used"):
+        job.checkpoints.resume(job.strategy)
+    if what != "shards":  # contents are read once, at the resume
+        with pytest.raises(RunError, match=r"(?s)none of them can be used.*output=FOLDER"):
+            check_resumable(run, prepare(run, Classification))
+    assert bytes_in(folder) == content
+    sound, damaged = checkpoints(run, thorough=True)  # as `lockstep status` tells
+    assert not sound
+    assert damaged
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+def test_permission_denied_is_no_reason_to_begin_anew(folder: Path) -> None:
+    (folder / "checkpoints").chmod(0)
+    try:
+        with pytest.raises(RunError, match="Permission denied"):
+            check_resumable(run_in(folder), prepare(run_in(folder), Classification))
+    finally:
+        (folder / "checkpoints").chmod(0o755)
+
+
+def test_files_of_others_are_passed_over(folder: Path, trained: tuple[Path, str]) -> None:
+    kept = folder / "checkpoints"
+    newest = kept / "step-000002"
+    for path in (kept, newest):
+        (path / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
+        (path / "notes.txt").write_text("the good one")
+        (path / f"._{SHARD}").write_bytes(b"\0\5\x16\7")  # what macOS leaves on a network disk
+        shutil.copy(kept / "step-000001" / SHARD, path / "model.safetensors")
+    shutil.copytree(newest, kept / "step-000002 copy")
+    (kept / "step-3").write_text("")
+    job = Job(run_in(folder))
+    assert job.checkpoints.resume(job.strategy) == (2, [])
+    assert digest(job.strategy.state_dict()) == trained[1]
+    job.saved()
+    assert {"step-000002 copy", "step-3", "notes.txt", ".DS_Store"} < set(here(folder))
+
+
+def test_one_that_cannot_be_read_is_kept_when_its_step_is_reached_again(folder: Path) -> None:
+    of_a_newer_version(folder / "checkpoints/step-000002/manifest.json")
+    newer = bytes_in(folder / "checkpoints/step-000002")
+    job = Job(run_in(folder))
+    step, (note,) = job.checkpoints.resume(job.strategy)
+    assert step == 1
+    assert "is of format 3, this version reads 2" in note
+    job.done = 1
+    job.saved()
+    (aside,) = (folder / "checkpoints").glob("step-000002.unread-*")
+    assert bytes_in(aside) == newer
+    assert job.opened(job.run).resume(job.strategy) == (2, [])
+
+
+# -- lines -----------------------------------------------------------------------------------------------------------
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+
+
+def opened(folder: Path, after: int) -> Jsonl:
+    sink = Jsonl(tiny(f"output={folder}"), None, after, None)
+    sink.open()
+    return sink
+
+
+def test_metrics_are_not_emptied_before_there_is_something_to_put_there(tmp_path: Path) -> None:
+    path, old = tmp_path / "metrics.jsonl", '{"step": 1, "split": "train"}\n{"step": 2, "split": "train"}\n'
+    path.write_text(old)
+    for after in (0, 1):
+        opened(tmp_path, after).close("failed")  # killed, or failed, before its first step
+        assert path.read_text() == old
+    sink = opened(tmp_path, 1)
+    sink.log(2, "train", {"loss": 3.0})
+    sink.close("done")
+    assert lines_of(path) == [{"step": 1, "split": "train"}, {"step": 2, "split": "train", "loss": 3.0}]
+
+
+TEXT = "\u2028 \u00e9 \u0085 \U0001f600"
+
+
+@pytest.mark.parametrize("cut", range(1, 60))
+def test_half_a_line_is_cut_wherever_it_ends(cut: int, tmp_path: Path) -> None:
+    """Also in the middle of a character of several bytes, as a full disk leaves it; U+2028 and its like end no line."""
+    sink = opened(tmp_path, 0)
+    for step in (1, 2, 3):
+        sink.show(step, [{"text": TEXT, "label": "x"}])
+    sink.close("stopped")
+    path = tmp_path / "samples.jsonl"
+    whole = path.read_bytes()
+    assert whole.count(b"\n") == 3
+    path.write_bytes(whole[:-cut])
+    sink = opened(tmp_path, 2)
+    sink.show(3, [{"text": TEXT, "label": "x"}])
+    sink.close("done")
+    assert path.read_bytes() == whole
+
+
+def test_readers_pass_over_what_is_no_line(tmp_path: Path) -> None:
+    values = {"step": 1, "split": "train", "text": TEXT}
+    line = json.dumps(values, ensure_ascii=False).encode()
+    (tmp_path / "metrics.jsonl").write_bytes(b"\0\0\0\n" + line + b"\n\xff\xfe\n[1]\n" + line[:-4])
+    assert list(history.lines_of(tmp_path / "metrics.jsonl", ("step", "split"))) == [values]
+    assert last_metrics(tmp_path) == {"train": values}
+
+
+def test_a_line_that_is_there_twice_is_kept_once(tmp_path: Path) -> None:
+    line = '{"step": 1, "split": "train"}\n'
+    (tmp_path / "metrics.jsonl").write_text(line * 2)
+    sink = opened(tmp_path, 1)
+    sink.log(2, "train", {})
+    sink.close("done")
+    assert [found["step"] for found in lines_of(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_half_a_pair_of_code_units_is_written(tmp_path: Path) -> None:
+    """A tokenizer of bytes may make such text; it is no reason to lose the line."""
+    sink = opened(tmp_path, 0)
+    sink.show(1, [{"text": "\ud83d"}])
+    sink.close("done")
+    assert lines_of(tmp_path / "samples.jsonl")[0]["samples"] == [{"text": "\ud83d"}]

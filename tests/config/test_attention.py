@@ -1,0 +1,53 @@
+"""`model.attention` that cannot run is refused in one line, before a process starts."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config.run import RunError
+from lockstep.tasks.models import attention
+from support.harness import tiny
+
+FLASH = ("model.attention=flash_attention_2", "precision=bf16")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (FLASH, "flash_attention_2 runs on GPUs only, and this job has none"),
+        (("model.attention=spda",), "transformers has no 'spda'; did you mean sdpa?"),
+        ((*FLASH, "launch.device=cuda", "precision=fp32"), "does not compute in fp32; set precision=bf16"),
+        ((*FLASH, "launch.device=cuda"), "needs flash_attn, which is not installed"),
+    ],
+)
+def test_what_cannot_run(overrides: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_cuda", lambda: "launch.device=cuda" in overrides)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flash_attn" else find(name))
+    with pytest.raises(RunError, match=said) as caught:
+        attention.check(tiny(*overrides), here=True)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention", "kernels-community/flash-attn", "null"])
+def test_what_can(name: str) -> None:
+    attention.check(tiny(f"model.attention={name}"), here=True)
+
+
+def test_a_machine_that_only_submits_may_have_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_cuda", lambda: False)
+    attention.check(tiny(*FLASH, "launch.device=auto"), here=False)
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_before_a_process_starts(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "launch.processes=1", "launch.device=cpu", *FLASH]) == 2
+    said = capsys.readouterr().err
+    assert "model.attention: flash_attention_2 runs on GPUs only" in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "outputs/quickstart/metrics.jsonl").exists()

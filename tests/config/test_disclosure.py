@@ -1,0 +1,194 @@
+"""Secrets leave through no sink, and what people write commands no terminal and no page."""
+
+import html
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.checkpoint import card
+from lockstep.config import error_messages as messages
+from lockstep.config.redaction import holds_secret, printable, redact, redact_all, visible
+from lockstep.config.run import RunError, load
+from lockstep.distributed.event_log import EventLog
+from lockstep.track import console
+from support.harness import tiny
+
+WORD = string.ascii_letters + string.digits
+HEX = "0123456789abcdef"
+
+
+def letters(least: int, most: int = 60, alphabet: str = WORD) -> st.SearchStrategy[str]:
+    return st.text(alphabet, min_size=least, max_size=most)
+
+
+# How each kind of secret is written: what must not be seen, and the text around it.
+FORMS: dict[str, st.SearchStrategy[tuple[str, str]]] = {
+    **{
+        prefix: letters(least).map(lambda s, p=prefix: (s, p + s))  # type: ignore[misc]
+        for prefix, least in {
+            "hf_": 30,
+            "sk-": 30,
+            "sk-ant-api03-": 40,
+            "ghp_": 36,
+            "gho_": 36,
+            "ghs_": 36,
+            "github_pat_": 60,
+            "glpat-": 20,
+            "xoxb-": 24,
+            "xoxp-": 24,
+            "xapp-1-": 24,
+            "npm_": 36,
+            "nvapi-": 40,
+            "dckr_pat_": 27,
+            "sk_live_": 24,
+            "wandb_v1_": 40,
+            "pypi-": 60,
+        }.items()
+    },
+    "AKIA": letters(16, 16, string.ascii_uppercase + string.digits).map(lambda s: (s, "AKIA" + s)),
+    "AIza": letters(35, 35).map(lambda s: (s, "AIza" + s)),
+    "jwt": st.tuples(letters(16), letters(16), letters(16)).map(lambda p: (p[2], f"eyJ{p[0]}.eyJ{p[1]}.{p[2]}")),
+    "address": letters(6).map(lambda s: (s, f"postgresql://mlflow:{s}@db.example:5432/runs")),
+    "an @ in a password": letters(6).map(lambda s: (s, f"https://user:a@{s}@tracking.example/x")),
+    "a token for a user": letters(24).map(lambda s: (s, f"https://{s}@github.com/a/b.git")),
+    "query": letters(8).map(lambda s: (s, f"https://host/path?region=x&token={s}")),
+    "signed": letters(20, 60, HEX).map(lambda s: (s, f"https://bucket/key?X-Amz-Signature={s}")),
+    "variable": letters(6).map(lambda s: (s, f"WANDB_API_KEY={s}")),
+    "password": letters(6).map(lambda s: (s, f"connect(host='a', password='{s}')")),
+    "mapping": letters(6).map(lambda s: (s, repr({"user": "me", "password": s}))),
+    "connection string": letters(8).map(
+        lambda s: (s, f"DefaultEndpointsProtocol=https;AccountName=a;AccountKey={s}==;EndpointSuffix=core.windows.net")
+    ),
+    "private key": letters(40).map(
+        lambda s: (s, f"-----BEGIN RSA PRIVATE KEY-----\n{s}\n-----END RSA PRIVATE KEY-----")
+    ),
+}
+around = st.sampled_from(["", " ", "could not reach ", "'", '"', "(", "\n", "=", ": "])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_every_form_is_found_and_struck(form: str, data: st.DataObject) -> None:
+    hidden, text = data.draw(FORMS[form])
+    told = f"{data.draw(around)}{text}{data.draw(st.sampled_from(['', ' ', chr(10) + 'next', ' and more']))}"
+    assert holds_secret(told)
+    assert hidden not in redact(told)
+    assert not holds_secret(redact(told)), "what is struck is no secret any more"
+    assert hidden not in str(redact_all({"a": [{"b": [told]}]}))
+    assert messages.secret({"section": {"list": ["x", ["y", told]]}}) == "section.list"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text())
+def test_any_text_can_be_said_and_is_said_once(text: str) -> None:
+    assert not any(character in printable(text) for character in "\x1b\r\x07\x08\x9b\u202e\u2028")
+    assert visible(visible(text)) == visible(text)
+    assert redact(redact(text)) == redact(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data       builtin/emotion: 12,000 train, mean 22.0 tokens",
+        "https://huggingface.co/settings/tokens and set it in the environment: export HF_TOKEN=...",
+        "tokenizer.pad_token = tokenizer.eos_token",
+        "http://127.0.0.1:5000/#/experiments/1",
+        "s3://bucket/path@2024/x",
+        "git@github.com:a/b.git",
+        "sk-learn, hf_hub and the eyJ of a test",
+        "sqlite:////home/me/mlflow.db",
+    ],
+)
+def test_plain_words_are_left_as_they_are(text: str) -> None:
+    assert printable(text) == text
+    assert messages.secret({"a": {"b": [text]}}) is None
+
+
+def test_a_secret_of_the_environment_is_struck_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SERVICE_PASSWORD", "correct horse battery")
+    assert redact("login failed for me/correct horse battery.") == "login failed for me/***."
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("track.mlflow.uri", "postgresql://me:hunter2@db/x"),
+        ("launch.environment", "[DB_PASSWORD=hunter2]"),
+        ("data.source", "https://user:hunter2@host/data.jsonl"),
+        ("model.config", "{nested: {deep: [[glpat-aaaaaaaaaaaaaaaaaaaaaa]]}}"),
+        ("model.config", "{nested: {api_key: hunter2}}"),
+    ],
+)
+def test_a_run_file_that_holds_a_secret_is_refused_and_not_repeated(key: str, value: str) -> None:
+    with pytest.raises(RunError, match="looks like a secret") as caught:
+        tiny(f"{key}={value}")
+    assert "hunter2" not in str(caught.value)
+    assert "glpat-a" not in str(caught.value)
+
+
+def test_names_of_secrets_are_none() -> None:
+    assert messages.secret({"launch": {"secrets": ["HF_TOKEN=hub/token", "LOCKSTEP_SECRET=job/key"]}}) is None
+    assert messages.secret({"launch": {"secrets": ["HF_TOKEN=hf_" + "x" * 30]}}) == "launch.secrets"
+
+
+TOLD = "mlflow failed: https://me:hunter2@host/ \x1b]0;owned\x07 hf_aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+
+
+def test_console_log_and_errors_are_sinks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.txt"
+    speaker = console.Console(True, log)
+    speaker.say(TOLD)
+    speaker.note(TOLD)
+    speaker.facts({"name": TOLD})
+    speaker.table("t", ["a", "b"], [[TOLD, TOLD]])
+    console.error(TOLD, log)
+    out = "".join(capsys.readouterr())
+    for text in (out, log.read_text()):
+        assert "hunter2" not in text
+        assert "hf_aaa" not in text
+        assert "\x1b" not in text
+        assert "\x07" not in text
+        assert "mlflow failed" in text
+
+
+def test_events_are_a_sink(tmp_path: Path) -> None:
+    class Main:
+        is_main = True
+
+    world: Any = Main()
+    EventLog(world, tmp_path).event("start", 0, opening={"tracker": TOLD}, list=[TOLD])
+    line = json.loads((tmp_path / "events.jsonl").read_text())
+    assert "hunter2" not in str(line)
+    assert line["opening"]["tracker"].startswith("mlflow failed: https://***@host/")
+
+
+def test_what_people_write_is_words_in_a_card() -> None:
+    label = "<img src=x> [click](http://evil) **bold** `code`\n# head | \x1b[2J"
+    told = card.words(label)
+    assert "\n" not in told
+    assert "\x1b" not in told
+    for markup in ("<img", "[click]", "**bold**", "`code`", "# head |"):
+        assert markup not in told
+    assert html.unescape(told).replace("\\", "").startswith("<img src=x> [click](http://evil) **bold** `code` # head |")
+    assert card.code("a`b\nc") == "`a'b c`"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_a_card_s_head_stays_yaml(label: str) -> None:
+    from huggingface_hub import ModelCardData
+
+    head = ModelCardData(license="mit", model_name="m", tags=["lockstep", label]).to_yaml(line_break="\n")
+    assert yaml.safe_load(head)["tags"][0] == "lockstep"
+
+
+def test_a_control_character_in_output_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="output"):
+        load(None, {"output": "a\ntouch owned"}, {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}})

@@ -1,0 +1,218 @@
+"""Names of other systems, names in the wrong place, and short ways to write a section."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lockstep.config import error_messages, plugins
+from lockstep.config.key_aliases import FOREIGN, NOWHERE
+from lockstep.config.run import Run, RunError, load, schema
+from lockstep.tools.import_config import trainer
+from support.places import ROOT
+
+KEYS = {*error_messages.keys_of(Run)}
+for kind, part in (("tasks", "task"), ("launchers", "launch"), ("optimizers", "optim")):
+    for each in plugins.names(kind):
+        KEYS |= {f"{part}.{key}" for key in plugins.find(kind, each).Options.model_fields}  # type: ignore[attr-defined]
+PAGE = (ROOT / "docs/coming-from.md").read_text()
+SMALL: dict[str, Any] = {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}}
+
+
+def said(*overrides: str, values: dict[str, Any] | None = None) -> str:
+    with pytest.raises(RunError) as caught:
+        load(None, list(overrides), SMALL | (values or {}))
+    return str(caught.value)
+
+
+def test_every_foreign_name_leads_to_a_key_that_there_is() -> None:
+    ours = error_messages.keys_of(Run)
+    assert {key for key, _ in FOREIGN.values()} - {""} <= ours.keys()
+    own = {key.rpartition(".")[2] for key in ours}
+    assert not own & FOREIGN.keys(), "a key of ours would be explained as foreign"
+    assert len(FOREIGN) >= 40
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN))
+def test_a_foreign_name_is_explained_and_not_guessed(name: str) -> None:
+    key, told = FOREIGN[name]
+    for where in (name, f"task.{name}"):
+        message = said(f"{where}=3")
+        assert "did you mean" not in message
+        assert told in message
+        assert f"it is {key!r} here" in message if key else "it is ''" not in message
+
+
+@pytest.mark.parametrize("name", sorted(trainer.TABLE))
+def test_every_field_of_training_arguments_is_answered(name: str) -> None:
+    """Ours, or that there is none and why; of what has our own name, where it stands."""
+    if name in Run.model_fields:
+        return
+    message = said(f"{name}=3")
+    ours = [key for key in error_messages.keys_of(Run) if key.rpartition(".")[2] == name]
+    assert "did you mean" not in message
+    assert "known here" not in message
+    if name in FOREIGN:
+        assert FOREIGN[name][1] in message
+    elif ours:
+        assert f"it is {ours[0]!r} " in message
+    else:
+        assert f"it has no counterpart here: {trainer.TABLE[name].how}" in message
+
+
+def test_the_page_has_the_names() -> None:
+    page = PAGE.partition("\n## Names in a run file\n")[2].partition("\n## ")[0]
+    rows = [
+        f"| `{name}` | {f'`{key}`' if key else 'nothing to set'} | {told} |" for name, (key, told) in FOREIGN.items()
+    ]
+    assert [line for line in page.splitlines() if line.startswith("| `")] == rows
+    assert not NOWHERE.keys() & FOREIGN.keys()
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("learning_rate=1", "it is 'optim.learning_rate' here"),
+        ("every=3", "it is 'evaluate.every' here or 'checkpoint.every' here or 'sdc_check.every' here or"),
+        ("model.precision=bf16", "it is 'precision' here"),
+        ("task.beams=4", "it is 'task.beams' with task.name: summarization, translation"),
+        ("block_size=64", "it is 'task.block_size' with task.name: language_modeling"),
+        ("launch.partition=gpu", "it is 'launch.partition' with launch.name: slurm"),
+        ("track.report_to=wandb", "it is 'track.to' here"),
+        ("learning_rte=1", "did you mean 'optim.learning_rate'?"),
+        ("launch.machine=2", "known here"),
+        ("optim.learning_rat=1", "did you mean 'learning_rate'?"),
+        ("size=1", "known here: name, output, remote_dir, seed"),  # like batch_size by half: no guess
+        (
+            "training={lr: 1, eval_steps: 4, x: 1}",
+            "no such section; of what stands in it, 'lr': it is 'optim.learning_",
+        ),
+    ],
+)
+def test_exact_names_anywhere_come_before_any_guess(override: str, wanted: str) -> None:
+    if override.startswith("launch.machine"):  # beside it, where the launcher has machines
+        assert "did you mean 'machines'" in said(override, "launch.name=torchrun")
+    else:
+        assert wanted in said(override)
+
+
+def test_a_hyphen_and_capitals_are_forgiven_in_the_search(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("data: builtin/emotion\nmodel: {type: gpt2}\nLearning-Rate: 1\n")
+    with pytest.raises(RunError, match=r"it is 'optim.learning_rate' here \(.*run.yaml, line 3\)"):
+        load(path, [])
+
+
+SHORT = """\
+task: classification
+data: builtin/emotion
+model: gpt2
+tokenizer: bert-base-uncased
+optim: sgd
+strategy: fsdp2
+launch: torchrun
+track: wandb
+precision: bfloat16
+"""
+LONG = """\
+task: {name: classification}
+data: {source: builtin/emotion}
+model: {source: gpt2}
+tokenizer: {source: bert-base-uncased}
+optim: {name: sgd}
+strategy: {name: fsdp2}
+launch: {name: torchrun}
+track: {to: [wandb]}
+precision: bf16
+"""
+
+
+def test_a_text_may_stand_for_a_section(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(SHORT)
+    short = load(tmp_path / "run.yaml", [])
+    (tmp_path / "run.yaml").write_text(LONG)
+    assert short == load(tmp_path / "run.yaml", []) == Run.load(yaml.safe_load(SHORT), {"name": "run"})
+    assert short == load(tmp_path / "run.yaml", ["epochs=1", *SHORT.replace(": ", "=").split(), "epochs=3"])
+    assert "strategy:\n  name: fsdp2\n" in short.dump()
+    assert "to:\n  - wandb\n" in short.dump()
+
+
+def test_a_path_that_stands_for_a_section_lies_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "texts.csv").write_text("text,label\nx,1\n")
+    (tmp_path / "run.yaml").write_text("data: texts.csv\nmodel: {type: gpt2}\n")
+    monkeypatch.chdir("/")
+    assert load(tmp_path / "run.yaml", []).data.source == str(tmp_path / "texts.csv")
+
+
+def test_a_short_override_sets_one_key_and_leaves_the_others() -> None:
+    values = SMALL | {"strategy": {"name": "ddp", "exact": False}, "track": {"every": 7}}
+    run = load(None, ["strategy=fsdp2", "track=tensorboard,wandb"], values)
+    assert (run.strategy.name, run.strategy.exact) == ("fsdp2", False)
+    assert (run.track.to, run.track.every) == (["tensorboard", "wandb"], 7)
+    after = load(None, ["strategy=fsdp2", "strategy.exact=false"], SMALL)
+    assert (after.strategy.name, after.strategy.exact) == ("fsdp2", False)
+    written = load(None, ["strategy.exact=false", "track.every=3"], SMALL | {"strategy": "fsdp2", "track": ["wandb"]})
+    assert (written.strategy.name, written.strategy.exact, written.track.to) == ("fsdp2", False, ["wandb"])
+
+
+def test_a_short_section_that_will_not_do_is_refused() -> None:
+    assert "strategy.name: unknown name 'deepsped'" in said("strategy=deepsped")
+    assert "not both" in said("model=gpt2")  # beside type: which of the two is not guessed
+    assert "model: 5 will not do" in said("model=5")
+    assert "'fp8' will not do: wanted is 'fp32', 'bf16' or 'fp16'" in said("precision=fp8")
+
+
+def test_the_schema_takes_what_is_read() -> None:
+    found = pytest.importorskip("jsonschema").Draft202012Validator(schema())
+    whole = load(None, ["track=wandb"], SMALL)
+    for text in (SHORT, LONG, whole.dump(), SHORT.replace("wandb", "[wandb, mlflow]"), SHORT.replace("bfloat16", "32")):
+        load(None, [], yaml.safe_load(text))
+        assert not list(found.iter_errors(yaml.safe_load(text)))
+    for text in (SHORT.replace("gpt2", "5"), LONG + "eval_steps: 3", SHORT.replace("bfloat16", "fp8")):
+        with pytest.raises(RunError):
+            load(None, [], yaml.safe_load(text))
+        assert list(found.iter_errors(yaml.safe_load(text)))
+
+
+# -- what the page denies --------------------------------------------------------------------------------------------
+
+# What a name is about -> the key that there is for it: a row that says there is none names it all the same.
+THERE_IS = {
+    r"dynamo|compile$": "model.compile",
+    r"(activation|gradient)_checkpointing$": "model.checkpoint_activations",
+    r"offload": "model.offload_activations",
+    r"stream": "data.stream",
+    r"freez|frozen": "model.freeze",
+    r"^rl$|reward|^pref_(?!ftx)": "task.",
+    r"early_stopping": "evaluate.patience",
+    r"(^|_)ema(_|$)": "average.ema",
+}
+SECTIONS = sorted(set(re.findall(r"^## (.*)$", PAGE, re.M)) - {"Names in a run file"})
+
+
+def denied(section: str) -> dict[str, str]:
+    """Names that have no counterpart, by the page, and why."""
+    text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    found, columns = {}, 0
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]] if line.startswith("|") else []
+        columns = len(cells) if cells[:1] == ["theirs"] else columns
+        if cells and (columns == 2 or cells[1] == "none"):
+            found |= dict.fromkeys(re.findall(r"`([^`]+)`", cells[0]), cells[-1])
+    return found
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_page_denies_no_key_that_there_is(section: str) -> None:
+    ours = set(KEYS)
+    for name, why in denied(section).items():
+        last = name.rpartition(".")[2]
+        assert FOREIGN.get(last, ("", ""))[0] in why, f"{section}: {name} is {FOREIGN.get(last)}, and it says: {why}"
+        for form, key in THERE_IS.items():
+            assert not re.search(form, last) or key in why or "ppo" in why, (
+                f"{section}: {name} is {key}, and the page says: {why}"
+            )
+        named = set(re.findall(r"\b(?:task|data|model|optim|launch|evaluate|checkpoint|average)\.\w+", why))
+        assert not {key for key in named if key not in ours and f"{key}s" not in ours}, (name, why)

@@ -1,0 +1,253 @@
+"""The run file: what is accepted, what is said of what is not."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep.config.run import Run, RunError, load, schema
+
+GOOD = """\
+name: emotion
+data: {source: dair-ai/emotion, max_length: 128}
+model: {source: gpt2}
+epochs: 3
+optim:
+  learning_rate: 5e-5
+  schedule: linear
+"""
+
+CONTRACT = """\
+name: emotion
+output: outputs/emotion
+seed: 0
+task: {name: classification, text: text, label: label}
+data: {source: dair-ai/emotion, max_length: 128}
+model: {source: gpt2}
+tokenizer: {source: gpt2}
+epochs: 3
+batch_size: 128
+micro_batches: 8
+precision: fp32
+optim: {learning_rate: 5.0e-5, schedule: linear, warmup_steps: 50, weight_decay: 0.01, max_grad_norm: 1.0}
+strategy: {name: ddp, exact: true, options: {}}
+launch: {name: local, processes: auto}
+evaluate: {every: 200}
+checkpoint: {every: 200, keep: 2}
+track: {to: [tensorboard]}
+hub: {push_to: null}
+"""
+
+
+def read(tmp_path: Path, text: str, *overrides: str) -> Run:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return load(path, list(overrides))
+
+
+def said(tmp_path: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(RunError) as caught:
+        read(tmp_path, text, *overrides)
+    return str(caught.value)
+
+
+def test_defaults_and_overrides(tmp_path: Path) -> None:
+    run = read(
+        tmp_path, GOOD, "optim.max_grad_norm=0.5", "--seed=3", "strategy.name=allreduce", "model.config.n_layer=2"
+    )
+    assert (run.optim.learning_rate, run.optim.max_grad_norm, run.seed, run.strategy.name) == (
+        5e-5,
+        0.5,
+        3,
+        "allreduce",
+    )
+    assert run.model.config == {"n_layer": 2}
+    assert str(run.folder) == "outputs/emotion"
+    assert (run.batch_size, run.micro_batches, run.strategy.exact) == (128, 8, True)
+
+
+def test_the_contract_s_example_is_a_run_file(tmp_path: Path) -> None:
+    run = read(tmp_path, CONTRACT)
+    assert run.track.to == ["tensorboard"]
+    own = {"text": "text", "text_pair": None, "label": "label", "label_names": None, "samples": 3}
+    assert own.items() <= run.task.options.items()
+
+
+def test_what_is_dumped_can_be_run_again(tmp_path: Path) -> None:
+    run = read(tmp_path, CONTRACT, "steps=7")
+    again = read(tmp_path, run.dump())
+    assert again == run
+    assert again.epochs is None
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ("batchsize: 3", ["unknown key 'batchsize'", "'batch_size'", "run.yaml, line 8"]),
+        ("optimizer: {}", ["unknown key 'optimizer'", "'optim'"]),
+        ("batch_size: many", ["batch_size", "'many'", "integer", "line 8"]),
+        ("batch_size: 0", ["batch_size", "0", "greater than or equal to 1"]),
+        ("precision: fp8", ["precision", "'fp8'", "'fp32', 'bf16' or 'fp16'"]),
+        ("micro_batches: 256", ["micro_batches (256)", "batch_size (128)"]),
+        ("steps: 5", ["epochs or steps"]),
+        ("task: {name: clasification}", ["task.name", "did you mean 'classification'", "line 8"]),
+        ("task: {txt: tweet}", ["unknown key 'task.txt'", "'text'"]),
+        ("task: {text: 5}", ["task.text", "5"]),
+        ("strategy: {name: dpp}", ["strategy.name", "'dpp'", "ddp", "line 8"]),
+        ("strategy: {exakt: false}", ["unknown key 'strategy.exakt'", "'exact'"]),
+        ("launch: {name: nowhere}", ["launch.name", "'nowhere'", "local"]),
+        ("launch: {processes: 0}", ["launch.processes", "0"]),
+        ("launch: {processes: some}", ["launch.processes", "'some'", "auto"]),
+        ("track: {to: [tensorbord]}", ["track.to", "'tensorbord'", "tensorboard"]),
+        ("tokenizer: {source: a, train: bpe}", ["tokenizer", "not both"]),
+        ("data: [1]", ["data", "line 8"]),
+        ("hub: {token: hf_abcdefghijklmnopqrstuvwxyz}", ["hub.token", "secret", "environment"]),
+        ("output: hf_abcdefghijklmnopqrstuvwxyz0123", ["output", "secret"]),
+    ],
+)
+def test_bad_values_are_named_with_key_value_remedy_and_line(tmp_path: Path, change: str, wanted: list[str]) -> None:
+    message = said(tmp_path, GOOD + change)
+    for part in wanted:
+        assert part in message, message
+    assert "Traceback" not in message
+
+
+def test_a_missing_section_is_named(tmp_path: Path) -> None:
+    assert "data: missing" in said(tmp_path, "model: {source: gpt2}")
+    assert "either source" in said(tmp_path, "data: {source: x}\nmodel: {}")
+
+
+def test_several_mistakes_are_said_at_once(tmp_path: Path) -> None:
+    message = said(tmp_path, GOOD + "seeed: 1\nbatch_size: -1\n")
+    assert "seeed" in message
+    assert "batch_size" in message
+
+
+def test_an_override_is_blamed_on_the_command_line(tmp_path: Path) -> None:
+    assert "on the command line" in said(tmp_path, GOOD, "batch_size=-1")
+    assert "key=value" in said(tmp_path, GOOD, "batch_size")
+
+
+BASE = "data: {source: builtin/emotion}\nmodel: {type: gpt2}\nbatch_size: 64\nmicro_batches: 8\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "wanted"),
+    [
+        (BASE, ["batch_size=4"], "needs an example (on the command line)"),
+        (BASE.replace("64", "4"), ["seed=1"], "needs an example (FILE)"),
+        (BASE, ["model.source=x"], "and not both (on the command line)"),
+        (BASE.replace("type:", "source: x, type:"), ["model.attention=eager"], "and not both (FILE, line 2)"),
+        (BASE + "task: {name: language_modeling, prompt: x}\n", ["task.text=y"], "or neither (FILE, line 5)"),
+        (BASE + "task: {name: language_modeling}\n", ["task.prompt=y"], "or neither (on the command line)"),
+        (BASE + "task: {txt: x}\n", ["task.text=y"], "did you mean 'text'? (FILE, line 5)"),
+        (BASE + "track: {to: [tensorbord]}\n", ["track.every=3"], "wandb (FILE, line 5)"),
+        (BASE, ["hub.token=hf_abcdefghijklmnopqrstuvwx"], "hub.token (on the command line) looks like a secret"),
+        (BASE + "output: hf_abcdefghijklmnopqrstuvwx\n", ["seed=1"], "output (FILE) looks like a secret"),
+    ],
+)
+def test_what_is_wrong_is_blamed_on_where_it_came_from(
+    tmp_path: Path, text: str, overrides: list[str], wanted: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    assert wanted.replace("FILE", str(path)) in said(tmp_path, text, *overrides)
+    values = dict(override.split("=", 1) for override in overrides)  # the same from Python
+    with pytest.raises(RunError) as caught:
+        Run.load(path, {key: yaml.safe_load(value) for key, value in values.items()})
+    assert wanted.replace("FILE", str(path)).replace("on the command line", "in the overrides") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ("seed: x", "seed: 'x' will not do: wanted is an integer (FILE, line 8)"),
+        ("optim: {betas: [0.9]}", "optim.betas: [0.9] will not do: values are missing"),
+        ("optim: {betas: [1, 2, 3]}", "optim.betas: [1, 2, 3] will not do: wanted are 2 values"),
+        ("optim: {name: sgd, momentum: 1}", "optim.momentum: 1 will not do: wanted is a number less than 1 ("),
+        ("data: {source: x, train: [5]}", "data.train: [5] will not do: wanted is a text or a list of texts ("),
+        ("max_time: 3 hours", "time after which to stop as if asked to"),
+        ("launch: {processes: 1.5}", "launch.processes: 1.5 will not do: wanted is an integer or 'auto' ("),
+        ("task: {label_names: [1]}", "task.label_names: 1 will not do: wanted is a text ("),
+        ("model: {type: x, trust_remote_code: maybe}", "'maybe' will not do: wanted is true or false ("),
+        ("evaluate: 3", "evaluate: 3 will not do: wanted is a mapping of keys ("),
+    ],
+)
+def test_what_would_do_is_said_in_words_of_run_files(tmp_path: Path, change: str, wanted: str) -> None:
+    key = change.partition(":")[0]
+    kept = [line for line in (BASE + "#\n#\n#\n").splitlines() if not line.startswith(f"{key}:")]
+    message = said(tmp_path, "\n".join([*kept, change]))
+    assert wanted.replace("FILE", str(tmp_path / "run.yaml")) in message
+    assert not {"input", "valid", "dictionary", "instance", "parse", "string", "boolean", "tuple"} & set(
+        message.split()
+    )
+
+
+DEEP = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 60))
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (BASE + "batch_size: 3\n", "line 5, column 1: the key 'batch_size' is there twice, first on line 3"),
+        (
+            BASE + "optim: {max_grad_norm: 1, 'max_grad_norm': 2}\n",
+            "line 5, column 27: the key 'max_grad_norm' is there twice",
+        ),
+        (BASE + "a: &a [*a]\n", "line 5, column 8: the alias 'a' stands inside what it stands for"),
+        (LAUGHS, "aliases make more than 100000 values"),
+        (DEEP, "aliases make more than 100000 values or 40 levels of it"),
+        ("a: " + "[" * 5000, "nested more than 40 levels deep"),
+        ("a: 'x", "line 1, column 6: while scanning a quoted scalar, found unexpected end of stream"),
+    ],
+)
+def test_yaml_that_would_be_misread_or_grow_without_end_is_refused(tmp_path: Path, text: str, wanted: str) -> None:
+    message = said(tmp_path, text)
+    assert f"{tmp_path}/run.yaml is not valid YAML: line " in message
+    assert wanted in message
+    with pytest.raises(
+        RunError, match=r"the value of optim is not valid YAML: .* the key 'max_grad_norm' is there twice"
+    ):
+        load(None, ["optim={max_grad_norm: 1, max_grad_norm: 2}"], {})
+
+
+def test_aliases_can_be_used(tmp_path: Path) -> None:
+    run = read(tmp_path, BASE + "task: {label_names: &n [a, b]}\nhub: {tags: *n}\n")
+    assert run.hub.tags == run.task.options["label_names"] == ["a", "b"]
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    assert "not valid YAML" in said(tmp_path, "name: [")
+    assert "mapping" in said(tmp_path, "- 1")
+    assert "mapping" in said(tmp_path, "")
+    with pytest.raises(RunError, match="cannot read"):
+        load(tmp_path / "none.yaml", [])
+
+
+def test_arithmetic_leaves_out_what_cannot_change_bits(tmp_path: Path) -> None:
+    base = read(tmp_path, GOOD).arithmetic()
+    same = [
+        "launch.processes=3",
+        "strategy.name=allreduce",
+        "checkpoint.every=7",
+        "track.to=[tensorboard]",
+        "name=other",
+    ]
+    assert read(tmp_path, GOOD, *same).arithmetic() == base
+    for change in (
+        "seed=1",
+        "micro_batches=4",
+        "optim.max_grad_norm=2",
+        "precision=bf16",
+        "strategy.exact=false",
+        "data.limit=5",
+    ):
+        assert read(tmp_path, GOOD, change).arithmetic() != base, change
+
+
+def test_the_schema_describes_every_key() -> None:
+    found = schema()
+    assert found["additionalProperties"] is False
+    assert set(yaml.safe_load(CONTRACT)) <= set(found["properties"])

@@ -1,0 +1,81 @@
+"""Changing a key of the run file changes what the table says (tests/support/key_table.py), and nothing else."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.config import plugins
+from lockstep.config.run import Run
+from lockstep.config.sections import Section
+from support.key_table import BY_HAND, EFFECTS, KEYS, PAGE, Elsewhere, Tried, page
+from support.key_table_runs import Place, tried
+from support.places import TESTS
+
+
+def always_one(predictions: np.ndarray, labels: np.ndarray) -> float:
+    return 1.0
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("keys"))
+
+
+TRIED = {key: case for key, case in KEYS.items() if isinstance(case, Tried)}
+
+
+def marks(key: str) -> list[pytest.MarkDecorator]:
+    if key in BY_HAND:
+        return [pytest.mark.slow, pytest.mark.long]
+    return [] if TRIED[key].quick else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("key", [pytest.param(key, marks=marks(key)) for key in TRIED])
+def test_a_key_changes_what_the_table_says_and_nothing_else(
+    key: str, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = TRIED[key]
+    if "optim.name=adamw_8bit" in case.beside:
+        pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
+    assert case.change.startswith((f"{key}=", f"{key}."))
+    assert tried(place, case, monkeypatch) == {*case.effects.split()} - {"nothing"}
+
+
+def options(kind: str, name: str) -> list[str]:
+    """A plug-in's own keys."""
+    found: Any = plugins.find(kind, name)
+    return list(found.Options.model_fields)
+
+
+def schema_keys() -> set[str]:
+    """Every key that a run file may have, with those of all plug-ins that come with lockstep."""
+    keys = set()
+    for name, field in Run.model_fields.items():
+        section: Any = field.annotation
+        inside = isinstance(section, type) and issubclass(section, Section)
+        keys |= {f"{name}.{inner}" for inner in section.model_fields} if inside else {name}
+    for kind, section in (("tasks", "task"), ("optimizers", "optim"), ("launchers", "launch")):
+        for name in plugins.names(kind):
+            keys |= {f"{section}.{key}" for key in options(kind, name)}
+    for name in plugins.names("track"):
+        keys |= {f"track.{name}.{key}" for key in options("track", name)}
+    return keys
+
+
+def test_every_key_has_an_entry_and_every_entry_a_key() -> None:
+    assert schema_keys() == set(KEYS)
+    assert len(KEYS) > 250
+    assert set(TRIED) >= BY_HAND
+
+
+def test_entries_say_what_the_page_explains_and_name_tests_that_there_are() -> None:
+    for key, case in KEYS.items():
+        assert {*case.effects.split()} <= set(EFFECTS), key
+        if isinstance(case, Elsewhere):
+            file = TESTS / case.test
+            assert key.rpartition(".")[2] in file.read_text(), (key, case.test)
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "PYTHONPATH=tests python -m support.key_table writes it"

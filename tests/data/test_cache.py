@@ -1,0 +1,224 @@
+"""The token cache: what is damaged or could be somebody else's is never trained on."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from lockstep.config.run import Run, RunError
+from lockstep.data import cache
+from lockstep.data.prepare import prepare
+from lockstep.data.tokens import Columns, Prepared
+from support.caches import held, prepared
+from support.harness import tiny
+from support.task_runs import make, write
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------
+
+
+def shard(folder: str) -> Path:
+    """The file that holds the first examples of a split."""
+    return Path(folder) / "00000.arrow"
+
+
+def zeros_from_a_byte_on(path: Path) -> None:
+    """What a power cut leaves of a file that was not synced."""
+    content = path.read_bytes()
+    path.write_bytes(content[:5000] + bytes(len(content) - 5000))
+
+
+def cut_between_batches(path: Path) -> None:
+    """A file that Arrow reads without complaint, with fewer examples."""
+    table = pa.ipc.open_stream(path.read_bytes()).read_all()
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table.slice(0, 40))
+
+
+def another_token(path: Path) -> None:
+    """One byte of one token, in a file of the same size and the same number of examples."""
+    where = Columns(path.parent).ragged("input_ids").row(3).tobytes()
+    content = bytearray(path.read_bytes())
+    content[content.index(where)] ^= 1
+    path.write_bytes(content)
+
+
+def half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def no_seal(path: Path) -> None:
+    path.parent.with_name(f"{path.parent.name}.seal").unlink()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["found", "from the same tokens"])
+@pytest.mark.parametrize("harm", [zeros_from_a_byte_on, cut_between_batches, another_token, half, Path.unlink, no_seal])
+def test_damaged_tokens_are_made_again(harm: Callable, again: bool, own_cache: Path, tmp_path: Path) -> None:
+    run = make(tmp_path, "documents")
+    first = prepared(run)
+    wanted = held(first)
+    assert len(wanted["train"]) > 60
+    harm(shard(first.splits["train"]))
+    if again:  # nothing but the tokens themselves is found again
+        shutil.rmtree(own_cache / "prepared")
+    said: list[str] = []
+    found = prepared(run, said)
+    assert found == first
+    assert held(found) == wanted
+    assert said[0].startswith("made " if again else "made again, because ")
+    prepared(run, said)
+    assert said[1].startswith("from the cache")
+
+
+@pytest.mark.parametrize("kind", ["packed", "translation", "token_classification"])
+def test_every_task_s_tokens_are_looked_at(kind: str, own_cache: Path, tmp_path: Path) -> None:
+    run = make(tmp_path, kind)
+    first = prepared(run)
+    wanted = held(first)
+    another_token(shard(first.splits["validation"]))
+    assert held(prepared(run)) == wanted
+
+
+def test_a_damaged_tokenizer_is_made_again(own_cache: Path) -> None:
+    run = tiny()
+    first = prepared(run)
+    path = Path(first.tokenizer) / "tokenizer.json"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"[MASK]"', b'"[MISK]"'))
+    assert prepared(run) == first
+    assert path.read_bytes() == content
+    (Path(first.tokenizer) / "special_tokens_map.json").write_text('{"pad_token": "[CLS]"}')  # one that was not there
+    assert prepared(run) == first
+    assert not (Path(first.tokenizer) / "special_tokens_map.json").exists()
+
+
+def test_damaged_facts_are_found_again(own_cache: Path) -> None:
+    run = tiny()
+    first = prepared(run)
+    [path] = (own_cache / "prepared").glob("*.json")
+    path.write_text(path.read_text().replace("sadness", "gladness"))
+    assert prepared(run) == first
+
+
+def test_a_large_file_is_read_whole_once_and_then_in_part(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "BLOCK", 1000)
+    read: list[int] = []
+    hashes = cache._hashes
+    monkeypatch.setattr(cache, "_hashes", lambda file, blocks: read.append(len(blocks)) or hashes(file, blocks))
+    content = np.random.default_rng(0).bytes(100_500)
+    path = cache.cached(own_cache / "tokens" / "large", lambda aside: aside.write_bytes(content) and None)
+    assert cache.damage(path) is None
+    assert cache.damage(path) is None
+    assert read == [101, 101, 4]  # when it was written, at its first use, later
+    monkeypatch.setattr(cache, "_boot", lambda: "another start")
+    assert cache.damage(path) is None
+    assert read[3:] == [101]
+    with open(path, "r+b") as file:
+        file.seek(50_000)
+        file.write(b"another")
+    assert cache.damage(path) == "large holds other bytes than were written"
+
+
+def test_a_cache_without_room_says_so(own_cache: Path) -> None:
+    def full(aside: Path) -> None:
+        aside.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(RunError, match=r"token cache .* cannot be written: No space left on device.*LOCKSTEP_CACHE"):
+        cache.cached(own_cache / "tokens" / "a", full)
+    assert os.listdir(own_cache / "tokens") == []
+
+
+# -- who may write ---------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_others_may_write_holds_one_for_each_user(own_cache: Path) -> None:
+    own_cache.mkdir()
+    own_cache.chmod(0o777)
+    run = tiny()
+    first = prepared(run)
+    mine = own_cache / f"user-{os.getuid()}"
+    assert Path(first.tokenizer).is_relative_to(mine)
+    assert {path.name for path in own_cache.iterdir()} == {mine.name}
+    assert {oct(path.stat().st_mode & 0o777) for path in (mine, *mine.iterdir())} == {"0o700"}
+    mine.chmod(0o770)
+    with pytest.raises(RunError, match=r"can be written by others.*LOCKSTEP_CACHE"):
+        prepared(run)
+
+
+def test_new_folders_are_this_user_s_alone(own_cache: Path) -> None:
+    was = os.umask(0)
+    try:
+        prepared(tiny())
+    finally:
+        os.umask(was)
+    for path in (own_cache, own_cache / "tokens", own_cache / "tokenizers", own_cache / "prepared"):
+        assert oct(path.stat().st_mode & 0o777) == "0o700"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="acts as two users")
+def test_two_users_share_a_cache_without_trusting_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has files of its own there, and a user's file is never used by another."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # below no folder that is one user's alone
+        shared = Path(folder)
+        shared.chmod(0o1777)
+        monkeypatch.setenv("LOCKSTEP_CACHE", folder)
+        (shared / "user-1234").mkdir()
+        (shared / "user-1234").chmod(0o777)  # made by somebody else before user 1234 came
+        for user, wanted in ((1234, 2), (1235, 0)):
+            pid = os.fork()
+            if pid == 0:
+                status = 9
+                try:
+                    os.setuid(user)
+                    with cache.locked("anything"):
+                        status = 0
+                except RunError as error:
+                    status = 2 if "can be written by others" in str(error) else 3
+                finally:
+                    os._exit(status)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == wanted
+        assert (shared / "user-1235").stat().st_uid == 1235
+        path = cache.cached(shared / "user-0" / "tokens" / "a", lambda aside: aside.write_bytes(b"mine") and None)
+        os.chown(path, 1235, -1)
+        assert cache.damage(path) == "a belongs to another user"
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(RunError, match=r"token cache .* cannot be written.*LOCKSTEP_CACHE"):
+        prepared(tiny())
+
+
+def test_what_a_task_of_one_s_own_wrote_is_sealed_too(own_cache: Path, tmp_path: Path) -> None:
+    from lockstep.tasks.language_modeling import LanguageModeling
+
+    class Own(LanguageModeling):
+        @classmethod
+        def prepare(cls, run: Run) -> Prepared:
+            found = super().prepare(run)
+            path = own_cache / "tokens" / "own.arrow"
+            path.write_bytes(shard(found.splits["train"]).read_bytes())
+            return Prepared(found.key, found.splits | {"train": str(path)}, found.tokenizer, found.facts)
+
+    write(tmp_path / "train.jsonl", [{"text": f"a text of {i}"} for i in range(40)])
+    run = make(tmp_path, "documents")
+    wanted = held(prepare(run, Own))
+    assert json.loads((own_cache / "tokens" / "own.arrow.seal").read_text())["files"][""]["rows"] == len(
+        wanted["train"]
+    )
+    half(own_cache / "tokens" / "own.arrow")
+    assert held(prepare(run, Own)) == wanted

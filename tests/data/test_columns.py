@@ -1,0 +1,88 @@
+"""Columns of the tokenised data: views of mapped memory, padded for a micro-batch."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from lockstep.data.columns import Columns, Ragged, longest_of
+from support.harness import tiny
+from support.rows import prepared
+
+
+@pytest.fixture(scope="module")
+def columns() -> Columns:
+    return Columns(prepared(tiny()).splits["train"])
+
+
+def test_rows_are_views_of_mapped_memory(columns: Columns) -> None:
+    ragged = columns.ragged("input_ids")
+    assert columns.ragged("input_ids") is ragged
+    assert len(columns) == 100
+    assert columns.lengths.tolist() == [len(ragged.row(i)) for i in range(100)]
+    for i in (0, 57, 99):
+        assert np.shares_memory(ragged.row(i), ragged.row(i).base)
+        assert not ragged.row(i).flags.owndata
+        assert not ragged.row(i).flags.writeable
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks at the memory map of the process")
+def test_the_file_is_mapped_and_not_read() -> None:
+    path = prepared(tiny()).splits["validation"]
+    opened = Columns(path)
+    start = opened.ragged("input_ids").row(0).__array_interface__["data"][0]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(x, 16) for x in line.split()[0].split("-"))
+        if low <= start < high:
+            assert line.endswith(os.path.realpath(f"{path}/00000.arrow"))
+            return
+    raise AssertionError("the tokens lie in no mapping")
+
+
+def test_padding(columns: Columns) -> None:
+    ragged: Ragged = columns.ragged("input_ids")
+    order = np.argsort(np.asarray(columns.lengths), kind="stable")
+    rows = order[[-1, 0, 1]]
+    lengths = columns.lengths[rows]
+    assert min(lengths) < max(lengths) - 8  # the control: something is padded
+    for multiple, left in ((1, False), (1, True), (8, False), (8, True)):
+        ids, mask = ragged.padded(rows, -7, multiple, left)
+        width = -(-max(lengths) // multiple) * multiple
+        assert ids.shape == mask.shape == (3, width)
+        assert ids.dtype == np.int64
+        for i, row in enumerate(rows):
+            assert ids[i][mask[i] == 1].tolist() == ragged.row(int(row)).tolist()
+            assert (ids[i][mask[i] == 0] == -7).all()
+            ones = np.flatnonzero(mask[i])
+            assert (ones[-1] == width - 1) if left else (ones[0] == 0)
+
+
+def test_rows_are_found_across_batches_of_a_file(tmp_path: Path) -> None:
+    """As lockstep wrote them before, and tasks of one's own do."""
+    schema = pa.schema([("input_ids", pa.list_(pa.int32())), ("label", pa.int64())])
+    rows = [[[1, 2], []], [], [[3]], [[4, 5, 6], [4, 5, 6]]]
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
+        for number, part in enumerate(rows):
+            labels = pa.array([number] * len(part), pa.int64())
+            stream.write_batch(pa.record_batch([pa.array(part, schema[0].type), labels], schema=schema))
+    columns = Columns(tmp_path / "a.arrow")
+    ragged: Ragged = columns.ragged("input_ids")
+    assert [ragged.row(i).tolist() for i in range(5)] == [[1, 2], [], [3], [4, 5, 6], [4, 5, 6]]
+    assert ragged.lengths.tolist() == [2, 0, 1, 3, 3]
+    assert columns.flat("label").tolist() == [0, 0, 2, 3, 3]
+    assert columns.flat("label")[np.array([4, 0, 2, 4])].tolist() == [3, 0, 2, 3]
+    assert [int(columns.lengths[i]) for i in (0, -1)] == [2, 3]
+    assert (columns.lengths < 3).tolist() == [True, True, True, False, False]
+    assert columns.longest(3).tolist() == [3, 4, 0]
+    assert columns.mean_length == 9 / 5
+    with pytest.raises(IndexError):
+        columns.lengths[5]
+
+
+def test_the_longest_are_those_of_a_stable_sort(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(1, 30, 1000).astype(np.int32)
+    for count in (1, 7, 999, 1000, 5000):
+        wanted = np.argsort(-lengths, kind="stable")[:count]
+        assert (longest_of(lengths, count) == wanted).all()

@@ -1,0 +1,324 @@
+"""From files to tokens: every format gives the same rows, the cut is fair, and nothing is tokenised or copied twice."""
+
+import json
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from lockstep.config.run import DataSection, Run
+from lockstep.data import arrow_cache, source, tokenizer
+from lockstep.data.tokens import Columns, Prepared
+from lockstep.distributed.world import World
+from lockstep.tasks.classification import Classification
+from support.harness import run_on, tiny
+from support.rows import prepared
+
+ROWS = [
+    {"text": text, "label": label}
+    for text, label in [
+        ("i am so happy; really", "joy"),
+        ("null", "sadness"),  # a text, though readers like to think otherwise
+        ("a, b and \u2028 c", "joy"),  # a line separator is part of a text
+        ("ça va déjà mieux 🙂", "joy"),
+        ("he said so", "sadness"),
+        ("NA", "anger"),
+    ]
+]
+
+
+def write(folder: Path, name: str, rows: list[dict]) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = datasets.Dataset.from_list(rows)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".csv":
+        data.to_csv(path, index=False)
+    elif path.suffix == ".tsv":
+        lines = ["\t".join(data.column_names), *("\t".join(map(str, row.values())) for row in rows)]
+        path.write_text("\n".join(lines) + "\n")
+    elif path.suffix == ".parquet":
+        data.to_parquet(path)
+    else:
+        path.write_text("".join(f"{row['text']};{row['label']}\n" for row in rows))
+    return path
+
+
+def messages(count: int, labels: tuple = ("joy", "anger", "fear"), **columns: str) -> list[dict]:
+    """Rows under the names given; class i has about 2^-i of them."""
+    text, label = columns.get("text", "text"), columns.get("label", "label")
+    found = []
+    for i in range(count):
+        kind = 0 if i % 2 else 1 if i % 4 else 2
+        found.append({text: f"message {i} " + "word " * (i % 7) + f"of {kind}", label: labels[kind % len(labels)]})
+    return found
+
+
+def run_of(path: Path, *overrides: str, **values: Any) -> Run:
+    return tiny(*overrides, data={"source": str(path), "max_length": 32}, **values)
+
+
+def decoded(found: Prepared, split: str) -> list[tuple[tuple[int, ...], int]]:
+    columns = Columns(found.splits[split])
+    ids, labels = columns.ragged("input_ids"), columns.flat("label")
+    return [(tuple(ids.row(i).tolist()), int(labels[i])) for i in range(len(columns))]
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", [".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt"])
+def test_every_format_gives_the_same_rows(tmp_path: Path, ending: str) -> None:
+    path = write(tmp_path, f"data{ending}", ROWS)
+    found = source.load(DataSection(source=str(path)), 0)
+    assert list(found.splits) == ["train"]
+    assert found.splits["train"].to_list() == ROWS
+
+
+def test_text_files_know_windows_and_integers(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffone;1\r\n\r\ntwo; x;-2\r\n".encode())
+    found = source.load(DataSection(source=str(tmp_path / "a.txt")), 0).splits["train"]
+    assert found.to_list() == [{"text": "one", "label": 1}, {"text": "two; x", "label": -2}]
+    (tmp_path / "b.txt").write_text("one;²\n")
+    assert source.load(DataSection(source=str(tmp_path / "b.txt")), 0).splits["train"]["label"][0] == "²"
+
+
+@pytest.mark.parametrize("words", [("train", "validation", "test"), ("training", "dev", "test"), ("train", "val", "")])
+def test_a_folder_of_splits(tmp_path: Path, words: tuple[str, ...]) -> None:
+    for i, word in enumerate(w for w in words if w):
+        write(tmp_path, f"{word}.jsonl", ROWS[: 6 - i])
+    found = source.load(DataSection(source=str(tmp_path)), 0).splits
+    wanted = {"train": 6, "validation": 5} | ({"test": 4} if words[2] else {})
+    assert {name: len(split) for name, split in found.items()} == wanted
+
+
+def test_several_files_a_split_and_limit(tmp_path: Path) -> None:
+    write(tmp_path, "train-00000.jsonl", ROWS[:2])
+    write(tmp_path, "train-00001.jsonl", ROWS[2:])
+    found = source.load(DataSection(source=str(tmp_path)), 0).splits
+    assert found["train"].to_list() == ROWS
+    assert source.load(DataSection(source=str(tmp_path), limit=3), 0).splits["train"].to_list() == ROWS[:3]
+    listed = DataSection(train=[str(tmp_path / f"train-0000{i}.jsonl") for i in (1, 0)])
+    assert source.load(listed, 0).splits["train"].to_list() == ROWS[2:] + ROWS[:2]
+    assert len(source.load(DataSection(source=str(tmp_path / "train-*.jsonl")), 0).splits["train"]) == 6
+
+
+def test_files_named_one_by_one(tmp_path: Path) -> None:
+    paths = {s: str(write(tmp_path, f"{s}-own.jsonl", ROWS[:n])) for s, n in (("train", 6), ("validation", 2))}
+    assert {k: len(v) for k, v in source.load(DataSection(**paths), 0).splits.items()} == {"train": 6, "validation": 2}
+
+
+# -- the cut ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_single_file_is_cut_fairly_and_always_the_same(tmp_path: Path) -> None:
+    path = write(tmp_path, "data.jsonl", messages(400))
+    run = run_of(path, "data.validation_fraction=0.2")
+    found = prepared(run)
+    assert set(found.splits) == {"train", "validation"}
+    whole, cut = decoded(found, "train"), decoded(found, "validation")
+    assert not set(whole) & set(cut)
+    assert len(set(whole) | set(cut)) == 400
+    assert Counter(label for _, label in cut) == {0: 20, 1: 20, 2: 40}  # anger, fear, joy: 100, 100, 200
+    write(tmp_path / "again", "data.jsonl", messages(400))
+    again = prepared(run_of(tmp_path / "again" / "data.jsonl", "data.validation_fraction=0.2"))
+    assert decoded(again, "validation") == cut
+    assert again.key == found.key
+    other = prepared(run_of(path, "data.validation_fraction=0.2", "seed=1"))
+    texts = {ids for ids, _ in cut}
+    assert {ids for ids, _ in decoded(other, "validation")} != texts
+
+
+# -- columns and labels ----------------------------------------------------------------------------------------------
+
+
+def test_any_column_names(tmp_path: Path) -> None:
+    plain = prepared(run_of(write(tmp_path, "a.jsonl", messages(60))))
+    for text, label in (("tweet", "mood"), ("label", "text"), ("label", "y")):
+        path = write(tmp_path, f"{text}-{label}.jsonl", messages(60, text=text, label=label))
+        found = prepared(run_of(path, f"task.text={text}", f"task.label={label}"))
+        assert decoded(found, "train") == decoded(plain, "train")
+        assert found.facts["labels"] == ["anger", "fear", "joy"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (("joy", "anger", "fear"), ["anger", "fear", "joy"]),
+        ((0, 1, 2), ["0", "1", "2"]),
+        ((1, 3, 5), ["1", "3", "5"]),
+        ((-1, 1, 10), ["-1", "1", "10"]),
+    ],
+)
+def test_labels_are_strings_or_any_integers(tmp_path: Path, labels: tuple, names: list[str]) -> None:
+    found = prepared(run_of(write(tmp_path, "a.parquet", messages(40, labels))))
+    assert found.facts["labels"] == names
+    assert {label for _, label in decoded(found, "train")} == {0, 1, 2}
+
+
+def test_names_of_integer_labels(tmp_path: Path) -> None:
+    words = {1: "bad", 2: "fair", 5: "good"}
+    rows = messages(40, (1, 2, 5))
+    named = [row | {"label_name": words[row["label"]]} for row in rows]
+    assert prepared(run_of(write(tmp_path, "a.jsonl", named))).facts["labels"] == ["bad", "fair", "good"]
+    path = write(tmp_path, "b.jsonl", rows)
+    assert prepared(run_of(path, "task.label_names=[x, y, z]")).facts["labels"] == ["x", "y", "z"]
+    zero = write(tmp_path, "c.jsonl", messages(40, (0, 1, 3)))
+    found = prepared(run_of(zero, "task.label_names=[a, b, c, d]"))  # one of them does not occur in train
+    assert found.facts["labels"] == ["a", "b", "c", "d"]
+    assert {label for _, label in decoded(found, "train")} == {0, 1, 3}
+
+
+def test_a_column_that_names_two_labels_alike_names_none(tmp_path: Path) -> None:
+    rows = [row | {"label_text": "same"} for row in messages(40, (0, 1, 2))]
+    assert prepared(run_of(write(tmp_path, "a.jsonl", rows))).facts["labels"] == ["0", "1", "2"]
+
+
+def test_class_labels_of_the_data_set_name_themselves(tmp_path: Path) -> None:
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes", "never seen"])}
+    )
+    rows = messages(40, (0, 1))
+    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "a.parquet")
+    assert prepared(run_of(tmp_path / "a.parquet")).facts["labels"] == ["no", "yes", "never seen"]
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_the_tokenizer_s_own(tmp_path: Path) -> None:
+    rows = [*messages(40), {"text": "word " * 60, "label": "joy"}, {"text": "\u0007", "label": "fear"}]
+    for name in ("train", "validation"):
+        write(tmp_path, f"{name}.jsonl", rows)
+    found = prepared(run_of(tmp_path))
+    tok = tokenizer.load(found.tokenizer)
+    for (ids, label), row in zip(decoded(found, "train"), rows, strict=True):
+        assert list(ids) == tok(row["text"], truncation=True, max_length=32)["input_ids"]
+        assert found.facts["labels"][label] == row["label"]
+        assert len(ids) <= 32
+    assert len(decoded(found, "train")[-2][0]) == 32
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece", "wordlevel", "unigram"])
+def test_a_text_without_a_token_is_at_least_one(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path, "a.jsonl", [*messages(40), *({"text": "\u0007", "label": "joy"} for _ in range(20))])
+    found = prepared(run_of(path, tokenizer={"train": kind, "vocab_size": 300}))
+    for split in found.splits:
+        assert Columns(found.splits[split]).lengths.min() >= 1
+
+
+def test_a_text_without_a_token_or_special_tokens_is_one(shared: Path, tmp_path: Path) -> None:
+    """GPT-2's tokenizer adds nothing of its own."""
+    path = write(tmp_path, "a.jsonl", [*messages(40), *({"text": "\u0007", "label": "joy"} for _ in range(20))])
+    from tokenizers.normalizers import Replace
+    from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
+
+    known = GPT2TokenizerFast.from_pretrained(str(shared / "gpt2_tokenizer")).backend_tokenizer
+    known.normalizer = Replace("\u0007", "")
+    PreTrainedTokenizerFast(tokenizer_object=known, eos_token="<|endoftext|>").save_pretrained(tmp_path / "tok")
+    found = prepared(run_of(path, tokenizer={"source": str(tmp_path / "tok")}))
+    end = tokenizer.load(found.tokenizer).eos_token_id
+    both = decoded(found, "train") + decoded(found, "validation")
+    assert sum(ids == (end,) for ids, _ in both) == 20
+
+
+def test_pairs_have_token_types(tmp_path: Path) -> None:
+    from transformers import BertTokenizerFast
+
+    rows = [row | {"answer": f"answer {i}"} for i, row in enumerate(messages(40))]
+    path = write(tmp_path, "a.jsonl", rows)
+    trained = prepared(run_of(path, tokenizer={"train": "wordpiece", "vocab_size": 300}, model=_bert()))
+    vocabulary = tokenizer.load(trained.tokenizer).get_vocab()
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "tok" / "vocab.txt").write_text("\n".join(sorted(vocabulary, key=vocabulary.__getitem__)) + "\n")
+    BertTokenizerFast(str(tmp_path / "tok" / "vocab.txt")).save_pretrained(tmp_path / "tok")
+    run = run_of(path, "task.text_pair=answer", tokenizer={"source": str(tmp_path / "tok")}, model=_bert())
+    found = prepared(run)
+    columns = Columns(found.splits["train"])
+    assert "token_type_ids" in columns.names
+    tok = tokenizer.load(found.tokenizer)
+    wanted = {tuple(tok(r["text"], r["answer"])["input_ids"]): tok(r["text"], r["answer"]) for r in rows}
+    types = columns.ragged("token_type_ids")
+    for i, (ids, _) in enumerate(decoded(found, "train")):
+        assert types.row(i).tolist() == wanted[ids]["token_type_ids"]
+        assert set(types.row(i).tolist()) == {0, 1}
+    micro = Classification(run, found).collate(columns, np.arange(3), 0)
+    assert micro.inputs["token_type_ids"].shape == micro.inputs["input_ids"].shape
+    assert "token_type_ids" not in Columns(trained.splits["train"]).names
+
+
+def _bert() -> dict:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    return {"type": "bert", "config": sizes}
+
+
+# -- the cache -------------------------------------------------------------------------------------------------------
+
+
+def test_the_second_time_nothing_is_read_or_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(write(tmp_path, "data.jsonl", messages(40)))
+    calls = []
+    whole = arrow_cache.fill
+
+    def spy(*arguments: Any) -> list[Path]:
+        calls.append("fill")
+        return whole(*arguments)
+
+    monkeypatch.setattr(arrow_cache, "fill", spy)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))  # other tests prepare the same texts
+    first = prepared(run)
+    assert calls == ["fill", "fill"]
+    monkeypatch.setattr(source, "load", lambda *_: calls.append("load"))
+    assert prepared(run) == first
+    assert prepared(run.model_copy(update={"batch_size": 9})) == first
+    assert calls == ["fill", "fill"]
+
+
+def test_a_changed_file_is_noticed_and_a_touched_one_is_the_same_data(tmp_path: Path) -> None:
+    path = write(tmp_path, "data.jsonl", messages(40))
+    first = prepared(run_of(path))
+    os.utime(path, ns=(1, 1))
+    assert prepared(run_of(path)) == first
+    rows = messages(40)
+    rows[3]["text"] = rows[3]["text"].replace("message", "massage")  # the same length
+    write(tmp_path, "data.jsonl", rows)
+    os.utime(path, ns=(2, 2))
+    assert prepared(run_of(path)).key != first.key
+
+
+def test_another_length_or_tokenizer_is_other_data(tmp_path: Path) -> None:
+    path = write(tmp_path, "data.jsonl", messages(40))
+    keys = [
+        prepared(run_of(path, *o)).key for o in ([], ["data.max_length=8"], ["tokenizer.vocab_size=270"], ["seed=5"])
+    ]
+    assert len(set(keys)) == 4
+
+
+def test_tokens_that_are_gone_are_made_again(tmp_path: Path) -> None:
+    run = run_of(write(tmp_path, "data.jsonl", messages(40)))
+    first = prepared(run)
+    wanted = decoded(first, "train")
+    shutil.rmtree(first.splits["train"])
+    assert decoded(prepared(run), "train") == wanted
+
+
+def prepare_in(world: World, run: Run, cache: str) -> tuple[str, int]:
+    os.environ["LOCKSTEP_CACHE"] = cache
+    found = prepared(run)
+    return found.key, int(Columns(found.splits["train"]).lengths.sum())
+
+
+@pytest.mark.processes
+def test_four_processes_at_once(tmp_path: Path) -> None:
+    run = run_of(write(tmp_path, "data.jsonl", messages(300)))
+    assert len(set(run_on(4, prepare_in, run, str(tmp_path / "cache")))) == 1
+    assert len(list((tmp_path / "cache" / "tokens").rglob("*.arrow/*.arrow"))) == 2
+    assert not list((tmp_path / "cache").rglob("*.tmp"))

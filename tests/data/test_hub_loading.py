@@ -1,0 +1,115 @@
+"""Data and models from the Hub, at their revisions, and what was pushed; what cannot be loaded is one message."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from huggingface_hub.repocard_data import model_index_to_eval_results
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from support.command import LOCKSTEP
+from support.hub_jobs import PUSH, RUN, Command, finished, hub, lockstep, process, trained
+from support.hub_server import Hub
+
+__all__ = ["finished", "hub", "lockstep", "trained"]  # fixtures
+
+
+def rows(shift: int) -> bytes:
+    """Forty examples whose label can be told from the text; `shift` makes another version of them."""
+    lines = [{"text": f"word{(i + shift) % 7} is {'good' if i % 2 else 'bad'}", "label": i % 2} for i in range(40)]
+    return "\n".join(map(json.dumps, lines)).encode()
+
+
+def tiny_model(folder: Path, finished: Path, width: int = 16) -> dict[str, bytes]:
+    """A pretrained GPT-2 with the tokenizer of another run, as files of a repository."""
+    tokenizer = AutoTokenizer.from_pretrained(finished / "out/export")
+    torch.manual_seed(width)
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=width, vocab_size=len(tokenizer), n_positions=32)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def from_hub(folder: Path, **data: object) -> None:
+    values = {k: v for k, v in RUN.items() if k not in ("tokenizer", "hub")}
+    values |= {"data": {"source": "user/set", "max_length": 16, **data}, "model": {"source": "user/tiny"}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+
+
+@pytest.mark.processes
+def test_data_and_model_come_from_the_hub_at_their_revisions(
+    hub: Hub, finished: Path, tmp_path: Path, cache: Path
+) -> None:
+    old = hub.put("datasets", "user/set", {"train.jsonl": rows(0), "README.md": b"# set"})
+    hub.put("datasets", "user/set", {"train.jsonl": rows(3), "README.md": b"# set, again"})
+    first = hub.put("models", "user/tiny", tiny_model(tmp_path / "a", finished))
+    hub.put("models", "user/tiny", tiny_model(tmp_path / "b", finished, width=32))
+    from_hub(tmp_path, revision=old)
+    words = ["data.config=default", f"model.revision={first}", "data.validation_fraction=0.25"]
+    done = process(tmp_path, cache, hub, *LOCKSTEP, "train", "run.yaml", *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out/export/config.json").read_text())["n_embd"] == 16  # the newest has 32
+    head = ModelCard.load(tmp_path / "out/export/README.md").data.to_dict()
+    assert head["base_model"] == "user/tiny"
+    assert head["datasets"] == ["user/set"]
+    results = model_index_to_eval_results(head["model-index"])[1]
+    assert {r.dataset_revision for r in results} == {old}
+
+
+@pytest.mark.processes
+def test_what_was_pushed_loads_back(hub: Hub, finished: Path, cache: Path, lockstep: Command) -> None:
+    assert lockstep(finished, *PUSH)[0] == 0
+    code = (
+        "import torch\nfrom transformers import AutoModelForSequenceClassification as M, AutoTokenizer as T\n"
+        "for place in ('user/feelings', 'out/export'):\n"
+        "    text = T.from_pretrained(place)('i feel fine', return_tensors='pt')\n"
+        "    with torch.no_grad():\n"
+        "        print(M.from_pretrained(place).eval()(**text).logits.tolist())\n"
+    )
+    done = process(finished, cache, hub, sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    there, here = done.stdout.splitlines()
+    assert there == here
+    assert hub.count("resolve") > 0
+
+
+# override -> what the message has to say
+NOT_LOADED = {
+    "data.source=user/none": ["data.source", "user/none", "doesn't exist"],
+    "data.source=user/closed-set": ["data.source", "user/closed-set", "gated"],
+    "data.revision=v9": ["data.source", "user/set", "v9"],
+    "model.source=user/none": ["model.source", "user/none", "no such repository"],
+    "model.source=user/closed": ["model.source", "user/closed", "gated"],
+    "model.revision=v9": ["model.source", "user/tiny", "v9"],
+}
+
+
+@pytest.mark.processes
+def test_what_cannot_be_loaded_is_one_message_each(hub: Hub, finished: Path, tmp_path: Path, cache: Path) -> None:
+    for name, gated in (("set", False), ("closed-set", True)):
+        hub.put("datasets", f"user/{name}", {"train.jsonl": rows(0), "README.md": b"# set"}, gated=gated)
+    model = tiny_model(tmp_path / "a", finished)
+    hub.put("models", "user/tiny", model)
+    hub.put("models", "user/closed", model, gated=True)
+    from_hub(tmp_path)
+    code = (
+        "import sys\nfrom lockstep.cli import main\n"
+        f"for word in {list(NOT_LOADED)!r}:\n"
+        "    print('-- ', word, main(['train', 'run.yaml', word]), file=sys.stderr, flush=True)\n"
+    )
+    done = process(tmp_path, cache, hub, sys.executable, "-c", code)
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("lockstep: ") == len(NOT_LOADED)
+    said, rest = {}, done.stderr
+    for word in NOT_LOADED:
+        message, mark, rest = rest.partition(f"--  {word} 2\n")
+        assert mark, done.stderr
+        said[word] = message
+    for word, wanted in NOT_LOADED.items():
+        for text in wanted:
+            assert text in said[word], said[word]
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,159 @@
+"""Rows without a text or a label: refused with the key that leaves them out, or left out and counted, in every task."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError
+from lockstep.data.prepare import prepare
+from lockstep.data.splitting import left_out
+from lockstep.data.tokens import Columns, Prepared
+from support.harness import tiny
+from support.task_runs import TASKS, rows_of, write
+
+GOOD: dict[str, list[dict]] = {
+    "classification": [{"text": f"word {i}", "label": "joy" if i % 2 else "anger"} for i in range(40)],
+    "pairs": [{"text": f"word {i}", "other": f"another {i}", "label": i % 2} for i in range(40)],
+}
+LACKING: dict[str, tuple[dict[str, Any], str]] = {
+    "no text": ({"text": None}, "task.text"),
+    "an empty text": ({"text": ""}, "task.text"),
+    "a blank text": ({"text": " \n\t"}, "task.text"),
+    "no label": ({"label": None}, "task.label"),
+    "an empty label": ({"label": ""}, "task.label"),
+    "a blank label": ({"label": "  "}, "task.label"),
+}
+
+
+def prepared(run: Run) -> Prepared:
+    return prepare(run, plugins.find("tasks", run.task.name))  # type: ignore[type-abstract]
+
+
+def run_of(path: Path, *overrides: str, **values: Any) -> Run:
+    return tiny(*overrides, data={"source": str(path), "max_length": 32}, **values)
+
+
+def save(path: Path, rows: list[dict]) -> Path:
+    if path.suffix == ".csv":
+        datasets.Dataset.from_list(rows).to_csv(path, index=False)
+    elif path.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        write(path, rows)
+    return path
+
+
+@pytest.mark.parametrize("ending", [".csv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("case", LACKING)
+def test_a_row_that_lacks_something_is_refused_or_left_out(case: str, ending: str, tmp_path: Path) -> None:
+    change, key = LACKING[case]
+    rows = [row | change if i in (4, 9) else row for i, row in enumerate(GOOD["classification"])]
+    path = save(tmp_path / f"data{ending}", rows)
+    with pytest.raises(RunError) as caught:
+        prepared(run_of(path))
+    assert str(caught.value).startswith(f"{key}: column {key[5:]!r} of the train split of ")
+    assert "has none in 2 of 40 (row 4 holds " in str(caught.value)
+    assert "set data.drop_missing=true" in str(caught.value)
+    found = prepared(run_of(path, "data.drop_missing=true"))
+    assert found.facts["left_out"] == {"train": 2}
+    assert found.facts["labels"] == ["anger", "joy"]
+    whole = prepared(run_of(save(tmp_path / f"whole{ending}", [r for i, r in enumerate(rows) if i not in (4, 9)])))
+    assert found.key == whole.key
+    assert "left_out" not in whole.facts
+
+
+def test_what_is_missing_in_several_columns_is_told_at_once(tmp_path: Path) -> None:
+    rows = [row | ({"text": ""} if i == 3 else {"other": None} if i < 6 else {}) for i, row in enumerate(GOOD["pairs"])]
+    path = save(tmp_path / "data.jsonl", rows)
+    with pytest.raises(RunError) as caught:
+        prepared(run_of(path, "task.text_pair=other"))
+    head, first, second = str(caught.value).splitlines()
+    assert head.endswith(":")
+    assert first.startswith("  task.text: ")
+    assert "1 of 40 (row 3 holds '')" in first
+    assert second.startswith("  task.text_pair: ")
+    assert "5 of 40 (row 0 holds None)" in second
+
+
+def test_integer_labels_stay_integers(tmp_path: Path) -> None:
+    """A CSV reader makes texts of a column with an empty cell; ten classes in the order of texts would be 0, 1, 10."""
+    rows: list[dict] = [{"text": f"word {i}", "label": i % 11} for i in range(110)]
+    rows[7]["label"] = None
+    path = save(tmp_path / "data.csv", rows)
+    assert ",\n" in path.read_text()
+    found = prepared(run_of(path, "data.drop_missing=true"))
+    assert found.facts["labels"] == [str(i) for i in range(11)]
+    named = prepared(run_of(path, "data.drop_missing=true", f"task.label_names={list('abcdefghijk')}"))
+    assert named.facts["labels"] == list("abcdefghijk")
+
+
+def test_a_label_of_minus_one_is_none_where_labels_have_names(tmp_path: Path) -> None:
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    rows = [{"text": f"word {i}", "label": -1 if i == 5 else i % 2} for i in range(40)]
+    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(RunError, match=r"task.label: .* 1 of 40 \(row 5 holds -1\)"):
+        prepared(run_of(tmp_path / "a.parquet"))
+    assert prepared(run_of(tmp_path / "a.parquet", "data.drop_missing=true")).facts["left_out"] == {"train": 1}
+
+
+def test_nothing_left_is_told(tmp_path: Path) -> None:
+    path = save(tmp_path / "data.jsonl", [{"text": "", "label": 1}] * 9)
+    with pytest.raises(RunError, match=r"data.drop_missing: no row of the train split of .* in 'text'"):
+        prepared(run_of(path, "data.drop_missing=true"))
+
+
+# kind of task_runs -> what a row lacks, and the key that is named
+OTHERS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "packed": [({"text": None}, "task.text"), ({"text": ""}, "task.text"), ({"text": " "}, "task.text")],
+    "prompts": [({"question": ""}, "task.prompt"), ({"answer": None}, "task.response")],
+    "messages": [
+        ({"messages": None}, "task.messages"),
+        ({"messages": []}, "task.messages"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]}, "task.messages"),
+    ],
+    "translation": [
+        ({"translation": {"en": "", "de": "b"}}, "task.source"),
+        ({"translation": {"en": "a", "de": None}}, "task.target"),
+        ({"translation": None}, "task.source"),
+    ],
+    "token_classification": [
+        ({"tokens": None, "tags": None}, "task.words"),
+        ({"tokens": [], "tags": []}, "task.words"),
+        ({"tokens": ["a", ""], "tags": ["O", "O"]}, "task.words"),
+        ({"tokens": ["a", "b"], "tags": ["O", None]}, "task.tags"),
+        ({"tokens": ["a", "b"], "tags": ["", "O"]}, "task.tags"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "place"), [(kind, i) for kind, cases in OTHERS.items() for i in range(len(cases))])
+def test_every_task_does_so(kind: str, place: int, tmp_path: Path) -> None:
+    import random
+
+    change, key = OTHERS[kind][place]
+    draw = random.Random(0)
+    rows = [rows_of(kind, draw) for _ in range(60)]
+    write(tmp_path / "data.jsonl", [row | change if i == 4 else row for i, row in enumerate(rows)])
+    values = TASKS[kind] | {"tokenizer": {"train": "bpe", "vocab_size": 400}}
+    with pytest.raises(RunError, match=rf"{key}: .* 1 of 60 \(row 4 holds .*data.drop_missing=true"):
+        prepared(run_of(tmp_path / "data.jsonl", **values))
+    found = prepared(run_of(tmp_path / "data.jsonl", "data.drop_missing=true", **values))
+    write(tmp_path / "whole.jsonl", [row for i, row in enumerate(rows) if i != 4])
+    whole = prepared(run_of(tmp_path / "whole.jsonl", **values))
+    assert found.key == whole.key
+    assert found.facts["left_out"] == {"train": 1}
+    if kind == "token_classification":
+        assert found.facts["labels"] == ["B-ANIMAL", "I-ANIMAL", "O"]
+
+
+def test_it_is_said_aloud(tmp_path: Path) -> None:
+    rows = [row | ({"text": ""} if i < 3 else {}) for i, row in enumerate(GOOD["classification"])]
+    run = run_of(save(tmp_path / "data.jsonl", rows), "data.drop_missing=true")
+    found = prepared(run)
+    assert left_out(found.facts) == "; left out for want of a text or label: 3 of train"
+    assert sum(len(Columns(path)) for path in found.splits.values()) == 37
+    assert json.loads(json.dumps(found.facts))["left_out"] == {"train": 3}

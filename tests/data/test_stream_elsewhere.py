@@ -1,0 +1,306 @@
+"""Streams of shards that lie elsewhere: the same batches as from local ones, a bounded part of them on this machine,
+and faults on the way."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.run import Run, RunError
+from lockstep.data import arrow_cache as shard_index
+from lockstep.data import object_store, shard_cache
+from lockstep.data.cache import cache_folder
+from lockstep.data.prepare import prepare
+from lockstep.data.stream import ABOUT
+from lockstep.data.streamed import Unreadable
+from lockstep.tasks.classification import Classification
+from support.harness import run_on
+from support.hub_server import Hub
+from support.store_server import BUCKET, Asked, Store
+from support.stream_runs import SMALL, batches, content, feed_of, shards, streamed, trained
+from support.web_server import Served
+
+RUN = ("batch_size=8", "epochs=2", "steps=null", "seed=3")
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shard_index, "available_cores", lambda: 1)
+    monkeypatch.setattr(object_store.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def web() -> Iterator[Served]:
+    with Served() as served:
+        yield served
+
+
+def on_web(web: Served, folder: Path, *overrides: str) -> Run:
+    """A run that streams these files, with room for three of them."""
+    web.files = content(folder)
+    train = [f"{web.address}/{name}" for name in web.files if name.startswith("train")]
+    room = 3 * max(map(len, web.files.values())) / 1e9
+    data = SMALL | {"source": None, "train": train, "validation": f"{web.address}/validation.jsonl"}
+    return streamed(folder, *RUN, f"data.stream_cache_gb={room}", *overrides, data=data)
+
+
+def held() -> int:
+    """Bytes of copies on this machine."""
+    found = 0
+    for at, _, names in os.walk(cache_folder() / "shards"):  # where others come and go meanwhile
+        for name in names:
+            with suppress(FileNotFoundError):
+                found += os.stat(f"{at}/{name}").st_size if name.endswith(".jsonl.gz") else 0
+    return found
+
+
+def told(run: Run) -> str:
+    with pytest.raises(RunError) as caught:
+        prepare(run, Classification)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# -- what comes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cores", [1, pytest.param(2, marks=pytest.mark.processes)])
+def test_the_same_batches_as_from_local_shards_in_a_bounded_cache(
+    cores: int, web: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_index, "available_cores", lambda: cores)
+    run = on_web(web, folder)
+    feed, most = feed_of(run), run.data.stream_cache_gb * 1e9
+    wanted = batches(feed_of(streamed(folder, *RUN, data=SMALL)))
+    found = []
+    for step in range(feed.total):
+        batch = feed.make(step)
+        found.append(
+            (batch.ids.tolist(), [(m.inputs["input_ids"].tolist(), m.targets.tolist()) for m in batch.micro_batches])
+        )
+        assert 0 < held() <= most
+    assert found == wanted
+    web.asked.clear()
+    after = feed.total - 20
+    assert batches(feed_of(run), after) == wanted[after:]  # a resume fetches what it reads, and little ahead
+    assert len(web.asked) <= 20 * 8 // 40 + 2 + shard_cache.AHEAD
+    assert batches(feed_of(run, 1, 2), after)[0][0] == wanted[after][0]
+
+
+def test_what_was_read_makes_room_before_what_waits_to_be(web: Served, folder: Path) -> None:
+    run = on_web(web, folder)
+    feed_of(run)
+    told = next((cache_folder() / "tokens").rglob(ABOUT))
+    made = shard_cache.ShardCache(json.loads(told.read_text())["files"], run.data.stream_cache_gb)
+    waits, read, *others = made.paths
+    for path in (waits, read):
+        made.fetch(path)
+    made.opened(read).close()
+    made.done_with(read)
+    for path in others:
+        made.fetch(path)
+        if not read.exists():
+            break
+    assert not read.exists()
+    assert waits.exists()
+
+
+@pytest.mark.parametrize("fault", ["cut", "slow", 503], ids=str)
+def test_faults_that_pass_are_not_noticed(fault: int | str, web: Served, folder: Path) -> None:
+    run = on_web(web, folder)
+    web.faults = {name: [fault] * 2 for name in web.files}
+    wanted = batches(feed_of(streamed(folder, *RUN, data=SMALL)), 50)
+    feed = feed_of(run)
+    web.faults = {name: [fault] * 2 for name in web.files}
+    assert batches(feed, 50) == wanted
+    assert any(len(left) < 2 for left in web.faults.values())
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".tar"])
+def test_other_formats(ending: str, web: Served, tmp_path: Path) -> None:
+    folder = shards(tmp_path / "data", ending, [30, 20])
+    task = {"task": {"text": "json.text", "label": "json.label"}} if ending == ".tar" else {}
+    validation = shards(tmp_path / "other", sizes=[4]) / "validation.jsonl"
+    if task:
+        rows = [{"json": json.loads(line)} for line in validation.read_text().splitlines()]
+        validation.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "validation.jsonl").write_bytes(validation.read_bytes())
+    web.files = content(folder)
+    train = [f"{web.address}/{name}" for name in web.files if name.startswith("train")]
+    data = {"source": None, "train": train, "validation": str(validation)}  # which may be here
+    assert batches(feed_of(streamed(folder, *RUN, data=data, **task))) == batches(
+        feed_of(streamed(folder, *RUN, data={"validation": str(validation)}, **task))
+    )
+
+
+@pytest.mark.processes
+def test_the_same_bits_on_two_processes(web: Served, folder: Path) -> None:
+    run = on_web(web, folder, "strategy.name=ddp", "epochs=null", "steps=8")
+    local = streamed(folder, "strategy.name=ddp", "batch_size=8", "steps=8", "seed=3", data=SMALL)
+    (alone,) = run_on(1, trained, local, run=local)
+    assert run_on(2, trained, run, run=run)[0] == alone
+
+
+# -- what does not ---------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_stays_away_ends_training_where_it_can_go_on(web: Served, folder: Path) -> None:
+    run = on_web(web, folder)
+    feed = feed_of(run)
+    web.faults = {name: [503] * 1000 for name in web.files}
+    with pytest.raises(Unreadable) as caught:
+        batches(feed)
+    assert "the server answered 503" in str(caught.value)
+    assert f"{web.address}/train-0" in str(caught.value)
+    assert str(caught.value).endswith("Once it can be had, the same command goes on")
+    web.faults = {}
+    assert batches(feed_of(run)) == batches(feed_of(streamed(folder, *RUN, data=SMALL)))
+
+
+@pytest.mark.parametrize("how", ["other", "gone", "cut off"])
+def test_a_shard_that_changed_there_is_refused_by_its_address(how: str, web: Served, folder: Path) -> None:
+    run = on_web(web, folder)
+    feed = feed_of(run)
+    for name in [name for name in web.files if name.startswith("train")]:
+        if how == "gone":
+            del web.files[name]
+        else:
+            web.files[name] = web.files["train-00.jsonl.gz"] if how == "other" else web.files[name][:-9]
+    web.files["train-00.jsonl.gz"] = b"what is this"
+    with pytest.raises(Unreadable) as caught:
+        batches(feed)
+    said = "there is nothing at" if how == "gone" else "was changed while it was read"
+    assert said in str(caught.value) or "there is nothing at" in str(caught.value)
+    assert f"{web.address}/train-0" in str(caught.value)
+    assert str(cache_folder()) not in str(caught.value)
+    assert "Put it back as it was" in str(caught.value)
+
+
+def test_bad_rows_and_shards_are_named_by_their_address(web: Served, folder: Path) -> None:
+    run = on_web(web, folder)
+    web.files["train-03.jsonl.gz"] = web.files["train-03.jsonl.gz"][:-20]
+    assert f"cannot unpack {web.address}/train-03.jsonl.gz from row " in told(run)
+    web.files["train-03.jsonl.gz"] = b""
+    assert f"{web.address}/train-03.jsonl.gz" in told(run)
+    del web.files["train-03.jsonl.gz"]
+    assert told(run) == f"data.train: there is nothing at {web.address}/train-03.jsonl.gz"
+
+
+def test_what_cannot_be_streamed_from_there_is_refused(web: Served, folder: Path) -> None:
+    run = on_web(web, folder, "data.stream_cache_gb=1e-6")
+    assert told(run).startswith(
+        "data.stream_cache_gb: 1e-06 GB have no room for two shards, of which the largest, http"
+    )
+    run = on_web(web, folder)
+    train = [*run.data.train[:1], str(folder / "train-01.jsonl.gz")]  # type: ignore[index]
+    assert "of the shards of a stream some are here" in told(streamed(folder, data={"source": None, "train": train}))
+    data = {"source": None, "train": run.data.train}
+    assert told(streamed(folder, data=data)).startswith("data.validation: missing; a share of a stream cannot be cut")
+    with pytest.raises(RunError, match="stream_cache_gb is about a stream"):
+        streamed(folder, "data.stream=false", "data.stream_window=8192", "data.stream_cache_gb=3")
+
+
+# -- the Hub ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with Hub() as hub:
+        from huggingface_hub import constants
+
+        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.hf_api.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.address)
+        monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+        yield hub
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["user/set", "hf://datasets/user/set/data", "hf://datasets/user/set@main/data"])
+def test_shards_of_the_hub_stay_at_one_commit(source: str, hub: Hub, folder: Path) -> None:
+    files = {f"data/{name}": data for name, data in content(folder).items()}
+    commit = hub.put("datasets", "user/set", files | {"README.md": b"# a set"})
+    run = streamed(folder, *RUN, data=SMALL | {"source": source})
+    wanted = batches(feed_of(streamed(folder, *RUN, data=SMALL)))
+    feed = feed_of(run)
+    assert f"@{commit}" in feed.task.prepared.facts["source"]
+    assert batches(feed) == wanted
+    index = feed.task.prepared.splits["train"]
+    hub.put("datasets", "user/set", files | {"README.md": b"# another card"})
+    assert feed_of(run).task.prepared.splits["train"] == index  # the same shards
+    changed = hub.put("datasets", "user/set", {name: data for name, data in files.items() if "06" not in name})
+    assert batches(feed) == wanted  # at its commit
+    assert f"@{changed}" in feed_of(run).task.prepared.facts["source"]
+    assert feed_of(run).task.prepared.key != feed.task.prepared.key
+
+
+def test_shards_of_the_hub_are_compared_with_their_hash(hub: Hub, folder: Path) -> None:
+    files = {f"data/{name}": data for name, data in content(folder).items()}
+    commit = hub.put("datasets", "user/set", files)
+    run = streamed(folder, *RUN, data=SMALL | {"source": "user/set"})
+    there = hub.repositories["datasets", "user/set"].commits[commit]
+
+    class Wrong(dict[str, bytes]):
+        """Gives other bytes for a file than it says."""
+
+        def get(self, name: str, default: Any = None) -> Any:
+            return super().get(name, default)[::-1] if "train-05" in name else super().get(name, default)
+
+    hub.repositories["datasets", "user/set"].commits[commit] = Wrong(there)
+    assert "data/train-05.jsonl.gz does not match the hash that the Hub has of it" in told(run)
+
+
+def test_what_the_hub_does_not_have_is_said(hub: Hub, folder: Path) -> None:
+    hub.put("datasets", "user/set", {"train.jsonl": b'{"text": "a", "label": 1}\n'})
+    assert "the Hub has no such repository" in told(streamed(folder, data={"source": "user/none"}))
+    assert "it has no revision 'v9'" in told(streamed(folder, data={"source": "user/set", "revision": "v9"}))
+    said = told(streamed(folder, data={"source": "user/set", "train": "other"}))
+    assert said == "data.train: user/set has no split 'other'; it has train"
+
+
+# -- an object store -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    pytest.importorskip("obstore", reason="needs the extras stores and clouds")
+    pytest.importorskip("moto", reason="needs the extras stores and clouds")
+    with Store() as store:
+        for name, value in store.environment.items():
+            monkeypatch.setenv(name, value)
+        yield store
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("cores", [1, pytest.param(2, marks=pytest.mark.processes)])
+def test_shards_of_a_bucket_with_faults(
+    cores: int, store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_index, "available_cores", lambda: cores)
+    for name, data in content(folder).items():
+        store.put(f"set/{name}", data)
+    left: dict[str, list[str | int]] = {name: ["cut", 503] for name in content(folder)}
+
+    def passing(asked: Asked) -> str | int | None:
+        faults = left.get(asked.key.rpartition("/")[2], []) if asked.method == "GET" else []
+        return faults.pop() if faults else None
+
+    store.fault = passing
+    room = 3 * max(map(len, content(folder).values())) / 1e9
+    run = streamed(folder, *RUN, f"data.stream_cache_gb={room}", data=SMALL | {"source": f"s3://{BUCKET}/set"})
+    feed = feed_of(run)
+    assert batches(feed) == batches(feed_of(streamed(folder, *RUN, data=SMALL)))
+    assert not any(left.values())
+    assert held() <= room * 1e9
+    for name, data in content(folder).items():
+        store.put(f"set/{name}", data + b"\0")
+    with pytest.raises(Unreadable, match=rf"s3://{BUCKET}/set/train-0\d.jsonl.gz was changed while it was read"):
+        batches(feed)

@@ -1,0 +1,282 @@
+"""Streams that are told wrongly, damaged, or changed while they are read: one message with file and row, and training
+that stops where it can go on."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.run import RunError
+from lockstep.data import arrow_cache as shard_index
+from lockstep.data import shard_files
+from lockstep.data.streamed import Streamed, Unreadable
+from support.command import LOCKSTEP, ended, lines, start
+from support.command import write as write_run
+from support.harness import run_on, tiny
+from support.stream_runs import (
+    LM,
+    PACKERS,
+    archive_of,
+    changed,
+    feed_of,
+    rows_of,
+    shards,
+    streamed,
+    task_of,
+    trained,
+    write,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_index, "available_cores", lambda: 1)
+
+
+# -- told wrongly ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("data.deduplicate=true", "deduplicate does not go with data.stream: it needs all rows of train at once"),
+        ("data.validation_fraction=0.2", "validation_fraction does not go with data.stream: to cut it off needs all"),
+        ("data.test_fraction=0.1", "test_fraction does not go with data.stream: to cut it off needs all rows"),
+        ("data.split_column=split", "split_column does not go with data.stream"),
+        ("data.group_by_length=5", "group_by_length does not go with data.stream: it sorts examples of many steps"),
+        (
+            "data.filter={text: {min_tokens: 3}}",
+            "filter: text: tokens are not counted in a stream before it is encoded",
+        ),
+        ("data.limit=10", "limit does not go with data.stream: name fewer shards in data.train"),
+        ("data.layout=parallel", "layout does not go with data.stream"),
+        ("data.columns=[text]", "columns does not go with data.stream: a stream reads no .csv"),
+        ("data.encoding=latin-1", "encoding does not go with data.stream: a stream reads UTF-8 only"),
+        ("model.compile=true", "model.compile: it looks for the shortest of all examples first"),
+        ("data.stream=false", "stream_window is about a stream: set data.stream=true"),
+        ("data.stream_window=0", "data.stream_window"),
+    ],
+)
+def test_keys_that_do_not_go_with_a_stream_are_refused(override: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError) as caught:
+        streamed(tmp_path, override)
+    assert told in str(caught.value)
+
+
+def test_tasks_that_cannot_stream_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        RunError, match=r"data.stream: the task embedding cannot: texts that are the same are found amo"
+    ):
+        streamed(tmp_path, task={"name": "embedding"})
+    with pytest.raises(RunError, match=r"data.stream: the model is asked about all rows of train before it is trained"):
+        streamed(tmp_path, task={"name": "preference"})
+    with pytest.raises(RunError, match=r"data.stream: it goes with one label a text, and not with multi_label"):
+        streamed(tmp_path, task={"multi_label": True})
+
+
+def said(folder: Path, *overrides: str, **values: Any) -> str:
+    with pytest.raises(RunError) as caught:
+        task_of(streamed(folder, *overrides, **values))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", rows_of(40))
+    assert "data.validation: missing; a share of a stream cannot be cut off" in said(tmp_path)
+    validation = write(tmp_path / "validation.jsonl", rows_of(8, 1))
+    for name in ("rows.csv", "rows.json", "rows.tsv.gz"):
+        (tmp_path / name).write_text("a")
+        told = said(tmp_path, f"data.train={tmp_path / name}")
+        assert told.startswith(f"data.train: {tmp_path / name} cannot be streamed, since nothing tells where its rows")
+    (tmp_path / "rows.txt").write_text("some text\n")
+    told = said(tmp_path, f"data.train={tmp_path / 'rows.txt'}", **LM)
+    assert "reads a .txt file line by line; set task.document=line" in told
+    assert "data.stream: builtin/emotion has no shards to stream" in said(tmp_path, "data.source=builtin/emotion")
+    told = said(tmp_path, "data.source=some/set")
+    assert "data.source: some/set is no local file or folder, and the Hub was asked: HF_HUB_OFFLINE is set" in told
+    archive = tmp_path / "more.tar"
+    archive.write_bytes(archive_of("more", rows_of(5)))
+    run = tiny("data.limit=null", f"data.source={archive}")
+    with pytest.raises(RunError, match=r"more.tar is an archive; archives are read in train, with data.stream=true"):
+        task_of(run)
+    assert "more.tar is an archive" in said(tmp_path, f"data.validation={archive}")
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    told = said(tmp_path, f"data.train={empty}", f"data.validation={validation}")
+    assert told == f"data.train: nothing to train on: 1 shard(s), {empty} first, hold no row that is used"
+    told = said(tmp_path, f"data.train={empty}", f"data.validation={validation}", **LM)
+    assert told.endswith("first, make no example")
+    rows = tmp_path / "train.jsonl"
+    told = said(tmp_path, f"data.train={rows}", f"data.validation={validation}", "data.filter={label: [anger]}")
+    assert "data.filter: no row of the validation split" in told
+    write(validation, [row | {"label": "anger"} for row in rows_of(8, 1)])
+    told = said(tmp_path, f"data.train={rows}", f"data.validation={validation}", "data.filter={label: [anger]}")
+    assert told.endswith(f"1 shard(s), {rows} first, hold no row that is used")
+
+
+def test_a_text_file_is_streamed_line_by_line(tmp_path: Path) -> None:
+    (tmp_path / "train-1.txt.gz").write_bytes(gzip.compress("\n".join(f"text {i} ; of;joy" for i in range(9)).encode()))
+    (tmp_path / "train-2.txt").write_text("a text;fear\n\nanother;joy\n")
+    (tmp_path / "validation.txt").write_text("a;joy\nb;fear\n")
+    task = task_of(streamed(tmp_path))
+    assert task.labels == ["fear", "joy"]
+    assert [int(label) for label in task.splits["train"].flat("label")[range(11)]] == [1] * 9 + [0, 1]
+    asked = {"name": "language_modeling", "document": "line", "packing": False, "block_size": 16}
+    assert len(task_of(streamed(tmp_path, task=asked)).splits["train"]) == 11
+
+
+# -- damaged ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [p for p in PACKERS if p])
+def test_a_shard_that_is_cut_off_is_named_with_the_row(packed: str, tmp_path: Path) -> None:
+    folder = shards(tmp_path, f".jsonl{packed}", [40, 3000])
+    path = folder / f"train-01.jsonl{packed}"
+    path.write_bytes(path.read_bytes()[:-200])
+    told = said(folder)
+    assert told.startswith(f"data.train: cannot unpack {path} from row ")
+    assert "it is cut off or damaged" in told
+    assert 0 <= int(told.partition("from row ")[2].partition(" ")[0].replace(",", "")) < 3000
+    path.write_bytes(b"")
+    assert f"cannot unpack {path} from row 0 on (it has no bytes)" in said(folder)
+    path.write_bytes(b"what is this")
+    assert f"cannot unpack {path} from row 0 on" in said(folder)
+
+
+@pytest.mark.parametrize("cut", [700, 1024])
+def test_an_archive_that_is_cut_off_is_named(cut: int, tmp_path: Path) -> None:
+    folder = shards(tmp_path, ".tar", [40, 30])
+    write(
+        folder / "validation.jsonl", [{"txt": "a", "json": {"label": "joy"}}, {"txt": "b", "json": {"label": "fear"}}]
+    )
+    path = folder / "train-01.tar"
+    whole = path.read_bytes().rstrip(b"\0")
+    whole += bytes(-len(whole) % 512)
+    path.write_bytes(whole if cut == 1024 else whole[:-cut])  # all members, without the end; or a part of the last
+    told = said(folder, task={"text": "txt", "label": "json.label"})
+    assert told.startswith(f"data.train: cannot read {path} from row ")
+
+
+def test_parquet_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    path = shards(tmp_path, ".parquet") / "train-02.parquet"
+    path.write_bytes(path.read_bytes()[:-30])
+    assert said(tmp_path).startswith(f"data.train: cannot read {path} from row 0 on (")
+
+
+def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_files, "ROWS", 10)
+    folder = shards(tmp_path)
+    path = folder / "train-02.jsonl"
+    good = path.read_text().splitlines()
+
+    def with_row(text: str, row: int = 25) -> str:
+        path.write_text("\n".join([*good[:row], text, *good[row + 1 :]]) + "\n")
+        return said(folder)
+
+    assert with_row("{'text': 1}").startswith(f"data.train: {path}, row 25: it is not JSON (")
+    assert with_row("[1]").startswith(f"data.train: {path}, row 25: wanted is a mapping of columns, and not '[1]'")
+    where = f"(rows are counted from row 20 of {path})"
+    assert "task.text: column 'text' of the train split of train-02.jsonl must hold" in with_row('{"label": "joy"}')
+    assert "in 1 of 10 (row 5 holds None)" in said(folder)
+    assert said(folder).endswith(where)
+    told = with_row('{"text": 7, "label": "joy"}')
+    assert "data.train: columns of train-02.jsonl hold values of several kinds: 'text' holds '" in told
+    assert "', and in row 5 7 (rows are counted" in told
+    assert told.endswith(where)
+    assert "hold values of several kinds" in with_row('{"text": "a", "label": ["joy"]}')
+    path.write_bytes("\n".join(good).encode()[:-10] + b"\xff\xfe\n")
+    assert "is not UTF-8" in said(folder)
+    path.write_text("\n".join(good).replace('"text"', '"body"'))
+    assert "data.train: train-02.jsonl has no column 'text'; it has body, label" in said(folder)
+    path.write_text("\n".join(json.dumps({"text": "a", "label": i % 2}) for i in range(5)))
+    assert "task.label: column 'label' of the train split mixes integers and strings" in said(folder)
+
+
+# -- changed while it is read ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("gone", "is gone; row "),
+        ("cut", "bytes now, and had "),
+        ("unlike", "a label that it had not before: 'fun'"),
+        ("other", "they are not what they were when the shards were counted"),
+    ],
+)
+def test_a_shard_that_changes_is_told_before_it_is_needed(how: str, told: str, tmp_path: Path) -> None:
+    run = streamed(shards(tmp_path, sizes=[200] * 4), "data.stream_window=8", "batch_size=8", "epochs=1", "steps=null")
+    feed = feed_of(run)
+    assert isinstance(feed.columns, Streamed)
+    last = feed.columns.place(int(feed.order.step(feed.total - 1)[0])).partition(",")[0]
+    changed(Path(last), how)
+    heard: list[str] = []
+    found = feed.steps(0, lambda caught: heard.append(str(caught)))
+    steps: list[int] = []
+    asked: list[int] = []
+
+    def go() -> None:
+        for batch in found:
+            steps.append(batch.step)
+            asked.extend([batch.step] * (len(heard) > len(asked)))
+
+    with pytest.raises(Unreadable) as caught:
+        go()
+    assert heard == [str(caught.value)]
+    assert told in heard[0]
+    assert last in heard[0]
+    assert "Put it back as it was, and the same command goes on" in heard[0]
+    assert steps[-1] - asked[0] == 1  # two steps are left: one to ask all ranks to stop, one to hear the answer
+    if how == "other":  # its size and time are those of the index
+        with pytest.raises(Unreadable):
+            next(feed_of(run).steps(steps[-1] + 1))
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("values", [{}, LM])
+def test_the_same_bits_on_one_two_and_three_processes(values: dict[str, Any], tmp_path: Path) -> None:
+    run = streamed(shards(tmp_path, ".jsonl.gz"), "strategy.name=ddp", "steps=12", **values)
+    (alone,) = run_on(1, trained, run, run=run)
+    for ranks in (2, 3):
+        found = run_on(ranks, trained, run, run=run)
+        assert found[0] == alone
+        assert all(other["losses"] == alone["losses"] for other in found)
+    (control,) = run_on(1, trained, run.model_copy(update={"seed": 1}), run=run)
+    assert control["weights"] != alone["weights"]
+
+
+@pytest.mark.processes
+def test_a_run_stops_before_a_changed_shard_and_goes_on_when_it_is_back(tmp_path: Path, cache: Path) -> None:
+    folder = shards(tmp_path / "data", sizes=[64] * 5)
+    data = {"source": str(folder), "stream": True, "stream_window": 16, "max_length": 32}
+    values: dict[str, Any] = {"data": data, "steps": 30, "batch_size": 8, "evaluate": {"every": 0}}
+    job, untouched = tmp_path / "job", tmp_path / "untouched"
+    for each in (job, untouched):
+        write_run(each, **values)
+    status, _, err = ended(start([*LOCKSTEP, "train", "run.yaml"], untouched, cache))
+    assert status == 0, err
+    feed = feed_of(streamed(folder, "data.stream_window=16", "batch_size=8", "steps=30"))
+    assert isinstance(feed.columns, Streamed)
+    path = Path(feed.columns.place(int(feed.order.step(26)[0])).partition(",")[0])
+    was, before = path.read_text(), path.stat()
+    changed(path, "other")
+    status, out, err = ended(start([*LOCKSTEP, "train", "run.yaml"], job, cache))
+    assert status == 75, err
+    assert "they are not what they were when the shards were counted" in err
+    assert f"data.train: {path}, rows " in err
+    assert "stopped on request after step " in out
+    stopped = max(line["step"] for line in lines(job))
+    path.write_text(was)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    status, out, err = ended(start([*LOCKSTEP, "train", "run.yaml", "launch.processes=3"], job, cache))
+    assert status == 0, err
+    assert f"resuming after step {stopped}" in out
+    exports = [(each / "out/export/model.safetensors").read_bytes() for each in (job, untouched)]
+    assert exports[0] == exports[1]

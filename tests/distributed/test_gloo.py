@@ -1,0 +1,108 @@
+"""Threads of a gloo group: as few as keep torch from freeing memory twice."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lockstep.config.run import Run
+from lockstep.distributed.world import World
+from lockstep.strategies.allreduce import AllReduce
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.evaluation import evaluate
+from lockstep.training.session import gloo_threads
+from support.harness import build, run_on, tiny
+
+pytestmark = pytest.mark.processes
+
+
+def threads(world: World) -> list[int]:
+    """Of the group of all, of that for decisions, of a mesh's, and of one that comes after them."""
+    across = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("one", "all")).get_group("all")
+    groups = [dist.group.WORLD, world._control, across, dist.new_group()]
+    assert all(dist.get_backend(group) == "gloo" for group in groups)
+    return [group._get_backend(torch.device("cpu")).options._threads for group in groups]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count"),
+    [("ddp", 2), ("allreduce", 2), ("fsdp2", 1), ("hf_accelerate", 1)],
+)
+def test_functional_collectives_are_ended_by_one_thread(strategy: str, count: int) -> None:
+    assert run_on(2, threads, run=tiny(f"strategy.name={strategy}")) == [[count] * 4] * 2
+
+
+def test_a_class_that_inherits_has_one() -> None:
+    class Mine(AllReduce):
+        pass
+
+    run = tiny("strategy.name=allreduce")
+    assert (gloo_threads(run, AllReduce), gloo_threads(run, Mine)) == (2, 1)
+
+
+def test_inexact_runs_too() -> None:
+    assert run_on(2, threads, run=tiny("strategy.name=ddp", "strategy.exact=false")) == [[1] * 4] * 2
+
+
+class Functional(TorchDispatchMode):
+    """Counts functional collectives, and those of sparse tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sparse = func.namespace == "c10d" and any(
+            isinstance(x, torch.Tensor) and x.is_sparse for x in tree_leaves(args)
+        )
+        self.count += sparse or func.namespace.startswith("_c10d_functional")
+        return func(*args, **(kwargs or {}))
+
+
+def functional_ones(world: World, run: Run) -> int:
+    """In two steps, with what a checkpoint, scores and the export take."""
+    with Functional() as seen:
+        task, strategy = build(run, world)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        strategy.dry_run(feed.longest())
+        for step in range(2):
+            strategy.train_step(feed.make(step), 1e-3)
+        strategy.state_dict()
+        evaluate(run, world, task, strategy, task.splits["validation"])
+        strategy.export()
+        strategy.close()
+    return seen.count
+
+
+@pytest.mark.parametrize("name", ["allreduce", "ddp"])
+def test_what_keeps_two_makes_no_functional_collective(name: str) -> None:
+    for keys in ((), ("precision=bf16", "model.dtype=bfloat16"), ("average.ema=0.9",)):
+        run = tiny(f"strategy.name={name}", *keys)
+        assert run_on(2, functional_ones, run, run=run) == [0, 0]
+
+
+def test_the_control_shards_make_some() -> None:
+    run = tiny("strategy.name=fsdp2")
+    assert min(run_on(2, functional_ones, run, run=run)) > 0
+
+
+def gathered(world: World, rounds: int) -> float:
+    """Many small functional all-gathers at once, as of a DTensor each."""
+    from torch.distributed import _functional_collectives as functional
+
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor  # renamed in torch 2.13
+    found = 0.0
+    for _ in range(rounds):
+        some = [gather(torch.full((4,), 1.0 + world.rank), 0, dist.group.WORLD) for _ in range(64)]
+        found += sum(float(functional.wait_tensor(each).sum()) for each in some)
+    return found
+
+
+@pytest.mark.long
+def test_many_functional_all_gathers() -> None:
+    """With two threads a rank ends by `malloc(): unaligned tcache chunk detected`, sooner or later, or hangs."""
+    assert run_on(4, gathered, 300, run=tiny("strategy.name=fsdp2"), timeout_s=600) == [64 * 40.0 * 300] * 4

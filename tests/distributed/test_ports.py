@@ -1,0 +1,319 @@
+"""What a stranger who reaches a job's ports can do: a pickle that is written there is never loaded, a port of one
+machine is open on the loopback alone, and whoever says nothing is not waited for without an end."""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+import threading
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
+
+from lockstep.config.run import RunError
+from lockstep.distributed import network, secret, stores, torch_internals, watchdog
+from lockstep.distributed.rendezvous import Unreached
+from lockstep.distributed.stores import Sealed
+from lockstep.distributed.world import World
+from lockstep.launchers import torchrun
+from lockstep.launchers.processes import elastic_rendezvous_state as meeting_state
+from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node, _parsed
+from support.harness import run_on, tiny
+
+KEY = "0123456789abcdef0123456789abcdef"
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets through /proc")
+
+
+class Code:
+    """A pickle that makes a folder when it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def rendezvous(port: int = 0, holds: bool = True, key: str = KEY, join: float = 20) -> ElasticRendezvous:
+    return ElasticRendezvous(
+        "127.0.0.1", port, 1, 2, Node("a", "127.0.0.1", 1, holds=holds), Limits(join, 1, 60), key=key
+    )
+
+
+def everywhere(raw: Any, met: ElasticRendezvous, value: bytes) -> None:
+    """Write under every key that a machine reads before it trains, where torch kept its pickle too."""
+    name = met.get_run_id()
+    raw.set(f"torch.rendezvous.{name}", value)
+    PrefixStore(f"lockstep-state-{name}", raw).set("state", value)
+
+
+@pytest.mark.parametrize("key", [KEY, ""])
+@pytest.mark.parametrize("how", [bytes, b64encode])
+def test_a_stranger_s_pickle_is_not_loaded(tmp_path: Path, key: str, how: Any) -> None:
+    first = rendezvous(key=key)
+    attack = pickle.dumps(Code(tmp_path / "ran"))
+    with pytest.raises(FileExistsError):  # the attack works where it is loaded
+        (tmp_path / "ran").mkdir() or pickle.loads(attack)
+    (tmp_path / "ran").rmdir()
+    stranger = stores.connected("127.0.0.1", first.port, 5, 5)
+    everywhere(stranger, first, how(attack))
+    with pytest.raises(RendezvousStateError, match="bears no seal of this job"):
+        first.next_rendezvous()
+    with pytest.raises(RendezvousStateError, match="bears no seal of this job"):
+        rendezvous(first.port, False, key).next_rendezvous()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_seal_without_the_secret_opens_nothing_of_a_job_that_has_one() -> None:
+    first = rendezvous()
+    with pytest.raises(RendezvousStateError, match="LOCKSTEP_SECRET is not the same on every machine"):
+        rendezvous(first.port, False, "another secret of a stranger")
+    with pytest.raises(RendezvousStateError, match="another machine has a LOCKSTEP_SECRET and this one has none"):
+        rendezvous(first.port, False, "")
+
+
+OTHER = "another secret of a stranger"
+WAYS = [
+    (KEY, OTHER, "LOCKSTEP_SECRET is not the same on every machine"),
+    (KEY, "", "another machine has a LOCKSTEP_SECRET and this one has none"),
+    ("", KEY, "this machine has a LOCKSTEP_SECRET and another one has none"),
+]
+
+
+@pytest.mark.parametrize(("theirs", "mine", "why"), WAYS)
+def test_a_machine_that_comes_with_another_secret_is_told_so(
+    theirs: str, mine: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = rendezvous(key=theirs)
+    monkeypatch.setenv("LOCKSTEP_SECRET", mine)
+    monkeypatch.setattr(torchrun, "prestart", lambda: None)  # nothing is started
+    options = ["launch.name=torchrun", "launch.machines=2", f"launch.rendezvous=127.0.0.1:{first.port}"]
+    run = tiny(*options, "launch.processes=1")
+    with pytest.raises(RunError, match=rf"launch\.rendezvous: the machines cannot meet at 127\.0\.0\.1:\d+: .*{why}"):
+        torchrun.Torchrun().start(run, torchrun.Torchrun().plan(run))
+    assert first.ended() is None  # the job is none the worse for it
+
+
+def said_of_another(world: World, secrets: tuple[str, str]) -> str:
+    os.environ["LOCKSTEP_SECRET"] = secrets[world.rank]
+    try:
+        world.join()
+    except Unreached as caught:
+        return str(caught)
+    return ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("theirs", "mine", "why"), WAYS)
+def test_ranks_with_different_secrets_are_told_so(theirs: str, mine: str, why: str) -> None:
+    """Those that meet without a launcher of ours: each says it, and no object is sent."""
+    first, second = run_on(2, said_of_another, (theirs, mine), joined=False)
+    assert re.match(rf"rank 1 of 2 on \S+ cannot train with rank 0: {why}\. Set the same one", second)
+    assert first.startswith("rank 0 of 2 on ")
+    assert run_on(2, said_of_another, (mine, mine), joined=False) == ["", ""]
+
+
+def test_a_forged_end_is_one_message() -> None:
+    first = rendezvous()
+    raw = stores.connected("127.0.0.1", first.port, 5, 5)
+    PrefixStore(f"lockstep-{first.get_run_id()}", raw).set("end", b'{"status": 0, "host": "b"}')
+    end = first.ended()
+    assert end is not None
+    assert end.status == 1
+    assert "'end' in the store bears no seal" in end.text.replace(f"{first.get_run_id()}/", "")
+
+
+def state(**values: Any) -> dict[str, Any]:
+    """A well-formed state of one machine that is there."""
+    node, now = ["stranger", 1, 0], "2199-01-01T00:00:00+00:00"
+    lists = {"participants": [[*node, 0]], "wait_list": [], "redundancy_list": [], "last_heartbeats": [[*node, now]]}
+    return {"round": 0, "complete": True, "deadline": None, "closed": False} | lists | values
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        state(round=-1),
+        state(last_heartbeats=[]),
+        state(wait_list=[["other", 1, 0]]),
+        state(participants=[["stranger", 1, 0, 0], ["other", 1, 0, 0]]),
+    ],
+)
+def test_a_state_that_cannot_be_is_told(forged: dict[str, Any]) -> None:
+    """Without a secret anybody can make the seal: what it holds is looked at, too."""
+    first = rendezvous(key="")
+    text = json.dumps(forged).encode()
+    key = f"{first.get_run_id()}/state/state"
+    raw = stores.connected("127.0.0.1", first.port, 5, 5)
+    PrefixStore(f"lockstep-state-{first.get_run_id()}", raw).set("state", secret.sealed("", key, text))
+    with pytest.raises(RendezvousStateError, match="is no such state"):
+        first.next_rendezvous()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"host": "b", "address": 3, "processes": 1},
+        {"host": "b", "address": "", "processes": "many"},
+        {"host": "b", "address": "", "processes": 1, "step": []},
+        {"other": 1},
+        ["b"],
+        3,
+    ],
+)
+def test_a_machine_that_cannot_be_is_told(told: Any) -> None:
+    with pytest.raises(RendezvousStateError, match="cannot be read"):
+        _parsed(Node, json.dumps(told).encode())
+
+
+def test_whatever_torch_elastic_makes_of_what_was_written_is_one_error() -> None:
+    first = rendezvous(key="")
+    for wrong in (KeyError("a"), ValueError("b"), AttributeError("c"), TypeError("d"), OverflowError("e")):
+        with pytest.raises(RendezvousStateError, match="makes no sense"), first.reading():
+            raise wrong
+    assert not first.gone
+    with pytest.raises(RendezvousConnectionError), first.reading():
+        raise RuntimeError("the store is gone")
+    assert first.gone
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[", b"3", b"{}", b'{"over": 0}', b'{"over": false}', b"[" * 100_000, b'{"over": true, "pid": 1}']
+)
+def test_a_sign_of_life_that_no_rank_gives_is_told(text: bytes) -> None:
+    with pytest.raises(RendezvousStateError, match="is no sign of life"):
+        watchdog.parsed(text)
+
+
+def test_a_rank_s_own_signs_of_life_are_read() -> None:
+    watching = watchdog.Watchdog(World(tiny()), 5)
+    watching._main = threading.get_ident()
+    for stuck in (True, False):
+        found = watching._beat(3, stuck)
+        assert watchdog.parsed(json.dumps(found).encode()) == found
+    assert watchdog.parsed(b'{"over": true}') == {"over": True}
+
+
+@linux
+@pytest.mark.processes
+def test_only_a_process_of_the_same_launcher_is_ended() -> None:
+    """Whoever writes a sign of life chooses the number that is in it."""
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        assert not watchdog.sibling(other.pid)
+        assert not any(watchdog.sibling(pid) for pid in (-1, 0, 1, os.getppid(), 2**31))
+        assert watchdog.sibling(os.getpid())
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_what_is_sealed_holds_for_its_own_key_only() -> None:
+    raw = dist.HashStore()
+    store = Sealed(raw, "room", KEY)
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+    raw.set("b", raw.get("a"))  # moved by a stranger
+    with pytest.raises(RendezvousStateError):
+        store.get("b")
+    with pytest.raises(RendezvousStateError):
+        Sealed(raw, "another room", KEY).get("a")
+    assert store.compare_set("c", "", "1") == b"1"
+    assert store.compare_set("c", "", "2") == b"1"
+    assert store.compare_set("c", "1", "2") == b"2"
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+KEYS = ("round", "complete", "deadline", "closed", "participants", "wait_list", "redundancy_list", "last_heartbeats")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.binary(max_size=60)
+    | json_like.map(lambda v: json.dumps(v).encode())
+    | st.fixed_dictionaries(dict.fromkeys(KEYS, json_like)).map(lambda v: json.dumps(v).encode())
+)
+def test_a_malformed_state_is_one_error(text: bytes) -> None:
+    with contextlib.suppress(RendezvousStateError):  # and nothing else
+        meeting_state._state(text)
+
+
+@pytest.mark.parametrize("text", [b"", b"3", b'{"round": "many"}', b"[" * 100_000, pickle.dumps(3)])
+def test_what_is_no_state_is_told(text: bytes) -> None:
+    with pytest.raises(RendezvousStateError, match="is no such state"):
+        meeting_state._state(text)
+
+
+def test_a_state_survives_its_text() -> None:
+    first = rendezvous()
+    first.next_rendezvous()
+    state = first._state()
+    again = meeting_state._state(meeting_state._text(state).encode())
+    assert vars(again) == vars(state)
+    assert state.participants
+
+
+def test_objects_between_ranks_bear_the_seal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = dist.distributed_c10d
+    for name in ("_pickler", "_unpickler"):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    torch_internals.seal_pickles(KEY)
+    tensor, size = module._object_to_tensor({"a": (1, "two")}, "cpu", None)
+    assert module._tensor_to_object(tensor, int(size), None) == {"a": (1, "two")}
+    with pytest.raises(secret.ForgedError):
+        module._unpickler(io.BytesIO(pickle.dumps(Code(tmp_path / "ran")))).load()
+    forged = secret.sealed("", "object", pickle.dumps(Code(tmp_path / "ran")))
+    with pytest.raises(secret.ForgedError):
+        module._unpickler(io.BytesIO(forged)).load()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(secret.VARIABLE, "hunter2")
+    with pytest.raises(RunError, match="shorter than 16 characters"):
+        secret.from_environment()
+
+
+def listening(port: int) -> set[str]:
+    """Addresses, as the kernel writes them, on which something listens at a port."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:] + Path("/proc/net/tcp6").read_text().splitlines()[1:]
+    places = [line.split()[1].split(":") for line in lines if line.split()[3] == "0A"]
+    return {address for address, number in places if int(number, 16) == port}
+
+
+@linux
+def test_one_machine_s_store_listens_on_the_loopback_alone() -> None:
+    first = ElasticRendezvous("127.0.0.1", 0, 1, 1, Node("a", "127.0.0.1", 2, holds=True), Limits(), key=KEY)
+    assert listening(first.port) == {"0100007F"}
+
+
+@linux
+def test_several_machines_meet_on_the_address_that_was_given() -> None:
+    own = network.route_to(network.OUTSIDE) if len(network.interfaces()) > 1 else "127.0.0.1"
+    store = stores.opened(own, 0, own != "127.0.0.1", 5)
+    written = socket.inet_aton(own)[::-1].hex().upper()
+    assert listening(store.port) == {written}
+    behind_a_name = stores.opened("127.0.0.1", 0, True, 5)  # others resolve the name to another address of this machine
+    assert listening(behind_a_name.port) == {"00000000"}
+
+
+def test_whoever_says_nothing_is_not_waited_for_for_ever() -> None:
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent, pytest.raises(network.NetworkError, match="has said nothing for 1 s"):
+        rendezvous(silent.getsockname()[1], holds=False, join=1)

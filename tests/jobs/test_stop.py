@@ -1,0 +1,60 @@
+"""Stopping by the clock, and at once."""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.run import RunError
+from lockstep.distributed.signals import AGAIN_S
+from support.command import LOCKSTEP, bits, ended, finish, start, step_of, until, write
+from support.harness import tiny
+from support.places import TESTS_PATH
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
+    pytest.mark.usefixtures("nobody_is_left"),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("processes", [1, 2])
+def test_stop_after_is_75_and_the_same_command_goes_on(
+    processes: int, tmp_path: Path, cache: Path, untouched: Path
+) -> None:
+    write(tmp_path)
+    option = f"launch.processes={processes}"
+    process = start([*LOCKSTEP, "train", "run.yaml", option, "max_time=0.001s"], tmp_path, cache)
+    status, out, err = ended(process)
+    assert status == 75, err
+    assert "stopped on request after step" in out
+    finish(tmp_path, cache, option)  # without the limit: it is no part of the arithmetic
+    assert bits(tmp_path) == bits(untouched)
+
+
+@pytest.mark.processes
+def test_the_second_interrupt_does_not_wait(tmp_path: Path, cache: Path) -> None:
+    write(tmp_path)
+    options = ["strategy.name=support.misbehaving.Endless", "launch.processes=1"]
+    process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=TESTS_PATH)
+    until(lambda: step_of(tmp_path) >= 15, "step 15", process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(AGAIN_S / 2)
+    process.send_signal(signal.SIGINT)  # as torchrun passes on what the terminal has sent already
+    time.sleep(AGAIN_S)
+    assert process.poll() is None  # it waits for the end of the step
+    process.send_signal(signal.SIGINT)
+    assert ended(process)[0] == 130
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("3h50m", 13800), ("90s", 90), ("1d", 86400), ("1.5h", 5400)])
+def test_durations(text: str, seconds: float) -> None:
+    assert tiny(f"max_time={text}").max_time_s == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "3 hours", "'90'"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(RunError, match="max_time"):
+        tiny(f"max_time={text}")

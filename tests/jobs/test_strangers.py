@@ -1,0 +1,218 @@
+"""Somebody else's OUTPUT: commands that only read import nothing it names, run nothing it holds, and read, push and
+signal nothing outside of it."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep.checkpoint.export import push
+from lockstep.cli import main
+from lockstep.config.run import RunError, load
+from lockstep.distributed import job_record
+from lockstep.launchers.cloud import sbatch
+from lockstep.launchers.slurm import log_of
+from lockstep.training.exported_model import finished
+from support.saving import run_in, trained
+
+RUN = {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}, "steps": 4}
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An OUTPUT, in whose parent, the working directory, a module leaves a mark when it is imported."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil_module.py").write_text(
+        "open('ran', 'w')\nfrom lockstep.launchers.local import Local\nclass Thing(Local): pass\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "evil_module", raising=False)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "run.yaml").write_text(yaml.safe_dump(RUN))
+    (folder / "log.txt").write_text("a line \x1b]0;owned\x07\n")
+    job_record.write(folder, job_record.here("local", 1))
+    return folder
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "stop", "report"])
+@pytest.mark.parametrize("section", ["task", "launch", "track", "strategy", "launch.json"])
+def test_nothing_of_the_folder_is_imported(command: str, section: str, theirs: Path, tmp_path: Path) -> None:
+    name = "evil_module.Thing"
+    if section == "launch.json":
+        job_record.write(theirs, replace(job_record.here(name, 1), status=0))
+    else:
+        job_record.write(theirs, replace(job_record.here("local", 1), status=0))
+        own = {"to": [name], name: {"a": 1}} if section == "track" else {"name": name, "a": 1}
+        (theirs / "run.yaml").write_text(yaml.safe_dump(RUN | {section: own}))
+    main([command, str(theirs)])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_launcher_of_one_s_own_is_imported_when_asked_for(theirs: Path, tmp_path: Path) -> None:
+    job_record.write(theirs, replace(job_record.here("evil_module.Thing", 1), status=0))
+    assert main(["status", str(theirs)]) == 2
+    assert main(["status", str(theirs), "--trust"]) == 0
+    assert (tmp_path / "ran").exists()
+
+
+def test_what_a_log_says_commands_no_terminal(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", str(theirs)]) == 0
+    assert capsys.readouterr().out == "a line \\x1b]0;owned\\x07\n"
+
+
+def test_no_file_outside_is_shown(theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "private").write_text("a private key\n")
+    (theirs / "log.txt").unlink()
+    (theirs / "log.txt").symlink_to(tmp_path / "private")
+    assert main(["logs", str(theirs)]) == 2
+    run = load(theirs / "run.yaml", {"output": str(theirs)})
+    for path in (tmp_path / "private", theirs / "../private", Path("/etc/passwd"), tmp_path / "slurm-1_0.out"):
+        if path.name.startswith("slurm"):
+            path.symlink_to("/etc/passwd")
+        with pytest.raises(RunError, match="it is not read"):
+            log_of(run, job_record.here("slurm", 1, "1", {"log": str(path)}))
+    (theirs / "slurm-2.out").symlink_to("/etc/passwd")
+    with pytest.raises(RunError, match="it is not read"):
+        log_of(run, job_record.here("slurm", 1, "2"))
+    beside = tmp_path / "slurm-12_3.out"  # a sweep's own
+    assert log_of(run, job_record.here("slurm", 1, "15", {"log": str(beside)})) == beside
+    assert "private key" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("job", ["--all", "-u me", "1;id", "1\nid", "$(id)", "a b", 3, ["1"]])
+def test_an_id_that_is_none_is_not_handed_to_a_scheduler(job: object, theirs: Path) -> None:
+    for changed in ({"job": job}, {"facts": {"step": job}}, {"facts": {"namespace": job}}):
+        values = json.loads((theirs / "launch.json").read_text()) | changed
+        (theirs / "launch.json").write_text(json.dumps(values))
+        assert job_record.read(theirs) is None
+    for good in ("12", "12_3", "12.0", "lockstep-run-0a1b2c", "ns/name", "arn:aws:eks:eu-1:1:cluster/x", "1_[0-3%2]"):
+        values = json.loads((theirs / "launch.json").read_text()) | {"job": good, "facts": {}}
+        (theirs / "launch.json").write_text(json.dumps(values))
+        assert job_record.read(theirs) is not None, good
+
+
+def test_a_process_that_another_user_names_is_not_stopped(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert main(["stop", str(theirs), "--wait", "0"]) == 2  # it names this very process
+    assert "may name any process or job of yours" in capsys.readouterr().err
+
+
+def test_code_of_the_folder_s_model_runs_only_if_asked_for(theirs: Path) -> None:
+    (theirs / "export").mkdir()
+    (theirs / "export/config.json").write_text("{}")
+    asking = RUN | {"model": {"type": "gpt2", "trust_remote_code": True}}
+    (theirs / "run.yaml").write_text(yaml.safe_dump(asking))
+    with pytest.raises(RunError, match="code of a folder runs only if you do"):
+        finished(theirs, [])
+    assert main(["predict", str(theirs), "a text"]) == 2
+    assert finished(theirs, ["model.trust_remote_code=true"])[0].model.trust_remote_code
+    assert not finished(theirs, {"model.trust_remote_code": False})[0].model.trust_remote_code
+
+
+@pytest.mark.parametrize("linked", ["export/notes.txt", "export/deep/notes.txt", "export"])
+def test_a_link_is_not_pushed(linked: str, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+    real = tmp_path / "private"
+    real.mkdir()
+    (real / "README.md").write_text("---\nlibrary_name: transformers\n---\n")
+    if linked == "export":
+        (theirs / "export").symlink_to(real)
+    else:
+        (theirs / linked).parent.mkdir(parents=True)
+        (theirs / "export/README.md").write_text("a card")
+        (theirs / linked).symlink_to(real / "README.md")
+    with pytest.raises(RunError, match="is a link; what it leads to is not pushed"):
+        push(theirs, "user/model", True, print)
+
+
+def job(folder: Path, **values: object) -> sbatch.Job:
+    asked = {
+        "name": "run",
+        "nodes": 1,
+        "tasks": 1,
+        "processes": 1,
+        "folder": folder,
+        "here": Path("/"),
+        "command": ["x"],
+    }
+    return sbatch.Job(**(asked | values))  # type: ignore[arg-type]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["$(touch ran)", "`touch ran`", 'a" ; touch ran; "', "a'; touch ran; '", "$HOME x"])
+def test_a_folder_s_name_runs_nothing_in_an_array_s_file(name: str, tmp_path: Path) -> None:
+    text = sbatch.text_of(
+        job(Path("/data") / name, array=[Path("/data") / name / "run.yaml"], command=["echo", "$run"])
+    )
+    shown = 'printf "%s\\n" "$LOCKSTEP_FACT" "$run"\n'
+    lines = [line for line in text.splitlines() if line.startswith(("export", "runs", "run=", ")", "  "))]
+    script = "\n".join(line for line in lines if "scontrol" not in line) + "\n" + shown
+    variables = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [f"log=/data/{name}/slurm-7_0.out", f"/data/{name}/run.yaml"], done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_newline_ends_no_line_of_a_job_s_file(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no sbatch file can hold"):
+        sbatch.text_of(job(Path("/data/a\ntouch ran")))
+    with pytest.raises(RunError, match="no sbatch file can hold"):
+        sbatch.text_of(job(Path("/data"), here=Path("/a\ntouch ran")))
+    assert shlex.split(sbatch.text_of(job(Path("/data/a b"))).splitlines()[1].partition("again by hand:")[2]) == [
+        "sbatch",
+        "/data/a b/job.sbatch",
+    ]
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("what", ["documents", "another run"])
+def test_an_output_that_a_link_replaces_is_not_written_through(what: str, tmp_path: Path) -> None:
+    """What is behind it stays as it was, and the model is kept elsewhere."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "log.txt").write_text("theirs\n")
+    (theirs / "checkpoints").mkdir()
+    if what == "another run":
+        (theirs / "run.yaml").write_text(yaml.safe_dump(RUN))
+        job_record.write(theirs, replace(job_record.here("local", 1), main=job_record.Process("elsewhere", 1, "")))
+    before = files_in(theirs)
+    run = run_in(tmp_path / "out", f"checkpoint.rescue={tmp_path}/rescue", "checkpoint.every=2")
+
+    def swap() -> None:
+        run.folder.rename(tmp_path / "moved")
+        run.folder.symlink_to(theirs)
+
+    status, said = trained(run, 3, swap)
+    assert files_in(theirs) == before
+    assert list((theirs / "checkpoints").iterdir()) == []
+    assert status == 1
+    assert f"was replaced by a link to {theirs}, where nothing is written" in said
+    (place,) = (tmp_path / "rescue").iterdir()
+    assert (place / "export/model.safetensors").is_file()
+    assert "begins from the start" in said
+    assert (tmp_path / "moved/checkpoints/step-000002").is_dir()  # what was there before
+
+
+def test_an_output_that_is_moved_and_linked_is_written_on(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "out", "checkpoint.every=2")
+
+    def move() -> None:
+        run.folder.rename(tmp_path / "elsewhere")
+        run.folder.symlink_to(tmp_path / "elsewhere")
+
+    status, said = trained(run, 3, move)
+    assert status == 0, said
+    assert (tmp_path / "elsewhere/checkpoints/step-000006").is_dir()
+    assert (tmp_path / "elsewhere/export/model.safetensors").is_file()

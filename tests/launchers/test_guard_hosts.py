@@ -1,0 +1,67 @@
+"""`sdc_check.on_difference: evict` between machines: the one that computes wrongly leaves, the others go on, and it is
+not let in again. Three network namespaces that share OUTPUT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config.errors import EXCLUDED
+from lockstep.track.report.history import lines_of
+from support import hosts
+from support.host_jobs import QUICK, STEPS, alone, bits, torchrun, write
+from support.hosts import Hosts, Job
+from support.marks import long
+
+__all__ = ["alone"]  # a fixture
+
+pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
+EXCLUDE = ("sdc_check.every=1", "sdc_check.on_difference=evict")
+
+
+@pytest.fixture
+def three(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
+    with hosts.hosts(3, tmp_path, cache) as made:
+        yield made
+
+
+def started(three: Hosts, host: int, strategy: str, folder: Path) -> Job:
+    words = [*QUICK, "launch.last_call_timeout_s=300", *EXCLUDE, f"strategy.name=support.faulty_host.{strategy}"]
+    return torchrun(three, host, *words, folder=folder, machines="2:3")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", ["WrongGradient", long("WrongOnFirstHost"), long("WrongWeight")])
+def test_a_machine_that_computes_wrongly_is_taken_out(
+    strategy: str, three: Hosts, alone: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job has the bits of one that it was never in, also where the machine is the one that the others meet on. They
+    wait `last_call_timeout_s` for nobody: all are there that may come."""
+    shared = write(tmp_path / "shared")
+    wrong = 0 if strategy == "WrongOnFirstHost" else 1
+    jobs = [started(three, host, strategy, shared) for host in range(3)]
+    for host, job in enumerate(jobs):
+        assert job.ended() == (EXCLUDED if host == wrong else 0), job.out + job.err
+    assert f"host-{wrong} computed wrongly (guard) and is taken out; the others go on without it" in jobs[wrong].err
+    for job in jobs:  # each machine says it
+        told = " ".join(job.err.split())
+        assert f"host-{wrong} is taken out, and the job goes on without it" in told
+    left = [host for host in range(3) if host != wrong]
+    met = f"machines   2 at {three.address(0)}:29400: host-{left[0]} (rank 0), host-{left[1]} (rank 1)"
+    assert met in jobs[left[0]].out
+    found = [line for line in lines_of(shared / "out/events.jsonl", ("event",)) if line["event"] == "guard"]
+    assert [line["out"] for line in found] == [[f"host-{wrong}"]]
+    assert 7 <= found[0]["step"] < STEPS
+    assert bits(shared) == alone
+
+    again = started(three, wrong, strategy, shared)
+    assert again.ended() == 2
+    assert f"host-{wrong} was taken out of this run, because it computed wrongly (guard)" in " ".join(again.err.split())
+    assert json.loads((shared / f"out/excluded-host-{wrong}.json").read_text())["host"] == f"host-{wrong}"
+    assert main(["status", str(shared / "out")]) == 0
+    assert f"taken out  host-{wrong}, which computed wrongly in step" in capsys.readouterr().out
+    assert f"host-{wrong} computed wrongly and left" in (shared / "out/report.html").read_text()

@@ -1,0 +1,388 @@
+"""OUTPUT has one owner at a time, on one machine and on several, however they end; and it is nobody else's folder."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config.run import Run, RunError, keep
+from lockstep.distributed import job_record
+from lockstep.distributed.job_record import Process
+from lockstep.launchers.processes import output_lock
+from lockstep.launchers.processes.output import check_ours
+from lockstep.launchers.processes.output_lock import FILE, Holder, take
+from support.harness import TINY, tiny
+
+HOLD = """
+import sys
+from pathlib import Path
+from lockstep.launchers.processes import output_lock
+if sys.argv[2] == "without":
+    output_lock._flock = lambda *_: None
+lock = output_lock.take(Path(sys.argv[1]), print, beat_s=0.1)
+print("taken", flush=True)
+sys.stdin.read()
+lock.release()
+"""
+HELD = "is being trained already"
+
+
+def nothing(text: str) -> None:
+    raise AssertionError(f"nobody was to be told: {text}")
+
+
+@pytest.fixture
+def holding(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the lock of `tmp_path/out`."""
+    with holder(tmp_path / "out") as process:
+        yield process
+        process.kill()
+
+
+def holder(folder: Path, flock: str = "with") -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder), flock], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "taken\n"
+    return process
+
+
+def written(folder: Path, **changes: object) -> Path:
+    """A lock that nobody here has: of another machine, unless told otherwise."""
+    held = Holder("t", Process("elsewhere", 7, "then"), "another kernel", "", True, time.time())
+    folder.mkdir(exist_ok=True)
+    (folder / FILE).write_text(f"{0:012d}\n{json.dumps(asdict(replace(held, **changes)))}\n")
+    return folder / FILE
+
+
+# -- on one machine --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("flock", ["with", "without"])
+def test_one_at_a_time_and_whoever_is_killed_is_replaced_at_once(
+    flock: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if flock == "without":
+        monkeypatch.setattr(output_lock, "_flock", lambda *_: None)
+    process = holder(tmp_path / "out", flock)
+    with pytest.raises(RunError, match=rf"{HELD} \(process {process.pid} on .*output=FOLDER"):
+        take(tmp_path / "out", nothing)
+    process.kill()
+    process.wait()
+    take(tmp_path / "out", nothing).release()
+    assert not (tmp_path / "out" / FILE).exists()
+
+
+@pytest.mark.processes
+def test_one_that_ends_properly_leaves_nothing(tmp_path: Path, holding: subprocess.Popen[str]) -> None:
+    holding.communicate("")
+    assert not (tmp_path / "out").exists()
+    lock = take(tmp_path / "out", nothing)
+    (tmp_path / "out" / "log.txt").touch()
+    lock.release()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["log.txt"]
+
+
+@pytest.mark.processes
+def test_a_number_that_was_given_to_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_lock, "_flock", lambda *_: None)
+    this = Process.this()
+    own = {"kernel": output_lock._kernel(), "space": output_lock._space()}
+    written(tmp_path, process=this, **own)
+    with pytest.raises(RunError, match=HELD):
+        take(tmp_path, nothing)
+    written(tmp_path, process=Process(this.host, this.pid, "yesterday"), **own)
+    take(tmp_path, nothing).release()
+
+
+@pytest.mark.processes
+def test_of_many_that_come_at_once_one_has_it(tmp_path: Path) -> None:
+    """Also where the one before them was killed."""
+    for _ in range(10):
+        process = holder(tmp_path)
+        process.kill()
+        process.wait()
+        found: list[output_lock.Lock] = []
+        refused: list[RunError] = []
+
+        def come(found: list[output_lock.Lock] = found, refused: list[RunError] = refused) -> None:
+            try:
+                found.append(take(tmp_path, nothing))
+            except RunError as caught:
+                refused.append(caught)
+
+        threads = [threading.Thread(target=come) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(found), len(refused)) == (1, 7)
+        found[0].release()
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- on several ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_on_another_machine_a_heart_that_beats_is_alive(tmp_path: Path) -> None:
+    path, over = written(tmp_path), threading.Event()
+
+    def beat() -> None:
+        for number in range(1, 1000):
+            if over.wait(0.1):
+                return
+            with open(path, "r+b") as file:
+                file.write(b"%012d" % number)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    said: list[str] = []
+    try:
+        with pytest.raises(RunError, match=rf"{HELD} \(process 7 on elsewhere"):
+            take(tmp_path, said.append, beat_s=0.2, stale_s=60)
+    finally:
+        over.set()
+        thread.join()
+    assert len(said) == 1
+    assert "Watching it for 60 s" in said[0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("torn", [False, True])
+def test_on_another_machine_one_without_a_beat_is_dead_after_a_while(torn: bool, tmp_path: Path) -> None:
+    path = written(tmp_path)
+    if torn:  # killed while it wrote its name
+        path.write_bytes(b"")
+    said: list[str] = []
+    lock = take(tmp_path, said.append, beat_s=0.02, stale_s=0.5)
+    assert len(said) == 1
+    assert "Watching it for 0.5 s" in said[0]
+    assert f"delete {path}" in said[0]
+    lock.release()
+
+
+def test_one_that_is_about_to_write_its_name_is_let_do_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the making of a lock and its first line there is a moment in which others may come."""
+    path = written(tmp_path)
+    path.write_bytes(b"")
+    monkeypatch.setattr(output_lock.time, "sleep", lambda seconds: written(tmp_path))
+    with pytest.raises(RunError, match="process 7 on elsewhere"):
+        take(tmp_path, nothing)
+
+
+@pytest.mark.processes
+def test_one_that_is_long_dead_is_watched_for_three_beats(tmp_path: Path) -> None:
+    os.utime(written(tmp_path), (0, 0))
+    said: list[str] = []
+    take(tmp_path, said.append, beat_s=0.02).release()
+    assert "Watching it for 0.06 s" in said[0]
+
+
+@pytest.mark.processes
+def test_status_and_stop_know_it(tmp_path: Path) -> None:
+    record = job_record.here("local", 2)
+    assert output_lock.now(tmp_path, record) == (record, None)
+    path = written(tmp_path)
+    found, state = output_lock.now(tmp_path, None)
+    assert found is not None
+    assert (found.process.host, found.process.pid) == ("elsewhere", 7)
+    assert state is not None
+    assert (state.word, state.text) == ("running", "process 7 on elsewhere")
+    old = replace(record, status=75)  # ended, and somebody is at it again
+    assert output_lock.now(tmp_path, old)[0] == found
+    other = replace(record, process=Process("elsewhere", 7, "then"))
+    assert output_lock.now(tmp_path, other) == (other, state)
+    queued = replace(record, launcher="slurm", job="12")
+    assert output_lock.now(tmp_path, queued) == (queued, None)
+    os.utime(path, (0, 0))
+    gone = output_lock.now(tmp_path, other)[1]
+    assert gone is not None
+    assert gone.word == "gone"
+
+
+# -- taken away ------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_deleted_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = threading.Event()
+    monkeypatch.setattr(os, "kill", lambda pid, number: asked.set() if number == signal.SIGTERM else None)
+    lock = take(tmp_path / "out", nothing, beat_s=0.05)
+    assert lock.verdict(0) == 0
+    (tmp_path / "out").rename(tmp_path / "moved")
+    assert asked.wait(60)  # as if stopped by a person: with a checkpoint
+    assert [lock.verdict(status) for status in (0, 1, 75)] == [1, 1, 1]
+    assert (tmp_path / "out" / FILE).exists()  # still its own
+    with pytest.raises(RunError, match=HELD):
+        take(tmp_path / "out", nothing)
+    lock.release()
+    assert capfd.readouterr().err.count("was deleted or moved away") == 1
+
+
+def test_a_folder_that_a_link_replaces_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not even its lock is made there, nor is the record of another run touched; a link to where it was moved is it."""
+    asked = threading.Event()
+    monkeypatch.setattr(os, "kill", lambda pid, number: asked.set() if number == signal.SIGTERM else None)
+    (theirs := tmp_path / "theirs").mkdir()
+    job_record.write(theirs, job_record.here("local", 1))
+    before = {path.name: path.read_bytes() for path in theirs.iterdir()}
+    lock = take(tmp_path / "out", nothing, beat_s=0.05)
+    (tmp_path / "out").rename(tmp_path / "moved")
+    (tmp_path / "out").symlink_to(tmp_path / "moved")
+    assert lock.verdict(0) == 0
+    (tmp_path / "link").symlink_to(theirs)
+    (tmp_path / "link").replace(tmp_path / "out")  # at once: between two calls the folder would be missing
+    assert asked.wait(60)
+    assert lock.verdict(75) == 1
+    lock.release()
+    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
+    said = capfd.readouterr().err
+    assert said.count(f"out was replaced by a link to {theirs} while it was trained into") == 1
+    assert "nothing is written through the link" in said
+    assert "new folder of that name" not in said
+
+
+def test_deleted_in_the_last_moment(tmp_path: Path) -> None:
+    lock = take(tmp_path / "out", nothing, beat_s=1000)
+    shutil.rmtree(tmp_path / "out")
+    assert lock.verdict(0) == 1
+    lock.release()
+
+
+def test_another_folder_of_that_name_is_not_what_was_trained_into(tmp_path: Path) -> None:
+    lock = take(tmp_path / "out", nothing, beat_s=1000)
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    assert lock.verdict(0) == 1
+    lock.release()
+
+
+def test_a_lock_that_is_deleted_alone_is_made_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lock = take(tmp_path / "out", nothing, beat_s=1000)
+    (tmp_path / "out/run.yaml").touch()
+    for _ in range(2):
+        (tmp_path / "out" / FILE).unlink()
+        assert lock.verdict(0) == 0
+    with pytest.raises(RunError, match=HELD):
+        take(tmp_path / "out", nothing)
+    said = capfd.readouterr().err
+    assert said.count(".lock was deleted while") == 2
+    assert "moved away" not in said
+    lock.release()
+    assert not (tmp_path / "out" / FILE).exists()
+
+
+@pytest.mark.parametrize("also", [True, False])
+def test_a_folder_that_is_emptied_is_no_success(also: bool, tmp_path: Path) -> None:
+    """With the lock in it or without."""
+    lock = take(tmp_path / "out", nothing, beat_s=1000)
+    (tmp_path / "out/run.yaml").touch()
+    assert lock.verdict(0) == 0
+    (tmp_path / "out/run.yaml").unlink()
+    if also:
+        (tmp_path / "out" / FILE).unlink()
+    assert lock.verdict(0) == 1
+    lock.release()
+
+
+@pytest.mark.processes
+def test_whoever_finds_it_in_other_hands_ends_at_once(tmp_path: Path, holding: subprocess.Popen[str]) -> None:
+    (tmp_path / "out" / FILE).unlink()
+    written(tmp_path / "out")
+    assert holding.wait(60) == 1
+    assert b"elsewhere" in (tmp_path / "out" / FILE).read_bytes()
+
+
+# -- somebody else's folder ------------------------------------------------------------------------------------------
+
+
+def run_in(folder: Path) -> Run:
+    return tiny(f"output={folder}")
+
+
+def test_a_project_is_not_written_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "mine.csv").write_text("years of work")
+    (tmp_path / "run.yaml").write_text(json.dumps(TINY | {"output": "."}))
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert main(["train", "run.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "is not empty" in said
+    assert "export, run.yaml, train.py" in said
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "metrics.jsonl", "checkpoints", "notes"])
+def test_a_single_file_of_somebody_is_enough(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("name: mine\n")
+    with pytest.raises(RunError, match=f"it holds {name}"):
+        check_ours(run_in(tmp_path))
+
+
+def test_what_is_ours_is_taken(tmp_path: Path) -> None:
+    check_ours(run_in(tmp_path / "not there"))
+    run = run_in(tmp_path)
+    check_ours(run)
+    for name in (".DS_Store", "lost+found", "train.out", "slurm-7.out"):
+        (tmp_path / name).touch()
+    check_ours(run)
+    (tmp_path / "notes").touch()
+    with pytest.raises(RunError, match="it holds notes"):
+        check_ours(run)
+    job_record.write(tmp_path, job_record.here("local", 1))
+    check_ours(run)  # a person's notes in the folder of a run
+    (tmp_path / "launch.json").write_text("{")  # a power cut
+    with pytest.raises(RunError, match=r"it holds launch\.json, notes"):
+        check_ours(run)
+    keep(run)  # as a sweep does before it starts a trial, and every start
+    check_ours(run)
+    (tmp_path / "run.yaml").write_text(run.model_copy(update={"output": "elsewhere"}).dump())  # a copy
+    with pytest.raises(RunError, match=r"it holds launch\.json, notes, run\.yaml"):
+        check_ours(run)
+
+
+def test_another_start_of_the_run_that_writes_its_first_files_is_no_stranger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, listed = run_in(tmp_path), os.listdir
+
+    def meanwhile(folder: Path) -> list[str]:
+        keep(run)
+        job_record.write(tmp_path, job_record.here("local", 1))
+        return listed(folder)
+
+    monkeypatch.setattr(os, "listdir", meanwhile)
+    check_ours(run)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "file"])
+def test_an_export_that_cannot_be_replaced_is_told_before_training(kind: str, tmp_path: Path) -> None:
+    run = run_in(tmp_path / "out")
+    keep(run)
+    job_record.write(run.folder, job_record.here("local", 1))
+    if kind == "file":
+        (run.folder / "export").touch()
+    else:
+        (run.folder / "export").symlink_to(tmp_path if kind == "link" else "nowhere")
+    with pytest.raises(RunError, match=r"export is a .*remove it"):
+        check_ours(run)

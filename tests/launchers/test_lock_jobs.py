@@ -1,0 +1,132 @@
+"""The lock of OUTPUT with real jobs: two at once, ranks that torchrun starts, a restart, a folder that is deleted."""
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.distributed import job_record
+from lockstep.launchers.processes import output_lock
+from support.command import (
+    LOCKSTEP,
+    TORCHRUN,
+    bits,
+    each_step_once,
+    ended,
+    kill,
+    processes_in,
+    start,
+    step_of,
+    train,
+    until,
+    write,
+)
+from support.places import TESTS_PATH
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
+    pytest.mark.usefixtures("nobody_is_left"),
+    pytest.mark.slow,
+]
+HELD = "is being trained already"
+
+
+def test_the_same_command_twice_at_once(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    """Also where the data is not prepared yet: neither knows of the other's launch.json."""
+    write(tmp_path)
+    first, second = (start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache) for _ in range(2))
+    (status, _, err), (other, _, said) = sorted([ended(first), ended(second)])
+    assert (status, other) == (0, 2), (err, said)
+    assert HELD in said
+    assert bits(tmp_path) == bits(untouched)
+    each_step_once(tmp_path, untouched)
+
+
+def test_ranks_of_torchrun_are_not_locked_out_by_themselves(tmp_path: Path, cache: Path) -> None:
+    """A second torchrun is refused by all of its ranks at once; rank 0 is killed and started again; all are killed."""
+    write(tmp_path, strategy={"name": "support.held.Held"})
+    command = [*TORCHRUN, "train", "run.yaml"]
+    command.insert(command.index("-m", 3), "--max-restarts=1")
+    # without the variable torch elastic forms anew on a stale address (pytorch/pytorch#135712)
+    variables = {"PYTHONPATH": TESTS_PATH, "HELD_S": "600", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    process = start(command, tmp_path, cache, **variables)
+    until(lambda: step_of(tmp_path) >= 25, "step 25", process)
+    record = job_record.read(tmp_path / "out")
+    assert record is not None
+    second = start(command, tmp_path, cache, **variables)
+    status, _, err = ended(second)
+    assert status == 1  # torchrun has no other
+    assert HELD in err
+    assert job_record.read(tmp_path / "out") == record  # and what the first one says of itself is not touched
+    assert record.main is not None
+    os.kill(record.main.pid, signal.SIGKILL)
+
+    def again() -> bool:
+        found = job_record.read(tmp_path / "out")
+        return found is not None and found.main not in (None, record.main)
+
+    until(again, "the second rank 0", process)
+    kill(process.pid, *processes_in(tmp_path))
+    ended(process)
+    until(lambda: not processes_in(tmp_path), "the ranks to end")
+    said: list[str] = []
+    output_lock.take(tmp_path / "out", said.append).release()  # at once, without a wait for a heartbeat
+    assert said == []
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_output_that_is_deleted_in_training_is_no_success(processes: int, tmp_path: Path, cache: Path) -> None:
+    """What was learned is saved, and the run ends with 1; the same command goes on from there."""
+    write(tmp_path, strategy={"name": "support.held.Held"})
+    option = f"launch.processes={processes}"
+    process = start([*LOCKSTEP, "train", "run.yaml", option], tmp_path, cache, PYTHONPATH=TESTS_PATH, HELD_S="600")
+    until(lambda: step_of(tmp_path) >= 25, "step 25", process)
+    found = output_lock.look(tmp_path / "out" / output_lock.FILE)
+    assert found is not None
+    assert found.alive
+    shutil.rmtree(tmp_path / "out")
+    status, out, err = ended(process)
+    assert status == 1, (out, err)
+    assert err.count("was deleted or moved away") == 1
+    (tmp_path / "go").touch()
+    status, out, err = train(tmp_path, cache, option, PYTHONPATH=TESTS_PATH)
+    assert status == 0, (out, err)
+    assert "resuming after step" in out
+
+
+def test_output_that_a_link_replaces_in_training_promises_nothing(tmp_path: Path, cache: Path) -> None:
+    """The run ends, with no word of going on: the same command would refuse the folder that is there now."""
+    write(tmp_path, strategy={"name": "support.held.Held"})
+    (theirs := tmp_path / "theirs").mkdir()
+    (theirs / "letter.txt").write_text("mine")
+    process = start(
+        [*LOCKSTEP, "train", "run.yaml", "launch.processes=1"], tmp_path, cache, PYTHONPATH=TESTS_PATH, HELD_S="600"
+    )
+    until(lambda: step_of(tmp_path) >= 25, "step 25", process)
+    (tmp_path / "out").rename(tmp_path / "moved")
+    (tmp_path / "out").symlink_to(theirs)
+    status, out, err = ended(process)
+    assert status == 1, (out, err)
+    assert err.count(f"out was replaced by a link to {theirs} while it was trained into") == 1
+    said = " ".join(out.split())
+    assert "the checkpoint of step 20 is where that folder was moved to" in said
+    assert "the same command goes on" not in said
+    assert [path.name for path in theirs.iterdir()] == ["letter.txt"]
+
+
+def test_a_finished_run_whose_other_files_are_gone_says_so(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    """OUTPUT was moved away in the last moment: a new folder holds the last checkpoint and the export."""
+    shutil.copytree(untouched, tmp_path, dirs_exist_ok=True)
+    for name in ("run.yaml", "launch.json", "metrics.jsonl", "report.html"):
+        (tmp_path / "out" / name).unlink()
+    status, out, err = train(tmp_path, cache)
+    assert status == 0, err
+    assert "is finished" in out
+    assert "holds the model and no metrics.jsonl" in " ".join(out.split())
+    assert "could not be written" not in out
+    assert (tmp_path / "out/report.html").is_file()
+    assert (tmp_path / "out/run.yaml").is_file()

@@ -1,0 +1,74 @@
+"""`launch.on_rank_failure: continue` on two machines, network namespaces, whose ranks share the state out: each copy of
+a part is on the other machine, so a rank and then a machine are lost and come back, with the bits of one process."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support import hosts
+from support.command import each_step_once, finish, step_of
+from support.host_jobs import LOST_S, QUICK, begun, bits, hold, regrouped, release, torchrun, until, untouched, write
+from support.hosts import Hosts
+from support.marks import long
+
+pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
+CONTINUE = [*QUICK, "launch.on_rank_failure=continue", "launch.replicate_every=2", "launch.processes=2"]
+
+
+@pytest.fixture
+def two(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
+    with hosts.hosts(2, tmp_path, cache) as made:
+        yield made
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "words",
+    [
+        long(("HeldFSDP2", "strategy.options.gather=micro_batch")),
+        long(("HeldFSDP2Step", "strategy.options.gather=step")),
+        long(("HeldPipeline", "model.config.n_layer=4")),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_rank_and_then_its_host_are_lost_and_come_back(
+    words: tuple[str, str], two: Hosts, tmp_path: Path, cache: Path
+) -> None:
+    """Two ranks on each of two hosts."""
+    alone = write(tmp_path / "alone")
+    finish(alone, cache, *(word for word in words if word.startswith("model")))
+    every = [*CONTINUE, f"strategy.name=support.held_shards.{words[0]}", words[1]]
+    first, second = begun(two, shared := write(tmp_path / "shared"), words=every)
+
+    def came(since: int) -> bool:
+        """Four ranks are there again."""
+        return sum(what.count("came in") for what in regrouped(shared)[since:]) > 0 and ranks_of(shared) == 4
+
+    before = len(regrouped(shared))
+    os.kill(max(two.pids(1)), signal.SIGKILL)  # the youngest process is a rank
+    second.says("was killed by SIGKILL; the others go on; another takes its place (3")
+    until(lambda: came(before), first)
+    hold(step_of(shared) + 3, shared)
+    before = len(regrouped(shared))
+    two.kill(1)
+    first.says(f"no sign of life from host-1 for {LOST_S} s; the others go on")
+    until(lambda: len(regrouped(shared)) > before, first)
+    assert regrouped(shared)[before].startswith("ranks 2, 3 were lost")
+    again = torchrun(two, 1, *every, folder=shared, machines="1:2")
+    again.says("comes into the job")
+    until(lambda: came(before), first)
+    release(shared)
+    assert (first.ended(), again.ended()) == (0, 0), first.err + again.err
+    assert bits(shared) == bits(alone)
+    each_step_once(shared, alone)
+    untouched(shared, first, again)
+
+
+def ranks_of(folder: Path) -> int:
+    """Of the job, since ranks last met."""
+    told = map(json.loads, (folder / "out/events.jsonl").read_text().splitlines())
+    return [event["processes"] for event in told if event["event"] == "regroup"][-1]

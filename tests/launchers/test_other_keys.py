@@ -1,0 +1,88 @@
+"""Keys of launchers and trackers that no other test changes: what is started, or what a tracker is asked, differs."""
+
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from lockstep.config import plugins
+from lockstep.config.run import load
+from lockstep.launchers import slurm
+from lockstep.launchers.cloud import code_bundle
+from lockstep.launchers.kubernetes import Kubernetes
+from lockstep.launchers.slurm import Slurm
+from support.harness import TINY, tiny
+from support.kubernetes import LAUNCH
+from support.kubernetes import RUN as POD
+
+
+def test_grace_s_is_in_the_manifest() -> None:
+    texts = []
+    for more in ({}, {"grace_s": 77}):
+        run = load(None, [], POD | {"launch": LAUNCH | more})
+        texts.append("".join(Kubernetes().plan(run).files.values()))
+    assert ["terminationGracePeriodSeconds: 77" in text for text in texts] == [False, True]
+
+
+def test_requirements_are_installed_there() -> None:
+    assert code_bundle.requirements(["sentencepiece==0.2.0"]).splitlines()[-1] == "sentencepiece==0.2.0"
+    assert "sentencepiece" not in code_bundle.requirements([])
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_detach_follows_no_job(detach: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[str] = []
+    monkeypatch.setattr(slurm, "submit", lambda plan: "17")
+    monkeypatch.setattr(Slurm, "_follow", lambda self, run, record, console: followed.append(record.job) or 0)
+    launch = TINY["launch"] | {"name": "slurm", "detach": detach, "processes": 1}
+    run = load(None, [f"output={tmp_path}"], TINY | {"launch": launch})
+    assert Slurm().start(run, Slurm().plan(run)) == 0
+    assert followed == ([] if detach else ["17"])
+
+
+TRACKERS: dict[str, dict[str, Any]] = {
+    "wandb": {"project": "p", "entity": "e", "group": "g", "name": "n", "tags": ["t"], "notes": "m", "mode": "offline"},
+    "mlflow": {"uri": "http://u.example", "experiment": "x", "name": "n", "tags": {"t": "v"}},
+    "trackio": {"project": "p", "group": "g", "name": "n", "space": "u/s", "private": False},
+}
+
+
+def asked(tracker: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a stand-in for the tracker's package is called with, the run's own config apart."""
+    package = MagicMock()
+    package.MlflowClient.return_value.get_experiment_by_name.return_value = None
+    package.init.return_value._next_step = 0
+    monkeypatch.setitem(sys.modules, tracker, package)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", package)
+    monkeypatch.setattr("secrets.token_hex", lambda size: "0" * size)
+    monkeypatch.setattr("time.strftime", lambda *_: "now")
+    run = tiny(track={"to": [tracker], tracker: options})
+    kind: Any = plugins.find("track", tracker)
+    kind(run, kind.Options.model_validate(run.track.options[tracker]), 0, None).open()
+    client = package.MlflowClient
+    calls = [package.init, client, client.return_value.create_experiment, client.return_value.create_run]
+    return [
+        {name: value for name, value in each.call_args.kwargs.items() if name not in ("config", "settings")}
+        | {"args": [value for value in each.call_args.args if isinstance(value, str)]}
+        for each in calls
+        if each.call_args is not None
+    ]
+
+
+@pytest.mark.parametrize(("tracker", "key"), [(name, key) for name, keys in TRACKERS.items() for key in keys])
+def test_a_tracker_is_asked_for_what_its_key_says(tracker: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`trackio.private` counts with a Space alone."""
+    beside = {"space": "u/s"} if key == "private" else {}
+    without = asked(tracker, beside, monkeypatch)
+    assert without == asked(tracker, beside, monkeypatch)
+    found = asked(tracker, beside | {key: TRACKERS[tracker][key]}, monkeypatch)
+    changed = [name for one, other in zip(without, found, strict=True) for name in other if one[name] != other[name]]
+    assert len({*changed}) == (2 if key in ("uri", "space") else 1)  # where artifacts are; whether a Space is private
+
+
+def test_what_trackers_are_asked_is_all_of_their_keys() -> None:
+    for name, keys in TRACKERS.items():
+        kind: Any = plugins.find("track", name)
+        assert {*kind.Options.model_fields} == {*keys}

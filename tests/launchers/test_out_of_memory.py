@@ -1,0 +1,214 @@
+"""Whether a killed rank was killed because memory ran out, by what the kernel tells (files stand in for it); what is
+said to follow."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+from lockstep.launchers.processes import elastic_agent, out_of_memory
+from lockstep.launchers.processes.elastic import Agent
+from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
+from lockstep.launchers.processes.out_of_memory import Memory, Sources
+from support.command import LOCKSTEP, bits, ended, start_anew, until, write
+from support.harness import tiny
+from support.places import TESTS_PATH
+
+KB, PID = 1024, 4711
+V1, V2 = "4:memory:/job/me\n1:cpu:/other\n0::/", "0::/job/me"
+LINE = (
+    f"3,{{}},100,-;Memory cgroup out of memory: Killed process {PID} (python) total-vm:9kB, anon-rss:3145728kB, "
+    "file-rss:1024kB, shmem-rss:0kB, UID:0 pgtables:1kB oom_score_adj:0"
+)
+
+
+class Kernel:
+    """What it tells, in files."""
+
+    def __init__(self, folder: Path, cgroup: str = V2, inside: str = "job/me") -> None:
+        self.folder, self.v1 = folder, cgroup == V1
+        self.group = folder / "cgroup" / ("memory" if self.v1 else "") / inside
+        self.sources = Sources(folder, folder / "cgroup", folder / "kmsg")
+        self.group.mkdir(parents=True)
+        (folder / "self").mkdir()
+        (folder / "self/cgroup").write_text(cgroup)
+        self.kills(0, 0)
+        self.memory(total=8_000_000, left=6_000_000)
+        self.process(held=0, now=0)
+
+    def kills(self, inside: int, machine: int) -> None:
+        name, more = ("memory.oom_control", "under_oom 0") if self.v1 else ("memory.events", "oom 7")
+        (self.group / name).write_text(f"low 0\n{more}\noom_kill {inside}\n")
+        (self.folder / "vmstat").write_text(f"pgpgin 5\noom_kill {machine}\n")
+
+    def memory(self, total: int, left: int) -> None:
+        (self.folder / "meminfo").write_text(f"MemTotal: {total} kB\nMemFree: 1 kB\nMemAvailable: {left} kB\n")
+
+    def limit(self, text: str, above: bool = False) -> None:
+        folder = self.group.parent if above else self.group
+        (folder / ("memory.limit_in_bytes" if self.v1 else "memory.max")).write_text(text)
+
+    def process(self, held: int, now: int) -> None:
+        (self.folder / str(PID)).mkdir(exist_ok=True)
+        (self.folder / str(PID) / "status").write_text(f"Name: python\nVmHWM: {held} kB\nRssAnon: {now} kB\n")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(out_of_memory.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize(("cgroup", "inside"), [(V1, "job/me"), (V2, "job/me"), (V2, "")])
+def test_what_the_cgroup_counts(cgroup: str, inside: str, tmp_path: Path, clock: list[float]) -> None:
+    kernel = Kernel(tmp_path, cgroup, inside)
+    kernel.limit(str(2 << 30))
+    memory = Memory(kernel.sources)
+    kernel.process(held=1_572_864, now=1)
+    memory.look([PID])
+    clock[0] += 1
+    assert memory.why(PID, -signal.SIGKILL) == ""
+    kernel.kills(1, 1)
+    said = memory.why(PID, -signal.SIGKILL)
+    assert "the kernel killed it because memory ran out; it held 1.50 GiB of 2.00 GiB" in said
+    assert "micro_batches" in said
+    assert memory.why(PID, -signal.SIGTERM) == memory.why(PID, 1) == ""
+    clock[0] += 60  # another one is killed long afterwards, by a person
+    memory.look([PID])
+    clock[0] += 60
+    memory.look([PID])
+    assert memory.why(PID, -signal.SIGKILL) == ""
+
+
+def test_another_process_of_the_machine_may_have_been_meant(tmp_path: Path, clock: list[float]) -> None:
+    kernel = Kernel(tmp_path)
+    memory = Memory(kernel.sources)
+    kernel.kills(0, 1)
+    assert "a process of this machine because memory ran out, most likely this one" in memory.why(PID, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("total", "left", "most", "resident", "full"), [
+    (8_000_000, 100_000, "max", 5, True),
+    (8_000_000, 6_000_000, "max", 5, False),
+    (8_000_000, 6_000_000, str(1000 * KB), 990, True),
+    (8_000_000, 6_000_000, str(1000 * KB), 900, False),
+    (8_000_000, 6_000_000, str(2**63 - 4096), 5, False),  # no limit, as version 1 has it
+])  # fmt: skip
+def test_memory_was_nearly_full(
+    total: int, left: int, most: str, resident: int, full: bool, tmp_path: Path, clock: list[float]
+) -> None:
+    """Somebody else than the kernel may have killed it: a scheduler, earlyoom."""
+    kernel = Kernel(tmp_path)
+    kernel.memory(total, left)
+    kernel.limit(most, above=True)
+    kernel.process(resident, resident)
+    memory = Memory(kernel.sources)
+    memory.look([PID])
+    clock[0] += 1
+    assert ("memory was nearly full" in memory.why(PID, -signal.SIGKILL)) is full
+    clock[0] += 60
+    assert memory.why(PID, -signal.SIGKILL) == ""
+
+
+def test_the_kernel_s_log_names_it(tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/kmsg gives a record a read, and says EAGAIN at the end."""
+    kernel = Kernel(tmp_path)
+    kernel.sources.log.touch()
+    records: list[bytes] = [LINE.format(7).encode()]  # of an earlier process of that number
+    left: list[bytes] = []
+    opened, read = os.open, os.read
+
+    def open_log(path: Any, *more: Any) -> int:
+        left[:] = records
+        return opened(path, *more)
+
+    def read_log(descriptor: int, size: int) -> bytes:
+        if not left:
+            raise BlockingIOError
+        return left.pop(0)
+
+    memory = None
+    with monkeypatch.context() as patched:
+        patched.setattr(out_of_memory.os, "open", open_log)
+        patched.setattr(out_of_memory.os, "read", read_log)
+        memory = Memory(kernel.sources)
+        assert memory.why(PID, -signal.SIGKILL) == ""
+        records.append(LINE.format(8).encode())
+        assert "it held 3.00 GiB" in memory.why(PID, -signal.SIGKILL)
+        assert memory.why(PID + 1, -signal.SIGKILL) == ""
+    assert os.read is read
+
+
+def test_where_the_kernel_tells_nothing(tmp_path: Path) -> None:
+    memory = Memory(Sources(tmp_path / "a", tmp_path / "b", tmp_path / "c"))
+    memory.look([PID])
+    assert memory.limit() == 0
+    assert memory.why(PID, -signal.SIGKILL) == ""
+
+
+@pytest.mark.parametrize(
+    ("step", "place", "words", "said"),
+    [
+        (None, 0, (), "there is no checkpoint yet; restarting from the beginning (2 restart(s) left)"),
+        (10, 0, (), "restarting from the last checkpoint (2 restart(s) left)"),
+        (None, 1, (), "restarting from the last checkpoint, if there is one (2 restart(s) left)"),  # on machine 0
+        (None, 0, ("remote_dir=s3://bucket/run",), "restarting from the last checkpoint, if there is one"),
+    ],
+)
+def test_what_follows_is_said_as_it_is(
+    step: int | None, place: int, words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic_agent, "newest_whole", lambda run: step)
+    node = Node("a", "127.0.0.1", 1, holds=True)
+    rendezvous: Any = ElasticRendezvous("127.0.0.1", 0, 1, 1, node, Limits(20, 1, 60))
+    rendezvous.place = place
+    agent = Agent(
+        WorkerSpec("lockstep", 1, rendezvous, entrypoint=print, max_restarts=2), rendezvous, tiny(*words), print
+    )
+    assert agent.then().startswith(said)
+    agent._remaining_restarts = 0
+    assert agent.then() == "no restarts left"
+    rendezvous.shutdown()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A cgroup with little memory."""
+    root = Path("/sys/fs/cgroup")
+    root = root / "memory" if (root / "memory").is_dir() else root
+    group = root / f"lockstep-{os.getpid()}"
+    try:
+        group.mkdir()
+        name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
+        (group / name).write_text(str(2000 << 20))
+    except OSError as error:
+        if group.is_dir():
+            group.rmdir()
+        pytest.skip(f"no cgroup with a limit of memory can be made here: {error}")
+    yield group
+    until(lambda: not (group / "cgroup.procs").read_text(), "every process of the group to end", seconds=30)
+    group.rmdir()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_rank_that_takes_all_memory(goes_on: bool, small: Path, tmp_path: Path, cache: Path, untouched: Path) -> None:
+    write(tmp_path, checkpoint={"every": 10 if goes_on else 40, "keep": 2})
+    words = ["launch.max_restarts=1", "strategy.name=support.misbehaving.Hungry"]
+    words += ["launch.on_rank_failure=continue"] * goes_on
+    command = ["sh", "-c", f'echo $$ > {small}/cgroup.procs; exec "$@"', "sh", *LOCKSTEP, "train", "run.yaml", *words]
+    status, _, err = ended(start_anew(command, tmp_path, cache, PYTHONPATH=TESTS_PATH), 400)
+    assert status == 0, err
+    assert "was killed by SIGKILL (the kernel killed it because memory ran out; it held " in err
+    assert " of 1.95 GiB that there are for all ranks of this machine. Use more micro_batches" in err
+    then = "the others go on" if goes_on else "there is no checkpoint yet; restarting from the beginning (1 restart(s)"
+    assert f"); {then}" in err
+    assert "from the last checkpoint" not in err
+    assert (tmp_path / "ate").exists()
+    assert bits(tmp_path)["export"] == bits(untouched)["export"]

@@ -1,0 +1,136 @@
+"""Machines that are slow when a job forms again, and when it ends: two of them in this process, one of which the
+processor is taken away from."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError, dynamic_rendezvous
+
+from lockstep.config.run import RunError
+from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End, Limits, Node
+from support.command import until
+
+LONG = 60.0  # until a machine counts as lost, where none shall be
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the launcher does
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+def machine(host: str, port: int = 0, lost: float = LONG) -> ElasticRendezvous:
+    """One of one to two; a port: of the other, which holds the store. A job forms at once when the fewest are there."""
+    node = Node(host, "127.0.0.1", 1, holds=not port)
+    return ElasticRendezvous("127.0.0.1", port, 1, 2, node, Limits(join=100, more=0.1, lost=lost), key="")
+
+
+def waiting(lost: float, pool: ThreadPoolExecutor) -> tuple[ElasticRendezvous, ElasticRendezvous, Future[Any], Any]:
+    """A job of one machine; one that waits to join it, with what it is going to see, and an event without which it
+    does nothing from now on."""
+    first = machine("a", lost=lost)
+    assert first.next_rendezvous().world_size == 1
+    second = machine("b", first.port, lost)
+    joined = pool.submit(second.next_rendezvous)
+    go = threading.Event()
+    until(lambda: first.num_nodes_waiting() == 1, "the other machine to wait")
+    backend: Any = second._inner._state_holder._backend
+    ask = backend._ask
+
+    def later(*words: str) -> bytes:
+        assert go.wait(LONG)
+        return bytes(ask(*words))
+
+    backend._ask = later
+    return first, second, joined, go
+
+
+@pytest.mark.slow
+def test_a_machine_that_was_seen_waiting_is_waited_for(threads: ThreadPoolExecutor) -> None:
+    """It was for its sake that the job was stopped."""
+    first, _, joined, go = waiting(LONG, threads)
+    formed = threads.submit(first.next_rendezvous)
+    with pytest.raises(TimeoutError):
+        formed.result(4)
+    go.set()
+    assert [formed.result(LONG).world_size, joined.result(LONG).world_size] == [2, 2]
+
+
+@pytest.mark.slow
+def test_one_that_gives_no_sign_of_life_is_not(threads: ThreadPoolExecutor) -> None:
+    first, second, joined, go = waiting(9, threads)
+    formed = threads.submit(first.next_rendezvous)
+    assert formed.result(LONG).world_size == 1
+    first.end(0)
+    go.set()
+    first.shutdown()
+    with pytest.raises(RendezvousClosedError):
+        joined.result(LONG)
+    assert second.ended() == End(0, "a")
+
+
+@pytest.mark.slow
+def test_a_machine_that_waits_is_told_how_the_job_ended(threads: ThreadPoolExecutor) -> None:
+    first, second, joined, go = waiting(LONG, threads)
+    first.end(0)
+    over = threads.submit(first.shutdown)
+    with pytest.raises(TimeoutError):
+        over.result(4)
+    go.set()
+    with pytest.raises(RendezvousClosedError):
+        joined.result(LONG)
+    assert second.ended() == End(0, "a")
+    assert not over.done()
+    second.acknowledge_end()
+    assert over.result(LONG)
+
+
+@pytest.mark.slow
+def test_one_that_leaves_is_waited_for_no_more_and_not_let_in_again(threads: ThreadPoolExecutor) -> None:
+    """`last_call_timeout_s` is for machines that may still come. The one that left keeps the store until the job is
+    over."""
+
+    def one_of_three(host: str, port: int = 0) -> ElasticRendezvous:
+        node = Node(host, "127.0.0.1", 1, holds=not port)
+        return ElasticRendezvous("127.0.0.1", port, 2, 3, node, Limits(join=100, more=90, lost=LONG), key="")
+
+    first = one_of_three("a")
+    others = [one_of_three(host, first.port) for host in "bc"]
+    with ThreadPoolExecutor(3) as pool:
+        assert [each.world_size for each in pool.map(ElasticRendezvous.next_rendezvous, [first, *others])] == [3, 3, 3]
+        first.leave()
+        held = pool.submit(first.hold, lambda: False)
+        formed = [pool.submit(each.next_rendezvous) for each in others]
+        assert [each.result(45).world_size for each in formed] == [2, 2]
+        assert sorted(node.host for node in others[0].nodes) == ["b", "c"]
+        with pytest.raises(RunError, match=r"a was taken out of this job, because it computed wrongly \(guard\)"):
+            one_of_three("a", first.port).admit({})
+        assert not held.done()
+        others[0].end(0)
+        others[0].shutdown()
+        held.result(LONG)
+
+
+@pytest.mark.parametrize("text", ["[1]", "2", "[", '{"a": 1}', None])
+def test_a_stranger_who_writes_who_has_left_is_told_apart_from_a_store_that_is_gone(text: str | None) -> None:
+    first = machine("a")
+    kept: Any = first._kept._store
+    kept.set("excluded", text) if text else kept._store.set("excluded", "x")  # the latter without the job's seal
+    with pytest.raises(RendezvousStateError):
+        first.next_rendezvous()
+    assert not first.gone
+
+
+def test_no_event_is_made_that_nobody_reads(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes one of every step of a rendezvous, and looks through all imported modules for its name."""
+    asked: list[int] = []
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: asked.append(depth) or "")
+    first, _, joined, go = waiting(3, threads)  # which gives a sign of life each second
+    go.set()
+    formed = threads.submit(first.next_rendezvous)
+    assert [formed.result(LONG).world_size, joined.result(LONG).world_size] == [2, 2]
+    assert not asked

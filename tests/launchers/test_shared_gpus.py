@@ -1,0 +1,71 @@
+"""`launch.processes_per_gpu`: which GPU a rank is on, and what cannot share one. No GPU is needed to ask."""
+
+import pytest
+import torch
+
+from lockstep.config.run import QUICK_START, RunError, load
+from lockstep.distributed.world import pick_device
+from lockstep.launchers.local import Local, processes_of
+from lockstep.training.resolve import resolve_strategy
+from support.harness import tiny
+
+FOUR = "launch.processes_per_gpu=4"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_neighbours_share_one(device: str) -> None:
+    run = tiny(f"launch.device={device}", FOUR)
+    assert [pick_device(run, rank, 8).index for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert processes_of(tiny("strategy.name=ddp", f"launch.device={device}", FOUR, "micro_batches=16")) == 8
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_none_is_left_to_the_cpu(device: str) -> None:
+    """On the CPU some ranks would compute other bits than the others."""
+    run = tiny(f"launch.device={device}", "launch.processes=3", "strategy.name=ddp")
+    for rank in range(3):
+        with pytest.raises(RunError, match=r"2 CUDA device\(s\) for 1 process\(es\) each; .*processes_per_gpu"):
+            pick_device(run, rank, 3)
+    with pytest.raises(RunError, match=r"launch.device: .*, but this machine has 2 CUDA.* for 3 process"):
+        Local().plan(run)
+    assert pick_device(tiny("launch.device=cpu"), 2, 3) == torch.device("cpu")
+
+
+def test_the_quick_start_runs_on_a_machine_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    run = load(None, [], QUICK_START)
+    assert Local().plan(run).processes == 2
+    assert {pick_device(run, rank, 2) for rank in range(2)} == {torch.device("cuda", 0)}
+    with pytest.raises(RunError, match="processes that share one"):
+        Local().plan(load(None, ["launch.processes_per_gpu=1"], QUICK_START))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("strategy.name=zero2",), "DeepSpeed's processes need a GPU each"),
+        (("strategy.name=pipeline", "strategy.options.stages=2"), "which gloo cannot"),
+        (("strategy.name=fsdp2", "strategy.options.gather=micro_batch"), "which gloo does not keep apart"),
+        (("strategy.name=fsdp2", "strategy.options.cpu_offload=true"), "which gloo does not keep apart"),
+    ],
+)
+def test_what_cannot_share(keys: tuple[str, ...], said: str) -> None:
+    with pytest.raises(RunError, match=f"launch.processes_per_gpu: .*{said}"):
+        resolve_strategy(tiny(*keys, FOUR, "launch.device=cuda"), 2)
+    for place in ("auto", "cpu"):  # where there is no GPU, nothing is shared
+        resolve_strategy(tiny(*keys, FOUR, f"launch.device={place}"), 2)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_fsdp2_gathers_once_a_step_then() -> None:
+    run = tiny("strategy.name=fsdp2", "strategy.options.gather=step", FOUR, "launch.device=auto")
+    run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": {}})})
+    assert resolve_strategy(run, 2).__name__ == "FSDP2Step"

@@ -1,0 +1,373 @@
+"""The launchers `torchrun` and `accelerate` as far as one machine shows them: plans, what they refuse, a real job each;
+what machines say to each other when they meet."""
+
+import dataclasses
+import json
+import shlex
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events import EventSource
+
+from lockstep.config.plugins import find
+from lockstep.config.run import Run, RunError, load
+from lockstep.data.prepare import prepare
+from lockstep.distributed.consistency_check import agree, disagreement, facts, fingerprint
+from lockstep.distributed.world import World
+from lockstep.launchers.accelerate import Accelerate
+from lockstep.launchers.processes.elastic import Agent
+from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
+from lockstep.launchers.start import joined, joining
+from lockstep.launchers.torchrun import Torchrun, node_range
+from support.command import LOCKSTEP, RUN, bits, ended, free_port, start, step_of, until, write
+from support.harness import lean, run_on, tiny
+from support.places import ROOT
+
+MEET = "launch.rendezvous=10.0.0.1:29400"
+
+
+def job(*overrides: str, name: str = "torchrun") -> Run:
+    return tiny("launch.processes=2", f"launch.name={name}", *overrides)
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_of_two_machines() -> None:
+    plan = Torchrun().plan(job("launch.machines=2", MEET, "launch.max_restarts=3"))
+    assert plan.processes == 4
+    assert shlex.join(plan.command[1:]) == (
+        "-m torch.distributed.run --nnodes=2 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=c10d "
+        "--rdzv-endpoint=10.0.0.1:29400 -m lockstep train RUN.yaml"
+    )
+    assert plan.variables == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    assert plan.notes[0] == (
+        "start the same command on 2 machines; they meet at 10.0.0.1:29400, each starts 2 process(es)"
+    )
+
+
+def test_the_plan_of_one_to_four_machines() -> None:
+    plan = Torchrun().plan(job("launch.machines=1:4", MEET, "launch.max_restarts=3", "launch.interface=eth1"))
+    assert plan.processes == 8
+    assert "--nnodes=1:4" in plan.command
+    assert plan.variables["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert "a lost machine costs a restart" in plan.notes[-1]
+
+
+def test_the_plan_of_accelerate() -> None:
+    plan = Accelerate().plan(job("launch.machines=2", "launch.machine_rank=1", MEET, name="accelerate"))
+    assert plan.processes == 4
+    assert shlex.join(plan.command[1:]) == (
+        "-m accelerate.commands.launch --num_machines=2 --num_processes=4 --multi_gpu --machine_rank=1 "
+        "--rdzv_backend=static --main_process_ip=10.0.0.1 --main_process_port=29400 --mixed_precision=no "
+        "--dynamo_backend=no --num_cpu_threads_per_process=1 --module lockstep train "
+        "outputs/tiny/launch/machine-1.yaml"
+    )
+    assert plan.variables == {
+        "LOCKSTEP_WORLD_SIZE": "4",
+        "LOCKSTEP_LAUNCHER": "accelerate",
+        "TOKENIZERS_PARALLELISM": "false",
+        "ACCELERATE_USE_CPU": "1",
+    }
+    (text,) = plan.files.values()
+    assert yaml.safe_load(text)["launch"]["machine_rank"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        ("torchrun", ["launch.machines=2"], "launch.rendezvous: host:port is missing"),
+        ("torchrun", ["launch.machines=2", "launch.rendezvous=host"], "launch.rendezvous: wanted is host:port"),
+        ("torchrun", ["launch.machines=5", MEET], "launch.machines: 5 .* cannot share 8 micro-batches"),
+        ("torchrun", ["launch.machines=1:2", MEET], "say how often with launch.max_restarts"),
+        ("torchrun", ["launch.machines=3:2", MEET, "launch.max_restarts=1"], "the fewest come first"),
+        ("torchrun", ["launch.machines=two", MEET], "launch.machines"),
+        ("torchrun", ["launch.keep_alive_timeout_s=1"], "launch.keep_alive_timeout_s: 1 is too short"),
+        ("torchrun", ["launch.machine=2"], "unknown key 'launch.machine': did you mean 'machines'"),
+        ("accelerate", ["launch.machines=2"], "launch.rendezvous: host:port of machine 0 is missing"),
+        ("accelerate", ["launch.machines=2", "launch.machine_rank=2", MEET], "launch.machine_rank: 2 is not below"),
+        ("accelerate", ["launch.machines=5", MEET], "cannot share 8 micro-batches"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(name: str, overrides: list[str], said: str) -> None:
+    launcher: Any = find("launchers", name)
+    with pytest.raises(RunError, match=said):
+        launcher().plan(job(*overrides, name=name))
+
+
+@pytest.mark.parametrize("name", ["torchrun", "accelerate", "tcp"])
+def test_every_key_is_documented(name: str) -> None:
+    page = (ROOT / "docs/launchers.md").read_text()
+    keys = find("launchers", name).Options.model_fields  # type: ignore[attr-defined]
+    assert [key for key in keys if f"launch.{key}" not in page] == []
+
+
+def test_machines_in_a_run_file_are_no_number_to_base_60(tmp_path: Path) -> None:
+    text = yaml.safe_dump(RUN).replace("launch:\n", f"launch:\n  name: torchrun\n  {MEET[7:].replace('=', ': ')}\n")
+    (tmp_path / "run.yaml").write_text(text.replace("  name: torchrun\n", "  name: torchrun\n  machines: 1:4\n"))
+    run = load(tmp_path / "run.yaml", [])
+    assert node_range(Torchrun.options(run).machines) == (1, 4)
+    assert Torchrun.options(load(None, [], yaml.safe_load(run.dump()))).machines == "1:4"  # as it is written again
+
+
+def test_addresses_that_do_not_exist_are_refused_at_once(tmp_path: Path) -> None:
+    for name in ("torchrun", "accelerate"):
+        run = job(f"output={tmp_path}", "launch.machines=2", "launch.rendezvous=nowhere.invalid:1", name=name)
+        launcher: Any = find("launchers", name)()
+        with pytest.raises(RunError, match=r"launch\.rendezvous: the host 'nowhere\.invalid' has no address"):
+            launcher.start(run, launcher.plan(run))
+
+
+# -- whoever starts the ranks ----------------------------------------------------------------------------------------
+
+
+def test_accelerate_that_starts_one_process_of_several_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")  # which it sets when it was asked for several, and then starts one
+    with pytest.raises(RunError, match="--multi_gpu"):
+        joining()
+
+
+def test_accelerate_with_one_process_is_a_job_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")  # so that all are put back afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert joining()
+    assert World(tiny()).size == 1
+
+
+def test_a_world_that_is_not_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCKSTEP_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCKSTEP_STATUS_FILE", str(tmp_path / "status"))
+    with pytest.raises(RunError, match="4 processes were asked for, and a job of 1 came up"):
+        joined(tiny())
+    assert (tmp_path / "status").read_text() == "2"
+
+
+# -- agreeing --------------------------------------------------------------------------------------------------------
+
+
+def facts_of(run: Run) -> dict[str, str]:
+    return facts(run, prepare(run, find("tasks", run.task.name)).key)
+
+
+def test_a_disagreement_names_keys_values_and_hosts() -> None:
+    first, second = facts_of(tiny()), facts_of(tiny("seed=3", "optim.learning_rate=0.1", "data.limit=90"))
+    assert disagreement([("a", first), ("b", facts_of(tiny("output=elsewhere", "launch.processes=2")))]) == ""
+    said = disagreement([("a", first), ("b", second), ("c", first)])
+    assert "  seed: 0 on a, c, 3 on b" in said
+    assert "  optim.learning_rate: 0.005 on a, c, 0.1 on b" in said
+    assert "  the data: " in said
+    said = disagreement([("a", first), ("b", first | {"version of torch": "1.0"})])
+    assert said.count("\n") == 2
+    assert "1.0 on b" in said
+
+
+def test_a_model_s_folder_is_compared_by_its_files(tmp_path: Path) -> None:
+    found = []
+    for name, last in (("a", b"x"), ("b", b"x"), ("c", b"y")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(3 * 2**20) + last)
+        found.append(fingerprint(tmp_path / name))
+    assert found[0] == found[1] != found[2]
+
+
+def _refused(world: World, threads: int) -> str:
+    run = tiny()
+    world.threads = threads if world.rank else 1
+    try:
+        agree(run, world, prepare(run, find("tasks", run.task.name)).key, {})
+    except RunError as caught:
+        return str(caught)
+    return ""
+
+
+@pytest.mark.processes
+def test_ranks_that_compute_with_other_threads_do_not_train() -> None:
+    assert run_on(2, _refused, 1) == ["", ""]
+    first, second = run_on(2, _refused, 2)
+    assert first == second
+    assert f"launch.threads: 1 on {socket.gethostname()} (rank 0), 2 on {socket.gethostname()} (rank 1)" in first
+
+
+# -- meeting ---------------------------------------------------------------------------------------------------------
+
+
+def test_who_comes_first() -> None:
+    plain = Node("a", "10.0.0.9", 1)
+    later = Node("b", "10.0.0.10", 1)  # as a text it would come first
+    holder = dataclasses.replace(later, holds=True)
+    assert sorted([later, plain], key=lambda m: m.precedence) == [plain, later]
+    assert sorted([plain, holder], key=lambda m: m.precedence) == [holder, plain]
+    wished = dataclasses.replace(plain, place=0)
+    assert sorted([holder, wished], key=lambda m: m.precedence) == [wished, holder]
+    saved = dataclasses.replace(plain, step=20)  # OUTPUT is not shared: where the newest checkpoint is
+    assert sorted([holder, wished, saved], key=lambda m: m.precedence)[0] == saved
+
+
+def met(port: int, holds: bool, host: str = "a", most: int = 1) -> ElasticRendezvous:
+    return ElasticRendezvous("127.0.0.1", port, 1, most, Node(host, "127.0.0.1", 1, holds=holds), Limits(20, 1, 60))
+
+
+def test_one_that_trains_something_else_is_not_let_in() -> None:
+    first = met(0, True, most=2)
+    first.admit({"seed": "0"})
+    first.next_rendezvous()
+    second = met(first.port, False, "b", most=2)
+    with pytest.raises(RunError, match="seed: 0 on a, 1 on b"):
+        second.admit({"seed": "1"})
+    assert second.get_run_id() == first.get_run_id()
+    assert first.ended() is None  # the job goes on without it
+    first.end(1, "why")
+    end = second.ended()
+    assert end is not None
+    assert (end.status, end.host, end.text) == (1, "a", "why")
+    first.shutdown()
+    third = met(first.port, False)  # a store that outlives a job is ready for the next
+    assert third.get_run_id() != first.get_run_id()
+    third.admit({"seed": "2"})
+    assert third.ended() is None
+
+
+def test_two_machines_meet_in_an_order_and_leave_together() -> None:
+    limits = Limits(20, 1, 60)
+    first = ElasticRendezvous("127.0.0.1", 0, 2, 2, Node("a", "127.0.0.1", 1, holds=True), limits)
+    second = ElasticRendezvous("127.0.0.1", first.port, 2, 2, Node("b", "127.0.0.1", 2, place=0), limits)
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(lambda rendezvous: rendezvous.next_rendezvous(), (first, second))
+        assert (one.rank, two.rank) == (1, 0)  # as b wished
+        assert [node.host for node in first.nodes] == [node.host for node in second.nodes] == ["b", "a"]
+        ports = {found.bootstrap_store_info.master_port for found in (one, two)}
+        assert len(ports) == 1  # of a store on b's machine
+        assert first.lost() == second.lost() == []
+        assert not second.grows()
+        first.grow()
+        assert second.grows()
+        list(pool.map(lambda rendezvous: rendezvous.leave_together(), (first, second)))
+    second.end(75, "stopped on request")
+    assert second.ended() is None  # its own word
+    end = first.ended()
+    assert end is not None
+    assert end.status == 75
+    assert second.shutdown()
+    first.shutdown()
+
+
+def test_events_that_nobody_records_ask_no_server_for_the_machine_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("socket.getfqdn", lambda name="": asked.append(name) or name)
+    rendezvous: Any = met(0, True)
+    agent = Agent(WorkerSpec("lockstep", 1, rendezvous, entrypoint=print), rendezvous, tiny(), print)
+    assert (
+        agent._construct_event("FAILED", EventSource.WORKER, raw_error="").name == "torchelastic.worker.status.FAILED"
+    )
+    assert not asked
+    LocalElasticAgent._construct_event(agent, "FAILED", EventSource.WORKER, raw_error="")
+    assert asked, "torch elastic's own does, or calls it otherwise now"
+    rendezvous.shutdown()
+
+
+# -- real jobs -------------------------------------------------------------------------------------------------------
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+
+
+@pytest.mark.processes
+@linux
+@pytest.mark.usefixtures("nobody_is_left")
+def test_torchrun_on_one_machine_is_stopped_and_goes_on(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    write(tmp_path)
+    command = [*LOCKSTEP, "train", "run.yaml", "launch.name=torchrun", f"launch.rendezvous=127.0.0.1:{free_port()}"]
+    process = start(command, tmp_path, cache)
+    until(lambda: step_of(tmp_path) >= 12, "step 12", process)
+    process.terminate()
+    status, out, err = ended(process)
+    assert status == 75, err
+    assert "stopped on request after step" in out
+    status, out, err = ended(start(command, tmp_path, cache))
+    assert status == 0, err
+    assert "ranks      rank 0, 1 on" in out
+    assert "launcher torchrun" in out
+    assert bits(tmp_path) == bits(untouched)
+
+
+@pytest.mark.processes
+@linux
+@pytest.mark.usefixtures("nobody_is_left")
+def test_accelerate_on_one_machine_is_stopped_and_goes_on(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    pytest.importorskip("accelerate")
+    write(tmp_path)
+    command = [*LOCKSTEP, "train", "run.yaml", "launch.name=accelerate"]
+    process = start(command, tmp_path, cache)
+    until(lambda: step_of(tmp_path) >= 12, "step 12", process)
+    process.terminate()
+    status, out, err = ended(process)
+    assert status == 75, err
+    status, out, err = ended(start(command, tmp_path, cache))
+    assert status == 0, err
+    assert "launcher accelerate" in out
+    assert bits(tmp_path) == bits(untouched)
+    assert json.loads((tmp_path / "out/launch.json").read_text())["status"] == 0
+
+
+@pytest.mark.processes
+@linux
+@pytest.mark.usefixtures("nobody_is_left")
+def test_accelerate_s_own_command(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    pytest.importorskip("accelerate")
+    write(tmp_path)
+    (tmp_path / "accelerate.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\n"
+        "mixed_precision: 'no'\nuse_cpu: true\nmain_process_port: 0\n"
+    )
+    own = [sys.executable, "-m", "accelerate.commands.launch", "--config_file=accelerate.yaml"]
+    status, out, err = ended(start([*own, "-m", "lockstep", "train", "run.yaml"], tmp_path, cache))
+    assert status == 0, err
+    assert "accelerate launch" in out
+    assert bits(tmp_path) == bits(untouched)
+    # asked for two on the CPU, it starts one and says nothing; lockstep does
+    own = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
+    status, out, err = ended(start([*own, "-m", "lockstep", "train", "run.yaml", "output=two"], tmp_path, cache))
+    assert status != 0
+    assert "was asked for several processes, and started this one as if it were alone" in err
+    assert not (tmp_path / "two/metrics.jsonl").exists()
+
+
+@pytest.mark.processes
+@linux
+@pytest.mark.usefixtures("nobody_is_left")
+def test_the_task_for_skypilot_in_the_documents(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    """Its `run` lines, on two nodes that are this machine, with the variables that SkyPilot sets."""
+    page = (ROOT / "docs/clouds.md").read_text().partition("## SkyPilot")[2]
+    task = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    write(tmp_path)
+    lines = task["run"].replace("~/venv/bin/lockstep", shlex.join(LOCKSTEP)).replace("/outputs/run", "out")
+    lines = lines.replace("29400", str(free_port()))
+    nodes = [
+        start(
+            ["bash", "-c", lines],
+            tmp_path,
+            cache,
+            **lean(),
+            SKYPILOT_NODE_IPS="127.0.0.1\n127.0.0.1",
+            SKYPILOT_NUM_NODES=str(task["num_nodes"]),
+            SKYPILOT_NODE_RANK=rank,
+            SKYPILOT_NUM_GPUS_PER_NODE="1",
+        )
+        for rank in "01"
+    ]
+    for status, _, err in map(ended, nodes):
+        assert status == 0, err
+    assert bits(tmp_path) == bits(untouched)

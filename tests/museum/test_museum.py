@@ -1,0 +1,46 @@
+"""The museum: every silent fault is found, with its cause first, and healthy scripts have no finding. A few of them
+here, all of them by `pytest -m long`. Starts processes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from museum.exhibits import FAULTS, HEALTHY
+from support.places import ROOT
+
+QUICK = ("no-set-epoch", "around-wrapper", "summed", "stale-optimizer", "mean-of-ranks")
+
+
+def run(*arguments: str) -> None:
+    words = [sys.executable, str(ROOT / "benchmarks" / "silent_faults.py"), "run", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+def test_the_page_has_every_exhibit() -> None:
+    page = (ROOT / "docs" / "museum.md").read_text()
+    assert [e.name for e in FAULTS if f"| {e.name} |" not in page and f"| [{e.name}](" not in page] == []
+    assert len({(e.name, e.script) for e in FAULTS}) == len(FAULTS) >= 40
+    assert [h.arguments for h in HEALTHY if f"`{h.script} {h.arguments}`" not in page] == []
+
+
+@pytest.mark.processes
+def test_a_few_faults_are_found_and_named() -> None:
+    run("--only", *QUICK)
+
+
+@pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_every_fault_is_found_and_named() -> None:
+    run()
+
+
+@pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_healthy_scripts_have_no_finding() -> None:
+    run("--healthy")

@@ -1,0 +1,383 @@
+"""`lockstep.plain` imports nothing of lockstep and is short; every task's steps are those that it computes."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import random
+import sys
+import tokenize
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import lockstep.plain
+from lockstep.config.run import Run
+from lockstep.distributed.world import World
+from lockstep.plain import rows
+from lockstep.plain.losses import batch_loss
+from lockstep.tasks.classification import Classification
+from lockstep.tasks.embedding import Embedding
+from lockstep.tasks.language_modeling import LanguageModeling
+from lockstep.tasks.modules.wrapped_module import Calling
+from lockstep.tasks.objectives.one_label import OneLabel
+from lockstep.tasks.per_token import PerToken
+from lockstep.tasks.preference import Preference
+from lockstep.tasks.question_answering import QuestionAnswering
+from lockstep.tasks.reward import Reward
+from lockstep.tasks.task import Task
+from lockstep.tasks.token_classification import TokenClassification
+from lockstep.tasks.translation import Translation
+from lockstep.tools import against_plain
+from lockstep.track.console import Console
+from lockstep.training import recording
+from lockstep.training.resolve import for_rank
+from support.harness import run_on, tiny
+from support.own_modules import MEAN, NET, NET_FUNCTIONS, job
+from support.stream_runs import LM, shards, streamed
+from support.task_runs import TASKS, make, sentence, write
+
+FILES = sorted(Path(lockstep.plain.__file__).parent.glob("**/*.py"))
+ALLOWED = {"torch", "transformers", "peft", "numpy", "pyarrow", "datasets", "trl", "sentence_transformers", "sacrebleu"}
+ALLOWED |= {"PIL", "sklearn", "scipy", "seqeval", "rouge_score"}
+MOST = 920  # logical lines of code for all tasks
+OTHERS = ("allreduce", "fsdp2", "zero2", "pipeline", "hf_accelerate", "hf_trainer")
+QUICK = ("classification", "prompts", "pairs")  # the others are slow
+
+
+def imports(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return found
+
+
+def statements(file: Path) -> int:
+    """Logical lines, however they are broken: no blank lines, comments or docstrings."""
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef
+    docs = sum(isinstance(node, documented) and ast.get_docstring(node) is not None for node in nodes)
+    with open(file, encoding="utf-8") as text:
+        return sum(token.type == tokenize.NEWLINE for token in tokenize.generate_tokens(text.readline)) - docs
+
+
+def test_it_imports_nothing_of_lockstep() -> None:
+    assert FILES
+    for file in FILES:
+        for name in imports(file):
+            root = name.partition(".")[0]
+            own = name.startswith("lockstep.plain")
+            assert own or root in ALLOWED or root in sys.stdlib_module_names, f"{file.name} imports {name}"
+
+
+def test_it_is_short() -> None:
+    assert sum(map(statements, FILES)) <= MOST
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plain")
+
+
+KINDS = (*TASKS, "classification")
+
+
+def run_of(kind: str, folder: Path, *keys: str) -> Run:
+    """Padded, so that forgotten masks show."""
+    keys = ("data.padding=batch", "task.samples=0", *keys)
+    keys = tuple(key for key in keys if kind not in ("preference", "reward") or key != "task.samples=0")
+    return tiny(*keys, output=str(folder / "out")) if kind == "classification" else make(folder, kind, *keys)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+def test_a_task_is_as_plain_computes_it_and_a_fault_is_found(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(kind, folder)
+    found = against_plain.differences(run)
+    assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
+    FAULTS[kind](monkeypatch)
+    assert against_plain.differences(run).differences
+
+
+def verified(run: Run, ranks: int) -> tuple[int, dict[str, Any]]:
+    """The exit status and the verdict on a job of so many processes."""
+    assert run_on(ranks, recorded, run, run=run, joined=False) == [0] * ranks
+    verdict = run.folder / "verdict.json"
+    status = against_plain.tell(Console(False), run, run.folder, verdict)
+    return status, json.loads(verdict.read_text())["plain"]
+
+
+def recorded(world: World, run: Run) -> int:
+    return recording.record(for_rank(run, world), world, "2", "0", "2")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(s, marks=pytest.mark.slow) for s in OTHERS)])
+def test_ranks_train_what_plain_computes(strategy: str, tmp_path: Path) -> None:
+    """After steps with dropout, whose optimizer state plain takes over."""
+    run = tiny(f"strategy.name={strategy}", output=str(tmp_path))
+    assert verified(run, 2) == (0, {"differences": [], "not_covered": None})
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("bug", "said"), [("CountedTwice", "gradient norm"), ("OwnRate", "the change of")])
+def test_a_mistake_across_ranks_is_found_by_plain(bug: str, said: str, tmp_path: Path) -> None:
+    status, told = verified(tiny(f"strategy.name=support.buggy.{bug}", output=str(tmp_path)), 2)
+    assert status == 1
+    assert any(said in line for line in told["differences"])
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_reference_of_preferences_is_the_model_before_any_training(tmp_path: Path) -> None:
+    run = make(tmp_path, "preference", "strategy.name=ddp")
+    assert verified(run, 2) == (0, {"differences": [], "not_covered": None})
+
+
+def test_an_evaluation_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    score: Callable[..., Any] = OneLabel.score
+    more = lambda sums: {**sums, "loss": sums["loss"] * 1.001}  # noqa: E731
+    monkeypatch.setattr(OneLabel, "score", lambda self, *a: more(score(self, *a)))
+    found = against_plain.differences(tiny(output=str(tmp_path)))
+    assert [line.partition(" of ")[0] for line in found.differences] == ["evaluation: loss"]
+    assert found.scores >= ["accuracy", "loss", "macro_f1"]
+
+
+def worse(name: str, by: float) -> Callable[[pytest.MonkeyPatch, type[Task]], None]:
+    """A score that is a little off."""
+
+    def plant(patch: pytest.MonkeyPatch, task: type[Task]) -> None:
+        metrics: Callable[..., Any] = task.metrics
+        wrong = lambda scores: scores | {name: scores[name] + by}  # noqa: E731
+        patch.setattr(task, "metrics", lambda self, *a: wrong(metrics(self, *a)))
+
+    return plant
+
+
+SCORED = {
+    "classification": (Classification, {"accuracy", "loss", "macro_f1"}),
+    "packed": (LanguageModeling, {"accuracy", "loss", "perplexity"}),
+    "translation": (Translation, {"accuracy", "bleu", "chrf", "loss", "perplexity"}),
+    "token_classification": (TokenClassification, {"accuracy", "f1", "loss", "precision", "recall"}),
+    "questions": (QuestionAnswering, {"exact_match", "f1", "loss"}),
+    "pairs": (Embedding, {"loss", "triplet_accuracy"}),
+    "reward": (Reward, {"accuracy", "loss", "margin", "reward"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*SCORED])
+def test_scores_are_those_of_the_fields_libraries(
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """scikit-learn's, seqeval's, sacrebleu's, SQuAD's, of what the plain path computes and writes."""
+    task, names = SCORED[kind]
+    run = run_of(kind, folder)
+    found = against_plain.differences(run, 1)
+    assert (found.differences, {*found.scores}) == ([], names)
+    wrong = next(iter(sorted(names - {"loss"}, reverse=True)))
+    worse(wrong, 0.02)(monkeypatch, task)
+    assert [line.partition(" of ")[0] for line in against_plain.differences(run, 1).differences] == [
+        f"evaluation: {wrong}"
+    ]
+
+
+DATA = {
+    "cut": {},
+    "filtered": {"filter": {"lang": "en", "text": {"min_words": 2}}, "test_fraction": 0.1},
+    "each once": {"deduplicate": True, "decontaminate": True, "validation_fraction": 0.3},
+    "split column": {"split_column": "split", "limit": 90, "group_by_length": 2},
+    "csv": {"source": "rows.csv"},
+}
+
+
+@pytest.mark.parametrize(
+    "keys", [pytest.param(d, id=k, marks=[pytest.mark.slow] * (k != "each once")) for k, d in DATA.items()]
+)
+def test_the_same_rows_are_read(keys: dict[str, Any], tmp_path: Path) -> None:
+    """Rows that lack a text, stand there twice, are of another language or split."""
+    draw = random.Random(7)
+    rows = [{"text": sentence(draw) if i % 17 else " ", "lang": "de" if i % 5 == 0 else "en"} for i in range(120)]
+    rows = [
+        row | {"label": len(row["text"]) % 3, "split": "dev" if i % 7 == 0 else "train"} for i, row in enumerate(rows)
+    ]
+    rows += rows[:10]
+    write(tmp_path / "rows.jsonl", rows)
+    with open(tmp_path / "rows.csv", "w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, [*rows[0]])
+        table.writeheader()
+        table.writerows(rows)
+    keys = {"source": "rows.jsonl", "max_length": 32, "drop_missing": True, **keys}
+    run = tiny(data=keys | {"source": str(tmp_path / keys["source"])}, output=str(tmp_path / "out"))
+    found = against_plain.differences(run)
+    assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
+
+
+def mixture(folder: Path, task: str) -> Run:
+    """Two sources, one of which calls the text otherwise."""
+    draw = random.Random(3)
+    texts = [sentence(draw) for _ in range(70)]
+    rows = [{"text": text, "label": ("joy", "fear")[len(text) % 2], "lang": "en"} for text in texts]
+    write(folder / "a.jsonl", rows[:40])
+    others = [
+        {"said": row["text"], "label": row["label"], "lang": "de" if i % 4 else "en"} for i, row in enumerate(rows)
+    ]
+    write(folder / "b.jsonl", others)
+    sources = [
+        {"source": str(folder / "a.jsonl"), "weight": 2},
+        {"source": str(folder / "b.jsonl"), "weight": 1, "rename": {"text": "said"}, "filter": {"lang": "de"}},
+    ]
+    language = {
+        "task": {"name": "language_modeling", "block_size": 24, "samples": 0},
+        "model": TASKS["packed"]["model"],
+    }
+    values = language if task == "packed" else {}
+    return tiny(data={"sources": sources, "max_length": 32, "deduplicate": True}, output=str(folder / "out"), **values)
+
+
+@pytest.mark.parametrize("kind", ["classification", pytest.param("packed", marks=pytest.mark.slow)])
+def test_sources_of_a_mixture_are_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own keys; texts of two are never in one block, and a share of each is cut off."""
+    run = mixture(tmp_path, kind)
+    found = against_plain.differences(run)
+    assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
+    read = rows.read_source
+    monkeypatch.setattr(rows, "read_source", lambda data, *a: read({**data, "filter": {}}, *a))
+    assert against_plain.differences(run).differences
+
+
+@pytest.mark.processes
+def test_a_stream_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = streamed(shards(tmp_path / "shards"), f"output={tmp_path / 'out'}")
+    found = against_plain.differences(run)
+    assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
+    packed = streamed(shards(tmp_path / "shards"), f"output={tmp_path / 'lm'}", model=TASKS["packed"]["model"], **LM)
+    assert str(against_plain.differences(packed).uncovered).startswith("data.stream: blocks hold texts of one chunk")
+    read = rows.read
+    monkeypatch.setattr(rows, "read", lambda *a: {split: some[::-1] for split, some in read(*a).items()})
+    assert against_plain.differences(run).differences
+
+
+@pytest.mark.parametrize("kind", ["mean", pytest.param("net", marks=pytest.mark.slow)])
+def test_a_module_is_as_its_functions_say(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items that draw, batch normalisation, a share of train as validation."""
+    monkeypatch.syspath_prepend(tmp_path)
+    code, functions = {"mean": (MEAN, ()), "net": (NET, NET_FUNCTIONS)}[kind]
+    run = job(tmp_path, code, functions=functions)
+    found = against_plain.differences(run)
+    assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
+    summed: Callable[..., Any] = Calling.summed
+    monkeypatch.setattr(Calling, "summed", lambda self, *a: summed(self, *a) * 1.001)
+    assert against_plain.differences(run).differences
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.5])
+def test_what_a_model_adds_to_its_loss_is_added(coefficient: float) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    routers = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": coefficient}
+    config = transformers.MixtralConfig(vocab_size=20, num_key_value_heads=1, head_dim=8, **sizes, **routers)
+    model = transformers.MixtralForCausalLM(config).eval()
+    job = SimpleNamespace(run={"task": {"name": "language_modeling"}}, tokenizer=SimpleNamespace(pad_token_id=0))
+    tokens = [3, 7, 1, 9, 4, 4, 2]
+    found, count = batch_loss(job, model, [{"input_ids": tokens[:-1], "next": tokens[1:]}])
+    with torch.no_grad():
+        outputs = model(torch.tensor([tokens[:-1]]))
+    entropy = torch.nn.functional.cross_entropy(outputs.logits[0], torch.tensor(tokens[1:]), reduction="sum")
+    assert count == 6
+    assert float(found.detach()) == pytest.approx(float(entropy + 6 * coefficient * outputs.aux_loss), rel=1e-5)
+    assert float(outputs.aux_loss) > 0.1  # so that leaving it out would show
+
+
+def test_what_is_not_covered_is_said(tmp_path: Path) -> None:
+    found = against_plain.differences(tiny("optim.name=lion", output=str(tmp_path)))
+    assert (found.differences, len(found.steps)) == ([], 1)
+    assert str(found.uncovered).startswith("optim.name")
+
+
+# -- faults, one for each kind of run ---------------------------------------------------------------------------------
+
+
+def mean_of_means(patch: pytest.MonkeyPatch) -> None:
+    """Each micro-batch's loss is divided by its own examples."""
+    summed: Callable[..., Any] = Classification.loss_sum
+    patch.setattr(Classification, "loss_sum", lambda self, *a: summed(self, *a) * 22 / 8 / len(a[1]))
+
+
+def divided_twice(task: type[Task]) -> Callable[[pytest.MonkeyPatch], None]:
+    summed: Callable[..., Any] = task.loss_sum
+    return lambda patch: patch.setattr(task, "loss_sum", lambda self, *a: summed(self, *a) / 2)
+
+
+def all_predicted(patch: pytest.MonkeyPatch) -> None:
+    """Prompts are learned, too."""
+    collate: Callable[..., Any] = LanguageModeling.collate
+
+    def forgotten(self: Any, columns: Any, rows: Any, index: int) -> Any:
+        batch = collate(self, columns, rows, index)
+        ids, real = batch.inputs["input_ids"], batch.inputs["attention_mask"]
+        wanted = torch.where(real[:, 1:] == 1, ids[:, 1:], -100)
+        wanted = torch.cat([wanted, batch.targets[:, -1:]], 1)
+        return replace(batch, targets=torch.where(batch.targets < 0, wanted, batch.targets))
+
+    patch.setattr(LanguageModeling, "collate", forgotten)
+
+
+def mask_forgotten(task: type[Task]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Padding is read as text."""
+    collate: Callable[..., Any] = task.collate
+
+    def forgotten(self: Any, *a: Any) -> Any:
+        batch = collate(self, *a)
+        ones = torch.ones_like(batch.inputs["attention_mask"])
+        return replace(batch, inputs={**batch.inputs, "attention_mask": ones})
+
+    return lambda patch: patch.setattr(task, "collate", forgotten)
+
+
+def reference_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        Preference, "reference_scores", lambda self, forward, batch: torch.zeros(len(batch.targets) // 2, 2).double()
+    )
+
+
+def one_token_on(patch: pytest.MonkeyPatch) -> None:
+    """Answers begin and end a token later."""
+    collate: Callable[..., Any] = QuestionAnswering.collate
+    moved = lambda batch: replace(batch, targets=batch.targets + (batch.targets > 0))  # noqa: E731
+    patch.setattr(QuestionAnswering, "collate", lambda self, *a: moved(collate(self, *a)))
+
+
+def unscaled(patch: pytest.MonkeyPatch) -> None:
+    """The cosines are not multiplied by task.similarity_scale."""
+    losses: Callable[..., Any] = Embedding._losses
+    patch.setattr(Embedding, "_losses", lambda self, vectors, targets: losses(self, vectors * 0.5, targets))
+
+
+FAULTS = {
+    "classification": mean_of_means,
+    "packed": divided_twice(PerToken),
+    "documents": divided_twice(PerToken),
+    "prompts": all_predicted,
+    "messages": all_predicted,
+    "translation": mask_forgotten(Translation),
+    "token_classification": mask_forgotten(TokenClassification),
+    "preference": reference_forgotten,
+    "reward": mask_forgotten(Reward),
+    "masked": divided_twice(PerToken),
+    "questions": one_token_on,
+    "pairs": unscaled,
+}

@@ -1,0 +1,69 @@
+"""The documents name every key of the run file, every command and every plug-in; the run files in runs/ load."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config import error_messages as messages
+from lockstep.config import plugins
+from lockstep.config.run import Run, load
+from lockstep.tools import commands
+from support.places import ROOT
+
+KEYS = [key for key, section in messages._fields(Run).items() if section is None]
+
+
+def test_every_key_is_documented() -> None:
+    text = (ROOT / "docs/run-file.md").read_text()
+    assert [key for key in KEYS if f"`{key}`" not in text] == []
+
+
+@pytest.mark.parametrize("task", [name for name in plugins.names("tasks") if name != "classification"])
+def test_every_key_of_every_task_is_documented(task: str) -> None:
+    page = (ROOT / "docs/tasks.md").read_text().partition(f"## `{task}`")[2].partition("\n## ")[0]
+    fields = plugins.find("tasks", task).Options.model_fields  # type: ignore[attr-defined]
+    rows = [f"| `task.{key}` |" for key in fields] + [str(field.description) for field in fields.values()]
+    assert [row for row in rows if row not in page] == []
+
+
+def test_every_optimizer_and_every_key_of_it_is_documented() -> None:
+    page = (ROOT / "docs/optimizers.md").read_text()
+    for name in plugins.names("optimizers"):
+        assert f"| `{name}` |" in page
+        for key, field in plugins.find("optimizers", name).Options.model_fields.items():  # type: ignore[attr-defined]
+            assert f"| `optim.{key}` |" in page
+            assert str(field.description) in page, f"{name}: {key}"
+
+
+def test_every_strategy_is_explained() -> None:
+    text = (ROOT / "docs/strategies.md").read_text()
+    assert [name for name in plugins.names("strategies") if f"{name}.py" not in text] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "runs").glob("*.yaml")), ids=lambda p: p.name)
+def test_run_files_load_and_can_be_planned(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load(path, []).name
+    status, said = main(["plan", str(path), "--offline"]), capsys.readouterr()
+    if "no such file" in said.err:  # of local data that this checkout has not
+        assert status == 2
+    else:
+        assert status == 0
+        assert "processes" in said.out
+        assert "length" in said.out
+
+
+def test_every_command_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/commands.md").read_text()
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out.partition("COMMAND")[2]
+    for name in commands.HELP:
+        assert name in listed
+        assert f"lockstep {name}" in text
+
+
+def test_every_page_is_in_the_site_s_navigation() -> None:
+    """`make site` refuses to build otherwise."""
+    named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
+    assert {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - named == set()

@@ -1,0 +1,275 @@
+"""Twelve rooms, one above the other: a file imports from its own room and from those below. What must answer at once
+imports nothing heavy; what others keep private is used in few places."""
+
+import ast
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import lockstep
+from support.places import TESTS
+
+ROOT = Path(lockstep.__file__).parent
+FILES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
+
+# From the ground up. Four files beside them (`api`, `cli`, `__init__`, `__main__`) are the roof, `_version` the ground.
+ROOMS = (
+    "plain",
+    "trace",
+    "config",
+    "track",
+    "distributed",
+    "data",
+    "tasks",
+    "checkpoint",
+    "strategies",
+    "training",
+    "launchers",
+    "tools",
+)
+
+# Where private names of torch, transformers, accelerate and deepspeed may be used: docs/engines.md has a row for each.
+ADAPTERS = (
+    "strategies/engines/",
+    "trace/tracer/deepspeed_engine.py",
+    "launchers/processes/elastic",
+    "distributed/torch_internals.py",
+)
+ENGINES = ("torch", "transformers", "accelerate", "deepspeed")
+
+
+def floor(path: str) -> int:
+    """Of a file or folder below `ROOT`."""
+    room = path.partition("/")[0]
+    if room == "_version.py":
+        return -1
+    return ROOMS.index(room) if room in ROOMS else len(ROOMS)
+
+
+class Facts(NamedTuple):
+    """What is asked of a file. Trees of all of them are not kept: every later collection would look through them."""
+
+    imports: list[tuple[str, bool]]  # modules, also for its types only, and whether at its top
+    private: list[str]
+    functions: dict[str, int]  # line and name -> lines
+
+
+@functools.cache
+def facts(path: Path) -> Facts:
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    functions = {
+        f"{n.lineno} {n.name}": (n.end_lineno or 0) - n.lineno for n in nodes if isinstance(n, ast.FunctionDef)
+    }
+    return Facts(_imports(tree, nodes), _private(nodes), functions)
+
+
+def _imports(tree: ast.Module, nodes: list[ast.AST]) -> list[tuple[str, bool]]:
+    top = {id(n) for n in tree.body}
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [(a.name, id(node) in top) for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for name in (f"{node.module}.{a.name}" for a in node.names):
+                found.append((name if file_of(name) else node.module, id(node) in top))
+    return found
+
+
+BY_NAME = ("getattr", "setattr", "hasattr")
+
+
+def _private(nodes: list[ast.AST]) -> list[str]:
+    """Names with a leading underscore that are used on what the file itself does not define."""
+    own = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    own |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in ENGINES:
+            names = [*node.module.split("."), *(a.name for a in node.names)]
+            found += [f"from {node.module}" for name in names if name.startswith("_")]
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            if node.attr in own:
+                continue
+            told = ast.unparse(node)
+            public = told.startswith(
+                ("torch._foreach_", "os._exit", "sys._current_frames", "sys._getframe")
+            )  # documented as they are
+            found += [] if public else [told]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME:
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            found += [ast.unparse(node)] if str(name).startswith("_") and not str(name).startswith("__") else []
+    return found
+
+
+@functools.cache
+def file_of(module: str) -> str | None:
+    """The file of a module of ours, below `ROOT`."""
+    if module.partition(".")[0] != "lockstep":
+        return None
+    path = module.removeprefix("lockstep").strip(".").replace(".", "/")
+    names = (f"{path}.py", f"{path}/__init__.py".lstrip("/"))
+    return next((name for name in names if (ROOT / name).exists()), None)
+
+
+def test_the_house_is_seen_at_a_glance() -> None:
+    inside = [p for p in ROOT.iterdir() if p.name != "__pycache__"]
+    assert sorted(p.name for p in inside if p.is_dir()) == sorted(ROOMS)
+    assert sorted(p.stem for p in inside if p.suffix == ".py") == ["__init__", "__main__", "_version", "api", "cli"]
+    folders = [p for p in ROOT.rglob("*") if p.is_dir() and any(p.glob("*.py"))]
+    assert not [p.name for p in folders if p.name in ("parts", "utils", "common", "helpers", "misc")]
+    for folder in folders:  # says what it is for
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
+
+
+def test_a_file_imports_from_its_own_room_and_those_below() -> None:
+    ours = [(file, found) for file in FILES for name, _ in facts(ROOT / file).imports if (found := file_of(name))]
+    above = [f"{file}: {found}" for file, found in ours if floor(found) > floor(file)]
+    assert above == []
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The files that reach each other: strongly connected components of more than one, by Kosaraju's two passes."""
+    order: list[str] = []
+    backwards: dict[str, set[str]] = {file: set() for file in graph}
+    for file, targets in graph.items():
+        for target in targets:
+            backwards[target].add(file)
+
+    def visit(file: str, edges: dict[str, set[str]], visited: set[str], into: list[str]) -> None:
+        stack = [(file, iter(sorted(edges[file])))]
+        visited.add(file)
+        while stack:
+            rest = stack[-1][1]
+            following = next((each for each in rest if each not in visited), None)
+            if following is None:
+                into.append(stack.pop()[0])
+            else:
+                visited.add(following)
+                stack.append((following, iter(sorted(edges[following]))))
+
+    visited: set[str] = set()
+    for file in graph:
+        if file not in visited:
+            visit(file, graph, visited, order)
+    components, visited = [], set()
+    for file in reversed(order):
+        if file not in visited:
+            visit(file, backwards, visited, component := [])
+            components.append(sorted(component))
+    return [component for component in components if len(component) > 1]
+
+
+def test_no_file_imports_itself_by_a_detour() -> None:
+    """Nor for its types alone, inside of a function, or by the package's `__init__`."""
+    graph = {
+        file: {target for name, _ in facts(ROOT / file).imports if (target := file_of(name))} - {file} for file in FILES
+    }
+    assert cycles(graph) == []
+    graph["_version.py"] |= {"api.py"}  # the control: whoever is below everything imports from above
+    (component,) = cycles(graph)
+    assert {"_version.py", "api.py", "launchers/start.py"} <= set(component)
+
+
+# Of other packages, which no strategy depends on.
+OTHERS = {
+    "cli.py": "command._actions",  # argparse's
+    "tools/commands/run_file.py": "parser._actions",
+    "tasks/models/bleu.py": "metric._",  # sacrebleu's sums, without which BLEU of parts cannot be added up
+    "trace/tracer/recorder.py": "getattr(tensor, '_version'",  # torch's count of writes
+    "track/trackio.py": "self._trackio._next_step",
+}
+
+
+def test_what_engines_keep_private_is_used_in_adapters_only() -> None:
+    for file in (f for f in FILES if not f.startswith(ADAPTERS)):
+        known = OTHERS.get(file, "nothing")
+        assert [name for name in facts(ROOT / file).private if not name.startswith(known)] == [], file
+
+
+def test_every_adapter_is_in_the_table() -> None:
+    page = (TESTS.parent / "docs/engines.md").read_text()
+    using = [f for f in FILES if f.startswith(ADAPTERS) and facts(ROOT / f).private]
+    assert [file for file in using if f"`{file}`" not in page] == []
+
+
+def test_only_a_rank_that_may_lose_others_trains_with_recovery() -> None:
+    """`training/elastic/` is no room: it is above the loop, which it calls, and below the rank, which asks for it."""
+    inside = "training/elastic/"
+    asking = {
+        file for file in FILES for name, _ in facts(ROOT / file).imports if (file_of(name) or "").startswith(inside)
+    }
+    assert {file for file in asking if not file.startswith(inside)} == {"training/rank.py"}
+    loop = [file_of(name) for file in FILES if file.startswith(inside) for name, _ in facts(ROOT / file).imports]
+    assert "training/loop.py" not in loop  # `train` is handed to it
+
+
+def test_the_loop_can_be_read_at_a_glance() -> None:
+    tree = ast.parse((ROOT / "training/loop.py").read_text())
+    lines = (ROOT / "training/loop.py").read_text().splitlines()
+    texts = [n.body[0] for n in ast.walk(tree) if isinstance(n, ast.Module | ast.FunctionDef) and ast.get_docstring(n)]
+    told = {line for text in texts for line in range(text.lineno, (text.end_lineno or 0) + 1)}
+    code = [
+        line for n, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#") and n not in told
+    ]
+    assert len(code) <= 120
+    assert not [line for line in code if "Any" in line]
+    assert [line for line in code if "train_step(batch" in line]
+
+
+def test_nobody_patches_a_method() -> None:
+    """To hear of a step there is `StepObserver`."""
+    for file in (f for f in FILES if f.startswith(("training/", "strategies/"))):
+        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            names = [ast.unparse(target) for target in targets if isinstance(target, ast.Attribute)]
+            assert not {name for name in names if name.endswith((".backward", ".loss_sum", ".train_step"))}, file
+
+
+def test_tasks_know_nothing_of_ranks() -> None:
+    tasks = [file for file in FILES if file.startswith("tasks/")]
+    knowing = [f for f in tasks if any(n.startswith("torch.distributed") for n, _ in facts(ROOT / f).imports)]
+    assert tasks
+    assert knowing == []
+
+
+SUBMITTING = ("config/", "launchers/", "tools/commands/", "cli.py")
+ELASTIC = "launchers/processes/elastic"  # runs on machines that train
+
+
+def test_what_a_submitting_machine_needs_imports_no_torch_at_the_top() -> None:
+    needed = [file for file in FILES if file.startswith(SUBMITTING) and not file.startswith(ELASTIC)]
+    heavy = ("torch", "transformers", "datasets")
+    at_top = [(file, name) for file in needed for name, top in facts(ROOT / file).imports if top]
+    assert at_top
+    assert [f"{file}: {name}" for file, name in at_top if name.split(".")[0] in heavy] == []
+
+
+def test_a_file_can_be_held_in_the_head() -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in [*ROOT.rglob("*.py"), *TESTS.rglob("*.py")]}
+    assert {str(path): count for path, count in lines.items() if count >= 700} == {}
+
+
+def test_a_function_can_be_read_without_scrolling() -> None:
+    long = [f"{file}: {name}" for file in FILES for name, lines in facts(ROOT / file).functions.items() if lines >= 60]
+    assert long == []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("arguments", [["--help"], ["plan"], ["schema"]])
+def test_these_commands_import_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys; from lockstep.cli import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    if arguments == ["--help"]:
+        code = code.replace("{'torch',", "{'pydantic', 'yaml', 'rich', 'torch',")
+    if arguments == ["plan"]:
+        code = code.replace("['plan']", "['plan', 'launch.name=kubernetes', 'launch.image=x', 'launch.pvc=y']")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -1,0 +1,48 @@
+"""Tests mirror the rooms, and share nothing but what is in `tests/support`, which imports no test."""
+
+import ast
+from pathlib import Path
+
+from support.places import ROOT, TESTS
+
+BESIDE = {"support", "golden"}  # folders that hold no tests
+ROOMS = {path.name for path in (ROOT / "src/lockstep").iterdir() if path.is_dir() and path.name[0] != "_"}
+WHOLE = {
+    "jobs",
+    "repo",
+    "crossed",
+    "museum",
+}  # the last two: programs with a test each
+
+
+def imported(file: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+
+
+def is_a_test(name: str) -> bool:
+    return any(part.startswith("test_") for part in name.split("."))
+
+
+def test_nothing_imports_a_file_of_tests() -> None:
+    files = [*TESTS.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    importing = {file: {name for name in imported(file) if is_a_test(name)} for file in files}
+    assert len(importing) > 250
+    assert {str(file.relative_to(ROOT)): names for file, names in importing.items() if names} == {}
+
+
+def test_the_control_such_an_import_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "test_a.py"
+    file.write_text("def f():\n    from test_b import c\n    import data.test_d\n")
+    assert {name for name in imported(file) if is_a_test(name)} == {"test_b", "data.test_d"}
+
+
+def test_every_file_of_tests_is_in_a_room_and_its_name_is_there_once() -> None:
+    """Once, because pytest imports them by their names."""
+    files = [file.relative_to(TESTS) for file in TESTS.rglob("test_*.py")]
+    assert {file.parts[0] for file in files} == (ROOMS | WHOLE)
+    assert len({file.name for file in files}) == len(files)
+    assert {path.name for path in TESTS.iterdir() if path.is_dir() and path.name[0] not in "_."} - {
+        file.parts[0] for file in files
+    } == BESIDE

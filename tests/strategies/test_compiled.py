@@ -1,0 +1,302 @@
+"""`model.compile`: one code for all layers that are alike and all lengths, made of the same examples on every rank."""
+
+import os
+from collections.abc import Callable
+from functools import cache as once
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.world import World
+from lockstep.strategies.engines import blocks, compiled
+from lockstep.strategies.exact.optim import learning_rate
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.evaluation import evaluate
+from lockstep.training.resolve import resolve_strategy
+from support.harness import build, digest, run_on, tiny
+from support.strategy_runs import steps_of
+from support.task_runs import make
+
+COMPILE = "model.compile=true"
+SEVERAL = ("ddp", "allreduce", "fsdp2", "hf_accelerate", "hf_trainer", "pipeline")
+
+
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was compiled: into nothing but itself, which is soon done."""
+    found: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        def code(*args: Any) -> Any:
+            code.calls += 1  # type: ignore[attr-defined]
+            return graph(*args)
+
+        code.calls = 0  # type: ignore[attr-defined]
+        found.append(code)
+        return code
+
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    return found
+
+
+def here(*overrides: str, **values: Any) -> dict[str, Any]:
+    """Six steps in this process."""
+    run = tiny("strategy.name=single", *overrides, **values)
+    return steps_of(World(run), run)
+
+
+def test_no_code_for_each_length_and_none_for_each_layer(codes: list[Any]) -> None:
+    """Padded micro-batches, such without padding, single examples: three codes, whatever comes after. Names of weights
+    stay, and the steps are those that they were."""
+    sizes = ("model.config.n_layer=2", "batch_size=9")  # micro-batches of one example and of two
+    run = tiny("strategy.name=single", COMPILE, *sizes)
+    world = World(run)
+    task, strategy = build(run, world)
+    assert len(codes) == 3
+    before = sum(code.calls for code in codes)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    batches = [feed.make(step) for step in range(6)]
+    assert len({m.inputs["input_ids"].shape for batch in batches for m in batch.micro_batches}) > 10
+    for step, batch in enumerate(batches):
+        strategy.train_step(batch, learning_rate(run.optim, step, 6))
+    evaluate(run, world, task, strategy, task.splits["validation"])
+    assert len(codes) == 3
+    assert sum(code.calls for code in codes) == before + 6 * 8 * 2  # steps, micro-batches, layers
+    assert strategy.export().keys() == strategy.model.state_dict().keys()  # type: ignore[union-attr]
+    assert not [name for name in strategy.state_dict() if "_orig_mod" in name]
+    assert not [name for name, _ in strategy.model.named_modules() if "_orig_mod" in name]
+    found = digest(strategy.state_dict())
+    strategy.close()
+    assert found == here(*sizes)["digest"]
+
+
+def test_code_is_made_before_training_and_used_in_it(codes: list[Any]) -> None:
+    """What no code fits runs as it is."""
+    layer = nn.Linear(4, 4)
+    run = compiled.in_training(layer, layer.forward)
+    run(torch.ones(2, 4))
+    assert codes == []
+    with compiled.making():
+        run(torch.ones(2, 4))
+    assert [code.calls for code in codes] == [1]
+    run(torch.ones(7, 4))
+    assert [code.calls for code in codes] == [2]
+    run(torch.ones(3, 2, 4))
+    assert [code.calls for code in codes] == [2]
+
+
+def test_evaluation_runs_the_layers_as_they_are(codes: list[Any]) -> None:
+    layer = nn.Linear(4, 4)
+    run = compiled.in_training(layer, layer.forward)
+    with compiled.making():
+        layer.eval()
+        run(torch.ones(2, 4))
+        layer.train()
+        with torch.no_grad():
+            run(torch.ones(2, 4))
+    assert codes == []
+
+
+def test_a_run_takes_no_code_that_was_made_for_other_sizes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor itself would: the bits of a run would be those of whatever ran before it on this machine."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+
+    def folder(*overrides: str) -> Path:
+        run = tiny("strategy.name=single", COMPILE, *overrides)
+        task, strategy = build(
+            run.model_copy(update={"model": run.model.model_copy(update={"compile": False})}), World(run)
+        )
+        with compiled.shared_cache(list(compiled.examples(run, strategy, task))):
+            found = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        strategy.close()
+        assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+        assert found.is_dir()
+        return found
+
+    assert folder() == folder("optim.learning_rate=1e-3")
+    assert folder().is_relative_to(cache / "compiled")
+    assert folder() != folder("data.max_length=12")
+    before = cache_dir()  # sets the variable
+    with compiled.shared_cache([]):
+        assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(cache / "compiled")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == before
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "given")
+    with compiled.shared_cache([]):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "given"
+
+
+# Code for a precision takes a minute to make, once for all tests, and two more for layers that FSDP2 gathers, which
+# have code of their own. `.ci/run` asks of bf16 alone, whose code is that of fp32 with `autocast` in it. There `ddp` is
+# asked by the run that is resumed, and `fsdp2` where activations are computed again; a pipeline, whose stages take a
+# minute of the processor to compile, with layers that are compiled into themselves.
+LATER = {"fp32": [pytest.mark.slow, pytest.mark.long], "bf16": [pytest.mark.slow]}
+PRECISIONS = [pytest.param(precision, marks=marks) for precision, marks in LATER.items()]
+LIMIT_S = 1500  # to compile takes minutes on a busy machine
+
+
+@once  # several questions are asked of one job
+def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
+    """Six steps on each of `ranks` processes; rank 0's."""
+    run = tiny(f"strategy.name={name}", *overrides)
+    first, *others = run_on(ranks, steps_of, run, run=run, timeout_s=LIMIT_S)
+    assert all(other["loss"] == first["loss"] for other in others)
+    return first
+
+
+# -- compiled by inductor --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.long
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_bits_of_a_single_process(name: str, precision: str) -> None:
+    """With dropout, of the compiler's own numbers."""
+    one, two = (of(n, ranks, f"precision={precision}", COMPILE) for n, ranks in (("single", 1), (name, 2)))
+    assert two["digest"] == one["digest"]
+    assert two["loss"] == one["loss"]
+    assert one["digest"] != of("single", 1, f"precision={precision}")["digest"]
+
+
+def steps_in_themselves(world: World, run: Run) -> dict[str, Any]:
+    """`steps_of`, of layers that torch.compile has taken apart and put together as they were."""
+    compiled.BACKEND = "eager"
+    counters.clear()
+    return {**steps_of(world, run), "graphs": counters["stats"]["unique_graphs"]}
+
+
+@pytest.mark.processes
+def test_stages_of_a_pipeline_are_compiled() -> None:
+    """With the bits of one process that compiles nothing."""
+    run, alone = tiny("strategy.name=pipeline", COMPILE), of("single", 1)
+    first, last = run_on(2, steps_in_themselves, run, run=run, timeout_s=LIMIT_S)
+    assert min(first["graphs"], last["graphs"]) > 0
+    assert first["digest"] == alone["digest"]
+    assert first["loss"] == last["loss"] == alone["loss"]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize(
+    "gather",
+    [pytest.param("alone", marks=pytest.mark.long), "step", pytest.param("micro_batch", marks=pytest.mark.long)],
+)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_same_bits_where_activations_are_computed_again(gather: str, precision: str) -> None:
+    words = (f"precision={precision}", COMPILE)
+    again = (*words, "model.checkpoint_activations=true")
+    alone = of("single", 1, *words)["digest"]
+    if gather == "alone":
+        assert of("single", 1, *again)["digest"] == alone
+    else:
+        assert of("fsdp2", 2, *again, f"strategy.options.gather={gather}")["digest"] == alone
+
+
+CHUNKS = (
+    "precision=bf16",
+    "model.dtype=bfloat16",
+    "task.loss_chunk=16",
+)  # weights kept in bf16, logits a few at a time
+
+
+@once
+def of_chunks(folder: Path, name: str, ranks: int, *overrides: str) -> tuple[str, list[float]]:
+    """Of a language model; rank 0's."""
+    run = make(folder, "packed", f"strategy.name={name}", *CHUNKS, *overrides)
+    found = run_on(ranks, steps_of, run, run=run, timeout_s=LIMIT_S)[0]
+    return found["digest"], found["loss"]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("packed")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize(
+    ("name", "ranks", "options"),
+    [
+        ("ddp", 2, ()),
+        ("allreduce", 3, ()),
+        ("fsdp2", 2, ("strategy.options.gather=step",)),
+        ("fsdp2", 3, ("strategy.options.gather=micro_batch",)),
+    ],
+)
+def test_weights_in_bf16_and_a_loss_in_chunks(name: str, ranks: int, options: tuple[str, ...], packed: Path) -> None:
+    one = of_chunks(packed, "single", 1, COMPILE)
+    assert of_chunks(packed, name, ranks, COMPILE, *options) == one
+    assert one != of_chunks(packed, "single", 1)
+
+
+def stopped_and_gone_on_with(world: World, run: Run) -> tuple[str, dict[str, int]]:
+    """Three steps, and three more by another model of the same run. Also what torch's cache did for them."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    for step in range(6):
+        if step == 3:
+            state = world.broadcast(strategy.state_dict())
+            strategy.close()
+            task, strategy = build(run, world)
+            strategy.load_state_dict(state)
+        strategy.train_step(feed.make(step), learning_rate(run.optim, step, 6))
+    found = digest(strategy.state_dict())
+    strategy.close()
+    return found, dict(counters["aot_autograd"])
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_resumed_run_has_the_same_bits(precision: str) -> None:
+    words = (f"precision={precision}", COMPILE)
+    run = tiny("strategy.name=ddp", *words)
+    before = of("single", 1, *words)["digest"]
+    for found, cached in run_on(2, stopped_and_gone_on_with, run, run=run, timeout_s=LIMIT_S):
+        assert found == before
+        assert cached["autograd_cache_hit"] >= 3  # three codes: what is made once is there, at the latest here
+        assert "autograd_cache_bypass" not in cached
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(
+        RunError, match=r"model\.compile: this machine has no C.. compiler 'no-such-compiler'"
+    ) as caught:
+        blocks.check(tiny(COMPILE), here=True)
+    assert "\n" not in str(caught.value)
+    blocks.check(tiny(COMPILE), here=False)  # the ranks look for themselves
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3", "hf_accelerate"])
+def test_deepspeed(name: str) -> None:
+    options = {"deepspeed": {"zero_stage": 2}} if name == "hf_accelerate" else {}
+    run = tiny(COMPILE, strategy={"name": name, "options": options})
+    with pytest.raises(RunError, match=r"model\.compile: DeepSpeed"):
+        resolve_strategy(run, 1)
+
+
+def test_a_layer_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        raise NotImplementedError("no kernel for this")
+
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    with pytest.raises(RunError, match=r"model\.compile: torch.compile cannot take a layer of this model: .*no kernel"):
+        here(COMPILE)
+
+
+def test_it_is_a_part_of_what_a_checkpoint_agrees_on() -> None:
+    assert tiny(COMPILE).arithmetic()["model.compile"] is True
+    assert tiny().arithmetic()["model.compile"] is tiny().default("model.compile") is False

@@ -1,0 +1,161 @@
+"""Families of models that an engine needs something for: the bits of one process in shards, or a refusal."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.run import RunError
+from lockstep.strategies.pipeline import Pipeline
+from lockstep.tasks.models import model_configs, models
+from support.fsdp2_runs import steps_of
+from support.harness import run_on, tiny
+
+BART = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+}
+BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+T5 = {"num_layers": 2, "num_decoder_layers": 2, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2}
+XLNET = {"n_layer": 2, "n_head": 2, "d_model": 32, "d_inner": 64}
+FUNNEL = {"block_sizes": [1, 1], "num_decoder_layers": 1, "n_head": 2, "d_head": 16, "d_model": 32, "d_inner": 64}
+REFORMER = {"hidden_size": 32, "num_attention_heads": 2, "attention_head_size": 16, "feed_forward_size": 64}
+REFORMER |= {"axial_pos_embds": False, "attn_layers": ["local", "local"], "is_decoder": True}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "t5": T5,  # from scratch its config says nothing of the decoder's first token
+    "mbart": BART,  # what must not be split is within what must not be split
+    "xlnet": XLNET,  # its config has no limit of positions, and says so with an error
+    "funnel": FUNNEL,  # its layers are lists within a list
+    "squeezebert": BERT | {"embedding_size": 32},  # calls `forward` of its layers, past all hooks
+    "albert": BERT | {"embedding_size": 16},  # runs one layer twice
+    "ibert": BERT,  # its forward puts new buffers in the place of its ranges
+    "lilt": BERT | {"hidden_size": 48, "max_2d_position_embeddings": 300},  # looks large embeddings up twice
+    "reformer": REFORMER,  # seeds its dropout from the operating system, and runs its layers again in backward
+}
+
+
+def both(**values: Any) -> list[dict[str, Any]]:
+    runs = [tiny(f"strategy.name={name}", "steps=2", "micro_batches=3", **values) for name in ("single", "fsdp2")]
+    return [run_on(ranks, steps_of, run, run=run)[0] for ranks, run in zip((1, 2), runs, strict=True)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_classifier_has_the_same_bits_in_shards(family: str) -> None:
+    single, found = both(model={"type": family, "config": FAMILIES[family]})
+    assert (found["digest"], found["norm"]) == (single["digest"], single["norm"])
+
+
+@pytest.mark.processes
+def test_a_tied_decoder_has_the_same_bits_in_shards() -> None:
+    """BERT's embeddings, which must not be split, hold the weight of its decoder."""
+    single, found = both(
+        model={"type": "bert", "config": BERT | {"is_decoder": True}},
+        task={"name": "language_modeling", "block_size": 16, "samples": 0},
+    )
+    assert (found["digest"], found["norm"]) == (single["digest"], single["norm"])
+
+
+@pytest.mark.parametrize(("family", "value"), [("funnel", 2), ("modernbert-decoder", "two")])
+def test_an_entry_that_a_config_does_not_take_is_refused(family: str, value: Any) -> None:
+    with pytest.raises(RunError, match=rf"model\.config\.num_hidden_layers: {value!r} will not do"):
+        model_configs.load_config(tiny(model={"type": family, "config": {"num_hidden_layers": value}}))
+
+
+T5GEMMA = {
+    part: BERT | {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
+    for part in ("encoder", "decoder")
+}
+
+
+def config_of(family: str, entries: dict[str, Any]) -> Any:
+    return model_configs.load_config(tiny(model={"type": family, "config": entries}))
+
+
+def test_a_config_within_a_config_takes_entries() -> None:
+    found = config_of("t5gemma", T5GEMMA | {"dropout_rate": 0.25})
+    assert found.encoder.num_hidden_layers == 2
+    assert len(found.encoder.layer_types) == 2  # derived from its number of layers
+    assert found.decoder.cross_attention_hidden_size == 32  # derived from the encoder's
+    assert found.decoder.dropout_rate == 0.25  # handed down
+    found = config_of("encoder-decoder", {"encoder": BERT, "decoder": {"model_type": "roberta"} | BERT})
+    assert (found.encoder.model_type, found.decoder.model_type) == ("bert", "roberta")
+    assert (found.decoder.is_decoder, found.decoder.add_cross_attention) == (True, True)  # as without a mapping
+    assert (found.encoder.hidden_size, found.decoder.hidden_size) == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "said"),
+    [
+        ({"layers": 2}, r"model\.config\.encoder: a config of the type '\w+' has no entry 'layers'"),
+        ({"hidden_size": "wide"}, r"model\.config\.encoder\.hidden_size: 'wide' will not do"),
+        (2, r"model\.config\.encoder: a mapping of entries is needed, not 2"),
+    ],
+)
+def test_what_a_config_within_a_config_does_not_take_is_refused(encoder: Any, said: str) -> None:
+    with pytest.raises(RunError, match=said):
+        config_of("t5gemma", {"encoder": encoder})
+
+
+class Words:
+    """What `build` asks of a tokenizer."""
+
+    pad_token_id, bos_token_id, eos_token_id = 3, 4, 5
+
+    def __len__(self) -> int:
+        return 40
+
+
+def test_the_parts_of_a_model_have_the_tokenizer_s_vocabulary(tmp_path: Path) -> None:
+    words: Any = Words()
+    model: Any = models.build(tiny(model={"type": "t5gemma", "config": T5GEMMA}), "seq2seq", words)
+    for part in (model.config.encoder, model.config.decoder):
+        assert (part.vocab_size, part.pad_token_id, part.bos_token_id, part.eos_token_id) == (40, 3, 4, 5)
+    assert model.config.decoder.use_cache is False
+    words.bos_token_id = None
+    model = models.build(tiny(model={"type": "t5gemma", "config": T5GEMMA}), "classification", words, empty=True)
+    assert model.config.decoder.bos_token_id == 3  # something to start from
+    assert {embeddings.num_embeddings for embeddings in model.modules() if hasattr(embeddings, "num_embeddings")} == {
+        40
+    }
+    model.config.save_pretrained(tmp_path)
+    source = {"source": str(tmp_path), "config": {"decoder": {"attention_dropout": 0.5}}}
+    again: Any = model_configs.load_config(tiny(model=source))
+    assert (again.decoder.attention_dropout, again.encoder.attention_dropout) == (0.5, 0.0)
+    assert again.decoder.hidden_size == 32
+
+
+def test_entries_of_layers_that_differ_can_be_set() -> None:
+    found = config_of("gemma4_text", {"head_dim": 16, "num_hidden_layers": 7}).to_dict()
+    assert (found["head_dim"], found["num_hidden_layers"]) == (16, 7)
+    assert [int(layer) for layer in found["per_layer_config"]] == [
+        5,
+        6,
+    ]  # the last one is made a layer of full attention
+
+
+def test_positions_of_a_part_are_checked_too() -> None:
+    with pytest.raises(RunError, match=r"max_length: 65 tokens, but the model has positions for 64"):
+        models.check(tiny("data.max_length=65", model={"type": "t5gemma", "config": T5GEMMA}), "seq2seq")
+
+
+def test_a_pipeline_refuses_an_adapter() -> None:
+    run = tiny("strategy.name=pipeline", "model.adapter={type: lora}", model={"source": "gpt2"})
+    with pytest.raises(RunError, match=r"pipeline cannot cut a model with model\.adapter"):
+        Pipeline.check(run, 2)
+
+
+def test_a_model_from_scratch_may_have_room_for_more_entries() -> None:
+    def built(size: object) -> Any:
+        config = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": size}
+        words: Any = Words()
+        return models.build(tiny(model={"type": "gpt2", "config": config}), "causal", words, empty=True)
+
+    assert built(64).get_input_embeddings().num_embeddings == 64
+    with pytest.raises(RunError, match=r"model\.config\.vocab_size: 39 is fewer than the 40 of the tokenizer"):
+        built(39)

@@ -1,0 +1,212 @@
+"""fp16: the loss scale, the steps that it makes overflow, and the same bits under every strategy that gives bits."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.world import World
+from lockstep.strategies.exact import scaling
+from lockstep.strategies.exact.scaling import HIGHEST, INTERVAL, LOWEST, START, LossScale
+from lockstep.strategies.strategy import NotFinite
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.resolve import resolve_strategy
+from support import checkpoints
+from support.command import lines, train, write
+from support.harness import build, digest, run_on, tiny
+from support.misbehaving import planted
+from support.places import TESTS_PATH
+from support.strategy_runs import EXACT, worlds
+
+FINE, INF = torch.tensor(1.0), torch.tensor(float("inf"))
+LOSSES = torch.ones(8, dtype=torch.float64)
+
+
+def test_the_rule_is_that_of_torch_s_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = torch.amp.GradScaler("cpu")
+    assert (theirs.get_scale(), theirs.get_growth_interval()) == (START, INTERVAL)
+    monkeypatch.setattr(scaling, "INTERVAL", 5)
+    theirs.set_growth_interval(5)
+    scale = LossScale(torch.device("cpu"))
+    weight = torch.nn.Parameter(torch.ones(()))
+    other = torch.optim.SGD([weight], lr=0.0)
+    for step in range(22):
+        norm = INF if step in (3, 4, 9) else FINE
+        scale.follow(LOSSES, norm)
+        weight.grad = norm.clone()
+        theirs.scale(torch.zeros(()))  # makes its scale, the first time
+        theirs.step(other)
+        theirs.update()
+        assert bool(scale.overflowed) == bool(torch.isinf(norm))
+        assert float(scale.value) == theirs.get_scale(), step
+    assert float(scale.value) == START / 2  # halved three times and doubled twice
+
+
+def test_the_scale_has_a_lowest_and_a_highest_value_and_does_not_heed_a_bad_loss() -> None:
+    scale = LossScale(torch.device("cpu"))
+    for _ in range(20):
+        scale.follow(LOSSES, INF)
+    assert float(scale.value) == LOWEST
+    assert not scale.overflowed  # it is not the scale's fault
+    scale.value = torch.tensor(HIGHEST)
+    scale.good_steps = torch.tensor(float(INTERVAL - 1))
+    scale.follow(LOSSES * float("nan"), INF)
+    assert (float(scale.value), float(scale.good_steps), bool(scale.overflowed)) == (HIGHEST, INTERVAL - 1, False)
+    scale.follow(LOSSES, FINE)
+    assert float(scale.value) == HIGHEST
+
+
+def steps_of(world: World, run: Run, overflows: dict[int, float], steps: int = 6) -> dict[str, Any]:
+    """A few steps, some of which overflow; what must be equal everywhere."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    strategy.dry_run(feed.longest())
+    planted(strategy, overflows)
+    assert strategy.scaling is not None
+    results, scales, weights = [], [], []
+    for t in range(steps):
+        results.append(strategy.train_step(feed.make(t), 1e-3))
+        scales.append(float(strategy.scaling.value))
+        if world.size == 1:  # with more ranks the end tells
+            weights.append(digest({k: v for k, v in strategy.state_dict().items() if k.startswith("model.")}))
+    state = strategy.state_dict()
+    assert float(state["scaling.scale"]) == scales[-1]
+    found = {
+        "digest": digest(state) if world.is_main else "",  # `state_dict` is collective
+        "loss": [float(r.loss) for r in results],
+        "norm": [str(float(r.grad_norm)) for r in results],  # nan is not equal to itself
+        "used": [bool(r.used) for r in results],
+        "scales": scales,
+        "moved": [a != b for a, b in itertools.pairwise(weights)],
+    }
+    strategy.close()
+    return found
+
+
+OVERFLOWS = {2: 1e4, 3: 1e4}
+
+
+@cache
+def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
+    stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
+    run = tiny(f"strategy.name={name}", "precision=fp16", *stages, *overrides)
+    first, *others = run_on(ranks, steps_of, run, OVERFLOWS, run=run, timeout_s=40)
+    for other in others:
+        assert {k: other[k] for k in ("used", "scales")} == {k: first[k] for k in ("used", "scales")}
+    return first
+
+
+@pytest.mark.processes
+def test_an_overflow_is_left_out_and_the_scale_halved() -> None:
+    found = of("single", 1)
+    assert found["used"] == [True, True, False, False, True, True]
+    assert found["scales"] == [START, START, START / 2, START / 4, START / 4, START / 4]
+    assert found["moved"] == [True, False, False, True, True]
+    assert all(loss < 100 for i, loss in enumerate(found["loss"]) if i not in OVERFLOWS)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "ranks"), [(n, r) for n in EXACT for r in worlds(n) if r in (1, 2, 3)])
+def test_the_same_bits_and_the_same_skipped_steps(name: str, ranks: int) -> None:
+    assert {**of(name, ranks), "moved": 0} == {**of("single", 1), "moved": 0}
+
+
+@pytest.mark.processes
+def test_the_same_where_weights_are_gathered_for_each_micro_batch() -> None:
+    found = of("fsdp2", 2, "strategy.options.gather=micro_batch")
+    assert {**found, "moved": 0} == {**of("single", 1), "moved": 0}
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+def test_a_killed_job_goes_on_with_its_scale_and_tells_of_overflows(tmp_path: Path, cache: Path) -> None:
+    ends = []
+    for name in ("straight", "killed"):
+        write(folder := tmp_path / name)
+        if name == "straight":
+            (folder / "go").touch()
+        options = ["strategy.name=support.misbehaving.Overflowing", "precision=fp16", "checkpoint.every=4", "steps=12"]
+        status, out, err = train(folder, cache, *options, "launch.processes=2", PYTHONPATH=TESTS_PATH)
+        if name == "killed":
+            assert status != 0
+            status, more, err = train(folder, cache, *options, "launch.processes=1", PYTHONPATH=TESTS_PATH)
+            assert "resuming after step " in more  # 4 or 8: both come after an overflow
+            out += more
+        assert status == 0, err
+        assert "1 step(s) skipped: fp16 overflowed; the loss scale is 32,768 now" in out
+        told = [line for line in lines(folder) if line["split"] == "train"]
+        assert told[-1]["loss_scale"] == START / 4
+        assert all("skipped_steps" not in line for line in told)
+        ends.append(checkpoints.digest(folder / "out/checkpoints/step-000012"))
+    assert ends[0] == ends[1]
+
+
+def switched(world: World, run: Run) -> list[tuple[float, str]]:
+    """The scale after an overflow, the state two steps later: straight on, and by another strategy from the state."""
+    task, first = build(run, world)
+    feed = StepLoader(run, task, first.own_micro_batches(), world.device)
+    planted(first, OVERFLOWS)
+    for t in range(4):
+        first.train_step(feed.make(t), 1e-3)
+    kept = world.broadcast({k: v.clone() for k, v in first.state_dict().items()})
+    _, second = build(run.model_copy(update={"strategy": run.strategy.model_copy(update={"name": "fsdp2"})}), world)
+    second.load_state_dict(kept)
+    ends = []
+    for strategy in (first, second):
+        scale = float(strategy.state_dict()["scaling.scale"])
+        mine = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        for t in (4, 5):
+            strategy.train_step(mine.make(t), 1e-3)
+        state = strategy.state_dict()
+        ends.append((scale, digest(state) if world.is_main else ""))
+        strategy.close()
+    return ends
+
+
+@pytest.mark.processes
+def test_another_strategy_goes_on_with_the_scale() -> None:
+    run = tiny("strategy.name=allreduce", "precision=fp16")
+    for straight, again in run_on(2, switched, run, run=run):
+        assert straight == again
+        assert straight[0] == START / 4
+
+
+def bad_loss(world: World, run: Run) -> tuple[str, list[float]]:
+    """What a loss that is no number comes to, and the scale before and after it."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    planted(strategy, {}, infinite=1)
+    scales, said = [], "skipped"
+    for t in range(2):
+        try:
+            result = strategy.train_step(feed.make(t), 1e-3)
+            assert bool(result.used) == (t == 0)
+        except NotFinite as caught:
+            said = str(caught)
+        assert strategy.scaling is not None
+        scales.append(float(strategy.scaling.value))
+    strategy.close()
+    return said, scales
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("what", "wanted"), [("stop", "step 1: micro-batches [0, 1, 2, 3"), ("skip", "skipped")])
+def test_a_loss_that_is_not_finite_is_what_it_is_in_fp32(what: str, wanted: str) -> None:
+    run = tiny("strategy.name=single", "precision=fp16", f"on_nonfinite={what}")
+    said, scales = run_on(1, bad_loss, run, run=run)[0]
+    assert said.startswith(wanted)
+    assert scales == [START, START]
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_deepspeed_is_refused(name: str) -> None:
+    pytest.importorskip("deepspeed")
+    with pytest.raises(RunError, match="precision: fp16, but DeepSpeed"):
+        resolve_strategy(tiny(f"strategy.name={name}", "precision=fp16"), 2)

@@ -1,0 +1,184 @@
+"""`fsdp2` with `gather: step`: the bits of `single`, a state that either way of gathering goes on from, and which of
+the two is taken."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.checkpoint.checkpoint import Checkpoints
+from lockstep.config.run import Run, RunError, load
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.optim import learning_rate
+from lockstep.strategies.fsdp2 import FSDP2
+from lockstep.strategies.fsdp2_step import FSDP2Step
+from lockstep.strategies.strategy import strategy_class
+from lockstep.training import model_stats
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.resolve import resolve_strategy
+from support import odd_models
+from support.fsdp2_runs import of
+from support.harness import TINY, build, digest, run_on, tiny
+from support.marks import slow
+
+STEP = {"name": "fsdp2", "options": {"gather": "step"}}
+PIECE = {"name": "fsdp2", "options": {"gather": "piece"}}
+
+
+@pytest.fixture(scope="module")
+def single() -> dict[str, dict[str, Any]]:
+    return {p: of(1, "strategy.name=single", f"precision={p}") for p in ("fp32", "bf16")}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("ranks", "precision"), [(1, "fp32"), (2, "bf16"), (3, "fp32"), slow(4, "bf16"), slow(4, "fp32")]
+)
+def test_the_bits_of_single(ranks: int, precision: str, single: dict) -> None:
+    found = of(ranks, f"precision={precision}", strategy=STEP)
+    for key in ("digest", "loss", "norm", "exported"):
+        assert found[key] == single[precision][key], key
+
+
+@pytest.mark.processes
+def test_without_exact_they_are_equal_to_rounding() -> None:
+    sgd = ("optim.name=sgd", "optim.learning_rate=0.1")
+    alone, found = of(1, "strategy.name=single", *sgd), of(3, *sgd, strategy=STEP | {"exact": False})
+    assert found["norm"] == pytest.approx(alone["norm"], rel=2e-6)
+    assert found["digest"] != alone["digest"]
+
+
+def odd_steps(world: World, runs: list[Run]) -> list[tuple[list[float], str]]:
+    found = []
+    for run in runs:
+        task, strategy = build(run, world)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        norms = []
+        for step in range(4):
+            odd_models.step = step
+            norms.append(float(strategy.train_step(feed.make(step), 0.01).grad_norm))
+        found.append((norms, digest(strategy.state_dict())))
+        strategy.close()
+    return found
+
+
+@pytest.mark.processes
+def test_weights_that_some_micro_batches_use_and_weights_of_one_number() -> None:
+    tasks = [{"name": f"support.odd_models.{name}"} for name in ("Task", "Number")]
+    alone = [tiny("strategy.name=single", task=task) for task in tasks]
+    ours = [tiny(task=task, strategy=STEP) for task in tasks]
+    assert run_on(3, odd_steps, ours, run=ours[0])[0] == run_on(1, odd_steps, alone, run=alone[0])[0]
+
+
+def two_steps_each(world: World, runs: list[Run]) -> list[tuple[str, str]]:
+    """Each run goes on from the checkpoint of the one before. Which class it was, and the digest after."""
+    found = []
+    for i, run in enumerate(runs):
+        task, strategy = build(run, world)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        checkpoints = Checkpoints(run, world, task.prepared, 6)
+        step, notes = checkpoints.resume(strategy)
+        assert (step, notes) == (2 * i, [])
+        for t in (step, step + 1):
+            strategy.train_step(feed.make(t), learning_rate(run.optim, t, 6))
+        checkpoints.save(step + 2, strategy)
+        checkpoints.settle()
+        found.append((type(strategy).__name__, digest(strategy.state_dict())))
+        strategy.close()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_run_may_change_between_the_two_ways(precision: str, tmp_path: Path) -> None:
+    """Of fp16 the loss scale is a part of the state."""
+    one, two = (
+        [tiny(f"output={tmp_path}/{name}", f"precision={precision}", strategy=strategy) for strategy in ways]
+        for name, ways in (("one", [{"name": "single"}] * 3), ("two", [STEP, PIECE, STEP]))
+    )
+    alone, ours = run_on(1, two_steps_each, one, run=one[0])[0], run_on(3, two_steps_each, two, run=two[0])[0]
+    assert [name for name, _ in ours] == ["FSDP2Step", "FSDP2", "FSDP2Step"]
+    assert [found for _, found in ours] == [found for _, found in alone]
+
+
+# -- which of the two ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "found"),
+    [
+        (STEP, FSDP2Step),
+        (PIECE, FSDP2),
+        ({"options": {"gather": "micro_batch"}}, FSDP2),
+        ({"options": {"cpu_offload": True}}, None),
+        ({"exact": False}, None),
+    ],
+)
+def test_what_is_said_is_done(strategy: dict, found: type | None) -> None:
+    """And an option of FSDP's asks for FSDP, as `exact: false` does."""
+    run = tiny(strategy={"name": "fsdp2"} | strategy)
+    assert resolve_strategy(run, 2) is (found or FSDP2)
+    assert not strategy_class(run).needs_memory_to_resolve(run)
+
+
+def decided(run: Run, processes: int, memory: int) -> str:
+    assert strategy_class(run).needs_memory_to_resolve(run)
+    return FSDP2.resolve_options(run, processes, 100, 100, memory).strategy.options["gather"]
+
+
+def test_else_what_fits_into_half_of_the_memory() -> None:
+    """100 parameters, eight micro-batches: 4 + 4 + 8 / n bytes for each, and 4 for each partial sum that waits."""
+    run = load(None, ["strategy.name=fsdp2"], TINY)
+    for processes, bytes_each in ((1, 4 + 4 + 2 * 4 + 8), (2, 4 + 4 + 4 + 4), (4, 4 + 4 + 2), (8, 4 + 4 + 1)):
+        assert decided(run, processes, 2 * 100 * bytes_each) == "step"
+        assert decided(run, processes, 2 * 100 * bytes_each - 1) == "micro_batch"
+
+
+def ranks_of_unlike_memory(world: World, run: Run) -> str:
+    task, strategy = build(run, world)
+    strategy.close()
+    model_stats.capacity = lambda device, sharing: 10**12 if world.rank else 10  # type: ignore[assignment]
+    return model_stats.resolve_options(run, task, world).strategy.options["gather"]
+
+
+@pytest.mark.processes
+def test_the_smallest_memory_decides_for_all_ranks() -> None:
+    run = load(None, ["strategy.name=fsdp2"], TINY)
+    assert run_on(2, ranks_of_unlike_memory, run, run=run) == ["micro_batch", "micro_batch"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gather": "epoch"}, r"strategy\.options\.gather: 'epoch' is not step or micro_batch"),
+        ({"gather": ["step"]}, r"strategy\.options\.gather"),
+        ({"gather": "step", "replicate": 2}, r"strategy\.options\.replicate: is FSDP's.*gather=micro_batch"),
+        ({"gather": "step", "cpu_offload": True}, r"strategy\.options\.cpu_offload: is FSDP's"),
+        ({"gather": "step", "tensor_parallel": 2}, r"strategy\.options\.tensor_parallel: is FSDP's"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: dict, said: str) -> None:
+    with pytest.raises(RunError, match=said):
+        resolve_strategy(tiny(strategy={"name": "fsdp2", "options": options}), 4)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_weight_that_is_one_number_counts_once_in_the_norm(ranks: int) -> None:
+    """Every rank holds it, and the rows of the others are each of one rank."""
+    matrix, number = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.tensor(3.0)
+    each = -(-len(matrix) // ranks)
+    squares = torch.zeros(())
+    for rank in range(ranks):
+        rows = matrix[rank * each : (rank + 1) * each]
+        held: Any = SimpleNamespace(
+            alone=False,
+            world=SimpleNamespace(size=ranks, sum=lambda tensor: tensor),
+            stepped={"matrix": rows, "number": number},
+            named={"matrix": matrix, "number": number},
+            rows={},
+            spread=None,
+        )
+        squares += FSDP2Step.whole_gradient(held, [rows, number]).norm().square()
+    assert torch.allclose(squares.sqrt(), torch.cat([matrix.reshape(-1), number[None]]).norm(), rtol=1e-6)

@@ -1,0 +1,141 @@
+"""On a CUDA device: the bits of `single` under every exact strategy, by ranks that share the device over gloo; the same
+bits when it is done again; and the CPU's numbers to rounding."""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config.run import Run
+from lockstep.distributed.step_timer import NAMES as PHASES
+from lockstep.distributed.step_timer import StepTimer
+from support.harness import run_on, tiny
+from support.strategy_runs import EXACT, steps_of, worlds
+from support.task_runs import make
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.processes,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+STILL = [f"model.config.{name}_pdrop=0" for name in ("resid", "embd", "attn")]
+PLACE = ("launch.device=cuda", "launch.processes_per_gpu=4")
+LLAMA = ("model.type=llama", "model.config={hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, "
+         "num_attention_heads: 4, num_key_value_heads: 2}")  # fmt: skip
+BERT = ("model.type=bert", "model.config={hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, "
+        "num_attention_heads: 4, hidden_dropout_prob: 0, attention_probs_dropout_prob: 0}")  # fmt: skip
+
+
+@cache  # several questions are asked of one job
+def of(name: str, ranks: int, *overrides: str, place: tuple[str, ...] = PLACE, again: int = 0) -> dict[str, Any]:
+    """What rank 0 of a job says, which the others say as well. `again`: done once more."""
+    options = ("strategy.options.gather=step",) if name == "fsdp2" else ()
+    return first_of(ranks, tiny(f"strategy.name={name}", *options, *place, *overrides))
+
+
+def first_of(ranks: int, run: Run) -> dict[str, Any]:
+    first, *others = run_on(ranks, steps_of, run, run=run)
+    for other in others:
+        assert {k: other[k] for k in ("loss", "norm")} == {k: first[k] for k in ("loss", "norm")}
+    return first
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("name", "ranks"), [(n, r) for n in EXACT for r in worlds(n) if n != "pipeline"])
+def test_exact_means_the_bits_of_single(name: str, ranks: int, precision: str) -> None:
+    found, single = (of(*which, f"precision={precision}") for which in ((name, ranks), ("single", 1)))
+    assert found["digest"] == single["digest"]
+    assert found["loss"] == single["loss"]
+    assert found["norm"] == single["norm"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_steps_repeat_to_the_bit(precision: str) -> None:
+    first, second = (of("single", 1, f"precision={precision}", again=again) for again in range(2))
+    assert first["digest"] == second["digest"]
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_engines_of_their_own_agree_to_rounding(name: str, tmp_path: Path) -> None:
+    """By themselves, on a GPU that is theirs: they choose devices and backends. The fork server of tests has imported
+    DeepSpeed for the CPU, so these begin anew."""
+    found = []
+    for strategy in (name, "ddp"):
+        keys = (
+            f"strategy.name={strategy}",
+            f"output={tmp_path / strategy}",
+            "steps=20",
+            "launch.processes=1",
+            PLACE[0],
+        )
+        subprocess.run([sys.executable, "-m", "lockstep", "train", *keys], check=True, timeout=200)
+        lines = (tmp_path / strategy / "metrics.jsonl").read_text().splitlines()
+        found.append([line["loss"] for line in map(json.loads, lines) if "loss" in line])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(("model.compile=true",), marks=pytest.mark.timeout(600)),
+        ("model.checkpoint_activations=true",),
+        ("model.offload_activations=true",),
+        ("model.dtype=bfloat16",),
+        ("data.padding=none",),
+        (*BERT, "data.padding=none", "precision=bf16"),
+        (*LLAMA, "data.padding=none", "precision=bf16"),
+    ],
+)
+def test_what_a_model_can_be_told_has_equal_bits_too(keys: tuple[str, ...]) -> None:
+    found = {name: of(name, ranks, *keys) for name, ranks in (("single", 1), ("ddp", 2), ("fsdp2", 2))}
+    assert len({each["digest"] for each in found.values()}) == 1
+
+
+@pytest.mark.parametrize("family", [BERT, LLAMA])
+def test_attention_by_length_is_that_of_padded_texts_to_rounding(family: tuple[str, ...]) -> None:
+    """In bf16 and without dropout torch's variable-length attention computes it."""
+    none, batch = (
+        of("single", 1, *family, "precision=bf16", f"data.padding={padding}") for padding in ("none", "batch")
+    )
+    assert none["loss"] == pytest.approx(batch["loss"], rel=2e-2)
+    assert none["loss"][0] == pytest.approx(batch["loss"][0], rel=2e-3)
+
+
+def test_cuda_and_cpu_agree_to_rounding() -> None:
+    cuda, cpu = of("single", 1, *STILL), of("single", 1, *STILL, place=("launch.device=cpu",))
+    assert cuda["loss"] == pytest.approx(cpu["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("chunk", ["7", "liger"])
+def test_losses_in_chunks_are_those_of_all_logits(chunk: str, tmp_path: Path) -> None:
+    if chunk == "liger":
+        pytest.importorskip("liger_kernel")
+    given = ("strategy.name=single", "launch.device=cuda", "task.samples=0", *STILL)
+    found = [
+        first_of(1, make(tmp_path, "prompts", *given, *own))
+        for own in ([], [f"task.loss_chunk={chunk}"], [f"task.loss_chunk={chunk}"])
+    ]
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-4)
+    assert found[1]["digest"] == found[2]["digest"]
+
+
+def test_a_phase_is_the_devices_time_and_not_that_of_queueing() -> None:
+    """Work that the host only queues counts for the phase it was queued in, though the host is long past it."""
+    found = StepTimer(torch.device("cuda", 0))
+    matrix = torch.ones(4096, 4096, device="cuda")
+    matrix @ matrix
+    torch.cuda.synchronize()
+    found.take()
+    with found("forward"):
+        for _ in range(100):
+            matrix @ matrix
+    with found("optimizer"):
+        pass
+    seconds = dict(zip(PHASES, found.take(), strict=True))
+    assert found.clock == "device"
+    assert seconds["forward"] > 20 * seconds["optimizer"]

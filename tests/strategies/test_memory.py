@@ -1,0 +1,158 @@
+"""What every rank holds, measured on live tensors against the formulas of the ZeRO paper (arXiv:1910.02054)."""
+
+import ctypes
+import os
+import resource
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config import plugins
+from lockstep.distributed import torch_internals
+from lockstep.distributed.memory import keep_freed_memory, tensor_bytes
+from lockstep.distributed.world import World
+from support.counted_memory import MODEL, held, near, settled
+from support.harness import run_on, tiny
+from support.marks import slow
+
+BUCKETS = {"zero_optimization": {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}}
+PREFETCH = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+
+
+def of(name: str, ranks: int, moments: dict[str, float], **options: Any) -> list[dict[str, int]]:
+    strategy = {"name": name, "exact": options.pop("exact", True), "options": options.pop("options", {})}
+    run = tiny(model=MODEL, strategy=strategy, **options)
+    return run_on(ranks, held, run, moments, run=run)
+
+
+# Bytes a parameter at the update, n ranks: weights + gradients + AdamW's two moments, all float32. DeepSpeed keeps a
+# float32 copy of its part of the weights besides, and makes one of its part of the gradients for the update, as if they
+# were bf16.
+AT_UPDATE = {
+    "single": lambda n: 4 + 4 + 8,
+    "allreduce": lambda n: 4 + 4 + 8,
+    "ddp": lambda n: 4 + 4 + 8,
+    "hf_accelerate": lambda n: 4 + 4 + 8,
+    "hf_trainer": lambda n: 4 + 4 + 8,
+    "fsdp2": lambda n: (4 + 4 + 8) / n,
+    "zero1": lambda n: 4 + (4 + 8 + 4 + 4) / n,
+    "zero2": lambda n: 4 + (4 + 8 + 4 + 4) / n,
+    "zero3": lambda n: (4 + 4 + 8 + 4 + 4) / n,
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [slow(name, n) if n > 2 else (name, n) for name in AT_UPDATE for n in (1, 2, 4) if n == 1 or name != "single"],
+)
+def test_what_is_held_at_the_update(name: str, ranks: int) -> None:
+    options: dict[str, Any] = {}
+    if name.startswith("zero"):
+        extra = PREFETCH if name == "zero3" else {}
+        options = {"zero_optimization": BUCKETS["zero_optimization"] | extra}
+    formula = AT_UPDATE[name](ranks)
+    for rank in of(name, ranks, {"update": formula}, options=options):
+        assert near(rank["update"], formula * rank["all"]), f"{rank['update'] / rank['all']:.2f} bytes a parameter"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", [1, 2, slow(4)])
+def test_gathering_once_a_step_shares_out_the_optimizer(ranks: int) -> None:
+    """And at the update the gradients: ZeRO-1 at rest, ZeRO-2 then."""
+    moments = {"rest": 4 + 8 / ranks, "update": 4 + 12 / ranks}
+    for rank in of("fsdp2", ranks, moments, options={"gather": "step"}):
+        for moment, formula in moments.items():
+            found = rank[moment]
+            assert near(found, formula * rank["all"]), f"{moment}: {found / rank['all']:.2f} bytes a parameter"
+
+
+def test_every_strategy_is_measured() -> None:
+    assert set(AT_UPDATE) | {"pipeline"} == set(plugins.names("strategies"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_stage_of_a_pipeline_holds_its_layers(ranks: int) -> None:
+    found = of("pipeline", ranks, {})
+    for rank in found:
+        assert near(rank["update"], 16 * rank["own"])
+    assert sum(rank["own"] for rank in found) == found[0]["all"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", [2, slow(4)])
+def test_gradients_between_pieces_tell_stage_1_from_stage_2(ranks: int) -> None:
+    options = {"options": BUCKETS}
+    for stage, formula in ((1, 4 + 4 + 12 / ranks), (2, 4 + 4 / ranks + 12 / ranks)):
+        for rank in of(f"zero{stage}", ranks, {"between": formula}, **options):
+            assert near(rank["between"], formula * rank["all"]), f"{rank['between'] / rank['all']:.2f}"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("stage", "formula", "factor"),
+    [(1, lambda n: 2 + 2 + 12 / n, 1.6), (2, lambda n: 2 + (2 + 12) / n, 16 / 9), (3, lambda n: (2 + 2 + 12) / n, 2.0)],
+)
+def test_with_bf16_weights_the_factors_are_those_of_the_paper(stage: int, formula: Any, factor: float) -> None:
+    """16 bytes a parameter at one rank; at two ranks 1.6, 1.78 and 2 times fewer."""
+    section = BUCKETS["zero_optimization"] | (PREFETCH if stage == 3 else {})
+    options = {"bf16": {"enabled": True}, "zero_optimization": section}
+    for rank in of(f"zero{stage}", 2, {"between": formula(2)}, precision="bf16", options=options):
+        assert near(rank["between"], formula(2) * rank["all"]), f"{rank['between'] / rank['all']:.2f} bytes a parameter"
+        assert 16 / formula(2) == pytest.approx(factor)
+
+
+def faults(world: World) -> int:
+    """Page faults of making the same 48 MiB ten times, when it has been made often before."""
+
+    def made(times: int) -> int:
+        for _ in range(times):
+            torch.ones(12 << 20)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    keep_freed_memory()
+    return -made(20) + made(10)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="is about glibc's malloc")
+def test_memory_that_is_freed_is_used_again() -> None:
+    assert run_on(1, faults)[0] < 2000  # 12,288 pages each time
+
+
+def test_the_measure_counts_a_storage_once() -> None:
+    before = tensor_bytes()
+    tensor = torch.zeros(1000)
+    views = [tensor[:500], tensor.view(10, 100)]
+    assert tensor_bytes() - before == 4000
+    del tensor, views
+    assert tensor_bytes() == before
+
+
+def test_waiting_hides_only_what_is_let_go() -> None:
+    before = tensor_bytes()
+    kept = torch.zeros(1000)
+    late = [torch.zeros(500)]
+    thread = threading.Timer(0.3, late.clear)
+    thread.start()
+    assert settled(before, 4000) == 4000
+    assert settled(before, 3999, patience_s=0.1) == 4000
+    thread.join()
+    del kept
+
+
+@pytest.mark.parametrize(("theirs", "kept"), [(None, "256"), ("64", "64")])
+def test_onednn_keeps_fewer_kernels_unless_told(theirs: str | None, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    monkeypatch.setenv(name, theirs or "")  # so that it is as before afterwards
+    if theirs is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(torch_internals, "gloo_threads", lambda count: None)
+    world = World(tiny())
+    monkeypatch.setattr(world.stop, "listen", lambda: None)
+    world.join()
+    assert os.environ[name] == kept

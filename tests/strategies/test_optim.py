@@ -1,0 +1,428 @@
+"""Groups, layer-wise rates, freezing, and each optimizer against the library that it is of."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
+
+from lockstep.checkpoint.manifest import code_of
+from lockstep.config.optim import OptimSection
+from lockstep.config.run import Run, RunError, load
+from lockstep.strategies.exact import optim, param_groups
+from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, rule
+from lockstep.training.resolve import resolve_strategy
+from support.contributed import example
+from support.harness import TINY
+
+BERT = BertConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=1, intermediate_size=8)
+
+
+def run_of(*words: str) -> Run:
+    return load(None, list(words), TINY)
+
+
+@pytest.fixture(scope="module")
+def bert() -> torch.nn.Module:
+    return BertForSequenceClassification(BERT)
+
+
+def test_biases_and_norms_are_not_decayed(bert: torch.nn.Module) -> None:
+    exempt = param_groups.undecayed(bert)
+    assert {n for n, _ in bert.named_parameters() if "LayerNorm" in n or n.endswith("bias")} == exempt
+    decayed, free = optim.build(OptimSection(weight_decay=0.1), bert).param_groups
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
+    assert len(decayed["params"]) + len(free["params"]) == len(list(bert.parameters()))
+    assert all(p.ndim == 1 for p in free["params"])
+    assert all(p.ndim == 2 for p in decayed["params"])
+
+
+def test_the_first_group_that_matches_holds(bert: torch.nn.Module) -> None:
+    section = run_of(
+        "optim.learning_rate=1e-3",
+        "optim.groups=[{match: 'classifier.*', learning_rate: 2e-3, weight_decay: 0.5}, {match: '*', weight_decay: 0}]",
+    ).optim
+    found = param_groups.assigned(section, bert)
+    assert found["classifier.weight"] == param_groups.ParamGroupSpec(2.0, 0.5, "")
+    assert found["classifier.bias"] == param_groups.ParamGroupSpec(2.0, 0.0, "")
+    assert found["bert.pooler.dense.weight"] == param_groups.ParamGroupSpec(1.0, 0.0, "")
+    stepper = optim.build(section, bert)
+    optim.set_rate(stepper, 0.25)
+    rates = {name: group["lr"] for group in stepper.param_groups for name in group["names"]}
+    assert (rates["classifier.weight"], rates["bert.pooler.dense.weight"]) == (0.5, 0.25)
+
+
+def test_rates_fall_from_layer_to_layer(bert: torch.nn.Module) -> None:
+    found = {n: how.scale for n, how in param_groups.assigned(OptimSection(layerwise_lr_decay=0.5), bert).items()}
+    assert found["classifier.weight"] == found["bert.pooler.dense.bias"] == 1.0
+    assert found["bert.encoder.layer.1.output.dense.weight"] == 0.5
+    assert found["bert.encoder.layer.0.output.dense.weight"] == 0.25
+    assert found["bert.embeddings.word_embeddings.weight"] == found["bert.embeddings.LayerNorm.bias"] == 0.125
+    gpt2 = GPT2ForSequenceClassification(GPT2Config(n_embd=8, n_layer=3, n_head=1, vocab_size=16))
+    found = {n: how.scale for n, how in param_groups.assigned(OptimSection(layerwise_lr_decay=0.5), gpt2).items()}
+    assert found["transformer.wpe.weight"] == 1 / 16
+    assert [found[f"transformer.h.{i}.ln_1.weight"] for i in range(3)] == [1 / 8, 1 / 4, 1 / 2]
+    assert found["transformer.ln_f.weight"] == found["score.weight"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optim.groups=[{match: 'clasifier.*'}]"], "optim.groups: no weight that is trained is called 'clasifier"),
+        (["optim.groups=[{match: '*'}, {match: 'bert.*'}]"], "all weights of 'bert.*' are in a group before it"),
+        (
+            ["model.freeze=['layer.0.*']"],
+            "model.freeze: no weight that is trained is called 'layer.0.*'; there are bert",
+        ),
+        (["model.freeze=['*']"], "model.freeze: no weight is left to train"),
+        (["model.freeze=['bert.*']", "optim.groups=[{match: 'bert.pooler.*'}]"], "optim.groups: no weight that is"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused(words: list[str], said: str) -> None:
+    run = run_of(*words)
+    with pytest.raises(RunError) as caught:
+        param_groups.assigned(run.optim, param_groups.freeze(run, BertForSequenceClassification(BERT)))
+    assert said in str(caught.value)
+
+
+def test_no_layers_no_decay_from_layer_to_layer() -> None:
+    with pytest.raises(RunError, match=r"optim.layerwise_lr_decay: the model has no list of layers; use optim.groups"):
+        param_groups.assigned(OptimSection(layerwise_lr_decay=0.5), torch.nn.Linear(2, 2))
+
+
+def test_what_is_frozen_is_in_no_group() -> None:
+    run = run_of("model.freeze=['bert.embeddings.*', '*.layer.0.*']")
+    model = param_groups.freeze(run, BertForSequenceClassification(BERT))
+    names = {name for group in optim.build(run.optim, model).param_groups for name in group["names"]}
+    assert names == {n for n, _ in model.named_parameters() if "embeddings" not in n and "layer.0" not in n}
+
+
+def test_muon_takes_the_matrices_of_the_layers(bert: torch.nn.Module) -> None:
+    found = {n for n, how in param_groups.assigned(run_of("optim=muon").optim, bert).items() if how.kind == "matrix"}
+    assert found == {n for n, p in bert.named_parameters() if ".layer." in n and p.ndim == 2}
+    section = run_of("optim=muon", "optim.muon_params=['*.query.weight', '*.bias']").optim
+    found = {n for n, how in param_groups.assigned(section, bert).items() if how.kind == "matrix"}
+    assert found == {f"bert.encoder.layer.{i}.attention.self.query.weight" for i in range(2)}
+
+
+# -- what an update is -----------------------------------------------------------------------------------------------
+
+
+class Seen(TorchDispatchMode):
+    """The kernels that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def pair(name: str, *words: str, shape: tuple[int, ...] = (6, 11)) -> tuple[optim.Stepper, Any, Any]:
+    """A stepper of ours, its weight, and a copy of that for theirs."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(shape))
+    section = run_of(f"optim={name}", "optim.weight_decay=0.1", *words).optim
+    model = torch.nn.Sequential()
+    model.register_parameter("w", weight)
+    return optim.build(section, model), weight, torch.nn.Parameter(weight.detach().clone())
+
+
+def stepped(ours: optim.Stepper, weight: Any, theirs: torch.optim.Optimizer, other: Any, rates: list[float]) -> None:
+    """The same gradients and rates for both."""
+    for step, rate in enumerate(rates):
+        torch.manual_seed(step + 1)
+        weight.grad, other.grad = (torch.randn(weight.shape),) * 2
+        other.grad = other.grad.clone()
+        optim.set_rate(ours, rate)
+        theirs.param_groups[0]["lr"] = rate
+        ours.step()
+        theirs.step()
+
+
+RATES = [0.0, 1e-2, 2e-2, 1e-2, 5e-3]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_adamw_and_sgd_are_torch_s_fused_ones(name: str) -> None:
+    ours, weight, other = pair(name, shape=(8, 16))
+    kinds: dict[str, Any] = {
+        "adamw": torch.optim.AdamW([other], betas=(0.9, 0.999), weight_decay=0.1, fused=True),
+        "sgd": torch.optim.SGD([other], momentum=0.9, weight_decay=0.1, fused=True),
+    }
+    with Seen() as seen:
+        stepped(ours, weight, kinds[name], other, RATES)
+    assert torch.equal(weight, other)
+    assert f"_fused_{name}_" in seen.names
+
+
+@pytest.mark.parametrize("shape", [(6, 11), (11,), (2, 3, 5)])
+def test_adafactor_is_torch_s(shape: tuple[int, ...]) -> None:
+    ours, weight, other = pair("adafactor", shape=shape)
+    stepped(ours, weight, torch.optim.Adafactor([other], weight_decay=0.1), other, RATES)
+    assert torch.equal(weight, other)
+
+
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
+def test_muon_is_torch_s(adjust: Any) -> None:
+    ours, weight, other = pair("muon", f"optim.lr_adjust={adjust}", "optim.muon_params=['*']", shape=(16, 8))
+    theirs = torch.optim.Muon([other], weight_decay=0.1, momentum=0.95, adjust_lr_fn=adjust)
+    stepped(ours, weight, theirs, other, RATES)
+    assert torch.equal(weight, other)
+
+
+def test_muon_updates_what_is_no_matrix_by_adamw() -> None:
+    ours, weight, other = pair("muon", shape=(16,))
+    theirs = torch.optim.AdamW([other], betas=(0.9, 0.999), weight_decay=0.1, fused=True)
+    stepped(ours, weight, theirs, other, RATES)
+    assert torch.equal(weight, other)
+
+
+def test_lion_is_that_of_the_paper() -> None:
+    ours, weight, other = pair("lion")
+    mean = torch.zeros_like(other).double()
+    expected = other.detach().double()
+    for step, rate in enumerate(RATES):  # algorithm 2, in float64
+        torch.manual_seed(step + 1)
+        weight.grad = torch.randn(weight.shape)
+        gradient = weight.grad.double()
+        optim.set_rate(ours, rate)
+        ours.step()
+        expected = expected - rate * ((0.9 * mean + 0.1 * gradient).sign() + 0.1 * expected)
+        mean = 0.99 * mean + 0.01 * gradient
+    assert torch.allclose(weight.double(), expected, atol=1e-6)
+
+
+def test_schedule_free_is_that_of_the_paper() -> None:
+    """Its AdamW in float64: the average x, where the steps go z, and y between them, where gradients are taken; each
+    step weighs in the average by the square of the highest rate so far."""
+    ours, weight, other = pair("schedule_free", "optim.schedule=constant", "optim.betas=[0.8, 0.9]")
+    x = z = y = other.detach().double()
+    square, total, highest = torch.zeros_like(z), 0.0, 0.0
+    for step, rate in enumerate([*RATES, 3e-2]):
+        torch.manual_seed(step + 1)
+        weight.grad = torch.randn(weight.shape)
+        gradient = weight.grad.double()
+        optim.set_rate(ours, rate)
+        ours.step()
+        square = 0.9 * square + 0.1 * gradient.square()
+        change = gradient / ((square / (1 - 0.9 ** (step + 1))).sqrt() + 1e-8) + 0.1 * y
+        z = z - rate * change
+        highest = max(highest, rate)
+        total += highest**2
+        share = highest**2 / total if total else 0.0
+        x = (1 - share) * x + share * z
+        y = 0.2 * z + 0.8 * x
+        assert torch.allclose(weight.double(), y, atol=1e-6), step
+        evaluated = ours.rule.evaluated(weight.detach(), ours.state[weight])
+        assert torch.allclose(evaluated.double(), x, atol=1e-6), step
+
+
+@pytest.mark.extras
+def test_schedule_free_is_that_of_its_library() -> None:
+    library = pytest.importorskip("schedulefree")
+    ours, weight, other = pair("schedule_free")
+    theirs = library.AdamWScheduleFree([other], weight_decay=0.1, foreach=False)
+    theirs.train()
+    stepped(ours, weight, theirs, other, RATES)
+    assert torch.allclose(weight, other, atol=1e-6)
+    theirs.eval()
+    trained = weight.detach().clone()
+    with ours.averaged(lambda: None) as averages:
+        assert averages
+        assert torch.allclose(weight, other, atol=1e-6)
+        assert not torch.equal(weight, trained)
+    assert torch.equal(weight, trained)
+
+
+def test_schedule_free_exports_the_mean_of_where_the_steps_went() -> None:
+    """At a constant rate the average of all z, each the same, without the library."""
+    ours, weight, _ = pair("schedule_free", "optim.weight_decay=0")
+    total = torch.zeros(weight.shape, dtype=torch.float64)
+    for step in range(5):
+        torch.manual_seed(step)
+        weight.grad = torch.randn(weight.shape)
+        optim.set_rate(ours, 1e-2)
+        ours.step()
+        total += ours.state[weight]["z"].double()
+    with ours.averaged(lambda: None):
+        assert torch.allclose(weight.double(), total / 5, atol=1e-6)
+
+
+@pytest.mark.extras
+def test_8_bits_stay_near_32() -> None:
+    pytest.importorskip("bitsandbytes")
+    ours, weight, other = pair("adamw_8bit", shape=(64, 80))
+    theirs = torch.optim.AdamW([other], betas=(0.9, 0.999), weight_decay=0.1, fused=True)
+    before = weight.detach().clone()
+    stepped(ours, weight, theirs, other, RATES)
+    assert ours.state[weight]["exp_avg"].dtype == torch.uint8
+    moved, apart = (other - before).norm(), (weight - other).norm()
+    assert 0 < apart < 0.1 * moved
+    small = pair("adamw_8bit")
+    small[1].grad = torch.ones_like(small[1])
+    small[0].step()
+    assert small[0].state[small[1]]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "schedule_free"])
+def test_a_number_has_the_same_bits_wherever_its_tensor_is_cut(name: str) -> None:
+    """Of rules that take any part. The control: torch's kernel on the bare parts differs."""
+    torch.manual_seed(0)
+    whole = torch.randn(1003)
+    slopes = [torch.randn(1003) * 10.0**-i for i in range(6)]
+
+    def trained(cuts: list[int]) -> torch.Tensor:
+        parts = [torch.nn.Parameter(part.clone()) for part in whole.split(cuts)]
+        section = run_of(f"optim={name}", "optim.weight_decay=0.1").optim
+        group = {"params": parts, "names": [str(i) for i in range(len(parts))], "lr": 0.0, "scale": 1.0, "kind": ""}
+        stepper = optim.of_groups(section, [group | {"weight_decay": 0.1}])
+        for gradient in slopes:
+            for p, g in zip(parts, gradient.split(cuts), strict=True):
+                p.grad = g.clone()
+            optim.set_rate(stepper, 1e-2)
+            stepper.step()
+        return torch.cat([p.detach() for p in parts])
+
+    assert rule(run_of(f"optim={name}").optim).any_part
+    for cuts in ([501, 502], [7, 996], [15] * 66 + [13]):
+        assert torch.equal(trained(cuts), trained([1003]))
+
+
+def test_the_control_a_bare_kernel_hangs_on_the_cut() -> None:
+    torch.manual_seed(0)
+    whole, gradient = torch.randn(1003), torch.randn(1003)
+
+    def trained(cuts: list[int]) -> torch.Tensor:
+        parts = [torch.nn.Parameter(part.clone()) for part in whole.split(cuts)]
+        optimizer = torch.optim.AdamW(parts, lr=1e-2, weight_decay=0.1, fused=True)
+        for i in range(6):
+            for p, g in zip(parts, gradient.split(cuts), strict=True):
+                p.grad = g * 10.0**-i
+            optimizer.step()
+        return torch.cat([p.detach() for p in parts])
+
+    assert not torch.equal(trained([15] * 66 + [13]), trained([1003]))
+
+
+# -- what does not go together ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optim=muon", "strategy=zero2"], "optim.name: muon updates whole tensors, and zero2 has DeepSpeed hold"),
+        (["optim=adafactor", "strategy=zero3"], "strategy.name=fsdp2, or optim.name=adamw, lion or sgd"),
+        (
+            ["optim=muon", "strategy=hf_accelerate", "strategy.options={deepspeed: {zero_stage: 2}}"],
+            "optim.name: muon updates whole tensors",
+        ),
+        (["optim=schedule_free", "strategy=zero1"], "optim.name: schedule_free exports an average of weights"),
+        (["optim=schedule_free", "optim.schedule=linear"], "optim.schedule: schedule_free has none, its average takes"),
+        (
+            ["optim=muon", "strategy=fsdp2", "strategy.options={cpu_offload: true}", "launch.device=auto"],
+            "strategy.options.cpu_offload: muon updates whole tensors",
+        ),
+    ],
+)
+def test_what_cannot_be_updated_is_refused(words: list[str], said: str) -> None:
+    with pytest.raises(RunError) as caught:
+        resolve_strategy(run_of(*words), 2)
+    assert said in str(caught.value)
+
+
+def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        RunError, match=r"adamw_8bit needs bitsandbytes, .*pip install 'lockstep-train\[quantization\]'"
+    ):
+        resolve_strategy(run_of("optim=adamw_8bit", "strategy=single"), 1)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("optim=adamm", "optim.name: unknown optimizer 'adamm': did you mean 'adamw'?"),
+        ("optim=torch.optim.NAdam", "optim.name: torch.optim.NAdam is no optimizer of lockstep's; CONTRIBUTING.md"),
+        ("optim.momentum=0.8", "unknown key 'optim.momentum': it is 'optim.momentum' with optim.name: muon, sgd"),
+        ("optim.groups=[{match: x, lr: 3}]", "optim.groups: group 1: unknown key 'lr'; known are match, learning_rate"),
+        ("optim.groups=[{learning_rate: 3}]", "optim.groups: group 1: match is missing"),
+        (
+            "optim.groups=[{match: a, learning_rate: -1}]",
+            "group 1: learning_rate: -1 will not do: it has to be greater",
+        ),
+        ("optim.groups=5", "optim.groups: wanted is a list of groups, such as [{match: 'classifier.*'"),
+    ],
+)
+def test_bad_keys_are_named(word: str, said: str) -> None:
+    with pytest.raises(RunError) as caught:
+        run_of(word)
+    assert said in str(caught.value)
+
+
+def test_a_resolved_file_of_before_is_read() -> None:
+    """It held every optimizer's keys, whichever was used."""
+    once = {"betas": [0.9, 0.98], "eps": 1e-8, "momentum": 0.9}
+    assert load(None, [], TINY | {"optim": once}).optim.options == {"betas": (0.9, 0.98), "eps": 1e-8}
+    assert load(None, [], TINY | {"optim": {"name": "sgd", "betas": [0.9, 0.999], "eps": 1e-8}}).optim.options == {
+        "momentum": 0.9
+    }
+
+
+def test_the_optimizer_of_contributing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a module of a user's own: its keys are typed, its state is complete, its source is compared."""
+    (tmp_path / "my_nadam.py").write_text(example("strategies/optimizers/nadam.py"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RunError, match=r"unknown key 'optim.momentum_dekay': did you mean 'momentum_decay'"):
+        run_of("optim=my_nadam.NAdam", "optim.momentum_dekay=1")
+    ours, weight, other = pair("my_nadam.NAdam", "optim.momentum_decay=0.01")
+    theirs = torch.optim.NAdam([other], weight_decay=0.1, momentum_decay=0.01, decoupled_weight_decay=True)
+    begun = set(ours.saved())
+    stepped(ours, weight, theirs, other, RATES)
+    assert torch.equal(weight, other)
+    assert begun == set(ours.saved()) == {f"optimizer.{k}.w" for k in ("step", "mu_product", "exp_avg", "exp_avg_sq")}
+    assert "my_nadam.py" in code_of(run_of("optim=my_nadam.NAdam"))
+
+
+class Momentum(Optimizer):
+    """A sum of gradients: right, and the two mistakes below."""
+
+    any_part = True
+
+    def begin(self, group: GroupOf, like: torch.Tensor) -> State:
+        return {"sum": torch.zeros_like(like)}
+
+    def update(
+        self,
+        group: GroupOf,
+        weights: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        states: Sequence[State],
+    ) -> None:
+        for weight, gradient, state in zip(weights, gradients, states, strict=True):
+            weight.sub_(state["sum"].add_(gradient).mul(group["lr"]))
+
+
+class OtherKey(Momentum):
+    def begin(self, group: GroupOf, like: torch.Tensor) -> State:
+        return {"total": torch.zeros_like(like)}
+
+
+class Replaces(Momentum):
+    def update(self, group: GroupOf, weights: Any, gradients: Any, states: Sequence[State]) -> None:
+        for state, gradient in zip(states, gradients, strict=True):
+            state["sum"] = state["sum"] + gradient
+
+
+def test_an_optimizer_whose_state_is_wrong_is_refused() -> None:
+    resolve_strategy(run_of("strategy.name=single", "optim.name=test_optim.Momentum"), 1)
+    with pytest.raises(RunError, match=r"OtherKey: update asks for the key 'sum'.* begin makes \(total\)"):
+        resolve_strategy(run_of("strategy.name=single", "optim.name=test_optim.OtherKey"), 1)
+    with pytest.raises(RunError, match="Replaces: update puts another tensor under the key 'sum'"):
+        resolve_strategy(run_of("strategy.name=single", "optim.name=test_optim.Replaces"), 1)

@@ -1,0 +1,107 @@
+"""How many gradients a rank holds while a step's micro-batches are added over the tree: counted tensor by tensor."""
+
+import time
+from typing import Any
+
+import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lockstep.config.run import Run
+from lockstep.distributed.memory import tensor_bytes
+from lockstep.distributed.world import World
+from lockstep.strategies import fsdp2_step
+from lockstep.strategies.exact.reduction import most_held
+from lockstep.strategies.strategy import strategy_class
+from lockstep.training.data_loader import StepLoader
+from support.harness import build, run_on, tiny
+from support.written import Written
+
+# Many small matrices and short texts: what is computed at the moment is small beside a whole gradient.
+MODEL = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 2, "n_embd": 192, "n_positions": 32}}
+DATA = {"source": "builtin/emotion", "max_length": 4, "limit": 100}
+BUCKET = 0.5  # MiB: what is on its way is small as well
+NEAR = 0.2  # of a whole gradient
+LEAVES = (1, 2, 8)  # of each rank
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "allreduce": (2, {"bucket_cap_mb": BUCKET}),
+    "ddp": (2, {"bucket_cap_mb": BUCKET}),
+    "fsdp2": (2, {"gather": "step"}),
+    "pipeline": (2, {}),
+}
+FORMULA = {"ddp": [2, 2, 4], "pipeline": [2, 3, 5]}  # a stage runs all micro-batches, two, four and sixteen
+
+
+def runs_of(name: str, ranks: int, options: dict[str, Any]) -> list[Run]:
+    counts = [leaves * ranks for leaves in LEAVES]
+    strategy = {"name": name, "options": options}
+    return [tiny(strategy=strategy, data=DATA, model=MODEL, batch_size=n, micro_batches=n) for n in counts]
+
+
+def at_most(world: World, runs: list[Run]) -> list[float]:
+    """For each run the most memory that a step writes to before its update, in gradients of the weights here."""
+    fsdp2_step.BUCKET_BYTES = int(BUCKET * 2**20)
+    found = []
+    for run in runs:
+        task, strategy = build(run, world)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        strategy.train_step(feed.make(0), 1e-3)
+        batch, most = feed.make(1), []
+        with Written() as seen:
+            hook = register_optimizer_step_pre_hook(lambda *_, most=most, seen=seen: most.append(seen.most))
+            strategy.train_step(batch, 1e-3)
+            hook.remove()
+        found.append(most[0] / (4 * sum(p.numel() for p in strategy.model.parameters())))
+        strategy.close()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", CASES)
+def test_the_formula_is_what_is_held(name: str) -> None:
+    ranks, options = CASES[name]
+    runs = runs_of(name, ranks, options)
+    formula = FORMULA.get(name, [1, 1, 3])
+    parts = ranks if name == "pipeline" else 1
+    assert [1 + parts * strategy_class(run).partial_sums(run, ranks) / 4 for run in runs] == formula
+    for rank in run_on(ranks, at_most, runs, run=runs[0]):
+        for held, most in zip(rank, formula, strict=True):
+            assert held < most + NEAR, rank
+        assert rank[-1] > formula[-1] - NEAR, rank  # the formula is no looser than that
+
+
+def between(world: World, run: Run) -> float:
+    """The most a rank holds between two micro-batches of a step beside what it holds between steps, in whole gradients
+    of what it trains."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    strategy.train_step(feed.make(0), 1e-3)
+    batch, held = feed.make(1), []
+    rest = tensor_bytes()
+
+    def sample(*_: Any) -> None:
+        time.sleep(0.3)  # gloo's threads let go
+        held.append(tensor_bytes() - rest)
+
+    hook = strategy.model.register_forward_pre_hook(sample)
+    strategy.train_step(batch, 1e-3)
+    hook.remove()
+    own = 4 * sum(p.numel() for p in strategy.model.parameters())
+    strategy.close()
+    return max(held) / own
+
+
+@pytest.mark.processes
+def test_what_waits_between_turns_of_fsdp() -> None:
+    """Eight micro-batches in four turns of two: 0..3 and 4..5 wait for 6 and 7, of each rank's half of a gradient."""
+    run = tiny("strategy.name=fsdp2", data=DATA, model=MODEL, batch_size=8, micro_batches=8)
+    assert strategy_class(run).partial_sums(run, 2) == 4 / 2  # beside the one that is counted as the gradient
+    for rank in run_on(2, between, run, run=run):
+        assert rank == pytest.approx(2 / 2, abs=NEAR)
+
+
+def test_what_a_share_holds() -> None:
+    assert [most_held(n, 1) for n in (1, 2, 4, 8, 16, 32)] == [1, 1, 2, 3, 4, 5]
+    assert [most_held(n, 1, apart=True) for n in (1, 2, 4, 8, 16, 32)] == [1, 2, 3, 4, 5, 6]
+    assert [most_held(16, ranks) for ranks in (2, 4, 8, 16)] == [3, 2, 1, 1]
+    assert most_held(8, 3) == 2  # 0 1 | 2 3 4 | 5 6 7

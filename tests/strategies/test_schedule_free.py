@@ -1,0 +1,54 @@
+"""Schedule-free training: what is evaluated and exported is the average, and training does not notice."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.checkpoint.storage import Files
+from lockstep.training.checkpoint_model import evaluated
+from lockstep.training.errors import EvaluationInterrupted
+from lockstep.training.evaluation import evaluate, evaluate_with_tables, generate_samples
+from support.harness import digest
+from support.saving import Job, run_in
+
+WORDS = ("optim=schedule_free", "optim.learning_rate=1e-2")
+
+
+def test_the_export_is_the_average_also_of_a_checkpoint(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "out", *WORDS)
+    job = Job(run)
+    job.step()
+    job.saved()
+    exported = job.strategy.exported() or {}
+    trained = dict(job.strategy.export() or {})
+    assert digest(exported) != digest(trained)
+    assert exported["transformer.wte.weight"].data_ptr() != trained["transformer.wte.weight"].data_ptr()
+    names = [p.name for p in (tmp_path / "out/checkpoints/step-000002").glob("*.safetensors")]
+    files = Files(tmp_path / "out/checkpoints/step-000002", [*names, ".metadata"])
+    weights = {name: files.whole(f"model.{name}") for name, _ in job.strategy.model.named_parameters()}
+    found = evaluated(run, files, weights)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], exported[name]) for name in found)
+    assert all(torch.equal(weights[name], trained[name]) for name in weights)
+
+
+def test_evaluations_leave_no_trace_in_training(tmp_path: Path) -> None:
+    """Neither one that ends, nor one that is broken off."""
+    straight, other = (Job(run_in(tmp_path / name, *WORDS)) for name in ("straight", "other"))
+    for _ in range(2):
+        straight.step()
+        other.step()
+    rows = other.feed.make(0).ids
+    columns = other.task.splits["validation"]
+    scores = evaluate(other.run, other.world, other.task, other.strategy, columns, rows)
+    again = evaluate(other.run, other.world, other.task, other.strategy, columns, rows)
+    assert scores == again
+    generate_samples(other.task, other.strategy, other.world)
+    with pytest.raises(EvaluationInterrupted):
+        evaluate_with_tables(other.run, other.world, other.task, other.strategy, columns, stop=lambda: True)
+    other.strategy.exported()
+    with straight.strategy.averaged():
+        inside = evaluate(straight.run, straight.world, straight.task, straight.strategy, columns, rows)
+    assert inside != scores  # the control: an average of the average is something else
+    assert straight.step() == other.step()

@@ -1,0 +1,156 @@
+"""Weights that not every micro-batch uses, not every step, or nobody: the bits of one process, and what nobody used
+stays."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.world import World
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.resolve import resolve_strategy
+from support import odd_models
+from support.harness import build, digest, run_on, tiny
+from support.marks import slow
+
+ODD = "task.name=support.odd_models.Task"
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+SIZES |= {"max_position_embeddings": 64}
+OPT = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "ffn_dim": 64}
+OPT |= {"max_position_embeddings": 64, "layerdrop": 0.3}
+LUKE = {**SIZES, "entity_vocab_size": 10, "entity_emb_size": 8}  # it never uses its entities here
+WORDS = {"train": "wordpiece", "vocab_size": 400}
+MODELS: dict[str, dict[str, Any]] = {
+    "layerdrop": {"model": {"type": "opt", "config": OPT}},
+    "unused": {"model": {"type": "luke", "config": LUKE}, "tokenizer": WORDS},
+    "odd": {"task": {"name": "support.odd_models.Task"}},
+}
+
+
+def steps_of(world: World, run: Run) -> dict[str, Any]:
+    """Five steps: their norms, the names of what would be saved after each, and all weights and moments."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    found: dict[str, Any] = {"norms": [], "names": set(), "weights": []}
+    for step in range(5):
+        odd_models.step = step
+        found["norms"].append(float(strategy.train_step(feed.make(step), 0.01).grad_norm))
+        state = strategy.state_dict()
+        found["names"].add(tuple(sorted(state)))
+        if world.is_main:
+            found["weights"].append({k: v.clone() for k, v in state.items()})
+    found["digest"] = digest(state) if world.is_main else None
+    strategy.close()
+    return found
+
+
+def of(model: str, name: str, ranks: int, *overrides: str) -> dict[str, Any]:
+    run = tiny(f"strategy.name={name}", *overrides, **MODELS[model])
+    first, *others = run_on(ranks, steps_of, run, run=run)
+    assert all(other["norms"] == first["norms"] for other in others)
+    return first
+
+
+@pytest.fixture(scope="module")
+def single() -> dict[str, dict[str, Any]]:
+    return {model: of(model, "single", 1) for model in MODELS}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("model", "name", "ranks"),
+    [
+        ("layerdrop", "ddp", 3),
+        ("layerdrop", "fsdp2", 3),
+        ("unused", "ddp", 2),
+        ("unused", "fsdp2", 1),
+        ("unused", "fsdp2", 2),
+        ("odd", "allreduce", 3),
+        ("odd", "ddp", 2),
+        ("odd", "ddp", 3),
+        ("odd", "hf_trainer", 2),
+        ("odd", "fsdp2", 1),
+        ("odd", "fsdp2", 3),
+        slow("layerdrop", "allreduce", 2),
+        slow("layerdrop", "hf_accelerate", 2),
+        slow("layerdrop", "hf_trainer", 3),
+        slow("unused", "hf_accelerate", 3),
+        slow("unused", "hf_trainer", 2),
+        slow("unused", "fsdp2", 3),
+        slow("odd", "hf_accelerate", 4),
+    ],
+)
+def test_weights_that_not_every_piece_uses_keep_the_bits(model: str, name: str, ranks: int, single: dict) -> None:
+    found = of(model, name, ranks)
+    assert found["norms"] == single[model]["norms"]
+    assert found["digest"] == single[model]["digest"]
+
+
+@pytest.mark.processes
+def test_without_exact_ddp_takes_them_to_rounding(single: dict) -> None:
+    found = of("layerdrop", "ddp", 2, "strategy.exact=false")
+    assert found["norms"][:2] == pytest.approx(single["layerdrop"]["norms"][:2], rel=1e-5)
+
+
+@pytest.mark.processes
+def test_what_no_piece_used_is_left_alone(single: dict) -> None:
+    """By weight decay and by momentum, in every step and in some; and every save has the same names."""
+    after = single["odd"]["weights"]
+    for step, (before, now) in enumerate(pairwise(after), start=1):
+        moved = {k for k, v in now.items() if k.startswith("model.") and not torch.equal(v, before[k])}
+        assert not {k for k in moved if "never" in k or "aside" in k}
+        assert ("model.early.weight" in moved) == (step == 1)
+        assert "model.head.weight" in moved
+    assert float(after[-1]["optimizer.step.never.weight"]) == 0
+    assert float(after[-1]["optimizer.step.early.weight"]) == 1
+    assert float(after[-1]["optimizer.step.head.weight"]) == 5
+    assert 1 <= float(after[-1]["optimizer.step.sometimes.weight"]) <= 3
+    assert len(single["odd"]["names"]) == 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", [2, slow(1), slow(3)])
+def test_zero_leaves_them_alone_too(stage: int, single: dict) -> None:
+    found, alone = of("unused", f"zero{stage}", 2), single["unused"]
+    assert found["norms"][:2] == pytest.approx(alone["norms"][:2], rel=1e-5)
+    entities = [k for k in alone["weights"][-1] if k.startswith("model.") and "entity" in k]
+    assert len(entities) == 6
+    for key in entities:
+        assert torch.equal(found["weights"][-1][key], alone["weights"][-1][key])
+
+
+def failed(name: str, ranks: int, task: str) -> str:
+    run = tiny(f"strategy.name={name}", f"task.name=support.odd_models.{task}")
+    with pytest.raises(AssertionError) as caught:
+        run_on(ranks, steps_of, run, run=run)
+    return str(caught.value)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_no_gradient_anywhere_is_an_error(name: str, ranks: int) -> None:
+    assert "RunError: no weight of the model gets a gradient" in failed(name, ranks, "Detached")
+
+
+@pytest.mark.processes
+def test_layers_that_only_some_ranks_run_are_an_error_of_fsdp2() -> None:
+    assert "needs all ranks to run the same layers" in failed("fsdp2", 2, "OneOfTwo")
+
+
+@pytest.mark.processes
+def test_weights_of_another_precision_are_refused() -> None:
+    assert "weights that are trained must be torch.float32" in failed("single", 1, "Doubled")
+
+
+@pytest.mark.processes
+def test_weights_that_some_pieces_use_are_an_error_of_zero() -> None:
+    assert "DeepSpeed needs every micro-batch to use the same weights" in failed("zero1", 2, "Task")
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "pipeline"])
+def test_engines_that_cannot_leave_out_layers_say_so_before_any_process_starts(name: str) -> None:
+    marian = {"type": "marian", "config": {"encoder_layerdrop": 0.1}}
+    with pytest.raises(RunError, match=r"model\.config\.encoder_layerdrop"):
+        resolve_strategy(tiny(f"strategy.name={name}", model=marian), 2)

@@ -1,0 +1,143 @@
+"""What one update is made of, held to torch in this process: norm, clip, what is left alone, what is not finite, and
+the weights that are written."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.run import Run
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.strategies.exact.reduction import clip_
+from lockstep.strategies.exact.scaling import FiniteCheck, NotFinite
+from lockstep.strategies.exact.sparse_rows import DenseRows
+from lockstep.strategies.observer import GradientRecorder
+from lockstep.strategies.single import Single
+from lockstep.training.data_loader import StepLoader
+from support.harness import build, tiny
+
+
+def parameters() -> list[nn.Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((3, 4), (5,), ())]
+
+
+def test_what_several_ranks_hold_counts_once_in_the_norm() -> None:
+    whole = [p.detach().clone() for p in parameters()]
+    names = ["own", "shared", "other"]
+    here = [Part("own", whole[0], whole[0], 1.0), Part("shared", whole[1], whole[1], 0.5)]
+    there = [Part("other", whole[2], whole[2], 1.0), Part("shared", whole[1], whole[1], 0.5)]
+    others: list[Tensor] = []
+    Gradient(there, names, lambda squares: others.append(squares.clone()) or squares).norm()
+    norm = Gradient(here, names, lambda squares: squares + others[0]).norm()
+    wanted = torch.cat([each.reshape(-1) for each in whole]).double().norm().float()
+    assert torch.allclose(norm, wanted, rtol=1e-6)
+    alone = Gradient([Part("a", whole[0], whole[0], 0.0), Part("b", whole[1], whole[1])], ["a", "b"]).norm()
+    assert torch.allclose(alone, whole[1].norm(), rtol=1e-6)  # another rank answers for the first
+
+
+@pytest.mark.parametrize("limit", [0.1, 1.0, 100.0])
+def test_it_is_clipped_as_torch_clips(limit: float) -> None:
+    ours, theirs = parameters(), parameters()
+    for mine, other in zip(ours, theirs, strict=True):
+        mine.grad, other.grad = mine.detach().clone(), other.detach().clone()
+    norm = nn.utils.clip_grad_norm_(theirs, limit)
+    clip_([p.grad for p in ours if p.grad is not None], norm, limit)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is not None
+        assert torch.equal(mine.grad, other.grad)
+    assert torch.equal(ours[0].grad, ours[0].detach()) == (limit > float(norm))  # what is below the limit stays
+
+
+def test_what_no_micro_batch_used_is_given_no_gradient() -> None:
+    used, unused, _ = parameters()
+    parts = [Part("used", used, torch.ones(3, 4)), Part("unused", unused, torch.zeros(5))]
+    gradient = Gradient(parts, ["unused", "used"])
+    gradient.give([0, 3])
+    assert used.grad is not None
+    assert unused.grad is None  # torch's optimizers then neither decay nor move it
+    gradient.take_back()
+    assert used.grad is None
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf"), float("-inf")])
+def test_a_norm_that_is_no_number_makes_no_update(norm: float) -> None:
+    losses = torch.ones(4)
+    skipping, stopping = FiniteCheck(stops=False, late=False), FiniteCheck(stops=True, late=False)
+    assert skipping.check(3, losses, torch.tensor(2.0))  # the control
+    assert not skipping.check(3, losses, torch.tensor(norm))
+    with pytest.raises(NotFinite):
+        stopping.check(3, losses, torch.tensor(norm))
+
+
+def test_rows_of_one_step_are_gone_in_the_next() -> None:
+    rows = DenseRows(torch.zeros(6, 2))
+    for touched in ([1, 4], [0, 4], [5]):
+        gradient = torch.zeros(6, 2)
+        gradient[touched] = torch.tensor([[1.0, 2.0]])
+        assert torch.equal(rows.filled(gradient.to_sparse(1).coalesce()), gradient)
+        rows.wipe()
+
+
+# -- whole steps of one process --------------------------------------------------------------------------------------
+
+
+def stepped(run: Run, steps: int = 2) -> tuple[Single, list[float], dict[str, Tensor]]:
+    """The strategy after some steps, their norms, and the last gradient before clipping."""
+    task, strategy = build(run, World(run))
+    assert isinstance(strategy, Single)
+    strategy.observer = recorder = GradientRecorder(strategy.world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), strategy.world.device)
+    norms = [float(strategy.train_step(feed.make(step), 1e-3).grad_norm) for step in range(steps)]
+    return strategy, norms, recorder.gradients
+
+
+def still(*overrides: str) -> Run:
+    config = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32}
+    config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    return tiny("strategy.name=single", *overrides, model={"type": "gpt2", "config": config})
+
+
+def test_the_loss_scale_is_out_of_the_gradient_before_its_norm() -> None:
+    low, norms, _ = stepped(still("precision=fp16"))
+    plain, wanted, _ = stepped(still())
+    assert norms == pytest.approx(wanted, rel=0.02)
+    low.close()
+    plain.close()
+
+
+def test_bfloat16_weights_are_their_masters_rounded_and_gradients_are_added_up_in_float32() -> None:
+    strategy, _, seen = stepped(still("model.dtype=bfloat16", "precision=bf16"))
+    start, _, _ = stepped(still("model.dtype=bfloat16", "precision=bf16"), steps=0)
+    moved = 0
+    for name, place in strategy.named.items():
+        master = strategy.stepped[name]
+        assert master.dtype == torch.float32
+        assert torch.equal(place, master.bfloat16()), name
+        moved += not torch.equal(place, start.named[name])
+    assert moved > len(strategy.named) // 2  # a weight of 1 moves less than its last bit
+    assert all(gradient.dtype == torch.float32 for gradient in seen.values())
+    rounded = [name for name, gradient in seen.items() if torch.equal(gradient, gradient.bfloat16().float())]
+    assert not rounded
+    strategy.close()
+    start.close()
+
+
+def test_dropout_is_another_one_in_each_step_and_micro_batch_and_the_same_when_asked_again() -> None:
+    run = tiny("strategy.name=single")
+    task, strategy = build(run, World(run))
+    batch = StepLoader(run, task, strategy.own_micro_batches(), strategy.world.device).make(0)
+    losses: list[float] = []
+    plain = task.loss_sum
+    task.loss_sum = lambda outputs, targets: (
+        losses.append(float(plain(outputs, targets).detach())) or plain(outputs, targets)
+    )
+    again = [replace(batch.micro_batches[0], index=k) for k in range(batch.count)]  # the same examples all along
+    for step in (0, 1, 0):
+        strategy.train_step(replace(batch, step=step, micro_batches=again), 0.0)
+    first, other, once_more = losses[: batch.count], losses[batch.count : -batch.count], losses[-batch.count :]
+    assert first == once_more
+    assert len({*first, *other}) == 2 * batch.count
+    strategy.close()

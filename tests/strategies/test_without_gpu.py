@@ -1,0 +1,142 @@
+"""CUDA without a GPU: a training step of every strategy on tensors that are on `cuda` and have no numbers.
+
+torch refuses an operation of tensors on two devices then, and what the host would wait for is written down. What cannot
+be seen this way is told in docs/engines.md. On a GPU: test_gpu.py."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from lockstep.config import plugins
+from support.places import TESTS, TESTS_PATH
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(900),  # for all cases, which the first test runs
+    pytest.mark.skipif(torch.version.cuda is not None, reason="a torch with CUDA has such a device already"),
+    pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler"),
+]
+STEPS, MICRO_BATCHES = 3, 4
+TREE = "strategy.all_reduce=hierarchical"
+Waits = dict[str, int]  # what and where -> how often in a step
+
+
+class Case(NamedTuple):
+    """What is trained, and what the host waits for in each step; lockstep's own line and not that of an engine."""
+
+    name: str
+    ranks: int
+    rank: int = 0
+    keys: tuple[str, ...] = ()
+    waits: Waits = {}  # noqa: RUF012 - never written to
+
+
+# DeepSpeed has to know the norm of a gradient, and lockstep that it is finite before and after DeepSpeed's update.
+ZERO = {
+    "aten::nonzero strategies/exact/scaling.py:check": 2,
+    "aten::_local_scalar_dense strategies/exact/scaling.py:check": 2,
+    "aten::_to_copy to the device strategies/engines/zero.py:train_step": 1,
+    "aten::_local_scalar_dense deepspeed": 1,
+    "aten::_to_copy to the device deepspeed": 2,
+}
+ASKED = {"aten::_to_copy to the host tasks/models/unpadded.py:__init__": MICRO_BATCHES}  # where real tokens are
+CASES = {
+    "single": Case("single", 1),
+    "allreduce": Case("allreduce", 2),
+    "allreduce on two machines": Case("allreduce", 4, 1, (TREE, "precision=fp16")),
+    "ddp": Case("ddp", 2, 1, ("precision=bf16",)),
+    "hf_accelerate": Case("hf_accelerate", 2),
+    "hf_trainer": Case("hf_trainer", 2),
+    "fsdp2 by step": Case("fsdp2", 2, 0, ("strategy.options.gather=step",)),
+    "fsdp2 by step on two machines": Case("fsdp2", 4, 3, ("strategy.options.gather=step", TREE)),
+    "fsdp2": Case("fsdp2", 2, 0, ("strategy.options.gather=micro_batch",)),
+    # the state of the random numbers comes with the hidden states, and goes into a generator of the host
+    "first stage": Case("pipeline", 2),
+    "last stage": Case(
+        "pipeline",
+        2,
+        1,
+        (),
+        {"aten::_to_copy to the host strategies/engines/pipelining.py:set_random_state": MICRO_BATCHES},
+    ),
+    "zero1": Case("zero1", 2, 0, (), ZERO),
+    "zero2": Case("zero2", 2, 1, (), ZERO),
+    "zero3": Case("zero3", 2, 0, (), ZERO | {"stream.synchronize deepspeed": MICRO_BATCHES // 2}),
+    "no padding": Case("single", 1, 0, ("data.padding=none",), ASKED),
+}
+PLANTED = {
+    "aten::_local_scalar_dense": 1,
+    "aten::_to_copy to the device": 2,
+    "aten::_to_copy to the host": 1,
+    "aten::nonzero": 1,
+    "event.synchronize of this step": 1,
+    "stream.synchronize": 1,
+    "torch.cuda.synchronize": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Of all cases. An interpreter of its own: torch is told of the device before it is imported."""
+    folder = tmp_path_factory.mktemp("no-gpu")
+    torch_is = Path(torch.__file__).parent
+    library = folder / "no_gpu.so"
+    words = [os.environ.get("CXX", "c++"), "-std=c++20", "-shared", "-fPIC", f"-I{torch_is / 'include'}"]
+    words += [str(TESTS / "support/no_gpu.cpp"), "-o", str(library), f"-L{torch_is / 'lib'}", "-lc10", "-ltorch_cpu"]
+    subprocess.run([*words, f"-Wl,-rpath,{torch_is / 'lib'}"], check=True, timeout=300)
+    told = [
+        {
+            "keys": [
+                f"strategy.name={case.name}",
+                f"micro_batches={MICRO_BATCHES}",
+                "data.padding=batch",
+                *case.keys,
+            ],
+            "ranks": case.ranks,
+            "rank": case.rank,
+            "per_node": min(2, case.ranks),
+            "steps": STEPS,
+        }
+        for case in CASES.values()
+    ]
+    told.append(told[0] | {"planted": True})
+    (folder / "cases.json").write_text(json.dumps(told))
+    words = [sys.executable, str(TESTS / "support/no_gpu.py"), str(library), str(folder / "cases.json"), str(folder)]
+    variables = os.environ | {"PYTHONPATH": TESTS_PATH}
+    said = subprocess.run(words, capture_output=True, text=True, timeout=800, env=variables)
+    assert said.returncode == 0, said.stderr
+    return {name: json.loads((folder / f"{i}.json").read_text()) for i, name in enumerate([*CASES, "planted"])}
+
+
+def test_every_strategy_is_there() -> None:
+    assert {case.name for case in CASES.values()} == set(plugins.names("strategies"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_mixes_no_devices_and_the_host_waits_for_none_of_it(
+    name: str, answers: dict[str, dict[str, Any]]
+) -> None:
+    found = answers[name]
+    assert "error" not in found, found["error"]
+    assert found["operations"] > 100 * STEPS
+    assert found["scalars"] == {}  # not even a number of the host in an operation of the device
+    for step, waits in enumerate(found["waits"]):
+        expected = Counter(CASES[name].waits)
+        if step and not CASES[name].name.startswith("zero"):  # whether the step before was finite
+            expected["event.synchronize of a step before distributed/transfers.py:wait"] += 1
+        assert Counter(waits) == expected, f"step {step}"
+
+
+def test_the_control_what_is_planted_is_found(answers: dict[str, dict[str, Any]]) -> None:
+    found = answers["planted"]
+    assert "Expected all tensors to be on the same device" in found["raised"]
+    assert found["waits"] == {f"{what} no_gpu.py:planted": n for what, n in PLANTED.items()}
+    assert found["scalars"] == {"aten::mul": 1}

@@ -1,0 +1,295 @@
+"""DeepSpeed ZeRO under the one-step contract: equal to `single` to rounding, whole states that travel between
+strategies and numbers of processes, and messages for options that DeepSpeed would swallow."""
+
+import importlib.util
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.world import World
+from lockstep.strategies.engines.zero import Zero
+from lockstep.strategies.exact.optim import learning_rate
+from lockstep.strategies.observer import GradientRecorder
+from lockstep.strategies.strategy import strategy_class as class_of
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.evaluation import evaluate
+from support.harness import build, digest, run_on, tiny
+from support.marks import slow
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed"),
+]
+
+STAGES = [1, 2, 3]
+SGD = ("optim.name=sgd", "optim.learning_rate=0.1")
+BF16_WEIGHTS = ("precision=bf16", "strategy.options={bf16: {enabled: true}}")
+
+
+def trained(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
+    """Train a few steps, evaluating in between; everything that must be equal."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    gradients: list[dict[str, torch.Tensor]] = []
+    strategy.observer = recorder = GradientRecorder(world)
+    results, scores = [], []
+    for t in range(steps):
+        results.append(strategy.train_step(feed.make(t), learning_rate(run.optim, t, steps)))
+        gradients.append(recorder.gradients)
+        if t in (2, steps - 1):
+            scores.append(evaluate(run, world, task, strategy, task.splits["validation"])["loss"])
+    export = strategy.export()
+    found = {
+        "loss": [float(r.loss) for r in results],
+        "norm": [float(r.grad_norm) for r in results],
+        "scores": scores,
+        "state": {k: v.clone() for k, v in strategy.state_dict().items()},
+        "export": export and {k: v.clone() for k, v in export.items()},
+        "gradients": gradients,
+        "parameters": strategy.parameter_count,
+        "engine": strategy.engine._config.zero_config.model_dump(by_alias=True, mode="json")
+        if run.strategy.name.startswith("zero")
+        else {},
+        "clear": all(p.grad is None for p in strategy.model.parameters()),
+    }
+    strategy.close()
+    return found
+
+
+def strategy_class(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
+    """The same report on every rank, and everything whole on rank 0 only; rank 0's."""
+    run = tiny(f"strategy.name={name}", *overrides)
+    first, *others = run_on(ranks, trained, run, run=run)
+    for other in others:
+        assert {k: other[k] for k in ("loss", "norm", "scores")} == {k: first[k] for k in ("loss", "norm", "scores")}
+        assert other["export"] is None
+        assert all(torch.equal(tensor, first["state"][k]) for k, tensor in other["state"].items())
+    assert first["clear"]
+    return first
+
+
+@pytest.fixture(scope="module")
+def single() -> dict[str, Any]:
+    return strategy_class("single", 1, *SGD)
+
+
+@pytest.fixture(scope="module")
+def single_bf16() -> dict[str, Any]:
+    return strategy_class("single", 1, "precision=bf16", *SGD)
+
+
+@pytest.fixture(scope="module")
+def single_adamw() -> dict[str, Any]:
+    return strategy_class("single", 1)
+
+
+def assert_equal_to_rounding(found: dict[str, Any], single: dict[str, Any]) -> None:
+    assert found["loss"] == pytest.approx(single["loss"], rel=1e-6)
+    assert found["norm"] == pytest.approx(single["norm"], rel=2e-6)
+    assert found["scores"] == pytest.approx(single["scores"], rel=1e-6)
+    assert found["parameters"] == single["parameters"]
+    for kind in ("state", "export"):
+        assert found[kind].keys() == single[kind].keys()
+        for key, tensor in single[kind].items():
+            assert found[kind][key].shape == tensor.shape, key
+            assert (found[kind][key] - tensor).abs().max() <= 1e-6, key
+    for ours, theirs in zip(found["gradients"], single["gradients"], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all((ours[k] - theirs[k]).abs().max() <= 1e-6 for k in theirs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])  # 8 micro-batches on 3 ranks: one is levelled with a blank micro-batch
+@pytest.mark.parametrize("stage", STAGES)
+def test_equal_to_single_to_rounding(stage: int, ranks: int, single: dict[str, Any]) -> None:
+    assert_equal_to_rounding(strategy_class(f"zero{stage}", ranks, *SGD), single)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_adamw_has_the_losses_and_norms_of_single(stage: int, single_adamw: dict[str, Any]) -> None:
+    single, found = single_adamw, strategy_class(f"zero{stage}", 2)
+    assert found["loss"] == pytest.approx(single["loss"], rel=1e-6)
+    assert found["norm"] == pytest.approx(single["norm"], rel=2e-5)
+    assert found["state"].keys() == single["state"].keys()
+    assert {v.dtype for k, v in found["state"].items() if "exp_avg" in k} == {torch.float32}
+
+
+OPTIONS = [
+    (1, "parameter_alignment: true"),
+    (2, "overlap_comm: true, reduce_bucket_size: 5000"),
+    (2, "offload_optimizer: {device: cpu}"),
+    (3, "overlap_comm: false, sub_group_size: 3000, stage3_param_persistence_threshold: 1000"),
+    (3, "offload_optimizer: {device: cpu}"),
+]
+
+
+@pytest.mark.parametrize(("stage", "option"), OPTIONS)
+def test_options_pass_through(stage: int, option: str, single: dict[str, Any]) -> None:
+    given = f"strategy.options={{zero_optimization: {{{option}}}, communication_data_type: fp32}}"
+    found = strategy_class(f"zero{stage}", 2, *SGD, given)
+    assert_equal_to_rounding(found, single)
+    options = yaml.safe_load(f"{{{option}}}")
+    for name, value in options.items():
+        assert differing(found["engine"][name], value) == [], name
+        assert differing(defaults(stage)[name], value) != [], f"{name}: dropping it would not show"
+
+
+def differing(held: Any, value: Any) -> list[Any]:
+    """What an engine holds of an option, where it is not what was given."""
+    if isinstance(value, dict):
+        inner = held or {}
+        return [name for name in value if str(inner.get(name)) != str(value[name])]
+    return [] if held == value else [held]
+
+
+def defaults(stage: int) -> dict[str, Any]:
+    """DeepSpeed's own, at a stage."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return DeepSpeedZeroConfig(stage=stage).model_dump(by_alias=True, mode="json")
+
+
+def told(world: World, run: Run) -> list[Any]:
+    strategy = build(run, world)[1]
+    engine = strategy.engine
+    asked = [engine.zero_reduce_bucket_size(), engine.zero_overlap_comm(), engine.communication_data_type]
+    strategy.close()
+    return asked
+
+
+def test_options_reach_the_engine() -> None:
+    given = "{zero_optimization: {reduce_bucket_size: 5000, overlap_comm: true}, communication_data_type: bf16}"
+    run = tiny("strategy.name=zero2", f"strategy.options={given}")
+    assert run_on(1, told, run, run=run)[0] == [5000, True, torch.bfloat16]
+
+
+@pytest.mark.parametrize("extra", [("precision=bf16",), BF16_WEIGHTS], ids=["autocast", "bf16 weights"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_is_close(stage: int, extra: tuple[str, ...], single: dict[str, Any], single_bf16: dict[str, Any]) -> None:
+    bf16 = single_bf16
+    found = strategy_class(f"zero{stage}", 2, *extra, *SGD)
+    exact_at_first = 1e-6 if len(extra) == 1 else 2e-3
+    assert found["loss"][0] == pytest.approx(bf16["loss"][0], rel=exact_at_first)
+    assert found["loss"] == pytest.approx(bf16["loss"], rel=2e-3)
+    assert found["norm"] == pytest.approx(bf16["norm"], rel=2e-2)
+    assert found["loss"][0] != single["loss"][0]  # it did compute in bf16
+    assert {v.dtype for v in found["export"].values() if v.is_floating_point()} == {torch.float32}
+
+
+class Averaged(Zero):
+    """The control: what DeepSpeed averages over ranks is not multiplied back."""
+
+    stage = 2
+
+    def train_step(self, batch: Any, learning_rate: float) -> Any:
+        backward, size = self.engine.backward, self.world.size
+        self.engine.backward = lambda loss, **options: backward(loss / size, **options)
+        result = super().train_step(batch, learning_rate)
+        self.engine.backward = backward
+        return result
+
+
+def averaged(world: World, run: Run) -> float:
+    task, _ = build(run, world)
+    strategy = Averaged(run, world)
+    strategy.build(task)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    norm = float(strategy.train_step(feed.make(0), 1e-3).grad_norm)
+    strategy.close()
+    return norm
+
+
+def test_the_control_an_average_over_ranks_is_seen_in_the_norm(single: dict[str, Any]) -> None:
+    run = tiny("strategy.name=single")
+    assert run_on(2, averaged, run, run=run)[0] == pytest.approx(single["norm"][0] / 2, rel=1e-5)
+
+
+def stopped(world: World, run: Run) -> tuple[str, dict[str, torch.Tensor], list[float]]:
+    """Three steps, the state, and two more."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    for t in range(3):
+        strategy.train_step(feed.make(t), 1e-3)
+    kept = {k: v.clone() for k, v in strategy.state_dict().items()}
+    losses = [float(strategy.train_step(feed.make(t), 1e-3).loss) for t in (3, 4)]
+    after = digest(strategy.state_dict())
+    strategy.close()
+    return after, kept, losses
+
+
+def resumed(world: World, run: Run, kept: dict[str, torch.Tensor]) -> tuple[str, str, list[float]]:
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    strategy.load_state_dict(kept)
+    taken_over = digest(strategy.state_dict())
+    losses = [float(strategy.train_step(feed.make(t), 1e-3).loss) for t in (3, 4)]
+    after = digest(strategy.state_dict())
+    strategy.close()
+    return after, taken_over, losses
+
+
+def travel(start: tuple[str, int], end: tuple[str, int], *overrides: str) -> tuple[bool, list[float], list[float]]:
+    """Whether going on has the bits of not stopping, and the losses after both."""
+    run = tiny(f"strategy.name={start[0]}", *overrides)
+    straight, kept, losses = run_on(start[1], stopped, run, run=run)[0]
+    run = tiny(f"strategy.name={end[0]}", *overrides)
+    again, taken_over, others = run_on(end[1], resumed, run, kept, run=run)[0]
+    assert taken_over == digest(kept)  # nothing is lost on the way
+    return straight == again, losses, others
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides"),
+    [slow(1, ()), (2, ()), (3, ()), slow(3, SGD), slow(1, BF16_WEIGHTS), (3, BF16_WEIGHTS)],
+)
+def test_going_on_has_the_bits_of_not_stopping(stage: int, overrides: tuple[str, ...]) -> None:
+    same, *_ = travel((f"zero{stage}", 2), (f"zero{stage}", 2), *overrides)
+    assert same
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        (("single", 1), ("zero3", 3)),
+        slow(("zero3", 3), ("single", 1)),
+        (("zero3", 2), ("zero1", 3)),
+        slow(("zero1", 3), ("zero2", 1)),
+        (("zero2", 2), ("ddp", 2)),
+    ],
+)
+def test_a_state_travels_between_strategies_and_numbers_of_processes(
+    start: tuple[str, int], end: tuple[str, int]
+) -> None:
+    _, losses, others = travel(start, end)
+    assert others == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("{gradient_clipping: 1.0}", "strategy.options.gradient_clipping: .*optim.max_grad_norm"),
+        ("{train_batch_size: 8}", "strategy.options.train_batch_size: .*batch_size"),
+        ("{optimizer: {type: Adam}}", "strategy.options.optimizer: .*optim"),
+        ("{fp16: {enabled: true}}", "strategy.options.fp16: .*precision"),
+        ("{bf16: {enabled: true}}", "strategy.options.bf16: .*precision=bf16"),
+        ("{zero_optimization: {stage: 3}}", "strategy.options.zero_optimization.stage: .*strategy.name"),
+        ("{zero_optimization: {round_robin_gradients: true}}", "round_robin_gradients: .*another order"),
+        ("{zero_optimization: true}", "strategy.options.zero_optimization: True is not a mapping"),
+        ("{zero_optimization: {overlap_com: true}}", "zero_optimization.overlap_com: DeepSpeed has no such option"),
+        ("{zero_optimization: {reduce_bucket_size: many}}", "zero_optimization.reduce_bucket_size: 'many'"),
+        ("{comunication_data_type: fp32}", "did you mean communication_data_type"),  # DeepSpeed itself would ignore it
+    ],
+)
+def test_what_deepspeed_would_ignore_or_the_run_file_says_is_refused(options: str, said: str) -> None:
+    run = tiny("strategy.name=zero2", f"strategy.options={options}")
+    with pytest.raises(RunError, match=said):
+        class_of(run).check(run, 2)
+
+
+def test_importing_the_strategies_imports_no_deepspeed() -> None:
+    code = "import sys, lockstep.strategies.zero1, lockstep.strategies.zero3\nsys.exit(int('deepspeed' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -1,0 +1,16 @@
+"""Runs that begin with another one's steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.track.report.history import lines_of
+
+
+def weights_of(output: Path) -> str:
+    (line,) = [line for line in lines_of(output / "events.jsonl", ("event", "step")) if line["event"] == "finish"]
+    return str(line["weights"])
+
+
+def began_at(output: Path) -> list[int]:
+    return [line["step"] for line in lines_of(output / "events.jsonl", ("event", "step")) if line["event"] == "start"]

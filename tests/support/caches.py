@@ -1,0 +1,19 @@
+"""Prepared data of a small run."""
+
+from __future__ import annotations
+
+from lockstep.config import plugins
+from lockstep.config.run import Run
+from lockstep.data.prepare import prepare
+from lockstep.data.tokens import Columns, Prepared
+
+
+def prepared(run: Run, said: list[str] | None = None) -> Prepared:
+    tell = said.append if said is not None else None
+    return prepare(run, plugins.find("tasks", run.task.name), tell=tell)  # type: ignore[type-abstract]
+
+
+def held(found: Prepared) -> dict[str, list[list[int]]]:
+    """The tokens of every split."""
+    splits = {split: Columns(path).ragged("input_ids") for split, path in found.splits.items()}
+    return {split: [ids.row(i).tolist() for i in range(len(ids.lengths))] for split, ids in splits.items()}

@@ -1,0 +1,87 @@
+"""Machines and ranks that compute wrongly, for `guard` to take out: each is one change to `allreduce`."""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+from torch import Tensor
+
+from lockstep.data.batch import StepBatch, StepResult
+from lockstep.strategies.exact.reduction import share
+from lockstep.tasks.task import Task
+from lockstep.training.sdc_check import drawn
+from support.held_steps import Held
+
+FROM = 8  # updates that are made before
+WEIGHT = "transformer.h.1.mlp.c_fc.weight"
+
+
+class WrongGradient(Held):
+    """On `host-1`, among three ranks, a bit of a gradient is wrong in steps in which the micro-batch that is drawn is
+    this rank's: what comes before the step in which that is found has the right bits."""
+
+    host = "host-1"
+    wrong = False  # now
+
+    def faulty(self) -> bool:
+        return socket.gethostname() == self.host and self.world.size == 3
+
+    def build(self, task: Task) -> None:
+        super().build(task)
+        self.named[WEIGHT].register_hook(self.flip)  # before guard listens there
+
+    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        mine = share(self.run.micro_batches, self.world.rank, self.world.size)
+        self.wrong = self.faulty() and batch.step >= FROM and drawn(self.run, batch.step) in mine
+        return super().train_step(batch, learning_rate)
+
+    def flip(self, gradient: Tensor) -> Tensor:
+        changed = gradient.clone()
+        if self.wrong:
+            changed.view(-1)[:1].view(torch.int32)[...] ^= 1
+        return changed
+
+
+class WrongOnFirstHost(WrongGradient):
+    """The same on the machine where all meet, which has rank 0."""
+
+    host = "host-0"
+
+
+class WrongRank(WrongGradient):
+    """The same on one of three ranks of a machine, which keeps its name when ranks are numbered anew."""
+
+    def faulty(self) -> bool:
+        assert self.world.members is not None
+        return self.world.members.me == "1" and self.world.size == 3
+
+
+class WrongFirstRank(WrongGradient):
+    """The same on rank 0."""
+
+    def faulty(self) -> bool:
+        assert self.world.members is not None
+        return self.world.members.me == "0" and self.world.size == 3
+
+
+class WrongWeight(Held):
+    """On `host-1`, among three ranks, a bit of a weight changes after step `FROM`."""
+
+    def faulty(self) -> bool:
+        return socket.gethostname() == "host-1" and self.world.size == 3
+
+    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        result = super().train_step(batch, learning_rate)
+        if self.faulty() and batch.step + 1 == FROM:
+            with torch.no_grad():
+                self.named[WEIGHT].view(-1)[:1].view(torch.int32)[...] ^= 1
+        return result
+
+
+class WrongWeightOfRank(WrongWeight):
+    """The same on one of three ranks of a machine."""
+
+    def faulty(self) -> bool:
+        assert self.world.members is not None
+        return self.world.members.me == "2" and self.world.size == 3

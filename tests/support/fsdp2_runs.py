@@ -1,0 +1,54 @@
+"""Steps under FSDP2 with its options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from lockstep.config.run import Run
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.optim import learning_rate
+from lockstep.training.data_loader import StepLoader
+from support.harness import build, digest, run_on, tiny
+
+LLAMA = {
+    "type": "llama",
+    "config": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 32,
+    },
+}
+
+
+def steps_of(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t, steps)) for t in range(steps)]
+    found = {
+        "digest": digest(strategy.state_dict()),
+        "loss": [float(r.loss) for r in results],
+        "norm": [float(r.grad_norm) for r in results],
+        "weights": {k: v.clone() for k, v in strategy.state_dict().items() if k.startswith("model.")},
+        "held": {
+            n: (p.placements if isinstance(p, DTensor) else None, p.numel())
+            for n, p in strategy.model.named_parameters()
+        },
+        "local": sum(p.to_local().numel() for p in strategy.model.parameters() if isinstance(p, DTensor)),
+        "dtypes": {p.dtype for p in strategy.model.parameters()},
+        "exported": digest(exported) if (exported := strategy.export()) is not None else None,
+    }
+    strategy.close()
+    return found
+
+
+def of(ranks: int, *overrides: str, **values: Any) -> dict[str, Any]:
+    run = tiny(*overrides, **values)
+    first, *others = run_on(ranks, steps_of, run, run=run)
+    for other in others:
+        assert {k: other[k] for k in ("loss", "norm")} == {k: first[k] for k in ("loss", "norm")}
+    return first

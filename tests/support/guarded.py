@@ -1,0 +1,80 @@
+"""Runs whose processor computes wrongly once, and what `sdc_check` makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.config.run import Run
+from lockstep.distributed.world import World
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.errors import CorruptionDetected
+from lockstep.training.sdc_check import SdcCheck
+from support.harness import build, digest
+
+STEPS = 6
+
+
+Fault = Callable[[Any, World, int], None]  # of a strategy, a rank, a step that comes
+
+
+def guarded(world: World, run: Run, fault: Fault | None = None) -> dict[str, Any]:
+    """Steps under guard; what was found in each, and the digest at the end."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    session: Any = SimpleNamespace(run=run, world=world, feed=feed, strategy=strategy)
+    guard, found = SdcCheck(session) if run.sdc_check.every else strategy, {}
+    for step in range(STEPS):
+        if fault is not None:
+            fault(strategy, world, step)
+        try:
+            guard.train_step(feed.make(step), 1e-3)
+        except CorruptionDetected as caught:
+            found[step] = str(caught)
+            if not caught.sound:
+                break
+    state = strategy.state_dict()
+    strategy.close()
+    return {"found": found, "digest": digest(state) if world.is_main else None, "retried": getattr(guard, "retried", 0)}
+
+
+def flipped(tensor: Tensor, bit: int = 0) -> Tensor:
+    """The same with a bit of its largest number changed: the lowest one, which may be lost in a sum of activations."""
+    changed = tensor.detach().clone().contiguous()
+    place = changed.abs().view(-1).argmax()
+    changed.view(-1).view(torch.int32)[place] ^= 1 << bit
+    return changed
+
+
+def wrong_gradient(strategy: Any, now: Callable[[], bool]) -> None:
+    weight = strategy.named["transformer.h.1.mlp.c_fc.weight"]
+    weight.register_hook(lambda gradient: flipped(gradient) if now() else gradient)
+
+
+Wrong = Callable[[Any, Callable[[], bool]], None]
+
+
+class Planted:
+    """One micro-batch of every step is computed wrongly, as part of the step, by the rank whose it is."""
+
+    def __init__(self, micro_batch: int, wrong: Wrong) -> None:
+        self.micro_batch, self.wrong = micro_batch, wrong
+
+    def __call__(self, strategy: Any, world: World, step: int) -> None:
+        if step:
+            return
+        under_way: list[int] = []
+        plain = strategy.run_micro_batch
+
+        def run_micro_batch(micro: Any, divisor: float) -> Tensor:
+            under_way.append(micro.index)
+            loss = plain(micro, divisor)
+            under_way.clear()
+            return loss
+
+        strategy.run_micro_batch = run_micro_batch
+        self.wrong(strategy, lambda: under_way == [self.micro_batch])

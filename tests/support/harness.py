@@ -1,0 +1,194 @@
+"""Run a function on n gloo processes that meet through a file: no port guessing, and torch is imported once.
+
+In: a module-level function of a `World` and arguments. Out: what it returned on each rank, in rank order.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import hashlib
+import multiprocessing
+import os
+import pickle
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config.plugins import find
+from lockstep.config.run import Run, load
+from lockstep.data.prepare import prepare
+from lockstep.distributed.world import World
+from lockstep.strategies.engines import compiled
+from lockstep.strategies.strategy import Strategy, strategy_class
+from lockstep.tasks.task import Task
+from lockstep.training import reference_pass
+from lockstep.training.session import gloo_threads
+from support.first import AT_FIRST
+from support.places import TESTS_PATH
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        "lockstep.training.preload",
+        "transformers.models.gpt2.modeling_gpt2",
+        "tokenizers",
+        "support.harness",
+        "support.forked",
+        "support.engines",
+    ]
+)
+LEAN = f"{TESTS_PATH}/support/lean"  # before all others in PYTHONPATH: a new interpreter without DeepSpeed
+
+TINY = {
+    "name": "tiny",
+    "data": {"source": "builtin/emotion", "max_length": 32, "limit": 100},
+    "model": {"type": "gpt2", "config": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}},
+    "tokenizer": {"train": "bpe", "vocab_size": 400},
+    "steps": 6,
+    "batch_size": 22,
+    "micro_batches": 8,
+    "optim": {"learning_rate": 5e-3, "warmup_steps": 2, "max_grad_norm": 0.5},
+    "launch": {"device": "cpu", "threads": 1},
+}
+
+
+def tiny(*overrides: str, **values: Any) -> Run:
+    """A run of seconds: two small layers with dropout, clipping that bites, and a short last step of each epoch.
+    `fsdp2` without options gathers for each micro-batch, as it does where a model is large."""
+    run = load(None, list(overrides), TINY | values)
+    if run.strategy.name == "fsdp2" and not run.strategy.options:
+        options = {"gather": "micro_batch"}
+        return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
+    return run
+
+
+def build(run: Run, world: World) -> tuple[Task, Strategy]:
+    """The task and the built strategy of a run."""
+    task_class = find("tasks", run.task.name)
+    task = task_class(run, prepared := prepare(run, task_class))
+    strategy = strategy_class(run)(run, world)
+    strategy.build(task)
+    compiled.warm_up(run, strategy, task)
+    reference_pass.provide(run, world, task, strategy, prepared, trained=False)
+    return task, strategy
+
+
+def digest(state: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over all tensors, in the order of their names."""
+    seen = hashlib.sha256()
+    for name in sorted(state):
+        seen.update(name.encode())
+        seen.update(state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()
+
+
+def run_on(
+    ranks: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    run: Run | None = None,
+    timeout_s: float = 120,
+    joined: bool = True,
+) -> list[Any]:
+    """`function(world, *arguments)` on each of `ranks` processes, which have joined unless the function does that
+    itself. Errors: the first rank's traceback, as an AssertionError, and how ranks ended that said nothing."""
+    run = run or tiny()
+    server_environment()
+    with tempfile.TemporaryDirectory() as folder:
+        results = _context.Queue()
+        processes = [
+            _context.Process(
+                target=_rank, args=(rank, ranks, f"file://{folder}/meet", run, joined, function, arguments, results)
+            )
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        found: dict[int, Any] = {}
+        try:
+            while len(found) < ranks:
+                try:
+                    rank, value, error = results.get(timeout=timeout_s)
+                except queue.Empty:
+                    raise AssertionError(f"no answer in {timeout_s:g} s\n{_ends(processes, folder)}") from None
+                if error is not None:
+                    raise AssertionError(f"rank {rank} of {ranks}:\n{error}{_ends(processes, folder)}")
+                found[rank] = pickle.loads(value)
+        finally:
+            for process in processes:
+                process.join(10 if len(found) == ranks else 0.1)
+                process.kill()
+        return [found[rank] for rank in range(ranks)]
+
+
+@functools.cache
+def server_environment() -> dict[str, str]:
+    """Start the server that ranks and commands are forked from, unless it runs. Returns the variables it began with."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in os.environ.keys() - AT_FIRST.keys():
+            patch.delenv(name)
+        for name, value in AT_FIRST.items():
+            patch.setenv(name, value)
+        # Python 3.11 gives the server no path to find `engines` on
+        patch.setenv("PYTHONPATH", TESTS_PATH, prepend=os.pathsep)
+        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command sets it before it imports torch
+        forkserver.ensure_running()
+        return dict(os.environ)
+
+
+def _ends(processes: list[Any], folder: str) -> str:
+    """How each rank ended so far (a signal is a negative number), and where it was if a signal ended it: the first
+    error that arrives may be of a rank that only missed another one."""
+    for process in processes:
+        process.join(0.5)
+    said = [f"exit status of ranks: {[process.exitcode for process in processes]}"]
+    for rank in range(len(processes)):
+        place = Path(folder) / f"fault-{rank}"
+        if place.exists() and (text := place.read_text()):
+            said.append(f"rank {rank}: {text}")
+    return "\n".join(said)
+
+
+def _rank(
+    rank: int,
+    ranks: int,
+    meet: str,
+    run: Run,
+    joined: bool,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    results: Any,
+) -> None:
+    faults = (Path(meet.removeprefix("file://")).parent / f"fault-{rank}").open("w")
+    faulthandler.enable(faults)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        world = World(run, meet)
+        if joined:
+            world.gloo_threads = gloo_threads(run, strategy_class(run))
+            world.join()
+        value = function(world, *arguments)
+        world.barrier()
+        world.close()
+        results.put((rank, pickle.dumps(value), None))  # by value: this process ends before it is read
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+
+
+def lockstep_environment(cache: Path) -> dict[str, str]:
+    """The environment of a `lockstep` command in a test."""
+    return {**os.environ, "LOCKSTEP_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+
+
+def lean() -> dict[str, str]:
+    """Variables with which new interpreters are without DeepSpeed."""
+    return {"PYTHONPATH": os.pathsep.join([LEAN, *filter(None, [os.environ.get("PYTHONPATH")])])}

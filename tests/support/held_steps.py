@@ -1,0 +1,61 @@
+"""A strategy that waits before a step for as long as a test wants, so that something can happen in the middle of a job.
+Same bits."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep.strategies.allreduce import AllReduce
+from support.at_once import SavesAtOnce
+
+HOLD = Path("hold")
+
+
+def held(step: int) -> bool:
+    """Whether a step may not begin. The file may be taken away at any moment."""
+    try:
+        return step >= int(HOLD.read_text() or 0)
+    except FileNotFoundError:
+        return False
+
+
+class Held(SavesAtOnce, AllReduce):
+    """`allreduce`; while there is a file `hold` in the working directory, no step from the one it names on begins,
+    unless a rank is asked to stop, which a file `asked` then says. A checkpoint of two steps before is there then."""
+
+    def train_step(self, batch: Any, learning_rate: float) -> Any:
+        while held(batch.step) and not self.world.stop.came:
+            time.sleep(0.05)
+        if HOLD.exists() and self.world.stop.came:
+            Path("asked").touch()
+        return super().train_step(batch, learning_rate)
+
+
+class Together(SavesAtOnce):
+    """The same, but for ranks that are to meet again: what one of them waits for is a loss, or a rank that comes in.
+    Mixed into a strategy."""
+
+    world: Any
+
+    def train_step(self, batch: Any, learning_rate: float) -> Any:
+        members = self.world.members
+        while held(batch.step) and not self.world.stop.came:
+            if members is not None and (members.lost or members.offered):
+                break
+            time.sleep(0.05)
+        if HOLD.exists() and self.world.stop.came:
+            Path("asked").touch()
+        return super().train_step(batch, learning_rate)  # type: ignore[misc]
+
+
+class HeldTogether(Together, AllReduce):
+    """`allreduce`."""
+
+
+class Told(Held):
+    """The same; says in a file where the ranks' own store is."""
+
+    def train_step(self, batch: Any, learning_rate: float) -> Any:
+        Path("port").write_text(os.environ["MASTER_PORT"])
+        return super().train_step(batch, learning_rate)

@@ -1,0 +1,62 @@
+"""The tests that start processes and are quick enough, and tell enough, to be asked every time: `make test` runs them
+beside all that start none. `.ci/run` runs every test.
+
+In: what pytest has collected. Out: the mark `kernel` on the tests below; one that is not there any more is an error.
+"""
+
+import pytest
+
+EXACT = "strategies/test_strategies.py::test_exact_means_the_bits_of_single"
+KERNEL = {
+    # each strategy that gives bits, at 2 and 3 processes (a pipeline's stages divide them), and bf16
+    *(
+        f"{EXACT}[{name}-{ranks}-fp32]"
+        for name in ("allreduce", "ddp", "fsdp2", "hf_accelerate", "hf_trainer")
+        for ranks in (2, 3)
+    ),
+    f"{EXACT}[single-1-fp32]",
+    f"{EXACT}[pipeline-2-fp32]",
+    "strategies/test_pipeline.py::test_a_pipeline_has_the_bits_of_one_process[3 stages-fp32]",
+    f"{EXACT}[ddp-2-bf16]",
+    f"{EXACT}[fsdp2-2-bf16]",
+    "strategies/test_strategies.py::test_the_engine_s_own_reduction_is_equal_to_rounding[zero1-2]",
+    "strategies/test_strategies.py::test_the_engine_s_own_reduction_is_equal_to_rounding[zero3-2]",
+    # controls: these must differ
+    "strategies/test_strategies.py::test_the_control_an_ordinary_all_reduce_has_other_bits",
+    "strategies/test_strategies.py::test_the_control_a_mean_of_means_is_seen_in_the_norm",
+    "strategies/test_strategies.py::test_the_control_bf16_has_other_bits",
+    "strategies/test_fsdp2.py::test_the_control_fsdp_s_own_sums_have_other_bits",
+    # what broke the promise once
+    "strategies/test_strategies.py::test_more_pieces_than_examples_leave_blank_ones",
+    "strategies/test_strategies.py::test_row_sparse_gradients_have_the_bits_of_dense_ones",
+    "strategies/test_unused.py::test_weights_that_not_every_piece_uses_keep_the_bits[layerdrop-ddp-3]",
+    "strategies/test_unused.py::test_weights_that_not_every_piece_uses_keep_the_bits[odd-fsdp2-3]",
+    "strategies/test_unused.py::test_what_no_piece_used_is_left_alone",
+    "strategies/test_fsdp2.py::test_what_a_block_and_others_use_is_added_up_as_without_fsdp[xlm]",
+    "tasks/test_own_code.py::test_own_random_numbers_and_statistics_are_the_same_at_any_number[ddp-2]",
+    # a checkpoint under another strategy, with its control
+    "checkpoint/test_checkpoint_pairs.py::test_a_checkpoint_under_another_strategy[fsdp2-ddp]",
+    "checkpoint/test_checkpoint_pairs.py::test_a_checkpoint_under_another_strategy[ddp-fsdp2]",
+    "checkpoint/test_checkpoint_pairs.py::test_the_control_one_step_less_has_other_bits",
+    # a mistake that `verify` finds, and none where there is none
+    "tools/test_verify.py::test_a_mistake_is_named[true-MeanOfMeans-said0]",
+    "tools/test_verify.py::test_what_is_right_passes[2-overrides1]",
+    # the command: what it leaves, stopped and gone on with, killed and started again
+    "jobs/test_command.py::test_what_a_run_leaves",
+    "jobs/test_command.py::test_what_its_metrics_say",
+    "jobs/test_command.py::test_a_stop_on_request_is_75_and_the_same_command_goes_on[2-1]",
+    "jobs/test_command.py::test_a_killed_rank_is_named_and_the_job_restarts_by_itself",
+}
+
+
+def mark(items: list[pytest.Item]) -> None:
+    """Errors: `pytest.UsageError` for a test of the kernel that its file does not have."""
+    wanted = {name: name.partition("::")[0] for name in KERNEL}
+    files = set()
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        files.add(name.partition("::")[0])
+        if wanted.pop(name, None) is not None:
+            item.add_marker(pytest.mark.kernel)
+    if gone := sorted(name for name, file in wanted.items() if file in files):
+        raise pytest.UsageError(f"tests/support/kernel.py names tests that are not there: {', '.join(gone)}")

@@ -1,0 +1,233 @@
+"""Small runs whose keys are changed one by one, and what is seen of each: for tests/config/test_run_file_keys.py.
+
+In: a kind of run, overrides, a folder. Out: a hash of each thing that a key may change (`key_table.EFFECTS`). Keys that
+change arithmetic alone are seen in three steps of a strategy; the others in a whole `lockstep train`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.cli import main
+from lockstep.config.run import load
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.optim import learning_rate
+from lockstep.training.data_loader import StepLoader
+from support.harness import TINY, build, digest
+from support.key_table import Tried
+from support.task_runs import TASKS, make, sentence, write
+
+STEPS = 3
+INPUTS = ("input_ids", "token_type_ids", "decoder_input_ids")
+SMALL = {"steps": STEPS, "micro_batches": 4, "strategy": {"name": "single"}, "track": {"every": 1}}
+SMALL |= {"launch": TINY["launch"] | {"processes": 1}, "fingerprint": {"every": 1}}
+RUN_FILE = re.compile(r"(`{3,})yaml.*?\1", re.DOTALL)  # in the model card, and with every key in it
+TIMES = re.compile(r"[\d.,]+ ?(s|ms|min|h|MiB|GiB|/s)\b|\d{4}-\d\d-\d\d[T ][\d:.]+Z?")
+
+
+def rows(count: int, seed: int) -> list[dict[str, Any]]:
+    """Classified texts, some of them twice."""
+    draw = random.Random(seed)
+    found = []
+    for place in range(count):
+        text, number = sentence(draw), draw.randrange(3)
+        found.append(
+            {"text": text, "other": sentence(draw, 6), "label": "abc"[number], "number": number}
+            | {"two": "yn"[number % 2], "lists": ["abc"[number]] * (place % 4 > 0), "lang": draw.choice(["en", "de"])}
+            | {"split": "validation" if place % 4 == 0 else "train"}
+        )
+    return found + found[:5]
+
+
+def _rows(folder: Path, train: list[dict[str, Any]], validation: list[dict[str, Any]]) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / "train.jsonl", train)
+    write(folder / "validation.jsonl", validation)
+    return {"data": {"source": str(folder), "max_length": 32}}
+
+
+def _cut(folder: Path) -> dict[str, Any]:
+    write(folder / "cut.jsonl", rows(90, 0))
+    return {"data": {"train": str(folder / "cut.jsonl"), "max_length": 32}}
+
+
+def _table(folder: Path) -> dict[str, Any]:
+    lines = [f'"{row["text"]}",{row["label"]}\n' for row in rows(90, 3)]
+    (folder / "table.csv").write_text("".join(lines))
+    return {"data": {"train": str(folder / "table.csv"), "columns": ["text", "label"], "max_length": 32}}
+
+
+def _linked(folder: Path) -> dict[str, Any]:
+    _rows(folder / "elsewhere-of-link", rows(90, 0), rows(15, 1))
+    (folder / "linked").mkdir()
+    for name in ("train.jsonl", "validation.jsonl"):
+        (folder / "linked" / name).symlink_to(folder / "elsewhere-of-link" / name)
+    return {"data": {"source": str(folder / "linked"), "max_length": 32}}
+
+
+def _latin(folder: Path) -> dict[str, Any]:
+    (folder / "latin.csv").write_text(
+        "text,label\n" + "".join(f"{row['text']} ü,{row['label']}\n" for row in rows(90, 0)), encoding="latin-1"
+    )
+    return {"data": {"train": str(folder / "latin.csv"), "max_length": 32}}
+
+
+def _task(name: str, folder: Path) -> dict[str, Any]:
+    make(folder, name)
+    return {"data": {"source": str(folder / name), "max_length": 32}} | TASKS[name]
+
+
+def _missing(folder: Path) -> dict[str, Any]:
+    return _rows(folder / "missing", [*rows(90, 0), rows(1, 0)[0] | {"text": None}], rows(15, 1))
+
+
+KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "emotion": lambda folder: {},
+    "rows": lambda folder: _rows(folder / "rows", rows(90, 0) + rows(15, 1)[:3], rows(15, 1)),
+    "missing": _missing,
+    "cut": _cut,
+    "table": _table,
+    "headless": lambda folder: {"data": {"train": _table(folder)["data"]["train"], "max_length": 32}},
+    "linked": _linked,
+    "latin": _latin,
+    **{name: partial(_task, name) for name in TASKS},
+}
+
+
+class Place:
+    """A folder of data, of each kind once, and of what was seen of runs that several keys begin with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.bases, self.seen = folder, {}, {}
+        _rows(folder / "half", rows(45, 2), rows(15, 1))
+
+    def base(self, kind: str) -> dict[str, Any]:
+        if kind not in self.bases:
+            self.bases[kind] = TINY | SMALL | KINDS[kind](self.folder)
+        return self.bases[kind]
+
+    def observed(self, kind: str, words: tuple[str, ...], whole: bool, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+        """What is seen of a run of `kind` with these overrides, `whole` or in three steps."""
+        key = kind, words, whole
+        if key not in self.seen:
+            self.seen[key] = self._whole(kind, words, patch) if whole else self._steps(kind, words, patch)
+        return self.seen[key]
+
+    def _steps(self, kind: str, words: tuple[str, ...], patch: pytest.MonkeyPatch) -> dict[str, Any]:
+        words = tuple(word.replace("FOLDER", str(self.folder)) for word in words)
+        run = load(None, (*words, f"output={self.folder / 'none'}"), self.base(kind))
+        with patch.context() as inside:
+            told = watch(inside)
+            world = World(run)
+            task, strategy = build(run, world)
+            feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+            weights = []
+            for step in range(min(feed.total, STEPS)):
+                rate = learning_rate(run.optim, step + 1, feed.total)
+                done = strategy.train_step(feed.make(step), rate)
+                weights.append((float(done.loss), float(done.grad_norm), digest(strategy.state_dict())))
+            strategy.close()
+        return {"refused": False, "weights": weights} | batches(told)
+
+    def _whole(self, kind: str, words: tuple[str, ...], patch: pytest.MonkeyPatch) -> dict[str, Any]:
+        output = self.folder / "runs" / str(len(self.seen))
+        words = tuple(word.replace("FOLDER", str(self.folder)) for word in words)
+        if not any(word.startswith("output=") for word in words):
+            words += (f"output={output}",)
+        if self._refused(kind, words):
+            return {"refused": True}
+        run = load(None, words, self.base(kind))
+        file = self.folder / f"{len(self.seen)}.yaml"
+        file.write_text(run.dump())
+        with patch.context() as inside:
+            told = watch(inside)
+            if main(["train", str(file)]) != 0:
+                return {"refused": True}
+        return {"refused": False} | batches(told) | results(run.folder)
+
+    def _refused(self, kind: str, words: tuple[str, ...]) -> bool:
+        try:
+            load(None, words, self.base(kind))
+        except ValueError:
+            return True
+        return False
+
+
+def watch(patch: pytest.MonkeyPatch) -> dict[tuple[int, int], tuple[list[int], str]]:
+    """Step and micro-batch -> the rows that it is made of, and a hash of what the model is given; filled as a run
+    trains."""
+    seen: dict[tuple[int, int], tuple[list[int], str]] = {}
+    collated = StepLoader._collated
+
+    def collate(self: StepLoader, step: int, chosen: np.ndarray, index: int) -> Any:
+        batch = collated(self, step, chosen, index)
+        told = hashlib.sha256()
+        for name in INPUTS:
+            if (tensor := batch.inputs.get(name)) is not None:
+                told.update(f"{name}{tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
+        told.update(batch.targets.numpy().tobytes())
+        seen[step, index] = (chosen.tolist(), told.hexdigest())
+        return batch
+
+    patch.setattr(StepLoader, "_collated", collate)
+    return seen
+
+
+def batches(told: dict[tuple[int, int], tuple[list[int], str]]) -> dict[str, Any]:
+    """The two by step and micro-batch."""
+    return {
+        "order": sorted((at, chosen) for at, (chosen, _) in told.items()),
+        "inputs": sorted((at, digest) for at, (_, digest) in told.items()),
+    }
+
+
+def results(output: Path) -> dict[str, Any]:
+    """What a finished run left."""
+    lines = [json.loads(line) for line in (output / "fingerprints.jsonl").read_text().splitlines()]
+    logged = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    names = sorted(str(path.relative_to(output)) for path in output.rglob("*") if path.is_file())
+    weights = [(line["step"], line["hash"]) for line in lines], lines[-1].get("weights")
+    export = sorted((output / "export").glob("*.safetensors"))
+    return {
+        "weights": weights,
+        "export": [hashlib.sha256(path.read_bytes()).hexdigest() for path in export],
+        "scores": json.loads((output / "scores.json").read_text()),
+        "files": (
+            [name for name in names if not re.search(r"log|\.lock|plan", name)],
+            [line.get("step") for line in logged],
+        ),
+        "text": (
+            TIMES.sub("", RUN_FILE.sub("", (output / "export" / "README.md").read_text())),
+            (output / "samples.jsonl").read_text() if (output / "samples.jsonl").exists() else "",
+        ),
+    }
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    """What differs. Inputs are compared where the order is the same; scores, export and texts only of the same weights,
+    as they follow from these."""
+    if one["refused"] or other["refused"]:
+        return {"refused"} if one["refused"] != other["refused"] else set()
+    found = {name for name in ("order", "weights", "files") if one.get(name) != other.get(name)}
+    if "order" not in found and one["inputs"] != other["inputs"]:
+        found.add("inputs")
+    if "weights" not in found:
+        found |= {name for name in ("export", "scores", "text") if one.get(name) != other.get(name)}
+    return found
+
+
+def tried(place: Place, case: Tried, patch: pytest.MonkeyPatch) -> set[str]:
+    """What a case changes."""
+    whole = not {*case.effects.split()} <= {"order", "inputs", "weights"}
+    one = place.observed(case.kind, case.beside, whole, patch)
+    return differences(one, place.observed(case.kind, (*case.beside, case.change), whole, patch))

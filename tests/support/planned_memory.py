@@ -1,0 +1,69 @@
+"""What a plan says of memory, and what ranks take."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass
+
+from lockstep.config.run import Run
+from lockstep.distributed.world import World
+from lockstep.strategies.engines.simulated import Storages
+from lockstep.tools.planner.fake_world import Simulated, middle, simulate
+from lockstep.training.data_loader import StepLoader
+from support.harness import build
+
+NEAR = 0.05
+
+
+MODEL = {"type": "gpt2", "config": {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 32}}
+
+
+DEEP = MODEL | {"config": {**MODEL["config"], "n_layer": 4}}  # layers ahead are gathered, and a stage each is given
+
+
+@dataclass
+class Taken:
+    """Bytes of a real rank."""
+
+    at_rest: int
+    peak: int
+
+
+def taken(world: World, run: Run) -> Taken:
+    """The same steps as a simulation makes, with numbers."""
+    with Storages() as seen:
+        task, strategy = build(run, world)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        usual, longest = feed.make(middle(feed)), feed.longest()
+        for _ in range(2):
+            strategy.train_step(usual, 1e-3)
+            time.sleep(0.3)  # gloo's threads let go
+            gc.collect()
+        at_rest = seen.alive
+        seen.restart()
+        strategy.train_step(longest, 1e-3)
+    strategy.close()
+    return Taken(at_rest, seen.peak.bytes)
+
+
+def planned(world: World, run: Run, ranks: int, rank: int) -> Simulated:
+    return simulate(run, ranks, rank, on_gpus=False)
+
+
+def simulated(**changed: object) -> Simulated:
+    """A rank of four, of two machines."""
+    told: dict = {
+        "rank": 0,
+        "at_rest": {"weights": 4},
+        "peak": 10,
+        "kinds": {"weights": 10},
+        "where": "backward",
+        "ops": [],
+        "sent": [],
+        "micro_batches": 2,
+        "tokens": 8.0,
+        "parameters": 1,
+        "trained": 1,
+    }
+    return Simulated(**(told | changed))

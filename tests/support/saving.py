@@ -1,0 +1,98 @@
+"""What tests of checkpoints share: a job of one process, step by step."""
+
+import io
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from lockstep.checkpoint.checkpoint import Checkpoints
+from lockstep.config.run import Run
+from lockstep.distributed import job_record
+from lockstep.distributed.world import World
+from lockstep.training import hooks, rank
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.train_state import TrainState
+from support.harness import build, digest, tiny
+
+SHARD = "shard-00001-of-00001.safetensors"
+
+
+def run_in(folder: Path, *overrides: str) -> Run:
+    return tiny(f"output={folder}", "strategy.name=single", "launch.processes=1", *overrides)
+
+
+class Job:
+    """One process that trains, as far as checkpoints can tell."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.world, self.said = run, World(run), list[str]()
+        self.task, self.strategy = build(run, self.world)
+        self.feed = StepLoader(run, self.task, self.strategy.own_micro_batches(), self.world.device)
+        self.checkpoints = self.opened(run)
+        self.done = 0
+
+    def opened(self, run: Run) -> Checkpoints:
+        return Checkpoints(run, self.world, self.task.prepared, 6, self.said.append)
+
+    def step(self) -> str:
+        """Returns a digest of the whole state after it."""
+        self.strategy.train_step(self.feed.make(self.done), 5e-3)
+        self.done += 1
+        return digest(self.strategy.state_dict())
+
+    def save(self, **scores: float) -> None:
+        self.checkpoints.save(self.done, self.strategy, scores)
+
+    def saved(self, **scores: float) -> str:
+        """A step, and its checkpoint."""
+        state = self.step()
+        self.save(**scores)
+        self.checkpoints.settle()
+        return state
+
+
+def here(folder: Path) -> list[str]:
+    """What is in a run's folder of checkpoints."""
+    return sorted(p.name for p in (folder / "checkpoints").iterdir())
+
+
+@contextmanager
+def disk(folder: Path, kilobytes: int) -> Iterator[None]:
+    """A disk of its own at `folder`; skips the test where this user may mount none."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def trained(run: Run, after: int = 0, event: Callable[[], None] = lambda: None) -> tuple[int, str]:
+    """A whole run in this process, as its only rank; once `after` updates are done, and what was being saved is, the
+    event happens. Returns its status, and what it said."""
+    real = hooks.SaveInFlight.after_step
+
+    def disturbed(hook: hooks.SaveInFlight, state: TrainState, last: bool) -> bool:
+        if state.step == after:
+            hook.session.checkpoints.settle()
+            event()
+        return real(hook, state, last)
+
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
+        patch.setattr(hooks.SaveInFlight, "after_step", disturbed)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        job_record.write(run.folder, job_record.here("local", 1))
+        status = rank.main(run)
+    return status, " ".join(said.getvalue().split())
+
+
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    """Every file, by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,132 @@
+"""Strategies that send a stop signal at a moment of their choice, and a terminal of one's own.
+
+In: environment variables. Out: the signal, once, from rank 0: to the command that a person started ("launcher"),
+to all of its processes ("group"), as a terminal does, or to itself ("rank").
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pty
+import select
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.run import Run
+from lockstep.distributed.activity import ACTIVITY
+from lockstep.strategies.allreduce import AllReduce
+from support.command import LOCKSTEP, ended, environment_of, start
+from support.forked import Forked
+from support.places import TESTS_PATH
+
+MOMENTS = ("step 3", "step 20 evaluated", "evaluation", "export", "closing", "delivered")
+
+
+def variables(moment: str, number: signal.Signals, target: str = "launcher") -> dict[str, str]:
+    path = os.pathsep.join([TESTS_PATH, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, "MOMENT": moment, "NUMBER": str(int(number)), "TARGET": target}
+
+
+class Signalled(AllReduce):
+    """`allreduce`, signalled at `$MOMENT`."""
+
+    sent = trained = False
+    updates = 0
+
+    def _at(self, moment: str) -> None:
+        if not (self.trained or moment.startswith("step")):  # the dry run tries the end too
+            return
+        if self.sent or os.environ.get("RANK", "0") != "0" or os.environ.get("MOMENT") != moment:
+            return
+        self.sent = True
+        if "SPOIL" in os.environ:  # from now on no checkpoint can be written
+            shutil.rmtree("out/checkpoints", ignore_errors=True)
+            Path("out/checkpoints").touch()
+        number = int(os.environ["NUMBER"])
+        if os.environ["TARGET"] == "group":
+            os.killpg(os.getpgid(0), number)
+        elif os.environ["TARGET"] == "rank":
+            os.kill(os.getpid(), number)
+        else:
+            launcher = multiprocessing.parent_process()
+            os.kill(os.getpid() if launcher is None else int(launcher.pid or 0), number)
+
+    def train_step(self, batch: Any, learning_rate: float) -> Any:
+        self._at(f"step {batch.step}")
+        self.updates = batch.step + 1
+        Signalled.trained = self.updates == self.run.steps  # of the class: the last lines ask that
+        return super().train_step(batch, learning_rate)
+
+    def forward(self, inputs: Any) -> Any:
+        if ACTIVITY.name.startswith("evaluation") and not self.sent:
+            self._at("evaluation" if self.trained else f"step {self.updates} evaluated")
+            if self.sent:  # the launcher may be slower in telling the ranks than the rest of the evaluation takes
+                assert self.world.stop.wait(120), "the signal has not reached rank 0"
+        return super().forward(inputs)
+
+    def export(self) -> Any:
+        self._at("export")
+        return super().export()
+
+    def close(self) -> None:
+        self._at("closing")
+        super().close()
+
+    @classmethod
+    def gives_bits(cls, run: Run) -> bool:
+        if (run.folder / "export").exists():
+            cls._at(cls, "delivered")  # type: ignore[arg-type] - the last lines ask the class
+        return super().gives_bits(run)
+
+
+class Terminal:
+    """A command in the foreground of a terminal of its own."""
+
+    def __init__(self, folder: Path, cache: Path, *words: str, **more: str) -> None:
+        self._ours, theirs = pty.openpty()
+        environment = environment_of(cache, TERM="dumb", **more)
+        words = ("lockstep", "train", "run.yaml", *words)
+        self.process = Forked([*words], folder, environment, terminal=os.ttyname(theirs))
+        os.close(theirs)
+        self.text = ""
+
+    def press(self, key: bytes) -> None:
+        os.write(self._ours, key)
+
+    def close(self) -> None:
+        """Close the window."""
+        os.close(self._ours)
+
+    def read(self, until: Callable[[], bool] = lambda: False, seconds: float = 200) -> None:
+        """What it says until something is so, or until it has ended."""
+        while not until():
+            readable = select.select([self._ours], [], [], 0.05)[0]
+            seconds -= 0 if readable else 0.05
+            assert seconds > 0, f"it neither moves nor ends: {self.text}"
+            try:
+                data = os.read(self._ours, 65536) if readable else b" "
+            except OSError:  # nobody is at the other end
+                data = b""
+            if not data:
+                return
+            self.text += data.decode(errors="replace") if readable else ""
+
+    def status(self) -> int:
+        return self.process.wait()
+
+
+def state_of(folder: Path, cache: Path) -> dict[str, Any]:
+    """What `lockstep status` says of `folder/out`."""
+    import json
+
+    status, out, err = ended(start([*LOCKSTEP, "status", "out", "--json"], folder, cache))
+    assert status == 0, err
+    return dict(json.loads(out))
+
+
+assert sys.platform != "win32"

@@ -1,0 +1,46 @@
+"""Steps under each strategy, by forked ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep.config import plugins
+from lockstep.config.run import Run
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.optim import learning_rate
+from lockstep.training.data_loader import StepLoader
+from support.harness import build, digest
+
+WITH_TORCH_2_11 = {*plugins.names("strategies")} - {"pipeline"}  # whose parts of torch are of 2.12
+
+
+NAMES = plugins.names("strategies") if torch.__version__ >= "2.12" else sorted(WITH_TORCH_2_11)
+
+
+EXACT = [name for name in NAMES if plugins.find("strategies", name).exact]
+
+
+def steps_of(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
+    """Train a few steps; what must be equal everywhere."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    rates = [learning_rate(run.optim, t, steps) for t in range(steps)]
+    results = [strategy.train_step(feed.make(t).to(world.device), rate) for t, rate in enumerate(rates)]
+    parameters, state = list(strategy.model.parameters()), strategy.state_dict()
+    found = {
+        "digest": digest(state),
+        "loss": [float(r.loss) for r in results],
+        "norm": [float(r.grad_norm) for r in results],
+        "weights": {k: v.clone() for k, v in state.items() if k.startswith("model.")},
+        "clear": all(p.grad is None for p in parameters),
+        "dtypes": {str(v.dtype) for k, v in state.items() if "exp_avg" in k or k.startswith("model.transformer.h")},
+    }
+    strategy.close()
+    return found
+
+
+def worlds(name: str) -> list[int]:
+    """The numbers of processes a strategy is tried at; a pipeline's model has two layers, for two stages."""
+    return {"single": [1], "pipeline": [2, 4]}.get(name, [1, 2, 3, 4])

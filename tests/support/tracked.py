@@ -1,0 +1,17 @@
+"""What a tracker's own store holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.config import plugins
+
+
+def there(name: str) -> None:
+    """Skip a test of a tracker that is not installed."""
+    for package in plugins.find("track", name).packages:  # type: ignore[attr-defined]
+        pytest.importorskip(package)
+
+
+def numbers(step: int) -> dict[str, float]:
+    return {"loss": 1 / step, "learning_rate": 0.5 / step, "grad_norm": float(step)}

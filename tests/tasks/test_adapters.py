@@ -1,0 +1,162 @@
+"""Adapters: only their weights move, with the same bits on any number of processes; merged or alone when exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.cli import main
+from lockstep.config.plugins import find
+from lockstep.config.run import Run, RunError
+from lockstep.data.prepare import prepare
+from lockstep.distributed.world import World
+from lockstep.training.data_loader import StepLoader
+from support.harness import build, digest, run_on
+from support.task_runs import make
+
+pytest.importorskip("peft")
+KINDS = ["documents", "translation", "token_classification"]
+
+
+def pretrained(folder: Path, kind: str) -> Path:
+    """A model and its tokenizer, to train an adapter on."""
+    run = make(folder, kind)
+    task_class: Any = find("tasks", run.task.name)
+    task = task_class(run, prepare(run, task_class))
+    model = task.model()
+    model.save_pretrained(folder / f"{kind}-model")
+    task.tokenizer.save_pretrained(folder / f"{kind}-model")
+    return folder / f"{kind}-model"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    for kind in KINDS:
+        pretrained(folder, kind)
+    return folder
+
+
+TARGETS = {"documents": ["c_attn"], "translation": ["q_proj", "v_proj"], "token_classification": ["query", "value"]}
+
+
+def run_of(folder: Path, kind: str, *overrides: str) -> Run:
+    adapter = {"type": "lora", "r": 4, "lora_dropout": 0.1, "target_modules": TARGETS[kind]}
+    model = {"source": str(folder / f"{kind}-model"), "adapter": adapter}
+    return make(folder, kind, f"model={json.dumps(model)}", "tokenizer={}", *overrides)
+
+
+def trained(world: World, run: Run) -> dict[str, Any]:
+    task, strategy = build(run, world)
+    before = {k: v.clone() for k, v in strategy.state_dict().items() if k.startswith("model.")}
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    results = [strategy.train_step(feed.make(t), 1e-2) for t in range(3)]
+    state = strategy.state_dict()
+    moved = [k for k in before if world.is_main and not torch.equal(before[k], state[k])]
+    found = {"loss": [float(r.loss) for r in results], "norm": [float(r.grad_norm) for r in results], "moved": moved}
+    strategy.close()
+    return found | {
+        "digest": digest(state) if world.is_main else None,
+        "moments": [k for k in state if "exp_avg." in k],
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    for kind in KINDS:
+        run = run_of(folder, kind, "strategy.name=single")
+        found[kind] = run_on(1, trained, run, run=run)[0]
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_adapter_moves(kind: str, alone: dict) -> None:
+    moved = [key for key in alone[kind]["moved"] if "lora_" not in key]
+    assert alone[kind]["moved"]
+    assert all("modules_to_save" in key for key in moved)  # the new head of a classifier
+    assert bool(moved) == (kind == "token_classification")
+    moments = alone[kind]["moments"]
+    assert moments
+    assert all("lora_" in key or "modules_to_save" in key for key in moments)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("allreduce", 2), ("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("hf_accelerate", 2)]
+)
+def test_the_same_bits_under_every_strategy(kind: str, name: str, ranks: int, folder: Path, alone: dict) -> None:
+    if name == "hf_accelerate":
+        pytest.importorskip("accelerate")
+    run = run_of(folder, kind, f"strategy.name={name}")
+    first = run_on(ranks, trained, run, run=run)[0]
+    assert {k: first[k] for k in ("loss", "norm", "digest")} == {k: alone[kind][k] for k in ("loss", "norm", "digest")}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("export", ["merged", "adapter"])
+def test_exports(kind: str, export: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = run_of(
+        folder,
+        kind,
+        "launch.processes=1",
+        "strategy.name=single",
+        f"model.adapter.export={export}",
+        f"output={tmp_path / 'out'}",
+        "task.samples=0" if kind != "token_classification" else "track.every=1",
+    )
+    (tmp_path / "run.yaml").write_text(run.dump())
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    folder_of = tmp_path / "out" / "export"
+    assert (folder_of / "adapter_config.json").is_file() == (export == "adapter")
+    assert (folder_of / "model.safetensors").is_file() == (export == "merged")
+    last = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])
+    capfd.readouterr()
+    assert main(["evaluate", str(tmp_path / "out")]) == 0
+    line = next(line for line in capfd.readouterr().out.splitlines() if "│ loss" in line)
+    assert float(line.split("│")[2]) == pytest.approx(last["loss"], rel=1e-4)
+    assert main(["predict", str(tmp_path / "out"), "the dog runs"]) == 0
+    if export == "adapter":  # as peft's own users load it
+        import transformers
+        from peft import PeftModel
+
+        auto = {"documents": "CausalLM", "translation": "Seq2SeqLM", "token_classification": "TokenClassification"}[
+            kind
+        ]
+        base = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(folder / f"{kind}-model")
+        assert PeftModel.from_pretrained(base, folder_of)
+
+
+BAD = {
+    "no such kind": (["model.adapter.type=lorra"], ["model.adapter.type", "'lorra'", "lora"]),
+    "no such option": (["model.adapter.rr=4"], ["model.adapter", "'rr'", "did you mean 'r'"]),
+    "no such export": (["model.adapter.export=zip"], ["model.adapter.export", "merged, adapter"]),
+    "from scratch": (["model={type: gpt2, adapter: {r: 4}}", "tokenizer={train: bpe}"], ["give model.source"]),
+    "no such modules": (["model.adapter.target_modules=[nowhere]"], ["model.adapter", "nowhere"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_adapters_are_refused_with_one_message(case: str, folder: Path) -> None:
+    overrides, wanted = BAD[case]
+    run = run_of(folder, "documents", *overrides)
+    task_class: Any = find("tasks", run.task.name)
+    with pytest.raises(RunError) as caught:
+        prepare(run, task_class)
+    for part in wanted:
+        assert part in str(caught.value)
+
+
+def test_without_peft_it_says_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.tasks.models import adapters
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RunError, match="lockstep-train\\[peft\\]"):
+        adapters.check(run_of(folder, "documents"))

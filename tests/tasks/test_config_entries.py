@@ -1,0 +1,193 @@
+"""Entries of `model.config`: unknown ones are refused, legal ones are taken in all families, what a family derives from
+them follows as transformers has it, and those that change nothing are named."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto import modeling_auto
+
+from lockstep.checkpoint.checkpoint import Checkpoints
+from lockstep.checkpoint.corrections import revisions_of
+from lockstep.checkpoint.manifest import changed, newest_first
+from lockstep.cli import main
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.world import World
+from lockstep.tasks.models import config_entries, inert_entries, model_configs, small_models
+from lockstep.tasks.models.heads import BUILT_IN
+from lockstep.tasks.models.heads import of as head_of
+from support.family_configs import BERT, GROUPED
+from support.harness import build, tiny
+from support.marks import slow
+
+GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}
+DEEPSEEK = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "head_dim": 8}
+T5 = {"d_model": 32, "num_layers": 1, "d_ff": 32, "d_kv": 8, "num_heads": 2}
+
+
+def run_of(family: str, config: dict[str, Any]) -> Run:
+    return tiny(model={"type": family, "config": config})
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "said"),
+    [
+        ("gpt2", {"resid_dropout": 0.1}, "has no entry 'resid_dropout'; did you mean 'resid_pdrop'?"),
+        ("gpt2", {"nLayer": 2}, "did you mean 'n_layer'?"),
+        ("gpt2", {"zzz": 2}, "a config of the type 'gpt2' has no entry 'zzz'"),
+        ("gpt2", {"to_dict": 1}, "has no entry 'to_dict'"),  # a method
+        ("gpt2", {"use_return_dict": False}, "has no entry 'use_return_dict'"),  # cannot be set
+        ("gpt2", {"attention_dropout": 0.1}, "has no entry 'attention_dropout'"),  # of other families
+        ("gpt2", {"model_type": "bert"}, "model.config.model_type: 'bert', but this config is of the type 'gpt2'"),
+        ("gpt2", {"dtype": "bfloat16"}, "model.config.dtype: 'bfloat16' will not do: set model.dtype"),
+        ("gpt2", {"return_dict": False}, "model.config.return_dict: False will not do"),
+        ("gpt2", {"n_layer": "two"}, "model.config.n_layer: 'two' will not do"),
+        ("t5gemma", {"encoder": {"dropout": 0.1}}, "model.config.encoder: .* has no entry 'dropout'; did you mean"),
+    ],
+)
+def test_an_entry_that_the_class_does_not_know_is_refused(family: str, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(RunError, match=said.replace("?", r"\?")):
+        model_configs.load_config(run_of(family, config))
+
+
+def text_families(*heads: str) -> list[str]:
+    named = {name for head in heads for name in getattr(modeling_auto, head_of(head).families)}
+    return sorted(named & set(CONFIG_MAPPING))
+
+
+def all_entries_taken(family: str) -> int:
+    """How many entries a config has that was made of all its own ones. 0: transformers makes none without entries."""
+    kind = CONFIG_MAPPING[family]
+    try:
+        usual = kind()
+    except Exception:
+        return 0
+    entries = {
+        name: value
+        for name, value in vars(usual).items()
+        if isinstance(value, bool | int | float | str) and name != "model_type" and not name.startswith("_")
+    }
+    try:
+        wanted = kind(**entries).to_dict()
+    except Exception:  # its own values do not fit each other
+        return 0
+    found = config_entries.from_scratch(kind, entries).to_dict()
+    assert found == wanted, family
+    return len(entries)
+
+
+@pytest.mark.parametrize("heads", [("seq2seq",), slow(tuple(BUILT_IN))])
+def test_no_legal_entry_is_refused_in_any_family(heads: tuple[str, ...]) -> None:
+    counts = {family: all_entries_taken(family) for family in text_families(*heads)}
+    assert sum(count > 8 for count in counts.values()) > 0.8 * len(counts), counts
+
+
+DERIVED = [
+    ("llama", {"hidden_size": 32, "num_attention_heads": 4}, {"head_dim": 8, "num_key_value_heads": 4}),
+    ("deepseek_v3", DEEPSEEK, {"qk_head_dim": 16}),
+    ("t5", T5 | {"feed_forward_proj": "gated-gelu"}, {"is_gated_act": True, "num_decoder_layers": 1}),
+    ("mamba", {"hidden_size": 32, "expand": 4}, {"intermediate_size": 128, "time_step_rank": 2}),
+    ("qwen2", {"num_hidden_layers": 2}, {"layer_types": ["full_attention"] * 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "entries", "derived"), DERIVED)
+def test_what_a_family_derives_from_entries_follows(
+    family: str, entries: dict[str, Any], derived: dict[str, Any]
+) -> None:
+    kind: Any = CONFIG_MAPPING[family]
+    found = model_configs.load_config(run_of(family, entries))
+    assert found.to_dict() == kind(**entries).to_dict()
+    assert {name: getattr(found, name) for name in derived} == derived
+    config_entries.set_entries(one_by_one := kind(), entries)
+    assert {name: getattr(one_by_one, name) for name in derived} != derived  # what was made before
+    assert model_configs.derives(run_of(family, entries))
+    assert not model_configs.derives(run_of(family, entries | derived)) or family == "t5"  # T5 takes no `is_gated_act`
+
+
+def test_a_model_from_scratch_computes_what_transformers_computes() -> None:
+    """T5 1.1 has gates in its layers, which its config derives from `feed_forward_proj`."""
+    config = T5 | {"feed_forward_proj": "gated-gelu"}
+    kind: Any = CONFIG_MAPPING["t5"]
+    run = run_of("t5", config)
+    config_entries.set_entries(one_by_one := kind(), config)
+    one_by_one.num_decoder_layers = 1
+    inputs = small_models.examples("seq2seq", *small_models.BATCHES[0])
+    found = []
+    for wanted in (model_configs.load_config(run), kind(**config), one_by_one):
+        wanted.vocab_size, wanted.decoder_start_token_id = small_models.TOKENS, small_models.START
+        model: Any = small_models.small(run, "seq2seq", wanted, None)
+        with torch.no_grad():
+            found.append((model(**inputs).logits, any("wi_1" in name for name in model.state_dict())))
+    (ours, gated), (theirs, gated_too), (before, none) = found
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, before)  # was trained in silence
+    assert (gated, gated_too, none) == (True, True, False)
+
+
+def test_a_checkpoint_of_another_model_is_not_gone_on_from(tmp_path: Path) -> None:
+    run = tiny(f"output={tmp_path}", "strategy.name=single", model={"type": "llama", "config": GROUPED})
+    world = World(run)
+    task, strategy = build(run, world)
+    checkpoints = Checkpoints(run, world, task.prepared, 6)
+    checkpoints.save(1, strategy)
+    checkpoints.settle()
+    strategy.close()
+    _, manifest = next(newest_first(run))
+    assert manifest.revisions == revisions_of(run) == {"model.config": 2}
+    assert changed(run, task.prepared, manifest) is None
+    said = changed(run, task.prepared, dataclasses.replace(manifest, revisions={}))
+    assert said is not None
+    assert "did not follow them; that was corrected" in said
+
+
+NOTES = [
+    ("gpt2", "causal", GPT2 | {"resid_pdrop": 0.1, "attn_pdrop": 0.0, "embd_pdrop": 0.2}, []),
+    ("gpt2", "causal", GPT2 | {"resid_pdrop": 0.2, "summary_first_dropout": 0.3}, ["summary_first_dropout"]),
+    ("bert", "classification", BERT | {"classifier_dropout": 0.3}, []),
+    ("bert", "masked", BERT | {"classifier_dropout": 0.3, "layer_norm_eps": 1e-3}, ["classifier_dropout"]),
+    ("mixtral", "causal", GROUPED | {"num_local_experts": 4, "router_aux_loss_coef": 0.5}, ["router_aux_loss_coef"]),
+    ("gpt2", "causal", GPT2 | {"use_cache": False, "pad_token_id": 7}, ["use_cache", "pad_token_id"]),
+    ("bert", "classification", BERT | {"num_labels": 7}, ["num_labels"]),
+    ("opt", "causal", {"num_hidden_layers": 4, "layerdrop": 0.01, "dropout": 0.0}, []),
+    ("t5", "seq2seq", T5 | {"classifier_dropout": 0.2, "dropout_rate": 0.2}, ["classifier_dropout"]),
+]
+
+
+@pytest.mark.parametrize(("family", "head", "config", "named"), NOTES)
+def test_an_entry_that_changes_nothing_is_named(
+    family: str, head: str, config: dict[str, Any], named: list[str]
+) -> None:
+    said = inert_entries.notes(run_of(family, config), head)
+    assert sorted(text.split()[0] for text in said) == sorted(f"model.config.{name}" for name in named)
+    assert all(" has no effect" in text for text in said)
+
+
+def test_an_entry_that_the_class_changes_is_named() -> None:
+    said = inert_entries.notes(run_of("hrm_text", {"num_hidden_layers": 2}), "causal")
+    assert said == ["model.config.num_hidden_layers: 2 became 16, as the config of hrm_text has it"]
+
+
+def test_a_model_that_cannot_be_tried_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any) -> Any:
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(small_models, "small", unknown)
+    assert inert_entries.acts(run_of("gpt2", GPT2 | {"resid_pdrop": 0.1}), "causal", "resid_pdrop", 0.1)
+
+
+def test_plan_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model.config.summary_first_dropout=0.3", "data.limit=60", f"output={tmp_path / 'out'}"]
+    assert main(["plan", *words]) == 0
+    assert "model.config.summary_first_dropout has no effect on this gpt2" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_entries_of_a_config_are_its_own() -> None:
+    config = transformers.GPT2Config()
+    assert {"n_layer", "num_hidden_layers", "num_labels", "tie_word_embeddings"} <= {*config_entries.names(config)}
+    assert not {"to_dict", "save_pretrained", "attribute_map", "model_type"} & {*config_entries.names(config)}
+    assert all(hasattr(PreTrainedConfig, name) for name in ("to_dict", "save_pretrained", "model_type"))

@@ -1,0 +1,297 @@
+"""The task `module`: a model, data and a loss of one's own; what is found out about them, and what is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from lockstep.config.run import Run, RunError
+from lockstep.data.prepare import prepare
+from lockstep.tasks.module import Module
+from lockstep.tasks.modules import user_functions
+from support.own_modules import TOY, found_of, job
+from support.places import ROOT
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "each"),
+    [
+        ("((outputs - answers) ** 2).sum()", "sum", 1),
+        ("torch.nn.functional.mse_loss(outputs, answers)", "mean", 1),
+        ("torch.nn.functional.mse_loss(outputs, answers, reduction='none')", "each", 2),
+        ("((outputs - answers) ** 2).sum(-1)", "each", 1),
+    ],
+)
+def test_what_a_loss_is_is_found_out(loss: str, kind: str, each: int, here: Path) -> None:
+    found = found_of(job(here, TOY.replace("LOSS", loss)))
+    assert (found["loss"], found["each"]) == (kind, each)
+    assert found["doubts"] == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("((outputs - answers) ** 2).sum() ** 0.5", "neither a sum over targets nor their mean"),
+        ("outputs.sum() * 0", "neither a sum"),
+        ("(outputs ** 2).sum() / (answers ** 2).sum()", "a mean, but not over examples"),
+        ("(outputs * float('nan')).sum()", "no finite number"),
+        ("float(outputs.sum())", "wanted is a tensor of floats, and it gave a float"),
+        ("outputs.flatten()[: len(outputs) + 1] ** 2", "does not say how many targets"),
+        ("outputs.missing", "task.loss: TOY.loss failed: AttributeError: 'Tensor' object has no attribute 'missing' "),
+    ],
+)
+def test_a_loss_that_cannot_be_told_is_refused(loss: str, said: str, here: Path) -> None:
+    run = job(here, TOY.replace("LOSS", loss))
+    with pytest.raises(RunError) as caught:
+        found_of(run)
+    assert said.replace("TOY", str(run.task.options["loss"]).partition(".")[0]) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loss_that_would_have_to_be_trained_is_refused(here: Path) -> None:
+    """Nothing would train it, and the numbers would look like training."""
+    code = TOY.replace("LOSS", "0")
+    trained = code + "\n\nloss = torch.nn.Bilinear(2, 2, 1)\n"
+    with pytest.raises(RunError, match=r"task\.loss: .* has weights of its own, which would not be trained"):
+        found_of(job(here, trained))
+    frozen = code + "\n\nloss = torch.nn.HuberLoss()\n"
+    assert found_of(job(here, frozen))["loss"] == "mean"
+
+
+def test_a_sum_that_hangs_on_the_other_examples_is_told(here: Path) -> None:
+    loss = "((outputs - outputs.mean(0)) ** 2).sum()"
+    assert "not the sum of both" in found_of(job(here, TOY.replace("LOSS", loss)))["doubts"][0]
+
+
+def test_the_example_of_the_page(here: Path) -> None:
+    page = (ROOT / "docs/own-module.md").read_text()
+    (here / "my_file.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    values = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    assert found_of(Run.load(values))["loss"] == "mean"
+
+
+def test_a_list_of_modules_is_a_row_of_them(here: Path) -> None:
+    code = (
+        TOY.replace("LOSS", "outputs.sum()")
+        .replace("nn.Sequential(", "[")
+        .replace("nn.Linear(8, 2))", "nn.Linear(8, 2)]")
+    )
+    assert isinstance(user_functions.model(job(here, code)), torch.nn.Sequential)
+
+
+METRICS = {
+    "{'a': (outputs > 0).float().mean()}": {"a": "mean"},
+    "{'a': (outputs > 0).sum(), 'b': (outputs > 0).float(), 'c': (outputs.sum(), 3)}": {
+        "a": "sum",
+        "b": "each",
+        "c": "pair",
+    },
+    "{'a': outputs.median()}": "a is neither a sum over examples nor their mean; return one number an example",
+    "{'a': outputs.sum() * 0}": "a is 0 for the items it was tried on",
+    "{'loss': outputs.sum()}": "loss is there already",
+    "outputs": "wanted is a mapping of names to numbers, it gave a tensor of shape",
+}
+
+
+@pytest.mark.parametrize("metrics", METRICS)
+def test_what_a_metric_is_is_found_out(metrics: str, here: Path) -> None:
+    code = TOY.replace("LOSS", "outputs.sum()") + f"\n\ndef metrics(outputs, answers):\n    return {metrics}\n"
+    run, wanted = job(here, code, functions=("metrics",)), METRICS[metrics]
+    if isinstance(wanted, dict):
+        assert found_of(run)["metrics"] == wanted
+        return
+    with pytest.raises(RunError) as caught:
+        found_of(run)
+    assert wanted in str(caught.value)
+
+
+def test_a_loss_of_other_lengths_needs_to_know_its_targets(here: Path) -> None:
+    code = RAGGED.replace("REDUCTION", "mean")
+    with pytest.raises(RunError, match=r"a mean, but not over examples.*give task\.targets"):
+        found_of(job(here, code, functions=("collate",)))
+    assert found_of(job(here, code, functions=("collate", "targets")))["loss"] == "mean"
+    with pytest.raises(RunError, match="does not say how many targets there are"):
+        found_of(job(here, RAGGED.replace("REDUCTION", "none"), functions=("collate",)))
+    run = job(here, RAGGED.replace("REDUCTION", "none"), functions=("collate", "targets", "length"))
+    task = Module(run, prepare(run, Module))
+    columns = task.splits["train"]
+    assert columns.lengths.tolist() == [int(n) + 1 for n in columns.targets]  # type: ignore[attr-defined]
+    micro = task.collate(columns, np.array([3, 0]), 0)
+    assert int((micro.targets >= 0).sum()) == task.count_targets(columns, np.array([3, 0]))
+
+
+RAGGED = """
+import torch
+from torch import nn
+
+
+def build():
+    return nn.Embedding(5, 5)
+
+
+def data():
+    return [torch.randint(1, 5, (int(n),)) for n in torch.randint(1, 9, (40,))]
+
+
+def collate(items):
+    return nn.utils.rnn.pad_sequence(items, batch_first=True)
+
+
+def targets(item):
+    return len(item)
+
+
+def length(item):
+    return len(item) + 1
+
+
+def loss(outputs, batch):
+    return nn.functional.cross_entropy(outputs.transpose(1, 2), batch, ignore_index=0, reduction="REDUCTION")
+"""
+
+
+KEPT = """
+import torch
+from torch import nn
+
+PAD = 0
+
+
+def build():
+    return BUILD
+
+
+def data():
+    sizes = [int(n) for n in torch.randint(1, 9, (60,))]
+    return DATA
+
+
+def collate(items):
+    return nn.utils.rnn.pad_sequence(items, batch_first=True)
+
+
+def loss(outputs, batch):
+    return LOSS
+
+
+def metrics(outputs, batch):
+    return {"surprise": nn.functional.cross_entropy(outputs.transpose(1, 2), batch, ignore_index=PAD)}
+"""
+TAGGER = "nn.Sequential(nn.Embedding(20, 16), nn.Tanh(), nn.Linear(16, 20))"
+SMALL = "nn.Sequential(nn.Embedding(20, 16), nn.LayerNorm(16), Small(16, 20))"  # whose first outputs are all alike
+SMALL_CLASS = """
+
+class Small(nn.Linear):
+    def reset_parameters(self):
+        nn.init.normal_(self.weight, std=1e-4)
+        nn.init.zeros_(self.bias)
+"""
+RECURRENT = "nn.Sequential(nn.Embedding(20, 4), nn.LSTM(4, 5, batch_first=True), First())"
+RAGGED_ITEMS = "[torch.randint(1, 20, (n,)) for n in sizes]"
+FILLED_ITEMS = "[torch.cat([torch.randint(1, 20, (n,)), torch.zeros(9 - n, dtype=torch.int64)]) for n in sizes]"
+SMOOTH = "nn.functional.cross_entropy(outputs.transpose(1, 2), batch, ignore_index=PAD, label_smoothing=0.1)"
+BY_WEIGHT = "nn.functional.cross_entropy(outputs[:, 0], batch[:, 0] % 2, weight=torch.tensor([5.0, 1.0] + [0.0] * 18))"
+
+
+@pytest.mark.parametrize("build", [TAGGER, SMALL], ids=["tagger", "small"])
+@pytest.mark.parametrize(
+    ("loss", "items"),
+    [(SMOOTH, RAGGED_ITEMS), (SMOOTH, FILLED_ITEMS), (BY_WEIGHT, FILLED_ITEMS)],
+    ids=["ragged", "filled", "class weights"],
+)
+def test_a_mean_over_kept_targets_is_no_mean_over_examples(build: str, loss: str, items: str, here: Path) -> None:
+    """Also of a model whose losses of all targets are alike before training."""
+    code = (KEPT + SMALL_CLASS).replace("BUILD", build).replace("DATA", items).replace("LOSS", loss)
+    with pytest.raises(RunError, match=r"task\.loss: it is a mean, but not over examples: .*task\.targets"):
+        found_of(job(here, code, functions=("collate",)))
+    kept = code + "\n\ndef targets(item):\n    return int((item != PAD).sum())\n"
+    if loss == SMOOTH:
+        assert found_of(job(here, kept, functions=("collate", "targets")))["loss"] == "mean"
+        with pytest.raises(RunError, match=r"task\.metrics: surprise is (a mean, but not|neither a sum) over examples"):
+            found_of(job(here, kept, functions=("collate", "targets", "metrics")))
+
+
+@pytest.mark.parametrize(
+    ("loss", "build"),
+    [
+        ("nn.functional.cross_entropy(outputs[:, 0], batch[:, 0])", TAGGER),
+        (
+            "((outputs.flatten(1) - 1) ** 2).mean()",
+            "nn.Sequential(nn.Embedding(20, 4), nn.LSTM(4, 5, batch_first=True), First())",
+        ),
+        ("-outputs.log().flatten(1).mean(1).mean()", "nn.Sequential(nn.Embedding(20, 8), nn.Sigmoid())"),
+        ("outputs.exp().flatten(1).mean(1).mean()", "nn.Sequential(nn.Embedding(20, 8), Cube())"),
+    ],
+    ids=["classes", "recurrent", "probabilities", "overflows"],
+)
+def test_a_mean_over_examples_stays_one(loss: str, build: str, here: Path) -> None:
+    more = "\n\nclass First(nn.Module):\n    def forward(self, both):\n        return both[0]\n"
+    more += "\n\nclass Cube(nn.Module):\n    def forward(self, x):\n        return x**3 / 2\n"
+    code = (KEPT + more).replace("BUILD", build).replace("DATA", FILLED_ITEMS).replace("LOSS", loss)
+    assert found_of(job(here, code, functions=("collate",)))["loss"] == "mean"
+
+
+RARE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def build():
+    return nn.Linear(3, 2)
+
+
+def data():
+    return TensorDataset(torch.randn(500, 3), (torch.arange(500) == 3).long())
+
+
+loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, WEIGHT]))
+"""
+
+
+def test_weights_of_a_class_that_no_item_of_the_trial_has_are_seen(here: Path) -> None:
+    with pytest.raises(RunError, match=r"divides by the weights of the classes that a batch holds.*reduction='sum'"):
+        found_of(job(here, RARE.replace("WEIGHT", "9.0")))
+    assert found_of(job(here, RARE.replace("WEIGHT", "1.0")))["loss"] == "mean"
+
+
+@pytest.mark.parametrize("state", ["self.dice.random()", "next(self.count)"])
+def test_items_that_are_others_the_second_time_are_told(state: str, here: Path) -> None:
+    code = TOY.replace("LOSS", "outputs.sum()").partition("def data")[0] + UNSTEADY.replace("STATE", state)
+    assert "is something else when it is read again" in found_of(job(here, code))["doubts"][0]
+    assert (
+        found_of(job(here, code.replace(state, "random.random() + np.random.rand() + torch.rand(())")))["doubts"] == []
+    )
+
+
+UNSTEADY = """
+import itertools
+
+
+class Items(Dataset):
+    def __init__(self):
+        self.dice, self.count = np.random.default_rng(0), itertools.count()
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, i):
+        return torch.ones(3) * (STATE), i
+
+
+def data():
+    return Items()
+
+
+def loss(outputs, numbers):
+    return outputs.sum()
+"""

@@ -1,0 +1,270 @@
+"""The task `module`: which data sets it takes and how items reach the model; what it exports."""
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lockstep
+from lockstep.checkpoint.manifest import code_of
+from lockstep.config.run import Run, RunError, load
+from lockstep.data.prepare import prepare
+from lockstep.tasks.module import Module
+from lockstep.tasks.modules.dataset import INPUT
+from support.own_modules import MEAN, NET, NET_FUNCTIONS, found_of, job
+
+HEAD = MEAN.partition("def data")[0]
+TAIL = "\n\ndef loss(outputs, answers):\n    return torch.nn.functional.mse_loss(outputs, answers)\n\n"
+PAIRS = "[(torch.randn(3), torch.randn(2)) for _ in range({})]"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def of_data(data: str) -> str:
+    return f"{HEAD}def data():\n    return {data}\n{TAIL}"
+
+
+def task_of(run: Run) -> Module:
+    return Module(run, prepare(run, Module))
+
+
+@pytest.mark.parametrize(
+    ("data", "sizes"),
+    [
+        (PAIRS.format(20), {"train": 18, "validation": 2}),
+        (f"{PAIRS.format(20)}, {PAIRS.format(5)}", {"train": 20, "validation": 5}),
+        (f"{{'train': {PAIRS.format(20)}, 'dev': {PAIRS.format(5)}, 'test': {PAIRS.format(4)}}}",
+         {"train": 20, "validation": 5, "test": 4}),
+    ],
+)  # fmt: skip
+def test_data_sets_by_split(data: str, sizes: dict[str, int], here: Path) -> None:
+    task = task_of(job(here, of_data(data)))
+    assert {split: len(columns) for split, columns in task.splits.items()} == sizes
+    limited = task_of(job(here, of_data(data), "data.limit=3", "batch_size=4"))
+    assert max(map(len, limited.splits.values())) <= 3
+
+
+REFUSED = {
+    "(x for x in [1])": "is a generator, which can only be gone through from its beginning",
+    "torch.utils.data.DataLoader([1])": "is a DataLoader; give its data set",
+    "[]": "is empty",
+    "{'trian': [1]}": "gives a split 'trian'; known are train,",
+    "{'test': [1]}": "gives no split train, only test",
+    "[1 / 0]": "failed: ZeroDivisionError: division by zero (mine_",
+    "[torch.randn(i + 1) for i in range(30)]": "default_collate cannot make a batch of these items",
+    "[(torch.randn(3), 1, 2)] * 30": "a batch is 3 things in a row",
+    "[{'x': torch.randn(3)}] * 30": "forward takes input, and a batch holds x",
+}
+
+
+@pytest.mark.parametrize("data", REFUSED)
+def test_data_that_cannot_be_used_are_refused(data: str, here: Path) -> None:
+    with pytest.raises(RunError) as caught:
+        found_of(job(here, of_data(data)))
+    assert REFUSED[data] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hugging_face_data_set_gives_tensors(here: Path) -> None:
+    rows = "{'input': [[float(i), 1.0, 2.0] for i in range(30)], 'answers': [[1.0, 2.0]] * 30}"
+    code = of_data(f"datasets.Dataset.from_dict({rows})").replace("import random", "import datasets")
+    task = task_of(job(here, code.replace("(outputs, answers)\n", "(outputs, answers['answers'])\n")))
+    batch = task.collate(task.splits["train"], np.arange(4), 0).inputs[INPUT].batch  # type: ignore[attr-defined]
+    assert batch["input"].shape == (4, 3)
+
+
+@pytest.mark.processes
+def test_what_an_item_draws_hangs_on_seed_step_and_place_alone(here: Path) -> None:
+    task = task_of(job(here, NET, functions=NET_FUNCTIONS))
+    columns = task.splits["train"]
+
+    def pixels(rows: list[int], index: int, step: int) -> torch.Tensor:
+        random.seed(index * 7), np.random.seed(1), torch.manual_seed(step * 3)
+        micro: Any = task.collate_at(columns, np.array(rows), index, step)
+        return micro.inputs[INPUT].batch["pixels"]
+
+    first = pixels([3, 4, 5], 0, 7)
+    assert torch.equal(first[2], pixels([5, 9], 3, 7)[0])
+    assert not torch.equal(first[2], pixels([5, 9], 3, 8)[0])
+    jobs = [(7, 0, np.array([3, 4, 5])), (7, 1, np.array([5, 9])), (8, 0, np.arange(0))]
+    task.run = task.run.model_copy(update={"data": task.run.data.model_copy(update={"workers": 2})})
+    made: list[Any] = list(task.in_workers(columns, jobs))  # type: ignore[arg-type]
+    assert torch.equal(made[0].inputs[INPUT].batch["pixels"], first)
+    assert [micro.index for micro in made] == [0, 1, 0]
+    assert made[2].inputs[INPUT].blank
+    assert not (made[2].targets >= 0).any()
+
+
+def test_an_error_in_an_item_names_it(here: Path) -> None:
+    run = job(here, NET.replace("noise = ", "assert i != 50 or random.getstate() is None\n        noise = "))
+    with pytest.raises(RunError, match=r"item 50 failed: AssertionError.*\(mine_.*, line"):
+        found_of(run)
+
+
+@pytest.mark.processes
+def test_an_error_in_a_worker_is_one_line(here: Path) -> None:
+    code = NET.replace("noise = ", "assert torch.utils.data.get_worker_info() is None, 'here'\n        noise = ")
+    task = task_of(job(here, code, "data.workers=1"))
+    with pytest.raises(RunError) as caught:
+        list(task.in_workers(task.splits["train"], [(0, 0, np.array([3]))]))  # type: ignore[arg-type]
+    assert re.fullmatch(
+        r"task\.data: mine_\w+\.data: item 3 failed: AssertionError: here \(mine.*\)", str(caught.value)
+    )
+
+
+def test_a_batch_of_targets_that_differ_from_the_first_count_is_refused(here: Path) -> None:
+    code = of_data(PAIRS.format(20)).replace("answers)\n\n", "answers, reduction='sum')\n\n")
+    code += "\n\ndef targets(item):\n    return 1 + int(2 * torch.rand(()))\n"
+    task = task_of(job(here, code, functions=("targets",)))
+    with pytest.raises(RunError, match=r"task\.targets: item \d+ of the train split holds \d targets, and held \d"):
+        [task.collate_at(task.splits["train"], np.arange(18), 0, step) for step in range(9)]
+
+
+MEASURED = (
+    of_data("[(torch.full((3,), i % 7 + 1.0), torch.randn(2)) for i in range(200)]")
+    + """
+
+STEP = 1
+
+
+def helper(item):
+    return int(item[0][0]) * STEP
+
+
+def length(item):
+    return helper(item)
+
+
+def longer(item):
+    return helper(item) + 1
+
+
+def targets(item):
+    return 2 * helper(item)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["task.length", "task.length=longer", "task.targets", "STEP = 2", "data.limit=50", "seed=1", "drawn", "factor"],
+)
+def test_a_cache_that_other_runs_filled_gives_the_same_lengths(
+    change: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever what is measured hangs on: the functions, what they call, the items that are asked about, and what these
+    draw."""
+    code = MEASURED.replace("answers)\n\n", "answers, reduction='sum')\n\n")
+    code = code.replace("def data():", "def data(factor=1):").replace("torch.full((3,), ", "torch.full((3,), factor * ")
+    if change == "drawn":
+        code = code.replace("int(item[0][0])", "1 + int(9 * torch.rand(()))")
+    first = job(here, code)
+    module = str(first.task.options["model"]).partition(".")[0]
+    measured = [] if change.startswith("task.") else [f"task.length={module}.length"]
+    prepare(job(here, code, *measured), Module)
+    key, _, value = change.partition("=")
+    name = f"{module}.{value or key.removeprefix('task.')}"
+    keys = (
+        [f"{key}={name}"] if key.startswith("task.") else measured + ([change] if key in ("data.limit", "seed") else [])
+    )
+    if change == "drawn":
+        keys.append("seed=2")
+    if change == "factor":
+        keys.append("task.data_arguments.factor=3")
+    if change == "STEP = 2":
+        code = code.replace("STEP = 1", change)
+        (here / f"{module}.py").write_text(code)
+        del sys.modules[module]
+    run = load(None, keys, job(here, code).model_dump() | {"task": first.task.model_dump()})
+    kept = task_of(run)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(here / "another"))
+    fresh = task_of(run)
+    for split in fresh.splits:
+        for column in ("lengths", "targets"):
+            found, wanted = (getattr(task.splits[split], column).tolist() for task in (kept, fresh))
+            assert found == wanted
+    assert kept.prepared.key == fresh.prepared.key
+
+
+def test_an_item_that_has_changed_is_measured_again(here: Path) -> None:
+    """One of those that are not looked at when a run starts: the first batch that holds it says so."""
+    code = of_data("[(torch.full((3,), n), torch.randn(2)) for n in eval(open(PLACE).read())]")
+    code += "\n\ndef length(item):\n    return int(item[0][0]) + int(SPREAD * torch.rand(()))\n"
+    (place := here / "numbers").write_text(repr([1.0] * 300))
+    for spread, said in ((0, "had 1 when the data was prepared"), (5, r"had \d when")):
+        place.write_text(repr([1.0] * 300))
+        run = job(here, code.replace("PLACE", repr(str(place))).replace("SPREAD", str(spread)), functions=("length",))
+        before = task_of(run)
+        everything = np.arange(len(before.splits["train"]))
+        before.collate_at(before.splits["train"], everything, 0, 3)  # drawn anew, which is as it should be
+        numbers = [1.0] * 300
+        numbers[int(before.sets["train"][1][1])] = 9.0
+        place.write_text(repr(numbers))
+        assert prepare(run, Module).key == before.prepared.key
+        changed = task_of(run)
+        with pytest.raises(RunError, match=rf"task\.length: item \d+ of the train split has .*{said}.*start"):
+            changed.collate_at(changed.splits["train"], everything, 0, 3)
+        after = task_of(run)
+        assert after.prepared.key != before.prepared.key
+        after.collate_at(after.splits["train"], everything, 0, 3)
+
+
+def test_other_data_have_another_key(here: Path) -> None:
+    code = of_data("[(torch.full((3,), float(open(PLACE).read())), torch.randn(2)) for _ in range(20)]")
+    (place := here / "number").write_text("1")
+    run = job(here, code.replace("PLACE", repr(str(place))))
+    first = prepare(run, Module)
+    assert prepare(run, Module) == first
+    place.write_text("2")
+    assert prepare(run, Module).key != first.key
+
+
+def test_the_export_is_loaded_again_by_its_import_path(here: Path) -> None:
+    run = job(here, MEAN)
+    model = task_of(run).model()
+    (here / "out/export").mkdir(parents=True)
+    task_of(run).write(here / "out/export", model.state_dict())
+    assert json.loads((here / "out/export/config.json").read_text())["model"] == run.task.options["model"]
+    loaded = lockstep.load(here / "out")
+    assert not loaded.training
+    inputs = torch.randn(4, 3)
+    assert torch.equal(loaded(inputs), model.eval()(inputs))
+    (here / "out/export/config.json").write_text("{}")
+    with pytest.raises(RunError, match="holds no model of the task module"):
+        lockstep.load(here / "out")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.type=gpt2", "model: of no use with task module, where task.model makes the model (on the command"),
+        ("data.source=x", "data.source: of no use with task module, where task.data makes the data sets"),
+        ("task.loss=null", "task.loss: "),
+        ("task.metrics=metrics", "task.metrics: 'metrics' names no file: write my_file.metrics"),
+        ("task.metrics=nowhere.metrics", "task.metrics: cannot import 'nowhere.metrics'"),
+    ],
+)
+def test_keys_that_cannot_be_meant_are_refused(override: str, said: str, here: Path) -> None:
+    with pytest.raises(RunError) as caught:
+        found_of(job(here, MEAN, override))
+    assert said in str(caught.value)
+
+
+def test_the_files_of_its_functions_are_what_a_checkpoint_compares(here: Path) -> None:
+    run = job(here, MEAN, "task.loss=torch.nn.functional.cross_entropy")
+    file = str(run.task.options["model"]).partition(".")[0] + ".py"
+    assert set(code_of(run)) == {file}
+    before = code_of(run)
+    (here / file).write_text(MEAN.replace("Linear(3, 8)", "Linear(3, 9)"))
+    assert code_of(run) != before

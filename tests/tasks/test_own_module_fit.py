@@ -1,0 +1,101 @@
+"""`lockstep.fit`: from a script without a main guard, from a module; and what cannot be handed to other processes."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import api
+from lockstep.config import plugins
+from lockstep.config.run import RunError
+from lockstep.tools import import_path
+from support.harness import lockstep_environment
+from support.own_modules import MEAN
+
+SCRIPT = f"""
+import lockstep
+{MEAN}
+HERE = {{"launch.device": "cpu", "launch.threads": 1, "track.console": "quiet"}}
+how = {{"steps": 3, "batch_size": 15, "micro_batches": 4, "overrides": HERE}}
+first = lockstep.fit(build, data, loss, strategy="single", processes=1, name="first", **how)
+second = lockstep.fit(build, data, loss, processes=2, name="second", **how)
+ones = torch.ones(1, 3)
+print("bits", lockstep.load(first)(ones).tolist() == lockstep.load(second)(ones).tolist(), second.status)
+
+
+def late():
+    return build()
+
+
+try:
+    lockstep.fit(late, data, loss)
+except lockstep.RunError as error:
+    print(error)
+"""
+
+
+@pytest.mark.processes
+def test_a_script_without_a_main_guard(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "toy-script.py").write_text(SCRIPT)
+    (tmp_path / "toy_script.py").write_text(SCRIPT)
+    found = {}
+    for name in ("toy_script.py", "toy-script.py"):
+        command = [sys.executable, f"../{tmp_path.name}/{name}"]  # wherever it is started from
+        env = lockstep_environment(cache)
+        found[name] = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
+        assert "Traceback" not in found[name].stderr or "-" in name, found[name].stderr
+    said = found["toy_script.py"].stdout
+    assert "bits True done" in said
+    assert "model: late is defined after the script's first call that starts a job" in said
+    assert "cannot under that name; rename the script" in found["toy-script.py"].stderr
+    assert sorted(p.name for p in (tmp_path / "outputs").iterdir()) == ["first", "second"]
+
+
+def test_names_of_what_a_module_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine_named.py").write_text(MEAN)
+    module: Any = plugins.attribute("mine_named.build").__globals__
+    assert import_path.name_of(module["build"], "model") == "mine_named.build"
+    with pytest.raises(RunError, match="an object of list has no name of its own"):
+        import_path.name_of([1, 2], "data")
+    with pytest.raises(RunError, match=r"<lambda> has no name of its own"):
+        import_path.name_of(lambda: None, "model")
+
+
+def test_a_name_that_a_session_defines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    session: Any = type(sys)("__main__")
+    exec("def build(): ...", vars(session))
+    monkeypatch.setitem(sys.modules, "__main__", session)
+    with pytest.raises(RunError, match=r"build is defined in this session.*put it into a file, my_file\.py"):
+        import_path.name_of(session.build, "model")
+
+
+def test_a_script_that_ends_the_program_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine_ends.py").write_text("import sys\nif len(sys.argv) != 77:\n    sys.exit('usage: ...')\n")
+    with pytest.raises(plugins.PluginError, match=r"mine_ends\.py ends the program while it is imported"):
+        plugins.attribute("mine_ends.build")
+    assert "mine_ends" not in sys.modules
+
+
+def test_the_import_of_a_script_stops_where_it_starts_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "import lockstep\nbefore = 1\nlockstep.evaluate('nowhere')\nafter = 1\n"
+    (tmp_path / "mine_stops.py").write_text(text)
+    assert plugins.attribute("mine_stops.before") == 1
+    with pytest.raises(plugins.PluginError, match="no attribute 'after'"):
+        plugins.attribute("mine_stops.after")
+
+
+def test_the_output_folder_is_one_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine_output.py").write_text(MEAN)
+    module: Any = plugins.attribute("mine_output.build").__globals__
+    monkeypatch.setattr(api, "train", lambda run, show, on_event: runs.append(run))
+    monkeypatch.setattr(api, "_begins", lambda: None)
+    for output in (tmp_path / "here", None):
+        api.fit(module["build"], module["data"], module["loss"], steps=1, output=output)
+    assert [run.folder for run in runs] == [tmp_path / "here", Path("outputs/mine_output")]

@@ -1,0 +1,132 @@
+"""The task `module` under every strategy: the same bits, and checkpoints that any of them goes on from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from lockstep.config.run import Run, RunError
+from lockstep.data.prepare import prepare
+from lockstep.distributed.world import World
+from lockstep.strategies.engines import layers
+from lockstep.tasks.module import Module
+from lockstep.training.resolve import resolve_strategy
+from support.harness import run_on
+from support.marks import slow
+from support.own_modules import MEAN, NET, NET_FUNCTIONS, job
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def works(world: World, run: Run) -> int:
+    from lockstep.training.rank import work
+    from lockstep.training.resolve import for_rank
+
+    return work(for_rank(run, world), world)
+
+
+def trained(here: Path, code: str, name: str, ranks: int, *overrides: str, **values: Any) -> dict[str, torch.Tensor]:
+    """The exported weights."""
+    functions = NET_FUNCTIONS if code is NET else ()
+    strategy = {"name": name} | values.pop("strategy", {})
+    folder = values.pop("output", f"{here}/{name}-{ranks}{'-'.join(overrides)}")
+    run = job(here, code, *overrides, functions=functions, strategy=strategy, output=folder, **values)
+    status = run_on(ranks, works, run, run=run, joined=False)
+    assert status == [75 if run.max_time else 0] * ranks
+    return {} if run.max_time else load_file(run.folder / "export/model.safetensors")
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+def lines(folder: Path, split: str) -> list[dict[str, Any]]:
+    return [
+        line
+        for text in (folder / "metrics.jsonl").read_text().splitlines()
+        if (line := json.loads(text))["split"] == split
+    ]
+
+
+def test_ddp_on_three_and_fsdp2_on_two_have_the_bits_of_one(here: Path) -> None:
+    alone = trained(here, NET, "single", 1)
+    assert "blocks.0.0.weight" in alone  # the user's own names
+    for name, ranks, *overrides in (("ddp", 3, "data.workers=1"), ("fsdp2", 2)):
+        assert same(trained(here, NET, name, ranks, *overrides), alone), name
+    (scores,) = lines(here / "single-1", "validation")
+    assert scores["accuracy"] == scores["right"]
+    assert scores["examples"] == 10
+    assert '"guess"' in (here / "single-1/samples.jsonl").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("override", ["precision=bf16", "batch_size=4", "data.group_by_length=2"])
+def test_the_same_with(override: str, here: Path) -> None:
+    """bf16; steps of an epoch's end with fewer examples than micro-batches, where ranks run blank ones."""
+    words = (override, "steps=16") if override == "batch_size=4" else (override,)
+    alone = trained(here, NET, "single", 1, *words)
+    for name, ranks in (("ddp", 3), ("fsdp2", 2)):
+        assert same(trained(here, NET, name, ranks, *words), alone), name
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("zero1", 2), slow("zero2", 2), slow("zero3", 2)])
+def test_zero_agrees_to_rounding(name: str, ranks: int, here: Path) -> None:
+    pytest.importorskip("deepspeed")
+    alone, ours = trained(here, MEAN, "single", 1), trained(here, MEAN, name, ranks)
+    assert alone.keys() == ours.keys()
+    for key, tensor in alone.items():
+        torch.testing.assert_close(ours[key], tensor, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["hf_accelerate", slow("allreduce"), slow("hf_trainer")])
+def test_other_engines_have_the_bits_of_one(name: str, here: Path) -> None:
+    pytest.importorskip("accelerate")
+    assert same(trained(here, NET, name, 2), trained(here, NET, "single", 1))
+
+
+def test_a_stopped_run_goes_on_under_other_strategies(here: Path) -> None:
+    alone, folder = trained(here, NET, "single", 1), str(here / "resumed")
+    for name, ranks in (("fsdp2", 2), ("allreduce", 3)):
+        trained(here, NET, name, ranks, output=folder, max_time="0.001s")
+    resumed = trained(here, NET, "single", 1, output=folder)
+    starts = [
+        e["step"]
+        for e in map(json.loads, Path(folder, "events.jsonl").read_text().splitlines())
+        if e["event"] == "start"
+    ]
+    assert starts[0] == 0 < starts[1] < starts[2] < 6
+    assert same(resumed, alone)
+
+
+def test_a_pipeline_cuts_a_row_of_modules(here: Path) -> None:
+    alone = trained(here, MEAN, "single", 1)
+    assert same(trained(here, MEAN, "pipeline", 2), alone)
+    with pytest.raises(RunError, match=r"is an nn\.Sequential, and Net is none"):
+        resolve_strategy(job(here, NET, strategy={"name": "pipeline"}), 2)
+    with pytest.raises(RunError, match="2 layers"):
+        resolve_strategy(job(here, MEAN, strategy={"name": "pipeline"}), 3)
+
+
+def test_blocks_are_found_by_size_or_named(here: Path) -> None:
+    run = job(here, NET, strategy={"name": "fsdp2"})
+    model = Module(run, prepare(run, Module)).model()
+    assert {"blocks.0", "blocks.0.0", "head"} <= set(model.lockstep_called_once)  # type: ignore[arg-type]
+    row: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.PReLU())
+    row.lockstep_called_once = ["0", "1", "2", "4", "5", "6"]
+    assert layers.blocks(row) == [row[i] for i in (0, 1, 2, 4, 5)]  # the last one is small
+    assert layers.named_blocks(model, ["blocks.*.0", "head"]) == [*(block[0] for block in model.blocks), model.head]
+    with pytest.raises(RunError, match="no module 'blockz'; at its top it has blocks, head"):
+        layers.named_blocks(model, ["blockz"])
+    with pytest.raises(RunError, match=r"blocks\.0 is inside of blocks"):
+        layers.named_blocks(model, ["blocks", "blocks.0"])

@@ -1,0 +1,240 @@
+"""Pairs of answers: the losses against their formulas, the reference against the model before training, and what a run
+that is stopped, evaluated or given bad rows makes of them. That the bits do not depend on processes: test_tasks.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from lockstep.cli import main
+from lockstep.config.plugins import find
+from lockstep.config.run import Run, RunError, load
+from lockstep.data.prepare import prepare
+from lockstep.distributed.world import World
+from lockstep.training.evaluation import evaluate
+from support.harness import build, tiny
+from support.task_runs import GPT2, TEMPLATE, make, write
+
+ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=4")
+PAIR = {"prompt": "the dog", "chosen": "sees a cat", "rejected": "runs"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pairs")
+
+
+def built(run: Run) -> tuple[Any, Any, World]:
+    world = World(run)
+    return *build(run, world), world
+
+
+def said(model: Any, ids: list[int], first: int) -> torch.Tensor:
+    """Log-probabilities of an answer's tokens, which begin at `first`, written out: float32."""
+    logits = model(input_ids=torch.tensor([ids])).logits[0].float()
+    return torch.stack([logits[i - 1].log_softmax(0)[ids[i]] for i in range(first, len(ids))])
+
+
+def formula(options: Any, sums: list[torch.Tensor], counts: list[int], first: list[float]) -> torch.Tensor:
+    """The loss of a pair as the papers have it; `first`: what the reference says."""
+    beta = options.beta
+    if options.loss == "ipo":
+        (yw, yl), (rw, rl) = ([s / n for s, n in zip(x, counts, strict=True)] for x in (sums, first))
+        return ((yw - rw) - (yl - rl) - 1 / (2 * beta)) ** 2
+    if options.loss == "simpo":
+        return -torch.log(torch.sigmoid(beta * sums[0] / counts[0] - beta * sums[1] / counts[1] - options.gamma))
+    ratio = (sums[0] - first[0]) - (sums[1] - first[1])
+    if options.loss == "hinge":
+        return torch.clamp(1 - beta * ratio, min=0)
+    smooth = options.label_smoothing
+    return -(1 - smooth) * torch.log(torch.sigmoid(beta * ratio)) - smooth * torch.log(torch.sigmoid(-beta * ratio))
+
+
+@pytest.mark.parametrize("keys", [["loss=dpo"], ["loss=dpo", "label_smoothing=0.2"], ["loss=ipo"], ["loss=hinge"],
+                                  ["loss=simpo", "gamma=0.3"]], ids="_".join)  # fmt: skip
+def test_losses_are_those_of_the_papers(keys: list[str], folder: Path) -> None:
+    """Of a model that has gone some way from its reference, answer by answer and without padding."""
+    run = make(folder, "preference", *ONE, *(f"task.{key}" for key in keys), "task.beta=0.7")
+    task, strategy, world = built(run)
+    columns, rows = task.splits["train"], np.arange(7)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in strategy.model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=draw)
+    model = strategy.model.eval()
+    batch = task.collate(columns, rows, 0)
+    found = task.loss_sum(SimpleNamespace(logits=model(**batch.inputs).logits), batch.targets)
+    whole = torch.tensor(0.0)
+    for row in rows:
+        ids, targets = (columns.ragged(name).row(int(row)).tolist() for name in ("input_ids", "targets"))
+        cut = int(columns.flat("chosen")[int(row)])
+        both = [(ids[of], sum(t < 0 for t in targets[of])) for of in (slice(None, cut), slice(cut, None))]
+        logs = [said(model, tokens, first) for tokens, first in both]
+        reference = task.reference_outputs["train"][row].tolist() if task.reference_size else [0.0, 0.0]
+        whole = whole + formula(task.options, [x.sum() for x in logs], [len(x) for x in logs], reference)
+    torch.testing.assert_close(found, whole, rtol=2e-5, atol=1e-5)
+    world.close()
+
+
+def test_the_reference_is_the_model_before_training(folder: Path) -> None:
+    run = make(folder, "preference", *ONE)
+    task, strategy, world = built(run)
+    columns, model = task.splits["validation"], strategy.model.eval()
+    for row in (0, 5):
+        ids, cut = columns.ragged("input_ids").row(row).tolist(), int(columns.flat("chosen")[row])
+        targets = columns.ragged("targets").row(row).tolist()
+        for place, of in enumerate((slice(None, cut), slice(cut, None))):
+            wanted = said(model, ids[of], sum(t < 0 for t in targets[of])).sum()
+            assert task.reference_outputs["validation"][row, place] == pytest.approx(float(wanted), rel=1e-5)
+    scores = evaluate(run, world, task, strategy, columns)
+    assert scores["loss"] == pytest.approx(np.log(2), rel=1e-6)
+    assert scores["margin"] == pytest.approx(0, abs=1e-6)
+    world.close()
+
+
+def test_a_blank_micro_batch_has_no_loss_and_a_finite_gradient(folder: Path) -> None:
+    for kind in ("preference", "reward"):
+        task, strategy, world = built(make(folder, kind, *ONE))
+        blank = task.collate(task.splits["train"], np.zeros(0, dtype=np.int64), 0)
+        for batch in (blank, task.collate(task.splits["train"], np.arange(3), 0).blank()):
+            loss = task.loss_sum(strategy.model(**batch.inputs), batch.targets)
+            loss.backward()
+            assert float(loss.detach()) == 0
+            assert int(task.targets_in_batch(batch.targets)) == 0
+            assert all(p.grad is None or not p.grad.any() for p in strategy.model.parameters())
+        world.close()
+
+
+def trained(folder: Path, name: str, *overrides: str) -> tuple[int, Path]:
+    run = make(folder, "preference", *ONE, "optim.learning_rate=1e-3", *overrides)
+    (folder / f"{name}.yaml").write_text(run.model_copy(update={"output": str(folder / name)}).dump())
+    return main(["train", str(folder / f"{name}.yaml")]), folder / name
+
+
+def test_a_run_that_goes_on_has_the_reference_of_its_start(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """From its file, and where that is gone or of other data, by asking the untrained model again."""
+    status, whole = trained(folder, "whole")
+    assert status == 0
+    wanted = (whole / "export/model.safetensors").read_bytes()
+    kept = load_file(whole / "reference.safetensors")
+    assert {split: found.shape for split, found in kept.items()} == {"train": (90, 2), "validation": (15, 2)}
+    assert trained(folder, "kept", "max_time=0.001s")[0] == 75
+    for name in ("gone", "other"):
+        shutil.copytree(folder / "kept", folder / name, symlinks=True)
+    for name in ("kept", "gone", "other"):
+        stopped = folder / name
+        if name == "gone":
+            (stopped / "reference.safetensors").unlink()
+        if name == "other":
+            save_file({split: 0 * found for split, found in kept.items()}, stopped / "reference.safetensors")
+        assert trained(folder, name)[0] == 0
+        assert (stopped / "export/model.safetensors").read_bytes() == wanted, name
+    capfd.readouterr()
+    assert main(["evaluate", str(whole)]) == 0
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["split"] == "validation"][-1]
+    assert f"{last['loss']:,.6g}" in capfd.readouterr().out
+    (whole / "reference.safetensors").unlink()
+    assert main(["evaluate", str(whole)]) != 0
+    assert "reference.safetensors" in capfd.readouterr().err
+    assert main(["predict", str(whole), "the dog", "--json"]) == 0
+    assert isinstance(json.loads(capfd.readouterr().out.splitlines()[-1])["written"], str)
+
+
+def test_a_reward_model_tells_answers_apart(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = make(folder, "reward", *ONE, "steps=40", "optim.learning_rate=5e-3")
+    (folder / "reward.yaml").write_text(run.model_copy(update={"output": str(folder / "reward-out")}).dump())
+    assert main(["train", str(folder / "reward.yaml")]) == 0
+    lines = [json.loads(line) for line in (folder / "reward-out/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["accuracy"] > 0.9  # one says yes, the other no
+    capfd.readouterr()
+    assert main(["predict", str(folder / "reward-out"), "the dog\tsees yes", "the dog\tsees no", "--json"]) == 0
+    better, worse = (json.loads(line)["reward"] for line in capfd.readouterr().out.splitlines()[-2:])
+    assert better > worse
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def prepared(folder: Path, rows: list[dict], *overrides: str) -> Any:
+    write(folder / "rows.jsonl", rows)
+    data = {"train": str(folder / "rows.jsonl"), "validation": str(folder / "rows.jsonl"), "max_length": 32}
+    values = {"task": {"name": "preference"}, "model": GPT2, "tokenizer": {"train": "bpe", "vocab_size": 300}}
+    run = tiny(*overrides, **values, data=data, output=str(folder / "out"))
+    return find("tasks", "preference")(run, prepare(run, find("tasks", "preference")))
+
+
+SPOKEN = {
+    "chosen": [{"role": "user", "content": "the dog"}, {"role": "assistant", "content": "sees a cat"}],
+    "rejected": [{"role": "user", "content": "the dog"}, {"role": "assistant", "content": "runs"}],
+}
+CHAT = ["task.conversations=true", f"task.chat_template={json.dumps(TEMPLATE)}"]
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        (SPOKEN, [*CHAT, "task.prompt=null"]),
+        (PAIR, CHAT),
+        ({**{k: v[1:] for k, v in SPOKEN.items()}, "prompt": SPOKEN["chosen"][:1]}, CHAT),
+    ],
+    ids=["whole", "texts", "lists"],
+)
+def test_conversations_in_every_shape_are_the_same_tokens(row: dict, keys: list[str], tmp_path: Path) -> None:
+    task = prepared(tmp_path, [row] * 4, *keys)
+    columns = task.splits["train"]
+    ids, cut = columns.ragged("input_ids").row(0).tolist(), int(columns.flat("chosen")[0])
+    assert (
+        task.tokenizer.decode(ids[:cut], skip_special_tokens=True).lstrip()
+        == "<user> the dog\n<assistant> sees a cat\n"
+    )
+    targets = [t for t in columns.ragged("targets").row(0).tolist()[:cut] if t >= 0]
+    assert task.tokenizer.decode(targets, skip_special_tokens=True).lstrip() == "sees a cat\n"
+
+
+def test_what_is_cut_is_counted(tmp_path: Path) -> None:
+    task = prepared(tmp_path, [PAIR, PAIR | {"chosen": "sees a cat " * 30}])
+    assert [text for text in task.warnings if "1 of 2 train pairs" in text and "data.max_length" in text]
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "said"),
+    [
+        (PAIR | {"rejected": "sees a cat"}, [], "row 1 of the train split .* the same answer"),
+        (PAIR | {"prompt": "the dog " * 40}, [], r"data\.max_length: the prompt of row 1 of train fills all 32 tokens"),
+        (PAIR | {"rejected": "  "}, [], r"task\.rejected: .*\(row 1 holds"),
+        (PAIR | {"chosen": "x y " * 40 + "a", "rejected": "x y " * 40 + "b"}, [], "row 1 of train are the same tokens"),
+        (PAIR, ["task.rejected=worse"], r"task\.rejected: .* no column 'worse'"),
+        (PAIR, ["task.conversations=true"], r"task\.conversations: the tokenizer has no chat template"),
+        (PAIR, ["task.chat_template=x"], "chat_template is for conversations"),
+        (PAIR, ["task.loss=ipo", "task.label_smoothing=0.1"], "label_smoothing is of the loss dpo"),
+    ],
+)
+def test_rows_that_cannot_be_learned_from(row: dict, keys: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=said):
+        prepared(tmp_path, [PAIR, row], *keys)
+
+
+def test_lists_need_to_be_called_conversations(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"set task\.conversations=true"):
+        prepared(tmp_path, [SPOKEN, SPOKEN], "task.prompt=null")
+    bad = {**SPOKEN, "rejected": [{"role": "user"}]}
+    with pytest.raises(RunError, match=r"task\.rejected: .* row 1 holds"):
+        prepared(tmp_path, [SPOKEN, bad], "task.prompt=null", *CHAT)
+
+
+@pytest.mark.processes
+def test_init_knows_pairs_of_answers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "pairs.jsonl", [PAIR | {"prompt": f"the dog {n}"} for n in range(40)])
+    file = tmp_path / "run.yaml"
+    assert main(["init", str(file), "--data", str(tmp_path / "pairs.jsonl"), "--yes"]) == 0, capfd.readouterr()
+    run = load(file, [])
+    assert (run.task.name, run.task.options["prompt"]) == ("preference", "prompt")

@@ -1,0 +1,215 @@
+"""Extractive question answering: windows, where the answer stands in them, the best span, SQuAD's scores."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.cli import main
+from lockstep.config.run import Run, RunError
+from lockstep.data import qa_features
+from lockstep.data.batch import IGNORED
+from lockstep.data.prepare import prepare
+from lockstep.data.qa_features import Window
+from lockstep.tasks.models import qa_spans
+from lockstep.tasks.question_answering import QuestionAnswering
+from support.task_runs import WORDS, make, write
+
+
+def task_of(run: Run) -> QuestionAnswering:
+    return QuestionAnswering(run, prepare(run, QuestionAnswering))
+
+
+def rows_in(folder: Path, split: str = "train") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "questions" / f"{split}.jsonl").read_text().splitlines()]
+
+
+def test_windows_cover_the_context_and_share_the_stride(tmp_path: Path) -> None:
+    task = task_of(make(tmp_path, "questions"))
+    columns = task.splits["train"]
+    several = 0
+    for row, told in enumerate(rows_in(tmp_path)[:30]):
+        (parts,) = qa_features.parts_of(columns, [row])
+        spans_of = [{(w.begins[p], w.ends[p]) for p in range(w.first, w.last + 1)} for w in parts]
+        assert all(len(w.ids) <= 32 for w in parts)
+        assert all(w.ids[0] == task.tokenizer.cls_token_id for w in parts)
+        assert max(end for _, end in spans_of[-1]) == len(told["context"])
+        for one, other in pairwise(spans_of):
+            assert len(one & other) == 6
+            several += 1
+    assert several > 5
+
+
+def test_an_answer_is_held_by_the_windows_that_have_all_of_it(tmp_path: Path) -> None:
+    task = task_of(make(tmp_path, "questions"))
+    columns = task.splits["train"]
+    nowhere = 0
+    for row, told in enumerate(rows_in(tmp_path)[:40]):
+        batch = task.collate(columns, np.array([row]), 0)
+        (parts,) = qa_features.parts_of(columns, [row])
+        assert len(batch.targets) == len(parts)
+        assert task.count_targets(columns, np.array([row])) == 2 * len(parts)
+        start, text = told["answers"]["answer_start"][0], told["answers"]["text"][0]
+        held = 0
+        for window, (first, last) in zip(parts, batch.targets.tolist(), strict=True):
+            inside = window.begins[window.first] <= start and window.ends[window.last] >= start + len(text)
+            assert ((first, last) != (0, 0)) == inside
+            if inside:
+                assert told["context"][window.begins[first] : window.ends[last]] == text
+            held += inside
+            nowhere += not inside
+        assert held
+    assert nowhere > 5
+
+
+def window(count: int, first: int, last: int) -> Window:
+    """Tokens of three characters each."""
+    return Window([9] * count, [], first, last, [3 * i for i in range(count)], [3 * i + 3 for i in range(count)])
+
+
+def test_the_best_span_is_the_best_of_all_that_may_be() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 12, 2, generator=draw)
+    windows = [[window(12, 3, 10), window(9, 4, 8)], [window(12, 2, 11)], [window(7, 3, 5), window(12, 3, 11)]]
+    for tokens in (1, 3, 30):
+        found = qa_spans.best(logits, windows, tokens, False)
+        at = 0
+        for each, span in zip(windows, found, strict=True):
+            every = {
+                (3 * a, 3 * b + 3): float(logits[at + i, a, 0] + logits[at + i, b, 1])
+                for i, w in enumerate(each)
+                for a in range(w.first, w.last + 1)
+                for b in range(a, min(w.last, a + tokens - 1) + 1)
+            }
+            assert (span.start, span.end) in every
+            same = [value for key, value in every.items() if key == (span.start, span.end)]
+            assert max(every.values()) == pytest.approx(max(same), abs=1e-6) or len(each) > 1
+            at += len(each)
+
+
+def test_no_answer_is_the_best_where_every_window_says_so() -> None:
+    logits = torch.zeros(3, 6, 2)
+    logits[:2, 0] = 5.0  # both windows of the first question point at their first token, one of the second's alone
+    logits[1, 3] = 2.0
+    both, one = [window(6, 2, 5), window(6, 2, 5)], [window(6, 2, 5)]
+    assert qa_spans.best(logits, [both, one], 30, True)[0] == qa_spans.Span()
+    assert qa_spans.best(logits, [both, one], 30, False)[0] == qa_spans.Span(9, 12)
+    assert qa_spans.best(logits[1:], [both], 30, True)[0] == qa_spans.Span(9, 12)
+
+
+CASES = [
+    ("The Dog!", ["dog"], (1.0, 1.0)),
+    ("a big red dog", ["the red cat", "dog"], (0.0, 0.5)),
+    ("", ["dog"], (0.0, 0.0)),
+    ("", [], (1.0, 1.0)),
+    ("dog", [], (0.0, 0.0)),
+    ("dog dog", ["dog"], (0.0, 2 / 3)),
+]
+
+
+@pytest.mark.parametrize(("answer", "right", "wanted"), CASES)
+def test_scores_are_those_of_squad(answer: str, right: list[str], wanted: tuple[float, float]) -> None:
+    assert qa_spans.scores(answer, right) == pytest.approx(wanted)
+
+
+@pytest.mark.extras
+def test_scores_are_those_of_torchmetrics() -> None:
+    theirs = pytest.importorskip("torchmetrics.functional.text")
+    draw = random.Random(0)
+    words = [*WORDS, "The", "an", "dog,", "(big)", "it's"]
+    for _ in range(300):
+        one, other, third = (" ".join(["old", *draw.choices(words, k=draw.randint(0, 5))]) for _ in range(3))
+        right = {"answers": {"answer_start": [0, 0], "text": [other, third]}, "id": "0"}
+        found = theirs.squad([{"prediction_text": one, "id": "0"}], [right])
+        assert qa_spans.scores(one, [other, third]) == pytest.approx(
+            (float(found["exact_match"]) / 100, float(found["f1"]) / 100)
+        )
+
+
+def test_the_loss_is_that_of_transformers_and_padding_has_no_part(tmp_path: Path) -> None:
+    task = task_of(make(tmp_path, "questions"))
+    model = task.model().eval()
+    columns = task.splits["train"]
+    row = next(i for i in range(40) if columns.flat("windows")[i] == 1)
+    batch = task.collate(columns, np.array([row]), 0)
+    with torch.no_grad():
+        ours = float(task.loss_sum(model(**batch.inputs), batch.targets))
+        for hook in list(model._forward_hooks):
+            del model._forward_hooks[hook]
+        start, end = batch.targets[:, 0], batch.targets[:, 1]
+        theirs = float(model(**batch.inputs, start_positions=start, end_positions=end).loss)
+    assert ours / task.count_targets(columns, np.array([row])) == pytest.approx(theirs, rel=1e-5)
+    padded = task.collate(columns, np.arange(12), 0)
+    model = task.model().eval()
+    with torch.no_grad():
+        logits = model(**padded.inputs).logits
+    assert (logits[padded.inputs["attention_mask"] == 0] < -1e30).all()
+
+
+def test_a_blank_micro_batch_has_no_loss(tmp_path: Path) -> None:
+    task = task_of(make(tmp_path, "questions"))
+    whole = task.collate(task.splits["train"], np.arange(4), 0)
+    model = task.model().eval()
+    for batch in (task.collate(task.splits["train"], np.arange(0), 0), whole.blank()):
+        assert (batch.targets == IGNORED).all()
+        assert task.loss_sum(model(**batch.inputs), batch.targets).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({"answers": {"text": ["cat"], "answer_start": [1]}}, "task.answers: row 3 .*'cat' does not stand"),
+        ({"answers": {"text": ["dog"], "answer_start": []}}, "task.answers: row 3 .*as many text as answer_start"),
+        ({"answers": {"text": [], "answer_start": []}}, "task.answers: column 'answers' .* has none in 1 of 9"),
+        ({"context": " "}, "task.context: column 'context'"),
+        ({"question": "where " * 40}, "leaves 0 of data.max_length 32 tokens for the context"),
+    ],
+)
+def test_bad_rows_are_refused(change: dict[str, Any], wanted: str, tmp_path: Path) -> None:
+    good = {"question": "where?", "context": "the dog runs", "answers": {"text": ["dog"], "answer_start": [4]}}
+    (tmp_path / "questions").mkdir()
+    rows = [good | {"question": f"where {i}?"} for i in range(8)]
+    write(tmp_path / "questions" / "train.jsonl", [*rows[:3], rows[3] | change, *rows[3:]])
+    with pytest.raises(RunError, match=wanted):
+        task_of(make(tmp_path, "questions"))
+
+
+def test_questions_without_an_answer_are_learned_where_they_may_be(tmp_path: Path) -> None:
+    good = {"question": "where?", "context": "the dog runs", "answers": {"text": ["dog"], "answer_start": [4]}}
+    none = {"question": "who?", "context": "the dog runs", "answers": {"text": [], "answer_start": []}}
+    (tmp_path / "questions").mkdir()
+    for split in ("train", "validation"):
+        write(tmp_path / "questions" / f"{split}.jsonl", [good, none])
+    task = task_of(make(tmp_path, "questions", "task.unanswerable=true"))
+    assert task.collate(task.splits["train"], np.array([1]), 0).targets.tolist() == [[0, 0]]
+    assert task.collate(task.splits["train"], np.array([0]), 0).targets.tolist() != [[0, 0]]
+
+
+@pytest.mark.processes
+def test_training_answers_questions(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    one = ("launch.processes=1", "strategy.name=single", "steps=30", "micro_batches=2", "evaluate.every=15")
+    run = make(tmp_path, "questions", *one)
+    path = tmp_path / "run.yaml"
+    path.write_text(run.dump())
+    assert main(["train", str(path)]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    learned = [line["loss"] for line in lines if line["split"] == "train"]
+    assert learned[-1] < learned[0] - 0.3
+    last = lines[-1]
+    assert 0 <= last["exact_match"] <= last["f1"] <= 100
+    samples = json.loads((tmp_path / "out" / "samples.jsonl").read_text().splitlines()[-1])["samples"]
+    assert all(list(sample) == ["question", "answer", "right"] for sample in samples)
+    rows = rows_in(tmp_path, "validation")
+    capfd.readouterr()
+    assert main(["predict", str(tmp_path / "out"), str(tmp_path / "questions" / "validation.jsonl"), "--json"]) == 0
+    found = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    exact = [qa_spans.scores(each["answer"], row["answers"]["text"])[0] for each, row in zip(found, rows, strict=True)]
+    assert 100 * np.mean(exact) == pytest.approx(last["exact_match"], abs=1e-4)
+    assert all(row["context"][e["start"] : e["end"]] == e["answer"] for e, row in zip(found, rows, strict=True))

@@ -1,0 +1,121 @@
+"""Every task under the promise: the same bits on one process or many, scores and samples the same on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config import plugins
+from lockstep.config.run import Run
+from lockstep.data.prepare import prepare
+from lockstep.distributed.world import World
+from lockstep.strategies.native import Native
+from lockstep.training.data_loader import StepLoader
+from support import task_runs
+from support.harness import build, run_on
+from support.task_runs import TASKS, trained
+
+pytestmark = pytest.mark.processes
+
+
+KINDS = sorted(TASKS)
+
+
+def make(folder: Path, kind: str, *overrides: str) -> Run:
+    """Of few enough examples that the third step is a short one, the last of its epoch."""
+    return task_runs.make(folder, kind, *overrides, count=45)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tasks")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    for kind in KINDS:
+        run = make(folder, kind, "strategy.name=single")
+        found[kind] = run_on(1, trained, run, run=run)[0]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2)])
+def test_the_same_bits_on_any_number_of_processes(kind: str, name: str, ranks: int, folder: Path, alone: dict) -> None:
+    run = make(folder, kind, f"strategy.name={name}")
+    first, *others = run_on(ranks, trained, run, run=run)
+    for key in ("digest", "loss", "norm", "scores", "samples", "targets"):
+        assert first[key] == alone[kind][key], key
+    for other in others:
+        for key in ("loss", "norm", "scores", "samples", "targets"):
+            assert other[key] == first[key], key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_targets_are_counted_without_looking_at_the_micro_batches(kind: str, alone: dict) -> None:
+    for counts, targets in zip(alone[kind]["counts"], alone[kind]["targets"], strict=True):
+        assert sum(counts) == targets
+    if kind != "packed":
+        assert any(len(set(counts)) > 1 for counts in alone[kind]["counts"])  # unequal, or this tests nothing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_reported_as_it_is(kind: str, folder: Path) -> None:
+    run = make(folder, kind, "data.padding=batch")
+    task: Any = plugins.find("tasks", run.task.name)
+    feed = StepLoader(run, task(run, prepare(run, task)), range(run.micro_batches), torch.device("cpu"))
+    for batch in map(feed.make, range(2)):  # the epoch's last step has blank micro-batches, which are not reported
+        read = [v for m in batch.micro_batches for name, v in m.inputs.items() if name.endswith("input_ids")]
+        assert batch.padded == sum(map(torch.numel, read))
+
+
+@pytest.mark.parametrize("kind", ["prompts", "translation", "token_classification"])
+@pytest.mark.parametrize("name", ["allreduce", "hf_accelerate", "hf_trainer", "pipeline", "zero1", "zero2", "zero3"])
+def test_every_strategy_trains_every_task(kind: str, name: str, folder: Path, alone: dict) -> None:
+    """To the bit where it promises that, else to rounding; what a model writes may then differ after a near tie."""
+    strategy: Any = plugins.find("strategies", name)
+    for package in strategy.needs:
+        pytest.importorskip(package)
+    stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
+    greedy = ("task.temperature=0",) if kind == "prompts" else ()
+    run = make(folder, kind, f"strategy.name={name}", *stages, *greedy)
+    first, *others = run_on(2, trained, run, run=run)
+    assert all(other["scores"] == first["scores"] and other["samples"] == first["samples"] for other in others)
+    if strategy.gives_bits(run):
+        assert (first["loss"], first["norm"]) == (alone[kind]["loss"], alone[kind]["norm"])
+        assert first["digest"] == alone[kind]["digest"]
+        assert first["scores"] == alone[kind]["scores"]
+    else:
+        assert first["loss"] == pytest.approx(alone[kind]["loss"], rel=1e-3)
+        assert first["scores"]["loss"] == pytest.approx(alone[kind]["scores"]["loss"], rel=1e-2)
+
+
+class MeanOfMeans(Native):
+    """The classic mistake: every micro-batch divided by its own targets, and the mean taken of those."""
+
+    check = classmethod(lambda cls, run, processes: None)
+
+    def reduce(self) -> list[torch.Tensor]:
+        return self.leaves.tree.root
+
+    def backward(self, micro: Any, targets: int, last: bool) -> torch.Tensor:
+        return super().backward(micro, max(1, int((micro.targets >= 0).sum())) * self.run.micro_batches, last)
+
+
+def mean_of_means(world: World, run: Run) -> float:
+    task, _ = build(run, world)
+    strategy = MeanOfMeans(run, world)
+    strategy.build(task)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    return float(strategy.train_step(feed.make(0), 5e-3).grad_norm)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "packed"])
+def test_the_control_a_mean_of_micro_batch_means_is_another_gradient(kind: str, folder: Path, alone: dict) -> None:
+    run = make(folder, kind, "strategy.name=single")
+    wrong = run_on(1, mean_of_means, run, run=run)[0]
+    assert abs(wrong / alone[kind]["norm"][0] - 1) > 1e-4  # and not 0.0, as above

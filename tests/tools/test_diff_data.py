@@ -1,0 +1,68 @@
+"""`lockstep diff` of streams and of several sources: a mistake is found where it is, and so is other data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config.run import Run, load
+from support import stream_runs
+from support.diffs import ONE, told
+from support.planted import MICRO_BATCH, STEP, WEIGHT
+from support.stream_runs import mixture
+
+pytestmark = pytest.mark.processes
+
+
+def of(kind: str, folder: Path, *words: str) -> Run:
+    """A run on data that lie in `folder`."""
+    if kind == "stream":
+        return stream_runs.streamed(stream_runs.shards(folder / "shards"), *ONE, *words)
+    return load(None, [*ONE, *words], stream_runs.TINY | {"data": mixture(folder)})
+
+
+def trained(run: Run, output: Path) -> Path:
+    run = run.model_copy(update={"output": str(output)})
+    output.with_suffix(".yaml").write_text(run.dump())
+    assert main(["train", str(output.with_suffix(".yaml"))]) == 0
+    return output
+
+
+@pytest.mark.parametrize("kind", ["stream", "sources"])
+def test_a_planted_mistake_is_found_where_it_is(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    right = trained(of(kind, tmp_path), tmp_path / "right")
+    wrong = trained(of(kind, tmp_path, "strategy.name=support.planted.WrongLeaf"), tmp_path / "wrong")
+    said = told(right, wrong, capfd)
+    assert f"they part in step {STEP}," in said
+    assert "both come to the same bits: it is not what they were given" in said
+    assert f"first: {wrong}, step {STEP}, " in said
+    assert f"micro-batch {MICRO_BATCH}: the gradient of {WEIGHT}" in said.partition("first:")[2]
+
+
+def test_other_weights_of_sources_are_other_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They are equal up to step 3, from where on `mixture` takes more of one source; here it takes more yet."""
+    data = mixture(tmp_path)
+    first = of("sources", tmp_path)
+    data["sources"][1]["weight"] = [[0, 2], [3, 9]]
+    second = load(None, list(ONE), stream_runs.TINY | {"data": data})
+    said = told(trained(first, tmp_path / "a"), trained(second, tmp_path / "b"), capfd)
+    assert "data.sources" in said
+    assert "they part in step 4," in said
+    assert "the examples it is made of" in said.partition("first:")[2]
+
+
+def test_a_row_of_a_stream_that_was_changed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for name in ("a", "b"):
+        run = of("stream", tmp_path / name, "tokenizer.train=character")
+        if name == "b":  # the words of a row, the other way round
+            path = tmp_path / "b/shards/train-00.jsonl"
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            rows[3]["text"] = " ".join(reversed(rows[3]["text"].split()))
+            stream_runs.write(path, rows)
+        outputs.append(trained(run, tmp_path / name / "out"))
+    said = told(*outputs, capfd)
+    assert "the tokens that go into the model" in said.partition("first:")[2]

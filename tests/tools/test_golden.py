@@ -1,0 +1,111 @@
+"""`lockstep verify --write` and `--against`: a few steps of training as a test of a commit."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config.run import load
+from lockstep.distributed.event_log import versions
+from lockstep.distributed.processor import processor
+from lockstep.strategies.exact import optim
+from support.harness import TINY
+from support.places import TESTS
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run file, and what its first steps came to on one process."""
+    folder = tmp_path_factory.mktemp("golden")
+    run = load(None, ["strategy.name=single", "launch.processes=1"], TINY | {"output": str(folder / "out")})
+    (folder / "run.yaml").write_text(run.dump())
+    assert main(["verify", str(folder / "run.yaml"), "--steps", "3", "--write", str(folder / "golden.json")]) == 0
+    return folder
+
+
+def asked(folder: Path, *words: str, golden: Path | None = None) -> int:
+    return main(["verify", str(folder / "run.yaml"), *words, "--against", str(golden or folder / "golden.json")])
+
+
+def test_the_same_training_is_the_same_file(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    values = json.loads((folder / "golden.json").read_text())
+    assert len(values["steps"]) == 3
+    assert values["data"]
+    assert values["versions"]["torch"]
+    assert not (folder / "out" / "recording.json").exists()
+    assert asked(folder) == 0
+    assert "the same bits" in capfd.readouterr().out
+
+
+def test_two_processes_have_the_bits_of_the_file(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert asked(folder, "strategy.name=ddp", "launch.processes=2") == 0
+    said = capfd.readouterr().out
+    assert "the same bits" in said
+    assert "processes: 1 then, 2 now" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [("optim.learning_rate=0.0051", "step 1: after it"), ("seed=1", "step 0: the loss"),
+     ("optim.max_grad_norm=0.4", "step 1: after it")],
+)  # fmt: skip
+def test_what_differs_is_named(key: str, said: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert asked(folder, key) == 1
+    out = " ".join(capfd.readouterr().out.split())
+    assert said in out
+    assert key.partition("=")[0] + ":" in out
+
+
+def test_a_change_of_code_is_found(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that no key tells of: a rate that is wrong in its last bit."""
+    right = optim.learning_rate
+    monkeypatch.setattr(optim, "learning_rate", lambda *given: right(*given) * (1 + 2**-20))
+    assert asked(folder) == 1
+    out = capfd.readouterr().out
+    assert "step 1: after it" in out
+    assert "nothing else that is written down differs" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "No such file"), ("{", "is not JSON"), ("{}", "was not written by lockstep verify --write")],
+)
+def test_files_that_are_none(
+    content: str | None, said: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "golden.json").write_text(content)
+    assert asked(folder, golden=tmp_path / "golden.json") == 2
+    assert said in capfd.readouterr().err
+
+
+def test_a_strategy_that_promises_no_bits_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["verify", str(folder / "run.yaml"), "strategy.name=ddp", "strategy.exact=false"]
+    assert main([*words, "--write", str(folder / "other.json")]) == 2
+    assert "promises no bits" in capfd.readouterr().err
+    assert not (folder / "other.json").exists()
+
+
+def test_this_source_trains_as_the_one_that_wrote_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Comparable on one kind of processor, with the same versions: elsewhere there is nothing to compare with."""
+    golden = TESTS / "golden" / "training.json"
+    run = load(None, ["strategy.name=single", "launch.processes=1"], TINY | {"output": str(tmp_path / "out")})
+    (tmp_path / "run.yaml").write_text(run.dump())
+    if os.environ.get("LOCKSTEP_GOLDEN"):
+        assert main(["verify", str(tmp_path / "run.yaml"), "--steps", "2", "--write", str(golden)]) == 0
+    then = json.loads(golden.read_text())
+    here = {"processor": processor()} | {k: versions(run)[k] for k in ("torch", "transformers", "tokenizers")}
+    there = {"processor": then["device"]} | {k: then["versions"][k] for k in ("torch", "transformers", "tokenizers")}
+    if other := [f"{k} {there[k]} then, {here[k]} now" for k in here if here[k] != there[k]]:
+        pytest.skip(f"tests/golden/training.json is of {'; '.join(other)}")
+    assert asked(tmp_path, golden=golden) == 0, (
+        f"{capfd.readouterr().out}\na change that is meant to change bits writes the file anew: LOCKSTEP_GOLDEN=1"
+    )

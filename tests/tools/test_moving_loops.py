@@ -1,0 +1,260 @@
+"""`lockstep init --from` of scripts with a loop, of command lines, and of files that would train something else."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from support.moving_scripts import ACCELERATE, DDP, LIGHTNING, NANO, QLORA, TRAINER, moved, refused
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# -- loops -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_loop_becomes_a_module(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    run = moved("points.py", DDP)
+    assert "points" not in sys.modules  # nothing was imported
+    assert (run.task.name, run.strategy.name, run.seed) == ("module", "ddp", 0)
+    options = {k: run.task.options[k] for k in ("model", "model_arguments", "data", "data_arguments", "loss")}
+    assert options == {
+        "model": "points.Net",
+        "model_arguments": {"width": 32},
+        "data": "points.Points",
+        "data_arguments": {"count": 600},
+        "loss": "torch.nn.CrossEntropyLoss",
+    }
+    assert (run.epochs, run.batch_size, run.optim.name, run.optim.learning_rate) == (4, 20, "sgd", 0.01)
+    assert (run.optim.momentum, run.optim.weight_decay, run.optim.max_grad_norm, run.optim.schedule) == (
+        0,
+        0,
+        0,
+        "constant",
+    )
+    monkeypatch.syspath_prepend(here)
+    assert main(["plan", "moved.yaml", "launch.device=cpu", "launch.processes=1"]) == 0  # which makes the model
+    assert "points.Points: 540 train, 60 validation examples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Net(32)", "Net(width)"),
+        ("criterion(out, y)", "criterion(out, y) + penalty(model)"),
+        ("Points(600)", "Points(n)"),
+    ],
+)
+def test_a_loop_whose_functions_have_no_names_is_said_to_be_one(
+    old: str, new: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused("points.py", DDP.replace(old, new), capsys)
+    assert "this is a loop of its own" in said
+    assert "docs/own-module.md" in said
+    run = moved("points.py", DDP.replace(old, new), "--partial")
+    assert "FILL-IN" in run.task.options.values()
+    assert run.batch_size == 20
+
+
+def test_a_loop_that_runs_when_it_is_imported_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused("points.py", DDP.replace('if __name__ == "__main__":\n    main()', "main()"), capsys)
+    assert ": main() (every process imports the file, and would run this" in said
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        (
+            "data = Points(600)",
+            "data = Points(600)\n    model.load_state_dict(torch.load(FILE))",
+            "model.load_state_dict(",
+        ),
+        ("sampler=Distributed", "sampler=Weighted", "sampler=WeightedSampler(data) (every example is drawn once"),
+        (
+            "batch_size=20,",
+            "batch_size=20, collate_fn=lambda rows: rows,",
+            "collate_fn=lambda rows: rows (task.collate",
+        ),
+        ("batch_size=20", "**how", "the batch size (no DataLoader with one was seen)"),
+        (
+            "    criterion =",
+            "    for w in model.parameters():\n        w.requires_grad = False\n    criterion =",
+            "w.requires_grad",
+        ),
+    ],
+)
+def test_what_a_loop_does_to_its_model_and_batches_is_not_lost(
+    old: str, new: str, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert wanted in refused("points.py", DDP.replace(old, new, 1), capsys)
+
+
+def test_weights_that_a_loop_of_accelerate_freezes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ACCELERATE.replace("optimizer = torch", "model.classifier.weight.requires_grad = False\noptimizer = torch")
+    assert "model.freeze names the weights" in refused("acc.py", text, capsys)
+
+
+def test_a_loop_of_accelerate_with_a_model_of_transformers(here: Path) -> None:
+    run = moved("acc.py", ACCELERATE)
+    assert (run.task.name, run.task.options["text"], run.task.options["text_pair"]) == (
+        "classification",
+        "first",
+        "second",
+    )
+    assert (run.batch_size, run.micro_batches, run.precision, run.seed) == (32, 4, "bf16", 3)
+    assert (run.optim.schedule, run.optim.warmup_steps, run.optim.max_grad_norm) == ("linear", 100, 0)
+    assert run.optim.groups[0].weight_decay == run.optim.weight_decay == 0.01  # of biases and norms, too, as torch's
+
+
+@pytest.mark.parametrize(("name", "text"), [("pl.py", LIGHTNING), ("nano.py", NANO)])
+def test_loops_that_cannot_be_moved_are_read_as_far_as_they_can(
+    name: str, text: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "this is a loop of its own" in refused(name, text, capsys)
+    run = moved(name, text, "--partial")
+    if name == "pl.py":
+        assert (run.epochs, run.batch_size, run.micro_batches, run.precision) == (5, 64, 4, "bf16")
+        assert (run.launch.processes, run.optim.learning_rate, run.optim.max_grad_norm) == (2, 3e-5, 1.0)
+    else:
+        assert (run.steps, run.batch_size, run.micro_batches) == (600, 60, 5)
+        assert (run.optim.betas, run.optim.weight_decay, run.optim.max_grad_norm) == ((0.9, 0.95), 0.1, 1.0)
+
+
+# -- command lines ---------------------------------------------------------------------------------------------------
+
+
+def test_an_example_of_transformers_by_its_command(here: Path) -> None:
+    text = (
+        "#!/bin/bash\nexport TASK=mrpc\nCUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node=2 run_glue.py \\\n"
+        "  --model_name_or_path acme/encoder --task_name $TASK \\\n  --do_train --do_eval --max_seq_length 64 \\\n"
+        "  --per_device_train_batch_size ${SIZE:-32} --learning_rate 2e-5 --output_dir /tmp/$TASK/\n"
+    )
+    run = moved("glue.sh", text)
+    assert (run.data.source, run.data.config, run.data.max_length) == ("nyu-mll/glue", "mrpc", 64)
+    assert (run.task.options["text"], run.task.options["text_pair"]) == ("sentence1", "sentence2")
+    assert (run.batch_size, run.micro_batches, run.launch.processes) == (64, 2, 2)
+    assert (run.optim.learning_rate, run.output) == (2e-5, "/tmp/mrpc/")
+
+
+def test_a_script_with_the_options_of_its_command(here: Path) -> None:
+    (here / "points.py").write_text(DDP)
+    run = moved("run.sh", "torchrun --nproc-per-node 2 points.py --lr 0.5\n")
+    assert (run.optim.learning_rate, run.epochs, run.batch_size, run.launch.processes) == (0.5, 4, 40, 2)
+
+
+def test_a_script_of_dataclasses_needs_its_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = TRAINER.replace(
+        'NAME = "acme/encoder"', "parser = HfArgumentParser(TrainingArguments)\nNAME = 'acme/encoder'"
+    )
+    text = text.replace(
+        'args = TrainingArguments(output_dir="out", ARGUMENTS)', "(args,) = parser.parse_args_into_dataclasses()"
+    )
+    text = text.replace("EarlyStoppingCallback,", "EarlyStoppingCallback, HfArgumentParser,")
+    assert "takes its settings from its command line" in refused("train.py", text, capsys)
+    command = "accelerate launch --num_processes 4 --mixed_precision bf16 train.py --learning_rate 2e-5"
+    run = moved("run.sh", f"{command} --eval_strategy epoch\n")
+    assert (run.optim.learning_rate, run.batch_size, run.precision, run.launch.processes) == (2e-5, 32, "bf16", 4)
+
+
+def test_commands_of_trl(here: Path) -> None:
+    text = "trl dpo --model_name_or_path a/b --dataset_name c/d --beta 0.4 --use_peft --lora_r 8 --output_dir o\n"
+    run = moved("dpo.sh", text)
+    assert (run.task.name, run.task.options["beta"], run.model.adapter["r"]) == ("preference", 0.4, 8)
+
+
+@pytest.mark.parametrize(
+    "command", ["axolotl train", "accelerate launch -m axolotl.cli.train", "python -m axolotl.cli.train"]
+)
+def test_a_command_that_names_a_file_of_settings(command: str, here: Path) -> None:
+    (here / "ax.yaml").write_text("base_model: a/b\nmicro_batch_size: 3\ndatasets: [{path: c/d, type: completion}]\n")
+    run = moved("run.sh", f"{command} ax.yaml\n")
+    assert (run.model.source, run.data.source, run.batch_size) == ("a/b", "c/d", 3)
+
+
+def test_options_of_other_examples(here: Path) -> None:
+    usual = "python run_{}.py --do_train --model_name_or_path a/b --dataset_name c/d --output_dir o "
+    run = moved(
+        "s.sh", usual.format("summarization") + "--text_column long --summary_column short --max_target_length 40\n"
+    )
+    options = {key: run.task.options[key] for key in ("source", "target", "target_length")}
+    assert (run.task.name, options) == ("summarization", {"source": "long", "target": "short", "target_length": 40})
+    run = moved("q.sh", usual.format("qa") + "--version_2_with_negative --doc_stride 64 --max_seq_length 384\n")
+    options = {key: run.task.options[key] for key in ("unanswerable", "stride")}
+    assert (run.task.name, options, run.data.max_length) == (
+        "question_answering",
+        {"unanswerable": True, "stride": 64},
+        384,
+    )
+
+
+def test_a_command_whose_script_is_elsewhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "torchrun --nproc_per_node 2 train.py --learning_rate 2e-5 --output_dir o\n"
+    assert "the script is not here" in refused("run.sh", text, capsys)
+    assert "starts several programs, on lines 1, 2" in refused("b.sh", "python a.py\npython b.py\n", capsys)
+    assert moved("run.sh", text, "--task", "classification").optim.learning_rate == 2e-5
+
+
+# -- other files -----------------------------------------------------------------------------------------------------
+
+
+def test_rewards_and_pairs_of_axolotl(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usual = "base_model: a/b\nsequence_len: 900\ndatasets: [{path: c/d, type: chat_template.default}]\n"
+    run = moved("ax.yaml", usual + "rl: simpo\nrl_beta: 2.0\nsimpo_gamma: 1.0\nadapter: qlora\nlora_r: 4\n")
+    assert (run.task.name, run.task.options["loss"], run.task.options["gamma"]) == ("preference", "simpo", 1.0)
+    assert (run.data.max_length, run.model.quantization, run.task.options["prompt"]) == (900, "nf4", "messages")
+    assert (run.optim.weight_decay, run.optim.schedule) == (0.0, "cosine")  # axolotl's defaults
+    run = moved("ax.yaml", usual + "reward_model: true\ncenter_rewards_coefficient: 0.01\n")
+    assert (run.task.name, run.task.options["center"]) == ("reward", 0.01)
+    (here / "moved.yaml").unlink()
+    assert "rl: kto has no counterpart" in refused("ax.yaml", usual + "rl: kto\n", capsys, "--partial")
+
+
+def test_rewards_and_pairs_of_llama_factory(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usual = "model_name_or_path: a/b\nfinetuning_type: lora\ndataset: mine\ncutoff_len: 700\ntemplate: qwen\n"
+    run = moved("lf.yaml", usual + "stage: dpo\npref_beta: 0.2\npref_loss: hinge\nquantization_bit: 4\n")
+    assert (run.task.name, run.task.options["loss"], run.task.options["beta"]) == ("preference", "hinge", 0.2)
+    assert (run.data.max_length, run.model.quantization, run.task.options["conversations"]) == (700, "nf4", True)
+    assert moved("lf.yaml", usual + "stage: rm\n").task.name == "reward"
+    run = moved(
+        "lf.yaml",
+        usual + "stage: sft\npref_beta: 0.2\n",
+        "--task",
+        "preference",
+        "task.conversations=true",
+        "--partial",
+    )
+    assert (run.data.max_length, run.task.options["beta"]) == (700, 0.2)
+    (here / "moved.yaml").unlink()
+    assert "pref_loss: orpo has no counterpart" in refused("lf.yaml", usual + "stage: dpo\npref_loss: orpo\n", capsys)
+    assert "quantization_bit: 8" in refused("lf.yaml", usual + "stage: pt\nquantization_bit: 8\n", capsys)
+
+
+def test_the_input_column_of_alpaca_is_not_lost_in_silence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "a.jsonl").write_text('{"instruction": "add", "input": "1 2", "output": "3"}\n' * 40)
+    text = QLORA.replace(
+        'load_dataset("acme/notes", split="train")', 'load_dataset("json", data_files="a.jsonl")["train"]'
+    )
+    text = text.replace(', dataset_text_field="text"', "").replace("MORE", "")
+    said = refused("sft.py", text, capsys, "--data", "a.jsonl")
+    assert "column input of" in said
+    run = moved("sft.py", text, "--data", "a.jsonl", "task.prompt=instruction", "task.response=output")
+    assert (run.task.options["prompt"], run.task.options["response"]) == ("instruction", "output")
+
+
+@pytest.mark.processes  # DeepSpeed starts some when it is imported
+def test_what_plan_would_refuse_is_not_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: fp16\n"
+        "deepspeed_config: {zero_stage: 2}\n"
+    )
+    said = refused("config.yaml", text, capsys)
+    assert "cannot be planned, so nothing is: precision: fp16" in said
+    assert moved("config.yaml", text, "precision=bf16").strategy.name == "zero2"
+    assert moved("config.yaml", text, "--partial").precision == "fp16"

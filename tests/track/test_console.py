@@ -1,0 +1,192 @@
+"""What a person sees: a bar on a terminal, plain lines elsewhere, notes alone when asked for quiet. Screens are looked
+at as a terminal would show them."""
+
+import io
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console as RichConsole
+
+from lockstep.cli import main
+from lockstep.track.console import Console
+from support.command import LOCKSTEP, finish, train, write
+from support.consoles import TRAIN, console, screen
+from support.harness import lockstep_environment
+
+SYSTEM = {"cpu_percent/rank0": 99.0, "cpu_percent/rank1": 98.0, "memory_gb/rank0": 0.61, "memory_gb/rank1": 1.25}
+
+
+def story(told: Console, place: str = "step 3") -> None:
+    """A few steps of a job, as `rank.py` tells them."""
+    told.facts({"run": "tiny -> out"})
+    told.start(400, 100, lambda: place)
+    told.log(101, "train", TRAIN)
+    told.log(101, "system", SYSTEM)
+    told.advance(200)
+    told.log(200, "train", TRAIN)
+    told.log(200, "validation", {"loss": 0.5, "accuracy": 0.75, "examples": 1000})
+    told.note("the disk is full")
+    told.stop()
+    told.say("stopped on request")
+    told.table("results", ["", "test"], [["accuracy", "0.9"]])
+
+
+def test_on_a_terminal_the_bar_has_all_that_one_wants_to_know() -> None:
+    told, out = console(terminal=True)
+    story(told)
+    lines = screen(out.getvalue())
+    (bar,) = [i for i, line in enumerate(lines) if "━" in line and "200/400" in line]
+    assert re.fullmatch(r"training [━╸╺]+ +200/400 +50% \S+ left", lines[bar])
+    assert lines[bar + 1] == "loss 0.4321  rate 3.00e-05  1,520 examples/s  33,461 tokens/s  1.25 GB"
+    assert lines.index("note: the disk is full") < bar, "what is said stands above the bar"
+    assert "step    200  validation: loss 0.5, accuracy 0.75; best yet" in lines
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_the_bar_fits_a_narrow_terminal(width: int) -> None:
+    told, out = console(terminal=True, width=width)
+    story(told)
+    bars = [line for line in screen(out.getvalue()) if "200/400" in line or "loss 0.43" in line]
+    assert len(bars) == 2
+    assert all(len(line) <= width for line in bars), bars
+
+
+def test_the_bar_says_what_is_going_on() -> None:
+    told, out = console(terminal=True)
+    told.start(400, 0, lambda: "evaluation, batch 12")
+    assert re.match(r"evaluation +0/400 ", screen(out.getvalue())[0])
+    told.stop()
+    assert re.match(r"training +0/400 ", screen(out.getvalue())[0]), "what stays"
+
+
+@pytest.mark.parametrize("dumb", [False, True])
+def test_elsewhere_there_are_plain_lines(dumb: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    told, out = console(terminal=dumb)
+    story(told)
+    text = out.getvalue()
+    assert "\r" not in text
+    assert "━━━╸" not in text
+    assert text.splitlines()[:2] == [
+        "run        tiny -> out",
+        "step    101/400  loss 0.4321  rate 3.00e-05  1,520 examples/s  33,461 tokens/s",
+    ]
+    assert "step    200/400" not in text, "not more than a line in five seconds"
+
+
+def test_plain_lines_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("lockstep.track.console.time.monotonic", lambda: now[0])
+    told, out = console(terminal=False)
+    told.start(100_000, 0)
+    for step in range(1, 86_401):  # a step a second, for a day
+        now[0] += 1
+        told.log(step, "train", TRAIN)
+    found = [int(line.split()[1].partition("/")[0]) for line in out.getvalue().splitlines()]
+    assert found[:3] == [1, 6, 11]
+    assert found[-1] - found[-2] == 60
+    assert len(found) < 1700
+
+
+def test_quiet_says_notes_only() -> None:
+    told, out = console(terminal=True, voice="quiet")
+    story(told)
+    assert out.getvalue().splitlines() == ["note: the disk is full"]
+
+
+def test_verbose_says_every_point_in_full() -> None:
+    told, out = console(terminal=False, voice="verbose")
+    story(told)
+    text = out.getvalue()
+    assert "step    200  train: loss 0.4321, learning_rate 3e-05, grad_norm 1.5" in text
+    assert "step    101  system: cpu_percent/rank0 99, cpu_percent/rank1 98, memory_gb/rank0 0.61" in text
+
+
+def test_other_ranks_are_silent() -> None:
+    told, out = console(terminal=True, loud=False)
+    story(told)
+    assert out.getvalue() == ""
+
+
+@pytest.mark.processes
+def test_nobody_needs_to_read_on(tmp_path: Path) -> None:
+    """A window that was closed, or `| head`: what is said later is in the log."""
+    say = (
+        "from pathlib import Path; from lockstep.track.console import Console\n"
+        "console = Console(True, Path('log.txt'))\n"
+        "for i in range(5000): console.say(f'line {i}')"
+    )
+    command = f'{sys.executable} -c "{say}" | head -n 1; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "line 0\n", "")
+    assert (tmp_path / "log.txt").read_text().endswith("line 4999\n")
+
+
+def test_what_is_said_is_in_the_log_also_when_quiet(tmp_path: Path) -> None:
+    told = Console(True, tmp_path / "log.txt", "quiet")
+    told.rich = RichConsole(file=io.StringIO())
+    story(told)
+    text = (tmp_path / "log.txt").read_text()
+    assert all(words in text for words in ("tiny -> out", "validation: loss 0.5", "note: the disk", "accuracy", "200"))
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+SHORT = {"steps": 8, "evaluate": {"every": 4}, "launch": {"device": "cpu", "threads": 1, "processes": 2}}
+
+
+@pytest.mark.processes
+def test_quiet_and_verbose_runs_of_two_processes(tmp_path: Path, cache: Path) -> None:
+    write(tmp_path, **SHORT)
+    status, out, err = train(tmp_path, cache, "--quiet")
+    assert (status, out, err) == (0, "", "")
+    assert "results" in (tmp_path / "out" / "log.txt").read_text()
+    write(tmp_path, **SHORT)
+    out = finish(tmp_path, cache, "--verbose", "output=again")
+    assert len(re.findall(r"^step +\d+  train: ", out, re.MULTILINE)) == 8, "one voice for both ranks"
+    assert len(re.findall(r"^step +\d+  system: .*memory_gb/rank1", out, re.MULTILINE)) == 8
+
+
+def test_quiet_and_verbose_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--quiet", "--verbose"])
+    assert caught.value.code == 2
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="a pseudo-terminal")
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}])
+def test_a_real_terminal(variables: dict[str, str], tmp_path: Path, cache: Path) -> None:
+    write(tmp_path, **SHORT | {"launch": SHORT["launch"] | {"processes": 1}})  # type: ignore[operator]
+    ours, theirs = pty.openpty()
+    environment = {k: v for k, v in lockstep_environment(cache).items() if k != "NO_COLOR"}
+    process = subprocess.Popen(
+        [*LOCKSTEP, "train", "run.yaml"],
+        cwd=tmp_path,
+        env=environment | {"TERM": "xterm-256color", "COLUMNS": "100"} | variables,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        close_fds=True,
+    )
+    os.close(theirs)
+    data = b""
+    while select.select([ours], [], [], 200)[0]:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        data += piece
+    os.close(ours)
+    assert process.wait(60) == 0, data.decode()
+    text = data.decode().replace("\r\n", "\n")
+    assert ("\x1b[38" in text or "\x1b[3" in text) is (not variables), "colours, but for NO_COLOR"
+    assert "8/8" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is back"

@@ -1,0 +1,156 @@
+"""Trackers that fail, a network or a key that is missing, a full disk: named once, and training goes on."""
+
+import json
+import math
+import os
+import re
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from lockstep.distributed.world import World
+from lockstep.track.trackers import Trackers
+from support.command import finish, lines, write
+from support.harness import run_on, tiny
+from support.places import ROOT
+from support.tracked import numbers, there
+from support.wandb_file import records
+
+FAILING = """
+import sys
+import time
+
+from lockstep.track.tracker import Tracker
+
+
+class Broken(Tracker):
+    def open(self):
+        self.fail("open")
+        return ""
+
+    def log(self, step, split, numbers):
+        self.fail("log")
+
+    def show(self, step, samples):
+        self.fail("show")
+
+    def close(self, end):
+        self.fail("close")
+
+    def fail(self, where):
+        pass
+"""
+HOW = {
+    "open": "if where == 'open': raise ConnectionError('no such host')",
+    "log": "if where == 'log': raise OSError(28, 'No space left on device')",
+    "close": "if where == 'close': raise RuntimeError('500 Internal Server Error')",
+    "exit": "if where == 'log': sys.exit('your trial has ended')",
+    "hang": "time.sleep(100_000)",
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", HOW)
+def test_a_tracker_that_fails_is_named_once_and_training_goes_on(how: str, tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "mine.py").write_text(FAILING.replace("        pass\n", f"        {HOW[how]}\n"))
+    track = {"to": ["mine.Broken", "tensorboard"], "every": 1, "close_timeout_s": 1}
+    write(tmp_path, track=track, steps=8, evaluate={"every": 4}, launch={"device": "cpu", "threads": 1, "processes": 1})
+    out = finish(tmp_path, cache)
+    notes = re.findall(r"^note: mine\.Broken .*", out, re.MULTILINE)
+    assert len(notes) == 1, out
+    wanted = {"open": "no such host", "log": "No space left", "close": "500", "exit": "trial", "hang": "still sending"}
+    assert wanted[how] in notes[0]
+    assert [line["step"] for line in lines(tmp_path) if line["split"] == "train"] == list(range(1, 9))
+    assert list((tmp_path / "out" / "tensorboard").iterdir()), "the others go on"
+
+
+def online(world: World, folder: Path, key: str | None) -> tuple[list[str], list[str]]:
+    """A run that is to be online where nothing answers."""
+    os.environ.update(HOME=str(folder), NETRC=str(folder / "netrc"), WANDB_MODE="online")
+    os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:9"
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        os.environ.pop(name, None)
+    if key is not None:
+        os.environ["WANDB_API_KEY"] = key
+    from lockstep.track import wandb
+
+    wandb.SECONDS_TO_CONNECT = 3.0
+    run = tiny(f"output={folder / 'out'}", "track.to=[wandb]", "track.close_timeout_s=250")
+    run.folder.mkdir()
+    said: list[str] = []
+    warned: list[str] = []
+    trackers = Trackers(run, 0, {}, said.append, warned.append)
+    trackers.log(1, "train", numbers(1))
+    trackers.close("done")
+    return said, warned
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("key", "reason"), [(None, "WANDB_API_KEY"), ("0" * 40, "connection refused")])
+def test_wandb_without_a_key_or_a_network_keeps_the_run_for_later(
+    key: str | None, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    there("wandb")
+    ((said, warned),) = run_on(1, online, tmp_path, key)
+    assert warned == []
+    assert reason in said[0]
+    assert "0" * 40 not in said[0]
+    assert "wandb" not in "".join(capfd.readouterr()), "the terminal is the console's"
+    (folder,) = re.findall(r"wandb sync (\S+)", said[0])
+    (path,) = Path(folder).glob("run-*.wandb")
+    assert [r for r in records(path) if r.WhichOneof("record_type") == "history"]
+
+
+def test_a_full_disk_costs_metrics_nothing(tmp_path: Path) -> None:
+    warned: list[str] = []
+    run = tiny(f"output={tmp_path}")
+    trackers = Trackers(run, 0, {}, warned.append, warned.append)
+    trackers.log(1, "train", numbers(1))
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))  # bytes: a part of the next line fits
+    try:
+        for step in (2, 3):
+            trackers.log(step, "train", numbers(step))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert len(warned) == 1
+    assert (tmp_path / "metrics.jsonl").stat().st_size == size + 10
+    trackers.log(4, "train", numbers(4))
+    trackers.close("done")
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert found == [{"step": step, "split": "train", **numbers(step)} for step in range(1, 5)]
+
+
+def test_what_is_not_finite_is_no_number_in_json(tmp_path: Path) -> None:
+    trackers = Trackers(tiny(f"output={tmp_path}"), 0, {}, print, print)
+    trackers.log(1, "train", {"loss": math.nan, "grad_norm": math.inf})
+    trackers.close("done")
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 1, "split": "train", "loss": None, "grad_norm": None}
+
+
+def test_only_one_rank_writes(tmp_path: Path) -> None:
+    trackers = Trackers(tiny(f"output={tmp_path}", "track.to=[tensorboard]"), 0, {}, print, print, loud=False)
+    trackers.log(1, "train", numbers(1))
+    trackers.close("done")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_tracker_in_contributing_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    code = text.partition("src/lockstep/track/table.py")[2].partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "mine_table.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = tiny(f"output={tmp_path}", track={"to": ["mine_table.Table"], "mine_table.Table": {"precision": 3}})
+    for after, last in ((0, 3), (2, 4)):
+        trackers = Trackers(run, after, {}, print, print)
+        for step in range(after + 1, last + 1):
+            trackers.log(step, "train", {"loss": 1 / step})
+        trackers.close("done")
+    rows = (tmp_path / "metrics.csv").read_text().split()
+    assert rows == ["1,train/loss,1", "2,train/loss,0.5", "3,train/loss,0.333", "4,train/loss,0.25"]

@@ -1,0 +1,314 @@
+"""What each tracker logs is read back from its own store; the keys of trackers; what ranks take of their machines."""
+
+import json
+import os
+import signal
+import sqlite3
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.checkpoint.manifest import read_manifest
+from lockstep.config import plugins
+from lockstep.config.run import RunError
+from lockstep.distributed.system_metrics import SystemMetrics
+from lockstep.distributed.world import World
+from lockstep.track import tracker as interface
+from lockstep.track.trackers import Trackers
+from support.command import LOCKSTEP, STEPS, bits, ended, lines, ranks_of, start, train, until, write
+from support.harness import run_on, tiny
+from support.places import ROOT, TESTS_PATH
+from support.tracked import numbers, there
+from support.wandb_file import records
+
+ALL = ["tensorboard", "wandb", "mlflow", "trackio"]
+Values = dict[str, dict[int, list[float]]]  # name -> step -> what was logged for it, as often as it was
+
+
+def sample(step: int) -> list[dict[str, str]]:
+    return [{"text": f"text {step}", "predicted": "joy", "label": "fear"}]
+
+
+# -- reading back ----------------------------------------------------------------------------------------------------
+
+
+def logged(world: World, name: str, folder: Path) -> tuple[dict[str, str], list[str], list[str]]:
+    """A run that is stopped after four steps and goes on from a checkpoint of the second. In a process of its own."""
+    os.environ.update(TRACKIO_DIR=str(folder / "trackio"), WANDB_MODE="offline")
+    os.environ.pop("WANDB_API_KEY", None)
+    options = ["track.wandb={project: names, group: seeds, tags: [a, b]}", "track.mlflow.experiment=names"]
+    options += ["track.trackio.project=names", "track.close_timeout_s=250"]
+    run = tiny(f"output={folder / 'out'}", f"track.to=[{name}]", *options)
+    run.folder.mkdir(exist_ok=True)
+    ids: dict[str, str] = {}
+    said: list[str] = []
+    warned: list[str] = []
+    for after, last in ((0, 4), (2, 6)):
+        trackers = Trackers(run, after, ids, said.append, warned.append)
+        for step in range(after + 1, last + 1):
+            trackers.log(step, "train", numbers(step))
+            if step % 2 == 0:
+                trackers.log(step, "validation", {"accuracy": step / 10})
+                trackers.show(step, sample(step))
+            trackers.log(step, "system", {"memory_gb/rank0": 1.5, "memory_gb/rank1": 2.5})
+        trackers.close("stopped" if last == 4 else "done")
+    return ids, said, warned
+
+
+def in_tensorboard(folder: Path) -> tuple[Values, list[str]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "out" / "tensorboard"))
+    events.Reload()
+    found: Values = defaultdict(lambda: defaultdict(list))
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            found[name][event.step].append(event.value)
+    texts = [e.tensor_proto.string_val[0].decode() for e in events.Tensors("eval/sample_0/text_summary")]
+    return found, texts
+
+
+def in_wandb(folder: Path) -> tuple[Values, list[str]]:
+    found: Values = defaultdict(lambda: defaultdict(list))
+    texts = {}
+    for path in sorted((folder / "out" / "wandb").glob("offline-run-*/run-*.wandb")):
+        for record in records(path):
+            if record.WhichOneof("record_type") == "history":
+                row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+                for name in row:
+                    if (
+                        not name.startswith(("_", "eval/samples")) and row["_step"] not in found[name]
+                    ):  # the server takes each step once
+                        found[name][row["_step"]].append(row[name])
+    for path in sorted((folder / "out" / "wandb").glob("offline-run-*/files/media/table/eval/*.json")):
+        table = json.loads(path.read_text())
+        assert table["columns"] == ["step", "text", "predicted", "label"]
+        texts.update({step: f"{text} {guess} {label}" for step, text, guess, label in table["data"]})
+    return found, list(texts.values())
+
+
+def in_mlflow(folder: Path) -> tuple[Values, list[str]]:
+    found: Values = defaultdict(lambda: defaultdict(list))
+    with sqlite3.connect(folder / "out" / "mlflow.db") as store:
+        for name, step, value in store.execute("select key, step, value from metrics"):
+            found[name][step].append(value)
+        assert store.execute("select status from runs").fetchall() == [("FINISHED",)]
+        parameters = dict(store.execute("select key, value from params"))
+    assert parameters["optim.learning_rate"] == "0.005"
+    assert parameters["track.mlflow.experiment"] == "names"
+    files = sorted((folder / "out" / "mlflow").glob("*/artifacts/samples/step-*.json"))
+    tables = [json.loads(path.read_text()) for path in files]
+    assert all(table["columns"] == ["step", "text", "predicted", "label"] for table in tables)
+    return found, [" ".join(row[1:]) for table in tables for row in table["data"]]
+
+
+def in_trackio(folder: Path) -> tuple[Values, list[str]]:
+    found: Values = defaultdict(lambda: defaultdict(list))
+    texts: list[str] = []
+    with sqlite3.connect(folder / "trackio" / "names.db") as store:
+        assert len(store.execute("select distinct run_name from metrics").fetchall()) == 1
+        for step, row in store.execute("select step, metrics from metrics order by id"):
+            for name, value in json.loads(row).items():
+                if name == "eval/samples":
+                    texts = [f"{r['text']} {r['predicted']} {r['label']}" for r in value["_value"]] + texts
+                elif step not in found[name]:  # the last step before a kill may be there twice
+                    found[name][step].append(value)
+    return found, texts
+
+
+READ = {"tensorboard": in_tensorboard, "wandb": in_wandb, "mlflow": in_mlflow, "trackio": in_trackio}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_logged_is_in_the_tracker_s_own_store(name: str, tmp_path: Path) -> None:
+    there(name)
+    ((ids, said, warned),) = run_on(1, logged, name, tmp_path)
+    assert warned == []
+    assert len(said) == 2
+    assert all(line.startswith(f"{name}: ") for line in said)
+    found, texts = READ[name](tmp_path)
+    wanted = {f"train/{key}": {s: [numbers(s)[key]] for s in range(1, 7)} for key in numbers(1)}
+    wanted |= {"eval/accuracy": {s: [s / 10] for s in (2, 4, 6)}}
+    wanted |= {f"system/memory_gb/rank{r}": {s: [1.5 + r] for s in range(1, 7)} for r in (0, 1)}
+    assert found.keys() == wanted.keys()
+    for key, steps in wanted.items():
+        assert found[key].keys() == steps.keys(), key
+        assert all(found[key][step] == pytest.approx(values) for step, values in steps.items()), key
+    for step in (2, 4, 6):
+        assert any(all(word in text for word in (f"text {step}", "joy", "fear")) for text in texts), texts
+    assert ids.keys() == ({name} if name != "tensorboard" else set())
+    if name in ids:
+        assert all(ids[name] in line for line in said), "both processes name the same run"
+
+
+@pytest.mark.processes
+def test_wandb_gets_what_it_is_told_and_the_run_as_its_config(tmp_path: Path) -> None:
+    there("wandb")
+    ((ids, _, _),) = run_on(1, logged, "wandb", tmp_path)
+    paths = sorted((tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(paths) == 2
+    for path in paths:
+        (run,) = [r.run for r in records(path) if r.WhichOneof("record_type") == "run"]
+        assert (run.run_id, run.project, run.run_group, list(run.tags)) == (ids["wandb"], "names", "seeds", ["a", "b"])
+        assert run.display_name == "tiny"
+        config = {update.key: json.loads(update.value_json) for update in run.config.update}
+        assert config["optim"]["learning_rate"] == 5e-3
+        assert config["seed"] == 0
+        kinds = {record.WhichOneof("record_type") for record in records(path)}
+        assert "stats" not in kinds, "W&B's own system metrics are of one process only"
+    assert not list((tmp_path / "out" / "wandb").rglob("*.patch")), "no diff of the working tree is kept"
+
+
+@pytest.mark.processes
+def test_a_job_that_was_killed_goes_on_as_the_same_run_with_the_same_bits(
+    tmp_path: Path, cache: Path, untouched: Path
+) -> None:
+    for name in ALL:
+        there(name)
+    own = {"project": "names"}
+    track = {"to": ALL, "every": 1, "wandb": {**own, "mode": "offline"}, "trackio": own, "close_timeout_s": 250}
+    write(tmp_path, track=track)
+    hold = tmp_path / "hold"  # no step from 5 on before all trackers are open, none from 35 on at all
+    hold.write_text("5")
+    variables = {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": TESTS_PATH}
+    process = start(
+        [*LOCKSTEP, "train", "run.yaml", "strategy.name=support.held_steps.Held"], tmp_path, cache, **variables
+    )
+
+    def opened() -> bool:
+        log = tmp_path / "out" / "log.txt"
+        return log.exists() and all(f"{name}: " in log.read_text() for name in ALL)
+
+    def known() -> bool:
+        """What has not left a tracker's thread when its process is killed is lost to it: MLflow has every step of the
+        checkpoint first."""
+        found = read_manifest((tmp_path / "out" / "checkpoints" / "latest").resolve())
+        if isinstance(found, str) or found.trackers.keys() != {"wandb", "mlflow", "trackio"}:
+            return False
+        there, steps = in_mlflow_of(tmp_path)[0], set(range(1, found.step + 1))
+        return all(steps <= there[name].keys() for name in ("train/loss", "system/memory_gb/rank1"))
+
+    until(opened, "all trackers", process)
+    hold.write_text("35")
+    until(known, "a checkpoint that knows all runs", process)
+    os.kill(ranks_of(process, tmp_path)[0], signal.SIGKILL)
+    status, out, err = ended(process)
+    assert status == 1, (out, err)
+    before = read_manifest((tmp_path / "out" / "checkpoints" / "latest").resolve())
+    assert not isinstance(before, str)
+    hold.unlink()
+    status, out, err = train(tmp_path, cache, "strategy.name=support.held_steps.Held", **variables)
+    assert status == 0, err
+    assert f"resuming after step {before.step}" in out
+    after = read_manifest(tmp_path / "out" / "checkpoints" / f"step-{STEPS:06d}")
+    assert not isinstance(after, str)
+    assert after.trackers == before.trackers
+    assert bits(tmp_path) == bits(untouched), "trackers change nothing"
+    found, _ = in_mlflow_of(tmp_path)
+    assert found["train/loss"].keys() == set(range(1, STEPS + 1))
+    assert all(len(values) == 1 for values in found["train/loss"].values())
+    kept = {line["step"]: line["loss"] for line in lines(untouched) if line["split"] == "train"}
+    assert {step: value for step, (value,) in found["train/loss"].items()} == kept
+    assert found["system/memory_gb/rank1"].keys() == set(range(1, STEPS + 1))
+    assert {
+        r.run.run_id for p in (tmp_path / "out" / "wandb").rglob("*.wandb") for r in records(p) if r.run.run_id
+    } == {after.trackers["wandb"]}
+
+
+def in_mlflow_of(folder: Path) -> tuple[Values, int]:
+    found: Values = defaultdict(lambda: defaultdict(list))
+    with sqlite3.connect(folder / "out" / "mlflow.db") as store:
+        for name, step, value in store.execute("select key, step, value from metrics"):
+            found[name][step].append(value)
+        (runs,) = store.execute("select count(*) from runs").fetchone()
+    return found, runs
+
+
+# -- the run file ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("track.wandb.projct=x", ["track.wandb.projct", "'project'"]),
+        ("track.wandb.mode=onlin", ["track.wandb.mode", "'onlin'", "'online'"]),
+        ("track.wandb=x", ["track.wandb", "'x'", "mapping"]),
+        ("track.wand.project=x", ["track.wand", "'wandb'"]),
+        ("track.evry=3", ["track.evry", "'every'"]),
+        ("track.console=loud", ["track.console", "'loud'", "'verbose'"]),
+        ("track.to=[wanb]", ["track.to", "'wanb'", "wandb"]),
+        ("track.wandb.api_key=0123456789", ["track.wandb.api_key", "secret"]),
+    ],
+)
+def test_keys_of_trackers_are_checked(override: str, words: list[str]) -> None:
+    with pytest.raises(RunError) as caught:
+        tiny(override)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_the_resolved_run_has_every_key_of_the_trackers_it_names() -> None:
+    run = tiny("track.to=[wandb]", "track.mlflow.experiment=names")
+    assert run.track.options["wandb"]["project"] == "lockstep"
+    assert run.track.options["mlflow"]["experiment"] == "names"
+    assert "trackio" not in run.track.options
+    assert "track.wandb.project" not in run.arithmetic()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_key_of_every_tracker_is_documented(name: str) -> None:
+    text = (ROOT / "docs" / "trackers.md").read_text()
+    section = text.partition(f"## `{name}`")[2].partition("\n## ")[0]
+    fields: dict[str, Any] = plugins.find("track", name).Options.model_fields  # type: ignore[attr-defined]
+    rows = [f"| `track.{name}.{key}` |" for key in fields] + [str(field.description) for field in fields.values()]
+    assert [row for row in rows if row not in section] == []
+    assert f"lockstep-train[{name}]" in section
+
+
+def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing(interface.Tracker):
+        packages = ("left_here_by_a_tracker",)
+
+        def open(self) -> str:
+            return ""
+
+        def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+            pass
+
+    (tmp_path / "left_here_by_a_tracker").mkdir()  # as W&B leaves `wandb`: a folder is no package
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(RunError, match="left_here_by_a_tracker, which is not installed"):
+        Missing.check()
+
+
+# -- what ranks take of their machines -------------------------------------------------------------------------------
+
+
+def measured(world: World) -> list[tuple[int, dict[str, float]] | None]:
+    usage = SystemMetrics(world)
+    found = [usage.take()]
+    until_s = time.process_time() + 0.05
+    while time.process_time() < until_s:
+        pass
+    usage.ask(7)
+    found.append(usage.take())
+    found.append(usage.take())
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_rank_knows_what_all_take(ranks: int) -> None:
+    first, *others = run_on(ranks, measured)
+    assert first[0] is None
+    assert first[2] is None
+    step, values = first[1]
+    assert step == 7
+    assert values.keys() == {f"{name}/rank{rank}" for name in ("cpu_percent", "memory_gb") for rank in range(ranks)}
+    assert all(0.05 < values[f"memory_gb/rank{rank}"] < 50 for rank in range(ranks))
+    assert all(values[f"cpu_percent/rank{rank}"] > 0 for rank in range(ranks))
+    assert all(other == first for other in others)

@@ -1,0 +1,167 @@
+"""`launch.on_rank_failure: continue`: ranks that are killed at any moment, and the others that finish the step; nothing
+is read from a checkpoint, and the bits are those of a job that nobody touched."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support import striking
+from support.command import LOCKSTEP, bits, each_step_once, ended, finish, ranks_of, saved, start, step_of, until, write
+from support.marks import long, slow
+from support.places import TESTS_PATH
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets through /proc"),
+    pytest.mark.usefixtures("nobody_is_left"),
+    pytest.mark.timeout(900),
+]
+HANG_S = 12  # on a busy machine a rank may not get a processor for six seconds, which is no loss
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """The job of `striking`, alone and untouched."""
+    folder = tmp_path_factory.mktemp("eight")
+    write(folder, **striking.VALUES)
+    finish(folder, cache, "launch.processes=1", "strategy.name=single")
+    return folder
+
+
+def job(strategy: str, world: int, *strikes: tuple[int, int, str, int]) -> striking.Job:
+    """Of (step, rank, phase, in a world of so many at least)."""
+    names = ("step", "rank", "phase", "world")
+    return striking.Job(0, strategy, world, [dict(zip(names, each, strict=True)) for each in strikes])
+
+
+@pytest.mark.parametrize("strategy", ["StruckDDP", slow("StruckAllReduce")])
+def test_ranks_that_are_left_finish_the_step(strategy: str, tmp_path: Path, cache: Path, eight: Path) -> None:
+    """Within the exchange, while they meet again, after an update that others have not made, rank 0 while it saves and
+    while it evaluates; others take their places and get the state from those that are left."""
+    strikes = [(3, 1, "sent", 3), (4, 1, "meeting", 2), (9, 0, "saving", 2), (15, 0, "evaluation", 2)]
+    strikes += [(25, 2, "summed", 3), (31, 0, "updated", 2), (33, 1, "agreed", 2), (34, 0, "joining", 3)]
+    done = striking.carried_out(job(strategy, 3, *strikes), tmp_path / "job", cache, eight)
+    assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
+    assert done.restarted == 0
+    told = [json.loads(line) for line in (tmp_path / "job/out/events.jsonl").read_text().splitlines()]
+    regrouped = [event for event in told if event["event"] == "regroup"]
+    assert len(regrouped) >= len(strikes)
+    assert {event["processes"] for event in regrouped} >= {2, 3}
+    log = (tmp_path / "job/out/log.txt").read_text()
+    assert "came in, with the state of the others" in log
+    assert "rank 0 was lost" in log
+    assert "resuming after step" not in log
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["StruckDDP", "StruckAllReduce"])
+def test_a_rank_is_lost_while_another_one_joins_or_it_writes(
+    strategy: str, tmp_path: Path, cache: Path, eight: Path
+) -> None:
+    """The one that hands the state to one that comes in, which has got some of it; one that has written half of its
+    file of a checkpoint; rank 0 when all files are written and the folder has not got its name; then rank 0 again."""
+    strikes = [(3, 2, "sent", 3), (3, 0, "handing", 2), (8, 1, "writing", 3), (18, 0, "naming", 3), (19, 0, "agree", 2)]
+    done = striking.carried_out(job(strategy, 3, *strikes), tmp_path / "job", cache, eight)
+    assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
+    assert done.restarted == 0
+    kept = tmp_path / "job" / "out" / "checkpoints"
+    assert not [path.name for path in kept.iterdir() if path.name.endswith(".partial")]
+
+
+def test_without_others_to_take_their_places_the_last_one_trains_alone(
+    tmp_path: Path, cache: Path, eight: Path
+) -> None:
+    strikes = [(5, 0, "forward", 3), (12, 1, "gradient", 2)]
+    done = striking.carried_out(job("StruckAllReduce", 3, *strikes), tmp_path / "job", cache, eight, replaced=0)
+    assert [(each["phase"], each["world"]) for each in done.done] == [("forward", 3), ("gradient", 2)]
+    manifest = json.loads((tmp_path / "job/out/checkpoints/step-000060/manifest.json").read_text())
+    assert manifest["world_size"] == 1
+    assert done.restarted == 0
+
+
+@pytest.mark.parametrize("rank", [1, slow(0)])
+def test_a_rank_that_is_stopped_is_waited_for_and_then_left(
+    rank: int, tmp_path: Path, cache: Path, untouched: Path
+) -> None:
+    """SIGSTOP for less than `hang_timeout_s` costs the time; for longer, the rank is ended, and the others go on."""
+    write(tmp_path)
+    options = [
+        "launch.on_rank_failure=continue",
+        "launch.processes=3",
+        f"launch.hang_timeout_s={HANG_S}",
+        "strategy.name=allreduce",
+    ]
+    process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache)
+    until(lambda: step_of(tmp_path) >= 5, "step 5", process)
+    main = json.loads((tmp_path / "out" / "launch.json").read_text())["main"]["pid"]
+    others = [pid for pid in ranks_of(process, tmp_path) if pid != main]
+    frozen = main if rank == 0 else others[0]
+    os.kill(frozen, signal.SIGSTOP)
+    time.sleep(1.5)
+    os.kill(frozen, signal.SIGCONT)
+    until(lambda: step_of(tmp_path) >= 15, "step 15", process)
+    assert "was lost" not in (tmp_path / "out/log.txt").read_text()
+    os.kill(frozen, signal.SIGSTOP)
+    status, out, err = ended(process)
+    assert status == 0, err
+    assert err.count(f"no sign of life for {HANG_S} s") == 1
+    assert f"note: rank {rank if rank == 0 else 1} was lost; 2 ranks go on from step" in out
+    assert "resuming after step" not in out
+    assert bits(tmp_path) == bits(untouched)
+    each_step_once(tmp_path, untouched)
+
+
+def test_a_stop_signal_to_one_that_is_about_to_come_in(tmp_path: Path, cache: Path) -> None:
+    """In the moment in which its process is there, long before it listens; nobody else is asked."""
+    write(tmp_path, steps=400, checkpoint={"every": 1000}, evaluate={"every": 1000})
+    (tmp_path / "hold").write_text("5")
+    options = [
+        "launch.on_rank_failure=continue",
+        "launch.max_restarts=1",
+        "strategy.name=support.held_steps.HeldTogether",
+    ]
+    process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=TESTS_PATH)
+    until(lambda: step_of(tmp_path) >= 5, "step 5", process)
+    before = ranks_of(process, tmp_path)
+    os.kill(before[1], signal.SIGKILL)
+    until(lambda: set(ranks_of(process, tmp_path)) - set(before), "another", process)
+    (comes,) = set(ranks_of(process, tmp_path)) - set(before)
+    os.kill(comes, signal.SIGTERM)
+    status, out, err = ended(process)
+    assert status == 75, (out, err)
+    assert "stopped on request after step" in out
+    assert saved(tmp_path) >= 5
+    assert "SIGTERM" not in err
+
+
+def test_what_cannot_go_on_starts_again_and_says_so(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    """Sharded strategies: as without the key."""
+    write(tmp_path)
+    options = ["launch.on_rank_failure=continue", "launch.max_restarts=1", "strategy.name=fsdp2"]
+    process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache)
+    kept = tmp_path / "out" / "checkpoints"
+    until(lambda: any(kept.glob("step-*/manifest.json")), "a checkpoint", process)
+    os.kill(ranks_of(process, tmp_path)[1], signal.SIGKILL)
+    status, out, err = ended(process)
+    assert status == 0, err
+    assert "launch.on_rank_failure: continue is not possible (strategy fsdp2 does not keep a whole copy" in out
+    assert "restarting from the last checkpoint (1 restart(s) left)" in err
+    assert "resuming after step" in out
+    assert bits(tmp_path) == bits(untouched)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [long(seed) for seed in range(4)])
+def test_struck_at_random(seed: int, tmp_path: Path, cache: Path, eight: Path) -> None:
+    """Worlds of 2 to 6, ten strikes each. LOCKSTEP_SEED chooses others."""
+    drawn = striking.drawn(seed + int(os.environ.get("LOCKSTEP_SEED", 0)), 10, 60)
+    done = striking.carried_out(drawn, tmp_path / "job", cache, eight)
+    assert done.equal
+    assert len(done.done) == len(drawn.strikes)
+    assert done.restarted == 0

@@ -1,0 +1,40 @@
+"""`launch.on_rank_failure: continue` where an engine of others runs the step: it is made again around those that are
+left."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import striking
+from support.command import finish, write
+from support.marks import long, slow
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets through /proc"),
+    pytest.mark.usefixtures("nobody_is_left"),
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        ("StruckAccelerate", "fp32"),
+        slow("StruckTrainer", "bf16"),
+        long("StruckAccelerate", "bf16"),
+        long("StruckTrainer", "fp32"),
+    ],
+)
+def test_the_others_finish_the_step(strategy: str, precision: str, tmp_path: Path, cache: Path) -> None:
+    """Within the exchange, after an update that another has not made, and rank 0; down to one rank, and up again."""
+    pytest.importorskip("accelerate")
+    write(untouched := tmp_path / "untouched", **striking.VALUES)
+    finish(untouched, cache, "launch.processes=1", "strategy.name=single", f"precision={precision}")
+    strikes = [(3, 1, "sent", 2), (9, 0, "updated", 2), (25, 1, "gradient", 2)]
+    names = ("step", "rank", "phase", "world")
+    job = striking.Job(0, strategy, 2, [dict(zip(names, each, strict=True)) for each in strikes])
+    done = striking.carried_out(job, tmp_path / "job", cache, untouched, f"precision={precision}")
+    assert [each["phase"] for each in done.done] == ["sent", "updated", "gradient"]
+    assert done.restarted == 0

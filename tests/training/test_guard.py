@@ -1,0 +1,194 @@
+"""`guard`: what is computed twice has the same bits, and what does not is found, in its step, before it is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.cli import main
+from lockstep.config.run import Run, RunError, load
+from lockstep.distributed.world import World
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.errors import CorruptionDetected
+from lockstep.training.sdc_check import SdcCheck, drawn
+from support.guarded import STEPS, Fault, Planted, Wrong, flipped, guarded, wrong_gradient
+from support.harness import TINY, build, digest, run_on, tiny
+
+# -- no false alarm --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_what_is_guarded_has_the_bits_of_what_is_not_and_nothing_is_found() -> None:
+    for more in ([], ["precision=bf16"]):
+        run = tiny("strategy.name=single", *more)
+        alone = run_on(1, guarded, run, run=run)[0]["digest"]
+        jobs = [("single", 1), ("allreduce", 2), ("ddp", 3), ("hf_accelerate", 2), ("hf_trainer", 2), ("fsdp2", 2)]
+        for name, ranks in jobs if not more else jobs[2:3]:
+            options = ["strategy.options.gather=step"] if name == "fsdp2" else []
+            run = tiny(f"strategy.name={name}", *more, *options, "sdc_check.every=1")
+            for rank in run_on(ranks, guarded, run, run=run):
+                assert rank["found"] == {}, (name, ranks)
+                assert rank["digest"] in (None, alone), (name, ranks)
+
+
+# -- what is found ---------------------------------------------------------------------------------------------------
+
+
+def wrong_activation(strategy: Any, now: Callable[[], bool]) -> None:
+    def flip(module: Any, given: Any, output: Tensor) -> Tensor:
+        return output + (flipped(output, 21) - output).detach() if now() else output
+
+    strategy.model.transformer.h[0].mlp.register_forward_hook(flip)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrong", [wrong_activation, wrong_gradient])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_bit_is_found_in_the_steps_in_which_its_micro_batch_is_drawn(wrong: Wrong, ranks: int) -> None:
+    run = tiny(f"strategy.name={'single' if ranks == 1 else 'allreduce'}", "sdc_check.every=1", "seed=4")
+    sampled = {step: drawn(run, step) for step in range(STEPS)}
+    micro_batch = sampled[2]
+    results = run_on(ranks, guarded, run, Planted(micro_batch, wrong), run=run)
+    for rank in results:
+        assert set(rank["found"]) == {step for step, each in sampled.items() if each == micro_batch}
+        told = rank["found"][2]
+        assert f"step 3: the gradient of micro-batch {micro_batch} is not the same" in told
+        owner = next(r for r in range(ranks) if micro_batch in range(r * 8 // ranks, (r + 1) * 8 // ranks))
+        assert f"a third computation says that rank {owner} on" in told
+    assert results[0]["digest"] is not None
+
+
+class WrongWitness:
+    """The rank that computes for the second time is the one that computes wrongly, and so does nobody else."""
+
+    def __call__(self, strategy: Any, world: World, step: int) -> None:
+        if world.rank == 2 and step == 0:
+            strategy.model.transformer.h[0].mlp.register_forward_hook(
+                lambda module, given, output: output + (flipped(output, 21) - output).detach()
+            )
+
+
+def test_one_process_alone_sees_a_gradient_that_comes_out_otherwise_the_second_time() -> None:
+    run = tiny("strategy.name=single", "sdc_check.every=1")
+    task, strategy = build(run, World(run))
+    feed = StepLoader(run, task, strategy.own_micro_batches(), strategy.world.device)
+    session: Any = SimpleNamespace(run=run, world=strategy.world, feed=feed, strategy=strategy)
+    guard, seen = SdcCheck(session), list[int]()
+    guard.train_step(feed.make(0), 1e-3)  # the control: nothing is found
+
+    def hear(gradient: torch.Tensor) -> torch.Tensor:
+        seen.append(0)
+        return gradient if len(seen) == 1 else gradient * (1 + 2**-22)
+
+    strategy.named["transformer.h.1.mlp.c_fc.weight"].register_hook(hear)
+    before = digest(strategy.state_dict())
+    with pytest.raises(CorruptionDetected, match="is not the same where"):
+        guard.train_step(feed.make(1), 1e-3)
+    assert digest(strategy.state_dict()) == before
+    strategy.close()
+
+
+@pytest.mark.processes
+def test_a_witness_that_is_wrong_is_named() -> None:
+    def owner(run: Run, step: int) -> int:
+        return next(r for r in range(3) if drawn(run, step) in range(r * 8 // 3, (r + 1) * 8 // 3))
+
+    runs = (tiny("strategy.name=allreduce", "sdc_check.every=1", f"seed={seed}") for seed in range(100))
+    run = next(r for r in runs if {owner(r, step) for step in range(STEPS)} == {0, 1, 2})
+    owners = {step: owner(run, step) for step in range(STEPS)}
+    for rank in run_on(3, guarded, run, WrongWitness(), run=run):
+        assert set(rank["found"]) == {step for step, owner in owners.items() if owner in (1, 2)}
+        for told in rank["found"].values():
+            assert "a third computation says that rank 2 on" in told
+
+
+class WrongMessage:
+    """One rank gets another sum than the others, in one number of one weight, in one step."""
+
+    def __call__(self, strategy: Any, world: World, step: int) -> None:
+        if world.rank == 1 and step == 3:
+            plain = strategy.reduce
+            strategy.reduce = lambda: [flipped(g, 23) if i == 4 else g for i, g in enumerate(plain())]
+        elif world.rank == 1 and step == 4:
+            del strategy.reduce
+
+
+class WrongWeight:
+    """A bit of a weight changes between two steps."""
+
+    def __call__(self, strategy: Any, world: World, step: int) -> None:
+        if world.rank == 1 and step == 4:
+            with torch.no_grad():
+                weight = strategy.parameters[5]
+                weight.copy_(flipped(weight))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("fault", [WrongMessage(), WrongWeight()], ids=lambda fault: type(fault).__name__)
+def test_a_rank_that_drifts_is_named_before_the_next_step(fault: Fault) -> None:
+    run = tiny("strategy.name=allreduce", "sdc_check.every=1")
+    for rank in run_on(3, guarded, run, fault, run=run):
+        assert set(rank["found"]) == {4}
+        assert "before step 5 the ranks do not hold the same weights: those of rank 1 on" in rank["found"][4]
+
+
+# -- in a run --------------------------------------------------------------------------------------------------------
+
+ONE = ("launch.processes=1", "steps=9", "checkpoint.every=4", "fingerprint.every=1")
+
+
+def trained(folder: Path, *overrides: str) -> tuple[int, Path]:
+    run = load(None, [*ONE, *overrides], TINY | {"output": str(folder / "out")})
+    (folder / "run.yaml").write_text(run.dump())
+    return main(["train", str(folder / "run.yaml")]), folder / "out"
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    status, output = trained(tmp_path_factory.mktemp("untouched"), "strategy.name=single")
+    assert status == 0
+    return (output / "export/model.safetensors").read_bytes()
+
+
+@pytest.mark.processes
+def test_a_run_ends_before_the_update_and_goes_on_from_there(
+    untouched: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, output = trained(tmp_path, "strategy.name=support.planted.BitFlip", "sdc_check.every=1")
+    assert status == 1
+    said = " ".join(capfd.readouterr().err.split())
+    assert "guard: step 6: the gradient of micro-batch" in said
+    assert "Nothing was updated" in said
+    assert json.loads((output / "checkpoints/latest/manifest.json").read_text())["step"] == 5
+    assert "guard" in (output / "events.jsonl").read_text()
+    assert trained(tmp_path, "strategy.name=allreduce", "sdc_check.every=1")[0] == 0
+    assert (output / "export/model.safetensors").read_bytes() == untouched
+
+
+@pytest.mark.processes
+def test_what_happened_once_is_computed_once_more(untouched: bytes, tmp_path: Path) -> None:
+    status, output = trained(
+        tmp_path, "strategy.name=support.planted.BitFlipOnce", "sdc_check.every=1", "sdc_check.on_difference=retry"
+    )
+    assert status == 0
+    assert (output / "export/model.safetensors").read_bytes() == untouched
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["strategy.name=zero2"],
+        ["strategy.name=pipeline"],
+        ["strategy.name=fsdp2", "strategy.options.gather=micro_batch"],
+    ],
+)
+def test_what_holds_parts_is_refused(words: list[str]) -> None:
+    with pytest.raises(RunError, match=r"sdc_check\.every: .* holds parts of the model"):
+        load(None, ["sdc_check.every=5", *words], TINY)

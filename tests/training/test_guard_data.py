@@ -1,0 +1,34 @@
+"""`guard` of streams and of several sources: a second computation reads its examples again, wherever training is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.run import Run, load
+from lockstep.training.sdc_check import drawn
+from support import stream_runs
+from support.guarded import STEPS, Planted, guarded, wrong_gradient
+from support.harness import TINY, run_on
+from support.stream_runs import mixture
+
+pytestmark = pytest.mark.processes
+
+
+def run_of(kind: str, folder: Path, *words: str) -> Run:
+    if kind == "stream":  # windows of 24 examples, steps of 22: a window more with each step
+        return stream_runs.streamed(stream_runs.shards(folder / "shards"), *words)
+    return load(None, list(words), TINY | {"data": mixture(folder)})
+
+
+@pytest.mark.parametrize("kind", ["stream", "sources"])
+def test_nothing_is_found_where_nothing_is_wrong_and_a_fault_is(kind: str, tmp_path: Path) -> None:
+    alone = run_on(1, guarded, run := run_of(kind, tmp_path, "strategy.name=single"), run=run)[0]["digest"]
+    words = ("strategy.name=allreduce", "sdc_check.every=1")
+    for rank in run_on(3, guarded, run := run_of(kind, tmp_path, *words), run=run):
+        assert rank["found"] == {}
+        assert rank["digest"] in (None, alone)
+    sampled = {step: drawn(run, step) for step in range(STEPS)}
+    for rank in run_on(3, guarded, run, Planted(sampled[4], wrong_gradient), run=run):
+        assert set(rank["found"]) == {step for step, each in sampled.items() if each == sampled[4]}

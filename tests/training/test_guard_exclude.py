@@ -1,0 +1,190 @@
+"""`sdc_check.on_difference: evict`: a machine, or a rank, that computes wrongly is taken out, and the job goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config.run import RunError, load
+from lockstep.distributed import evicted_hosts
+from lockstep.training.eviction import check, decide_eviction
+from lockstep.training.sdc_check import third_of
+from support.command import LOCKSTEP, bits, each_step_once, ended, start, write
+from support.harness import TINY
+from support.marks import slow
+from support.places import TESTS_PATH
+
+MACHINES = ("launch.name=torchrun", "launch.machines=2:4", "launch.rendezvous=h:1", "launch.max_restarts=2")
+RANKS = ("launch.on_rank_failure=continue",)
+EXCLUDE = ("sdc_check.every=1", "sdc_check.on_difference=evict")
+
+
+# -- what is refused, before a process starts ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("launch.name=local",),
+        ("launch.name=slurm", "launch.on_rank_failure=continue"),
+        ("launch.name=torchrun", "launch.machines=3", "launch.rendezvous=h:1", "launch.on_rank_failure=continue"),
+        (*MACHINES, "launch.on_rank_failure=continue"),  # machines leave by a new start
+        ("launch.name=torchrun", "launch.machines=3:3", "launch.rendezvous=h:1", "launch.max_restarts=2"),
+    ],
+)
+def test_it_is_refused_where_nothing_can_be_left_out(words: tuple[str, ...]) -> None:
+    with pytest.raises(RunError, match=r"sdc_check\.on_difference: evict goes on without what was wrong, which takes"):
+        load(None, [*EXCLUDE, *words], TINY)
+    assert load(None, ["sdc_check.on_difference=evict", *words], TINY).sdc_check.every == 0  # nothing is guarded
+
+
+@pytest.mark.parametrize("words", [MACHINES, RANKS, ("launch.name=torchrun", "launch.on_rank_failure=continue")])
+def test_where_it_is_taken(words: tuple[str, ...]) -> None:
+    assert load(None, [*EXCLUDE, *words], TINY).sdc_check.on_difference == "evict"
+
+
+def test_a_job_that_cannot_lose_ranks_after_all_says_so_before_the_first_step() -> None:
+    with pytest.raises(
+        RunError, match=r"sdc_check\.on_difference: evict cannot take a rank out here \(the model is com"
+    ):
+        check(load(None, [*EXCLUDE, *RANKS], TINY), "the model is compiled")
+    check(load(None, ["sdc_check.every=1", *RANKS], TINY), "the model is compiled")  # which only stops
+    check(load(None, [*EXCLUDE, *MACHINES], TINY), "it takes one machine")  # where machines leave
+
+
+def test_ranks_that_another_program_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: None)
+    with pytest.raises(RunError, match=r"takes lockstep's own launcher, and this job was started by torchrun"):
+        check(load(None, [*EXCLUDE, *MACHINES], TINY), None)
+
+
+# -- who decides, and who leaves -------------------------------------------------------------------------------------
+
+
+def test_the_third_computation_is_made_on_a_third_machine() -> None:
+    assert third_of(0, 0, ["a"]) == 0
+    assert third_of(0, 1, ["a"] * 2) == 0
+    assert third_of(0, 1, ["a"] * 3) == 2
+    assert third_of(2, 0, ["a"] * 3) == 1
+    assert third_of(1, 2, ["a", "a", "b", "b", "c"]) == 4
+    assert third_of(4, 0, ["a", "a", "b", "b", "c"]) == 2
+    assert third_of(1, 2, ["a", "a", "b", "b"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "hosts", "wrong", "told", "said", "out"),
+    [
+        (MACHINES, "abc", [1], [0, 1, 2], "b is taken out, and the job goes on without it", [1]),
+        (MACHINES, "aabbcc", [2], [1, 2, 4], "b is taken out", [2, 3]),
+        (MACHINES, "abc", [], [0, 1, 2], "nobody is taken out: it takes computations by three machines", []),
+        (MACHINES, "ab", [1], [0, 1, 0], "nobody is taken out: it takes computations by three machines", []),
+        (MACHINES, "aab", [1], [0, 1, 2], "nobody is taken out: it takes computations by three machines", []),
+        (("launch.machines=3:4",), "abc", [1], [0, 1, 2], "b is not taken out, because launch.machines wants at", []),
+        (RANKS, "aaa", [1], [0, 1, 2], "rank 1 is taken out", [1]),
+        (RANKS, "aa", [1], [0, 1, 0], "nobody is taken out: it takes computations by three ranks", []),
+        (("sdc_check.on_difference=stop",), "abc", [1], [0, 1, 2], "take that machine out", []),
+    ],
+)
+def test_who_leaves(
+    more: tuple[str, ...], hosts: str, wrong: list[int], told: list[int], said: str, out: list[int]
+) -> None:
+    run = load(None, [*EXCLUDE, *(() if more == RANKS else MACHINES), *more], TINY)
+    words, leaves = decide_eviction(run, list(hosts), wrong, told)
+    assert words.startswith(said)
+    assert leaves == out
+
+
+# -- what is written down --------------------------------------------------------------------------------------------
+
+
+def test_a_machine_that_was_taken_out_is_not_let_in_by_a_later_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    host, folder = socket.gethostname(), tmp_path / "out"
+    run = load(None, ["launch.processes=1"], TINY | {"output": str(folder)})
+    (tmp_path / "run.yaml").write_text(run.dump())
+    evicted_hosts.note(folder, "other", 3)
+    evicted_hosts.check(folder)
+    evicted_hosts.note(folder, host, 9)
+    evicted_hosts.note(folder, host, 9)
+    (folder / "excluded-torn.json").write_text('{"host"')
+    assert [str(each) for each in evicted_hosts.of(folder)] == [
+        "other, which computed wrongly in step 3 (guard)",
+        f"{host}, which computed wrongly in step 9 (guard)",
+    ]
+    assert main(["train", str(tmp_path / "run.yaml")]) == 2
+    said = " ".join(capfd.readouterr().err.split())
+    assert f"{host} was taken out of this run, because it computed wrongly (guard)" in said
+    assert f"once it is mended, delete {folder}/excluded-{host}.json" in said
+    assert not (folder / "checkpoints").exists()
+
+
+# -- one machine -----------------------------------------------------------------------------------------------------
+
+
+def guarded(folder: Path, cache: Path, strategy: str, *words: str) -> tuple[int, str, str]:
+    write(folder)
+    options = [
+        "launch.processes=3",
+        "launch.on_rank_failure=continue",
+        f"strategy.name=support.faulty_host.{strategy}",
+        *EXCLUDE,
+    ]
+    return ended(start([*LOCKSTEP, "train", "run.yaml", *options, *words], folder, cache, PYTHONPATH=TESTS_PATH), 600)
+
+
+def differences(folder: Path) -> list[dict[str, Any]]:
+    told = [json.loads(line) for line in (folder / "out/events.jsonl").read_text().splitlines()]
+    return [event for event in told if event["event"] == "guard"]
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("nobody_is_left")
+def test_what_stops_is_not_started_again_by_itself(tmp_path: Path, cache: Path) -> None:
+    write(tmp_path, steps=9)
+    words = [
+        "launch.processes=2",
+        "launch.max_restarts=2",
+        "strategy.name=support.planted.BitFlip",
+        "sdc_check.every=1",
+    ]
+    status, _, err = ended(start([*LOCKSTEP, "train", "run.yaml", *words], tmp_path, cache, PYTHONPATH=TESTS_PATH), 600)
+    assert status == 1
+    assert "guard: step 6: the gradient of micro-batch" in err
+    assert "restarting" not in err
+    assert json.loads((tmp_path / "out/checkpoints/latest/manifest.json").read_text())["step"] == 5
+    assert json.loads((tmp_path / "out/launch.json").read_text())["status"] == 1
+    (found,) = differences(tmp_path)
+    assert (found["step"], found["ranks_out"]) == (5, [])
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("nobody_is_left")
+@pytest.mark.parametrize("strategy", ["WrongRank", slow("WrongFirstRank"), slow("WrongWeightOfRank")])
+def test_a_rank_that_computes_wrongly_is_taken_out(strategy: str, tmp_path: Path, cache: Path, untouched: Path) -> None:
+    """The others finish the step, with the bits of a job that it was never in; nobody takes its place."""
+    rank = {"WrongRank": 1, "WrongFirstRank": 0, "WrongWeightOfRank": 2}[strategy]
+    status, _, err = guarded(tmp_path, cache, strategy, "launch.max_restarts=3")
+    assert status == 0, err
+    assert f"rank process {rank} of {socket.gethostname()} computed wrongly (guard) and is taken out" in err
+    log = " ".join((tmp_path / "out/log.txt").read_text().split())
+    assert f"rank {rank} is taken out, and the job goes on without it" in log
+    assert f"rank {rank} was lost; 2 ranks go on from step" in log
+    assert "came in, with the state of the others" not in log
+    assert "resuming after step" not in log
+    (found,) = differences(tmp_path)
+    assert (found["ranks_out"], found["out"]) == ([rank], [f"rank {rank}"])
+    assert f"rank {rank} computed wrongly and left" in (tmp_path / "out/report.html").read_text()
+    assert found["step"] >= 8
+    assert found["weights_agree"] is (strategy != "WrongWeightOfRank")
+    assert bits(tmp_path) == bits(untouched)
+    each_step_once(tmp_path, untouched)
+    assert evicted_hosts.of(tmp_path / "out") == []  # a start after this one may have all ranks again

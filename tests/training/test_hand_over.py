@@ -1,0 +1,262 @@
+"""`launch.rebalance_every`: who is slow for a while runs less while it is, and the bits are those of equal shares."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import time
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.config.run import Run, RunError, load
+from lockstep.distributed import step_timer
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.reduction import even, partial_nodes
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.rebalance import (
+    BACK,
+    PAYS,
+    LoadBalancer,
+    decided,
+    expected,
+    partial_sums,
+    quickest,
+    rebalance_message,
+)
+from support.command import (
+    LOCKSTEP,
+    RUN,
+    STEPS,
+    bits,
+    each_step_once,
+    ended,
+    finish,
+    ranks_of,
+    start,
+    step_of,
+    until,
+    write,
+)
+from support.harness import TINY, build, digest, run_on, tiny
+from support.marks import slow as marked
+
+RATES = st.lists(st.floats(0.1, 10.0), min_size=2, max_size=5)
+
+
+def counts(shares: Any) -> list[int]:
+    return [len(each) for each in shares]
+
+
+# -- what is decided -------------------------------------------------------------------------------------------------
+
+
+@given(RATES, st.integers(5, 12))
+def test_the_quickest_shares_are_the_quickest_there_are(rates: list[float], leaves: int) -> None:
+    found = quickest(rates, leaves)
+    assert [k for each in found for k in each] == list(range(leaves))
+    assert all(found)
+    every = [
+        [range(a, b) for a, b in itertools.pairwise((0, *ends, leaves))]
+        for ends in itertools.combinations(range(1, leaves), len(rates) - 1)
+    ]
+    least = min(expected(shares, rates) for shares in every)
+    assert expected(found, rates) == pytest.approx(least)
+
+    def sent(shares: Any) -> int:
+        return sum(len(partial_nodes(each.start, each.stop, leaves)) for each in shares)
+
+    assert sent(found) == min(sent(shares) for shares in every if expected(shares, rates) <= least * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 3, 5, 8, 11, 16, 21])
+def test_partial_sums_are_counted_as_the_tree_leaves_them(leaves: int) -> None:
+    for first, end in itertools.combinations(range(leaves + 1), 2):
+        assert partial_sums(first, end, leaves) == len(partial_nodes(first, end, leaves))
+
+
+def test_many_ranks_are_shared_out_at_once() -> None:
+    rates = [1.0] * 255 + [3.0]
+    found = quickest(rates, 1024)
+    assert sum(counts(found)) == 1024
+    assert counts(found)[-1] == 1
+    assert max(counts(found)) == 5
+
+
+def test_half_the_speed_is_worth_two_thirds_of_the_share() -> None:
+    equal = even(8, 2)
+    slow = decided(equal, equal, [1.0, 2.0])
+    assert counts(slow) == [6, 2]  # 5 and 3 would take as long, and send four partial sums, not three
+    assert decided(slow, equal, [1.0, 2.0]) == slow
+    assert decided(slow, equal, [1.0, 1.0]) == equal
+
+
+@given(st.integers(8, 64), st.floats(0.92, 1.08), st.floats(0.92, 1.08))
+def test_noise_moves_nothing(leaves: int, one: float, other: float) -> None:
+    equal = even(leaves, 2)
+    if expected(equal, [1.0, 1.0]) * 2 == leaves:
+        assert decided(equal, equal, [one, other]) == equal
+
+
+@given(RATES, RATES, st.integers(5, 24))
+def test_what_was_moved_stays_until_it_pays_to_move_it_again(one: list[float], two: list[float], leaves: int) -> None:
+    rates = [a * b for a, b in zip(one, two, strict=False)]
+    if len(rates) < 2:
+        return
+    equal = even(leaves, len(rates))
+    first = decided(equal, equal, one[: len(rates)])
+    then = decided(first, equal, rates)
+    assert decided(then, equal, rates) == then
+    if then != first:
+        least = BACK if then == equal else PAYS
+        assert expected(then, rates) <= (1 - least) * expected(first, rates) + 1e-9
+
+
+def test_who_was_slow_for_a_while_gets_back_all_of_it() -> None:
+    """From whatever slowness on shares were moved, alike ranks have equal ones again."""
+    for leaves, others in itertools.product((4, 8, 16, 64, 256), (1, 2, 3)):
+        equal = even(leaves, others + 1)
+        for tenths in range(10, 60):
+            slow = decided(equal, equal, [*[1.0] * others, tenths / 10])
+            assert decided(slow, equal, [1.0] * (others + 1)) == equal, (leaves, tenths)
+
+
+def test_what_a_person_reads() -> None:
+    equal, hosts = even(8, 3), ["a", "b", "c"]
+    assert rebalance_message(quickest([1, 3, 1], 8), equal, [1, 3, 1], hosts, 12) == (
+        "hand over: from step 13 on rank 1 on b runs 1 of 8 micro-batches, not 3: it takes 3.0 times as long for a "
+        "token as others do"
+    )
+    assert "from step 41 on ranks share micro-batches equally again" in rebalance_message(
+        equal, equal, [1, 1, 1], hosts, 40
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["strategy.name=zero1"], "holds parts of the model"),
+        (["strategy.name=pipeline"], "holds parts of the model"),
+        (["strategy.name=fsdp2", "strategy.options.gather=micro_batch"], "holds parts of the model"),
+        (["strategy.exact=false"], "set strategy.exact=true"),
+    ],
+)
+def test_what_cannot_share_unevenly_is_refused(words: list[str], why: str) -> None:
+    with pytest.raises(RunError, match=rf"launch\.rebalance_every: .*{why}"):
+        load(None, ["launch.rebalance_every=5", *words], TINY)
+
+
+# -- in training -----------------------------------------------------------------------------------------------------
+
+SHORT = 16
+SLOW = range(2, 10)
+
+
+class Clock:
+    """Seconds that pass as the model computes: one a token, and twice as many where and while a rank is slow."""
+
+    def __init__(self, slow: bool) -> None:
+        self.now, self.step, self._slow = 0.0, 0, slow
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def forward(self, module: Any, given: Any, named: dict[str, Any]) -> None:
+        self.now += named["input_ids"].numel() * (2 if self._slow and self.step in SLOW else 1)
+
+
+def trained(world: World, run: Run, slow: int) -> dict[str, Any]:
+    """Steps in which a rank is slow for a while."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    clock = Clock(world.rank == slow)
+    step_timer.time = clock  # type: ignore[assignment]
+    strategy.model.register_forward_pre_hook(clock.forward, with_kwargs=True)
+    said, ran = [], []
+    events: list[dict[str, Any]] = []
+    session: Any = SimpleNamespace(
+        run=run,
+        world=world,
+        feed=feed,
+        strategy=strategy,
+        journal=SimpleNamespace(event=lambda name, step, **facts: events.append({"step": step, **facts})),
+        checkpoints=SimpleNamespace(say=said.append),
+    )
+    for batch in LoadBalancer(session).steps(0, lambda caught: None):
+        clock.step = batch.step
+        ran.append([micro.index for micro in batch.micro_batches])
+        strategy.train_step(batch, 1e-3)
+    state = strategy.state_dict()
+    strategy.close()
+    return {"digest": digest(state) if world.is_main else None, "ran": ran, "events": events, "said": said}
+
+
+@cache
+def alone() -> str:
+    return str(run_on(1, trained, tiny("strategy.name=single", f"steps={SHORT}"), -1)[0]["digest"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "ranks", "slow"),
+    [("allreduce", 2, 1), ("ddp", 3, 1), ("fsdp2", 3, 2), marked("hf_accelerate", 2, 0), marked("hf_trainer", 2, 1)],
+)
+def test_shares_move_and_move_back_and_the_bits_stay(name: str, ranks: int, slow: int) -> None:
+    options = ["strategy.options.gather=step"] if name == "fsdp2" else []
+    run = tiny(f"strategy.name={name}", *options, f"steps={SHORT}", "launch.rebalance_every=2")
+    found = run_on(ranks, trained, run, slow, run=run)
+    assert found[0]["digest"] == alone()
+    assert all(rank["events"] == found[0]["events"] for rank in found)
+    first, last = found[0]["events"][0], found[0]["events"][-1]
+    assert SLOW.start < first["step"] <= SLOW.start + 6
+    assert len(found[slow]["ran"][first["step"]]) < len(even(8, ranks)[slow])
+    assert first["seconds_a_token"][slow] == pytest.approx(2.0, abs=0.3)
+    assert SLOW.stop < last["step"] < SHORT
+    assert last["micro_batches"] == counts(even(8, ranks))
+    for step in range(SHORT):  # each micro-batch runs once
+        assert [k for rank in found for k in rank["ran"][step]] == list(range(8)), step
+    assert f"rank {slow} on" in found[0]["said"][0]
+    assert "equally again" in found[0]["said"][-1]
+    assert not found[1]["said"]
+
+
+@pytest.mark.processes
+def test_nobody_hands_over_where_all_are_alike() -> None:
+    run = tiny("strategy.name=allreduce", f"steps={SHORT}", "launch.rebalance_every=2")
+    for rank in run_on(2, trained, run, -1, run=run):
+        assert rank["events"] == []
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_job_of_which_one_rank_is_stopped_again_and_again(tmp_path: Path, cache: Path) -> None:
+    """SIGSTOP for three quarters of the time, as if other work had its core."""
+    for name in ("untouched", "slowed"):
+        write(tmp_path / name, micro_batches=8, launch={**RUN["launch"], "rebalance_every": 2})
+    finish(tmp_path / "untouched", cache, "launch.rebalance_every=0")
+    folder = tmp_path / "slowed"
+    process = start([*LOCKSTEP, "train", "run.yaml"], folder, cache)
+    until(lambda: step_of(folder) >= 2, "two steps", process)
+    victim = ranks_of(process, folder)[1]
+    with contextlib.suppress(ProcessLookupError):
+        while step_of(folder) < STEPS // 2:
+            os.kill(victim, signal.SIGSTOP)
+            time.sleep(0.06)
+            os.kill(victim, signal.SIGCONT)
+            time.sleep(0.02)
+    status, out, err = ended(process)
+    assert status == 0, err
+    assert bits(folder) == bits(tmp_path / "untouched")
+    each_step_once(folder, tmp_path / "untouched")
+    found = [json.loads(line) for line in (folder / "out/events.jsonl").read_text().splitlines()]
+    moved = [each["micro_batches"] for each in found if each["event"] == "hand_over"]
+    assert any(len(set(each)) > 1 for each in moved)
+    assert "hand over: from step" in " ".join(out.split())

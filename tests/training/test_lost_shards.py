@@ -1,0 +1,175 @@
+"""`launch.on_rank_failure: continue` where ranks share the state out: those that are left bring it together from
+memory."""
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import striking
+from support.command import finish, write
+from support.marks import long, slow
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets through /proc"),
+    pytest.mark.usefixtures("nobody_is_left"),
+    pytest.mark.timeout(900),
+]
+REPLICATED = ("strategy.options.replicate=2",)
+COPIED = ("launch.replicate_every=2",)
+LAYERS = "model.config.n_layer=4"  # of which three stages have one at least
+# Strategies that are struck, and more words of their commands. Whether fsdp2 gathers once a step is said: what it
+# decides by itself is a class that nobody strikes.
+EACH_MICRO_BATCH, ONCE = "strategy.options.gather=micro_batch", "strategy.options.gather=step"
+KINDS = {"StruckFSDP2": (EACH_MICRO_BATCH,), "StruckFSDP2Step": (ONCE,), "StruckPipeline": (LAYERS,)}
+
+
+def untouched(folder: Path, cache: Path, *words: str) -> Path:
+    """The job of `striking`, alone."""
+    write(folder, **striking.VALUES)
+    finish(folder, cache, "launch.processes=1", "strategy.name=single", *words)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    return untouched(tmp_path_factory.mktemp("eight"), cache)
+
+
+def job(strategy: str, world: int, *strikes: tuple[int, int, str, int], saved: int = 0) -> striking.Job:
+    """Of (step, rank, phase, in a world of so many at least), once the checkpoint of step `saved` is there."""
+    names = ("step", "rank", "phase", "world")
+    return striking.Job(
+        0, strategy, world, [dict(zip(names, each, strict=True)) | {"saved": saved} for each in strikes]
+    )
+
+
+def layers(kind: str) -> list[str]:
+    return [word for word in KINDS[kind] if word == LAYERS]
+
+
+def moved(folder: Path) -> list[str]:
+    told = [json.loads(line) for line in (folder / "out/events.jsonl").read_text().splitlines()]
+    return [event["what"] for event in told if event["event"] == "regroup"]
+
+
+def started_again(folder: Path, share: str) -> str:
+    """It said which share is lost, and went on from a checkpoint, once. Returns its log."""
+    log = (folder / "out/log.txt").read_text()
+    assert f"{share} of the state is lost with every rank that held it" in log
+    assert log.count("resuming after step") == 1
+    return log
+
+
+def test_shares_are_taken_from_copies_and_a_rank_that_comes_gets_its_own(
+    tmp_path: Path, cache: Path, eight: Path
+) -> None:
+    """`gather: step`, three ranks: one is lost within a step, then rank 0 after its update."""
+    strikes = [(5, 1, "agreed", 3), (12, 0, "updated", 3)]
+    done = striking.carried_out(job("StruckFSDP2Step", 3, *strikes), tmp_path / "job", cache, eight, *COPIED)
+    assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
+    assert done.restarted == 0
+    told = moved(tmp_path / "job")
+    assert sum("by copies in memory" in what for what in told) >= 2
+    assert any("came in, with the state of the others" in what for what in told)
+    assert "resuming after step" not in (tmp_path / "job/out/log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "phase", [slow("late"), long("updated"), long("step"), long("agreed"), long("saving"), long("evaluation")]
+)
+def test_one_replica_of_each_shard_is_enough_to_finish_the_step(
+    phase: str, tmp_path: Path, cache: Path, eight: Path
+) -> None:
+    """Four ranks, two replicas: nothing is gone back, also where another rank had not heard that all could make the
+    update (`late`), and makes it by itself."""
+    done = striking.carried_out(job("StruckFSDP2", 4, (3, 2, phase, 4)), tmp_path / "job", cache, eight, *REPLICATED)
+    assert [each["phase"] for each in done.done] == [phase]
+    assert done.restarted == 0
+    assert (tmp_path / "job/unheard").exists() == (phase == "late")
+    assert not any("back from" in what for what in moved(tmp_path / "job"))
+
+
+@pytest.mark.slow
+def test_both_holders_of_a_shard_are_lost_and_all_start_again_and_say_why(
+    tmp_path: Path, cache: Path, eight: Path
+) -> None:
+    """Two replicas: of the ranks that meet again one more is lost, the other one of the same shard."""
+    strikes = [(13, 1, "step", 4), (13, 2, "forming", 3)]
+    done = striking.carried_out(job("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, eight, *REPLICATED)
+    assert [each["phase"] for each in done.done] == ["step", "forming"]
+    assert done.restarted == 1
+    assert "resuming after step 10" in started_again(tmp_path / "job", "share 1 of 2")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_of_a_pair_in_a_row(kind: str, tmp_path: Path, cache: Path) -> None:
+    """The one that keeps the copy of the first is lost once the first is replaced; then both before they are: what was
+    in their memory only is lost, and all start again and say so."""
+    words = [*COPIED, *KINDS[kind]]
+    alone = untouched(tmp_path / "alone", cache, *layers(kind))
+    strikes = [(5, 1, "agreed", 3), (7, 1, "agreed", 3), (23, 1, "step", 3), (23, 1, "forming", 2)]
+    done = striking.carried_out(job(kind, 3, *strikes), tmp_path / "job", cache, alone, *words)
+    assert [(each["phase"], each["world"]) for each in done.done] == [(phase, world) for *_, phase, world in strikes]
+    assert done.restarted == 1
+    started_again(tmp_path / "job", "share 1 of 3")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_of_a_pair_before_one_that_comes_has_the_state(kind: str, tmp_path: Path, cache: Path) -> None:
+    """One is lost, another comes in, and while it gets its part one of those that send it is lost: the last of three
+    has a copy of what that one held, taken since they were two."""
+    alone = untouched(tmp_path / "alone", cache, *layers(kind))
+    strikes = [(5, 1, "agreed", 3), (5, 1, "handing", 3), (25, 0, "agreed", 3), (25, 0, "handing", 3)]
+    done = striking.carried_out(job(kind, 3, *strikes), tmp_path / "job", cache, alone, *COPIED, *KINDS[kind])
+    assert [(each["phase"], each["world"]) for each in done.done] == [(phase, world) for *_, phase, world in strikes]
+    assert done.restarted == 0
+    assert sum("by copies in memory" in what for what in moved(tmp_path / "job")) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_without_copies_the_second_of_a_pair_starts_all_again(tmp_path: Path, cache: Path, eight: Path) -> None:
+    """The same of two replicas: three ranks have shared the state out, and nobody has what the second held."""
+    strikes = [(13, 1, "step", 4), (13, 2, "handing", 4)]
+    done = striking.carried_out(job("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, eight, *REPLICATED)
+    assert [each["phase"] for each in done.done] == ["step", "handing"]
+    assert done.restarted == 1
+    started_again(tmp_path / "job", "share 2 of 3")
+
+
+@pytest.mark.slow
+def test_a_pipeline_goes_on_with_fewer_stages(tmp_path: Path, cache: Path) -> None:
+    alone = untouched(tmp_path / "alone", cache, LAYERS)
+    strikes = [(5, 1, "agreed", 3)]
+    done = striking.carried_out(job("StruckPipeline", 3, *strikes), tmp_path / "job", cache, alone, LAYERS, *COPIED)
+    assert done.restarted == 0
+    assert any("by copies in memory" in what for what in moved(tmp_path / "job"))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [long(seed) for seed in range(4)])
+def test_struck_at_random(seed: int, tmp_path: Path, cache: Path, eight: Path) -> None:
+    """Six strikes, each in a full world. LOCKSTEP_SEED chooses others."""
+    chance = random.Random(seed + int(os.environ.get("LOCKSTEP_SEED", 0)))
+    kind, world, options = chance.choice(
+        [
+            ("StruckFSDP2", 4, REPLICATED),
+            ("StruckFSDP2", 3, (*COPIED, EACH_MICRO_BATCH)),
+            ("StruckFSDP2Step", 3, COPIED),
+        ]
+    )
+    phases = ("step", "agreed", "update", "updated", "agree")
+    strikes = [(4 + 8 * i, chance.randint(0, 5), chance.choice(phases), world) for i in range(6)]
+    done = striking.carried_out(job(kind, world, *strikes), tmp_path / "job", cache, eight, *options)
+    assert done.equal
+    assert len(done.done) == len(strikes)
+    assert done.restarted == 0

@@ -1,0 +1,95 @@
+"""`launch.on_rank_failure: continue` under ZeRO: those that are left make DeepSpeed's engine anew, of copies in
+memory."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support import striking
+from support.command import finish, lines, write
+from support.marks import long, slow
+
+pytest.importorskip("deepspeed")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets through /proc"),
+    pytest.mark.usefixtures("nobody_is_left"),
+    pytest.mark.timeout(900),
+]
+COPIED = ("launch.replicate_every=2",)
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    folder = tmp_path_factory.mktemp("untouched")
+    write(folder, **striking.VALUES)
+    finish(folder, cache, "launch.processes=1", "strategy.name=single")
+    return folder
+
+
+def equal_to_rounding(folder: Path, untouched: Path) -> None:
+    """Every step is there once, with the loss that it had; the weights at the end are those, to rounding. (A job of
+    three ranks that nobody touches is as far from it: 0.0025 in a loss, from step 30 on, and 0.0005.)"""
+    mine, theirs = lines(folder), lines(untouched)
+    assert [line["step"] for line in mine] == [line["step"] for line in theirs]
+    losses = [[line["loss"] for line in each if "loss" in line] for each in (mine, theirs)]
+    assert losses[0][:30] == pytest.approx(losses[1][:30], rel=1e-4)
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+    assert apart(folder, untouched) < 1e-3
+
+
+def apart(folder: Path, untouched: Path) -> float:
+    """How far the weights at the end are from each other, relative to what they are."""
+    one, other = (load_file(each / "out/export/model.safetensors") for each in (folder, untouched))
+    assert one.keys() == other.keys()
+    flat = [torch.cat([each[name].double().flatten() for name in sorted(one)]) for each in (one, other)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        long("StruckZero1", ()),
+        long("StruckZero2", ()),
+        long("StruckZero3", ()),
+        long("StruckAcceleratedZero", ("strategy.options.deepspeed.zero_stage=2",)),
+        slow("StruckAcceleratedZero", ("strategy.options.deepspeed.zero_stage=3",)),
+    ],
+)
+def test_all_go_back_to_the_last_copy(
+    strategy: str, words: tuple[str, ...], tmp_path: Path, cache: Path, untouched: Path
+) -> None:
+    """Of three ranks one is lost within a step, and rank 0 once another has come in its place; no checkpoint is
+    read."""
+    strikes = [(5, 1, "agreed", 3), (23, 0, "agree", 3)]
+    names = ("step", "rank", "phase", "world")
+    job = striking.Job(0, strategy, 3, [dict(zip(names, each, strict=True)) for each in strikes])
+    striking.ended_after(job, tmp_path, cache, *COPIED, *words)
+    assert [each["phase"] for each in job.done] == [phase for _, _, phase, _ in strikes]
+    assert job.restarted == 0
+    events = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
+    told = [event["what"] for event in events if event["event"] == "regroup"]
+    assert sum("by copies in memory" in what for what in told) >= 2, told
+    assert any("came in, with the state of the others" in what for what in told), told
+    assert "resuming after step" not in (tmp_path / "out/log.txt").read_text()
+    equal_to_rounding(tmp_path, untouched)
+
+
+@pytest.mark.slow
+def test_one_of_two_is_lost_again_and_again(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    """The one that is left is alone: nobody else has what it holds when another comes in. There are as many starts as
+    losses, and no checkpoint is read."""
+    names = ("step", "rank", "phase", "world")
+    strikes = [dict(zip(names, each, strict=True)) for each in ((9, 1, "agreed", 2), (25, 0, "agree", 2))]
+    job = striking.Job(0, "StruckZero2", 2, strikes)
+    _, _, err = striking.ended_after(job, tmp_path, cache, "launch.replicate_every=1", replaced=2)
+    assert len(job.done) == 2, err
+    assert job.restarted == 0
+    log = (tmp_path / "out/log.txt").read_text()
+    assert log.count("came in, with the state of the others; 2 ranks go on") == 2
+    assert "resuming after step" not in log
+    equal_to_rounding(tmp_path, untouched)

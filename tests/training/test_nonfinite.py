@@ -1,0 +1,272 @@
+"""Losses and gradients that are no numbers, memory that does not suffice, losses that jump."""
+
+import json
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lockstep.checkpoint.progress import Progress, best_first, score_of
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.world import World
+from lockstep.strategies.strategy import NotFinite, strategy_class
+from lockstep.tools import attest, diff, golden, replay, verify
+from lockstep.tools.bench import calibrate
+from lockstep.tools.sweep import sweep
+from lockstep.tools.sweep.sweep_file import read as read_sweep
+from lockstep.track.best import Best
+from lockstep.track.console import Console
+from lockstep.training import fingerprints
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.recording import Recording, Step
+from lockstep.training.recording import read as read_recording
+from lockstep.training.throughput import Spikes
+from support.command import bits, lines, train, write
+from support.harness import build, digest, run_on, tiny
+from support.misbehaving import BAD_STEP
+from support.places import TESTS_PATH
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_step_that_is_not_finite_ends_the_job_and_names_the_examples(
+    processes: int, tmp_path: Path, cache: Path
+) -> None:
+    write(tmp_path)
+    options = ["strategy.name=support.misbehaving.Exploding", f"launch.processes={processes}"]
+    status, _, err = train(tmp_path, cache, *options, PYTHONPATH=TESTS_PATH)
+    assert status == 1
+    assert "step 7: the loss is not a finite number; nothing was updated" in err
+    assert "micro-batch 3: rows " in err
+    assert err.count("micro-batch 3") == 1
+    assert "Traceback" not in err
+    assert max(line["step"] for line in lines(tmp_path)) == BAD_STEP
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+def test_a_step_may_be_skipped_on_all_ranks_alike(tmp_path: Path, cache: Path) -> None:
+    ends = []
+    for processes in (1, 3):
+        folder = tmp_path / str(processes)
+        write(folder)
+        options = ["strategy.name=support.misbehaving.Exploding", "on_nonfinite=skip", f"launch.processes={processes}"]
+        status, out, err = train(folder, cache, *options, PYTHONPATH=TESTS_PATH)
+        assert status == 0, err
+        assert "1 step(s) skipped: not finite" in out
+        told = [line for line in lines(folder) if line["split"] == "train" and line.get("skipped_steps")]
+        assert [(line["step"], line["loss"]) for line in told] == [(BAD_STEP + 1, None)]
+        for line in (folder / "out" / "metrics.jsonl").read_text().splitlines():
+            json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+        ends.append(bits(folder))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+def test_memory_that_does_not_suffice_is_told_before_the_first_step(tmp_path: Path, cache: Path) -> None:
+    write(tmp_path)
+    options = ["strategy.name=support.misbehaving.NoMemory", "launch.max_restarts=3"]
+    status, _, err = train(tmp_path, cache, *options, PYTHONPATH=TESTS_PATH)
+    assert status == 2
+    assert err.count("memory does not suffice for the longest examples") == 1
+    assert "more micro_batches" in err
+    assert "restarting" not in err
+    assert lines(tmp_path) == []
+
+
+def dry_run(world: World, run: Run) -> tuple[str, str]:
+    """The state after two steps, with a dry run before them and without."""
+    digests = []
+    for tried in (True, False):
+        task, strategy = build(run, world)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        if tried:
+            longest = feed.longest()
+            assert longest.tokens >= max(feed.make(t).tokens for t in range(4))
+            strategy.dry_run(longest)
+        for t in range(2):
+            strategy.train_step(feed.make(t), 1e-3)
+        digests.append(digest(strategy.state_dict()))
+        strategy.close()
+    return digests[0], digests[1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, "{}") for name in plugins.names("strategies")),
+        ("hf_accelerate", "{deepspeed: {zero_stage: 2}}"),
+        ("hf_accelerate", "{fsdp: {}}"),
+        ("zero1", "{bf16: {enabled: true}}"),
+        ("zero3", "{bf16: {enabled: true}}"),
+    ],
+)
+def test_a_dry_run_leaves_no_trace(name: str, options: str) -> None:
+    precision = "bf16" if "bf16" in options else "fp32"
+    run = tiny(f"strategy.name={name}", f"strategy.options={options}", f"precision={precision}")
+    for with_one, without in run_on(1 if name == "single" else 2, dry_run, run, run=run):
+        assert with_one == without
+
+
+def poisoned(world: World, run: Run) -> tuple[int, list[int] | None]:
+    """The last loss of the last rank (in a pipeline only it has any) is poisoned: its micro-batch, and those found
+    bad."""
+    task, strategy = build(run, world)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    batch = feed.make(0)
+    real, micro_batch = task.loss_sum, batch.micro_batches[-1]
+    left = iter(range(len(batch.micro_batches))[::-1])
+    if world.rank == world.size - 1:
+        task.loss_sum = lambda *given: real(*given) * (1.0 if next(left) else float("nan"))  # type: ignore[method-assign]
+    try:
+        strategy.train_step(batch, 1e-3)
+    except NotFinite as caught:
+        return micro_batch.index, caught.micro_batches
+    return micro_batch.index, None
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", plugins.names("strategies"))
+def test_every_strategy_finds_it_on_every_rank(name: str) -> None:
+    run = tiny(f"strategy.name={name}")
+    found = run_on(1 if name == "single" else 2, poisoned, run, run=run)
+    bad = found[-1][0]
+    assert [micro_batches for _, micro_batches in found] == [[bad]] * len(found)
+
+
+def bad_at_step_1(run: Run, late: bool, steps: int) -> tuple[list[str], list[bool]]:
+    """Digests after each step, and whether each was used; the losses of step 1 are no numbers."""
+    task, strategy = build(run, World(run))
+    strategy.finite.late = late  # as on CUDA
+    feed = StepLoader(run, task, strategy.own_micro_batches(), torch.device("cpu"))
+    real, digests, used = task.loss_sum, [], []
+    for t in range(steps):
+        task.loss_sum = lambda outputs, targets, t=t: real(outputs, targets) * (float("nan") if t == 1 else 1.0)
+        used.append(strategy.train_step(feed.make(t), 1e-3).used)
+        digests.append(digest(strategy.state_dict()))
+    strategy.settle()
+    return digests, [bool(each) for each in used]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_step_that_is_skipped_on_the_device_leaves_what_one_does_that_the_host_skips(optimizer: str) -> None:
+    run = tiny("strategy.name=single", "on_nonfinite=skip", f"optim.name={optimizer}")
+    found = bad_at_step_1(run, late=True, steps=4)
+    assert found == bad_at_step_1(run, late=False, steps=4)
+    assert found[1] == [True, False, True, True]
+    assert found[0][0] == found[0][1] != found[0][2]
+
+
+def test_a_bad_step_is_told_in_the_next_one_and_nothing_was_updated() -> None:
+    run = tiny("strategy.name=single")
+    with pytest.raises(NotFinite, match=r"step 1: micro-batches \[0, 1, 2, 3, 4, 5, 6, 7\]") as caught:
+        bad_at_step_1(run, late=True, steps=2)  # by `settle`, before anything is saved
+    assert caught.value.step == 1
+    with pytest.raises(NotFinite, match="step 1"):
+        bad_at_step_1(run, late=True, steps=3)
+
+
+def test_deepspeed_cannot_skip() -> None:
+    run = tiny("strategy.name=zero2", "on_nonfinite=skip")
+    with pytest.raises(RunError, match="on_nonfinite"):
+        strategy_class(run).check(run, 2)
+
+
+def test_a_jump_is_told_from_a_wander() -> None:
+    random = np.random.default_rng(0)
+    spikes = Spikes()
+    losses = 2 + 0.1 * random.standard_normal(200) - np.linspace(0, 1, 200)
+    assert not any(spikes.seen(float(loss)) for loss in losses)
+    assert spikes.seen(4.0)
+    assert spikes.seen(float("nan"))
+    assert not spikes.seen(1.0)
+
+
+# -- nothing that is not finite passes -------------------------------------------------------------------------------
+
+
+def recording(folder: Path, weight: float, loss: float = 1.0, buffer: float = 0.0) -> Path:
+    """What a job of one step wrote down for `lockstep verify`, whose last weight, loss and buffer are these."""
+    folder.mkdir()
+    step = Step(0, loss, 1.0, 8.0, 8.0)
+    found = Recording("ddp", 2, True, 0.0, {"loss": 1.0, "r2": math.nan}, [step], {}, None, None, [])
+    (folder / "recording.json").write_text(json.dumps(asdict(found)))
+    weights = {"weight.w": torch.tensor([1.0, weight]), "weight.b": torch.tensor([buffer])}
+    save_file({"weight.w": torch.ones(2), "weight.b": torch.zeros(1)}, folder / "start.safetensors")
+    save_file(weights | {"gradient.w": torch.ones(2)}, folder / "step-0.safetensors")
+    return folder
+
+
+def output(folder: Path, *losses: float) -> Path:
+    """The OUTPUT of a run, with a fingerprint of each step."""
+    folder.mkdir()
+    (folder / "run.yaml").write_text(tiny(f"output={folder}").dump())
+    lines = [json.dumps(fingerprints.line(n + 1, loss, 1.0)) for n, loss in enumerate(losses)]
+    (folder / fingerprints.FILE).write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_passes_nowhere(
+    bad: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where both sides hold the same bits of it. The controls are finite, and pass."""
+    console = Console(True)
+    verified = [recording(tmp_path / f"finite-{i}", 2.0, buffer=-math.inf) for i in range(2)]
+    assert verify.tell(console, *verified) == 0  # a mask may hold infinities
+    assert "same bits. All is as promised" in capsys.readouterr().out
+    for case, values in enumerate([{"weight": bad}, {"weight": 2.0, "loss": bad}, {"weight": 2.0, "buffer": math.nan}]):
+        folders = [recording(tmp_path / f"{case}-{i}", **values) for i in range(2)]
+        assert verify.tell(console, *folders) == 1, values
+        assert "All is as promised" not in (said := capsys.readouterr().out)
+        assert "not finite" in said
+    hashed = list(golden._steps(verified[0], read_recording(verified[0])))
+    assert len(hashed[0]["tensors"]) == 3
+    with pytest.raises(RunError, match="is not finite"):
+        list(golden._steps(tmp_path / "1-0", read_recording(tmp_path / "1-0")))
+    with pytest.raises(RunError, match="is not finite"):
+        list(golden._steps(tmp_path / "2-0", read_recording(tmp_path / "2-0")))
+
+    a, b = (output(tmp_path / name, 1.0, bad) for name in "ab")
+    assert diff.diff(a, b, [], look=False) == 1
+    assert "step 2: loss or gradient norm is not finite" in " ".join(capsys.readouterr().out.split())
+    assert diff.diff(*(output(tmp_path / name, 1.0, 2.0) for name in "cd"), [], look=False) == 0
+    good, line = fingerprints.line(1, 1.0, 1.0), fingerprints.line(1, bad, 1.0)
+    assert replay.first_wrong([{"now": good | {"finite": True}, "then": good}]) is None
+    assert "not finite" in str(replay.first_wrong([{"now": line, "then": line}]))  # audit asks this, too
+    assert "not finite" in str(replay.first_wrong([{"now": good | {"finite": False}, "then": good}]))
+    assert replay.first_wrong([{"now": line, "then": line}], skips=True) is None  # a loss scale leaves such steps out
+    assert "not finite" in str(attest._of_numbers(a))
+    assert attest._of_numbers(tmp_path / "c") is None
+
+    with pytest.raises(RunError, match=r"links\.latency_s was measured as no finite number"):
+        calibrate.check_finite({"links": {"latency_s": bad}, "flops": [1e9]})
+
+    run = tiny("checkpoint.best=-loss", "evaluate.every=1", "evaluate.patience=2")
+    progress = Progress.of(run, {}).after(1, score_of(run, {"loss": 2.0})).after(2, score_of(run, {"loss": bad}))
+    assert (progress.step, progress.since, progress.over(run)) == (1, 1, False)
+    assert progress.after(3, score_of(run, {"loss": bad})).over(run)
+    assert [c.step for c in best_first(run, {1: {"loss": 2.0}, 2: {"loss": bad}})] == [1]
+    assert not Best().seen(1, {"loss": bad})
+
+    values = tiny(f"output={tmp_path / 'out'}").model_dump(mode="json")
+    options = dict.fromkeys(("parallel", "search", "out", "split")) | {"over": ["seed=1,2"], "metric": "-loss"}
+
+    def done(trial: Any, split: str) -> None:
+        trial.state, trial.scores = "done", {"loss": bad if trial.keys["seed"] == 2 else 1.0}
+
+    monkeypatch.setattr(sweep.SweepTrial, "look", done)
+    assert sweep.sweep(read_sweep(None, values, [], options)) == 1
+    assert "loss is not a finite number in seed-2" in capsys.readouterr().out
+    board = sweep.Leaderboard(read_sweep(None, values, [], options), console)
+    assert [board.metric(trial) for trial in board.ranked()] == [1.0, None]

@@ -1,0 +1,143 @@
+"""A run is resolved once: what `Job` holds, what a rank is sent, and that no rank decides again what was decided."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.config.run import Run, RunError
+from lockstep.launchers import start
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.pipeline import Pipeline
+from lockstep.training import resolve
+from lockstep.training.resolve import Job, Machine, Scope, for_rank
+from support.harness import tiny
+
+
+def of(*overrides: str, processes: int = 2, scope: Scope = Scope.DATA) -> Job:
+    return resolve.resolve(tiny(*overrides), Machine(), processes, scope)
+
+
+def test_a_job_holds_what_was_decided_and_is_frozen() -> None:
+    job = of("strategy.name=ddp")
+    assert (job.strategy, job.processes, job.same_bits, job.padding) == (DDP, 2, True, None)
+    assert job.attention == "lockstep_unpadded"
+    assert not of("strategy.name=ddp", "strategy.exact=false").same_bits
+    padded = of("data.padding=batch", "model.attention=eager", "precision=bf16")
+    assert (padded.padding, padded.attention) == ("data.padding is batch", "eager")
+    assert "computes in bf16" in padded.summary()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        job.processes = 3  # type: ignore[misc]
+
+
+def test_ranks_are_sent_the_same_job() -> None:
+    job = of("strategy.name=pipeline", "strategy.exact=false")
+    sent = Job.load(job.dump())
+    assert sent == job
+    assert (sent.strategy, sent.task) == (Pipeline, job.task)
+    assert Job.load(job.into("elsewhere").dump()).run.output == "elsewhere"
+
+
+def world(size: int, rank: int = 0, apart: bool = False) -> Any:
+    return SimpleNamespace(size=size, rank=rank, joining=apart, device=SimpleNamespace(type="cpu"))
+
+
+def test_a_rank_decides_nothing_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    job = of()
+    calls: list[int] = []
+
+    def again(run: Run, machine: Machine, processes: int, **how: Any) -> Job:
+        calls.append(processes)
+        return job
+
+    monkeypatch.setattr(resolve, "resolve", again)
+    assert for_rank(job, world(2)) is job
+    assert for_rank(job, world(1, apart=True)) is job  # a replacement, before it has met the others
+    assert calls == []
+    # what only its machine can know: how many came, and whether the data are still whole there
+    for_rank(job, world(3))
+    gone = dataclasses.replace(job.data, splits=job.data.splits | {"train": str(tmp_path / "gone")})
+    for_rank(dataclasses.replace(job, prepared=gone), world(2))
+    for_rank(job.run, world(2))  # nobody has resolved it
+    assert calls == [3, 2, 2]
+
+
+def test_a_rank_that_resolves_refuses_what_the_command_refuses() -> None:
+    run = tiny("strategy.name=single")
+    for refuse in (lambda: for_rank(run, world(2)), lambda: resolve.resolve(run, Machine(), 2)):
+        with pytest.raises(RunError, match=r"strategy\.name"):
+            refuse()
+    assert for_rank(run, world(1)).processes == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_trackers_are_those_of_rank_0(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.track.tensorboard import TensorBoard
+
+    def missing() -> None:
+        raise RunError("track.to: tensorboard is not installed")
+
+    monkeypatch.setattr(TensorBoard, "check", missing)
+    run = tiny("track.to=[tensorboard]")
+    if rank:
+        assert for_rank(run, world(2, rank))
+    else:
+        with pytest.raises(RunError, match="tensorboard is not installed"):
+            for_rank(run, world(2, rank))
+
+
+def test_every_command_asks_the_same_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`train`, `plan`, `verify`, `bench`, `replay`, `diff`, `branch`; `init` and `sweep` as far as the options."""
+    from lockstep.tools.bench import bench
+    from lockstep.tools.init import planning
+    from lockstep.tools.sweep import sweep
+
+    scopes: list[Scope] = []
+    right = resolve.resolve
+
+    def seen(run: Run, machine: Machine, processes: int, scope: Scope = Scope.DATA, *rest: Any) -> Job:
+        scopes.append(scope)
+        return right(run, machine, processes, scope, *rest)
+
+    monkeypatch.setattr(resolve, "resolve", seen)
+    run = tiny(f"output={tmp_path / 'out'}", "launch.processes=1")
+    launcher = start.launcher_of(run)
+    plan = launcher.plan(run)
+    console: Any = SimpleNamespace(facts=lambda rows: None, note=lambda text: None)
+    ready, steps = start.ready(run, launcher, plan, console)
+    assert steps is None
+    examined = start.examined(run, launcher, plan)
+    assert isinstance(examined, Job)
+    assert ready.job == dataclasses.replace(examined, scope=Scope.START)
+    start.resolved(run)  # verify, replay, diff, branch
+    bench.resolved(run)
+    planning.plan(run)
+    start.resolve_options(run)
+    assert sweep.start is start
+    assert scopes == [Scope.START, Scope.OUTPUT, Scope.DATA, Scope.DATA, Scope.OPTIONS, Scope.OPTIONS]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "threads"),
+    [
+        (["strategy.name=ddp"], 2),
+        (["strategy.name=allreduce"], 2),
+        (["strategy.name=ddp", "strategy.exact=false"], 1),
+        (["strategy.name=fsdp2"], 1),
+    ],
+)
+def test_two_threads_of_gloo_where_no_collective_is_functional(
+    overrides: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lockstep.training import session
+
+    seen: list[int] = []
+    joined = world(2)
+    joined.join = lambda: seen.append(joined.gloo_threads)  # set before the ranks meet
+    monkeypatch.setattr(session, "agree", lambda *what: None)
+    session.join_ranks(of(*overrides), joined)
+    assert seen == [threads]

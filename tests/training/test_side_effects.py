@@ -1,0 +1,238 @@
+"""What a model's forward does beside computing: it is seen before training, leaves no trace there, and is kept or
+refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lockstep.config.run import Run, RunError, load
+from lockstep.distributed.world import World
+from lockstep.strategies.engines import side_effects, writes
+from lockstep.strategies.engines.side_effects import SideEffects
+from lockstep.training.data_loader import StepLoader
+from support import side_effect_modules as modules
+from support.harness import build, digest, run_on
+
+NONE = ["Plain", "FrozenRows", "SwitchedLate", "Queue", "Functional"]
+SEEN = {  # module -> what is seen of its forward, by field
+    "LateHook": {"hooked": ["second.weight"]},
+    "Clamped": {"written": ["second.weight"], "alike": ["second.weight"]},
+    "ClampedElsewhere": {"written": ["second.weight"], "moved": ["second.weight"], "alike": ["second.weight"]},
+    "Renormed": {"written": ["words.weight"]},
+    "Decayed": {"written": ["second.weight"]},
+    "Replaced": {"replaced": ["second.weight"]},
+    "Teacher": {"written": ["teacher.bias", "teacher.weight"]},
+    "TeacherBuffer": {"written": ["teacher"]},
+    "Count": {"written": ["seen"]},
+    "Switched": {"switched": ["second.weight"]},
+    "Evaluated": {"evaluated": ["second.weight"]},
+}
+ALONE = {"Renormed", "Decayed", "Teacher", "TeacherBuffer", "Count", "Switched"}  # not on several processes
+
+
+def effects(name: str) -> SideEffects:
+    torch.manual_seed(0)
+    model, inputs = getattr(modules, name)().train(), modules.data().tensors[0]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plain, held = dict(vars(model)), list(model.parameters())
+    found = side_effects.effects_of(model, [lambda: model(inputs[:4]), lambda: model(inputs[40:45])], ())
+    assert all(writes.same_bits(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert dict(vars(model)) == plain
+    if name != "Replaced":
+        assert [id(p) for p in model.parameters()] == [id(p) for p in held]
+        assert all(p.requires_grad or n.startswith("teacher") for n, p in model.named_parameters())
+    assert not model.second.weight._backward_hooks
+    return found
+
+
+@pytest.mark.parametrize("name", [*NONE, *SEEN])
+def test_what_forward_does_is_seen_and_leaves_no_trace(name: str) -> None:
+    found = effects(name)
+    fields = ("written", "moved", "replaced", "switched", "hooked", "evaluated", "alike")
+    assert {f: sorted(getattr(found, f)) for f in fields if getattr(found, f)} == SEEN.get(name, {})
+    assert bool(found.per_process) == (name in ALONE)
+
+
+def test_ranks_put_together_what_they_saw() -> None:
+    """What one rank only has seen, or made something else of, each would keep for itself."""
+    clamped, plain = effects("Clamped"), SideEffects()
+    assert not clamped.together(lambda own: [own, own]).per_process
+    assert clamped.together(lambda own: [own, plain]).per_process == {"second.weight"}
+    other = SideEffects(clamped.written, alike={"second.weight": "another hash"})
+    assert plain.together(lambda own: [own, clamped, other]).per_process == {"second.weight"}
+
+
+def run_of(name: str, folder: Path, strategy: str, **options: Any) -> Run:
+    task = {"name": "module", "data": "support.side_effect_modules.data", "loss": "support.side_effect_modules.loss"}
+    values = {
+        "task": task | {"model": f"support.side_effect_modules.{name}"},
+        "output": str(folder / f"{name}-{strategy}"),
+        "strategy": {"name": strategy, "options": options},
+        "steps": 6,
+        "batch_size": 24,
+        "micro_batches": 6,
+        "optim": {"learning_rate": 2e-2},
+        "launch": {"device": "cpu", "threads": 1},
+    }
+    return load(None, [], values)
+
+
+def builds(world: World, run: Run) -> bool:
+    build(run, world)[1].close()
+    return True
+
+
+def after_steps(run: Run, tried: bool) -> str:
+    """The state after three steps."""
+    task, strategy = build(run, World(run))
+    feed = StepLoader(run, task, strategy.own_micro_batches(), torch.device("cpu"))
+    if tried:
+        strategy.dry_run(feed.longest())
+    for step in range(3):
+        strategy.train_step(feed.make(step), 1e-2)
+    found = digest(strategy.state_dict())
+    strategy.close()
+    return found
+
+
+LEAVES = ["Teacher", "TeacherBuffer", "Clamped", "Renormed", "SwitchedLate", "LateHook", "Center", "Queue"]
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_trial_step_leaves_no_trace(name: str, tmp_path: Path) -> None:
+    run = run_of(name, tmp_path, "single")
+    assert after_steps(run, tried=True) == after_steps(run, tried=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("FrozenRows", r"would lose the hook on the gradient of words\.weight"),
+        ("Keeps", "would lose held: a tensor that a module holds"),
+        ("KeepsInList", "would lose held: a tensor that a module holds"),
+        ("KeepsInFunction", "would lose held: a tensor that a module holds"),
+        ("Clamped", r"would lose what the model's forward does to second\.weight"),
+        ("ClampedElsewhere", r"would lose what the model's forward does to second\.weight"),
+        ("LateHook", r"would lose what the model's forward does to second\.weight"),
+        ("Evaluated", r"would lose what the model's forward does to second\.weight"),
+        ("Replaced", r"puts another parameter in the place of second\.weight"),
+        ("HookAfter", "would see the sum of several micro-batches"),
+    ],
+)
+def test_what_fsdp_would_lose_is_refused(name: str, said: str, tmp_path: Path) -> None:
+    run = run_of(name, tmp_path, "fsdp2", gather="micro_batch")
+    with pytest.raises(RunError, match=said):
+        after_steps(run, tried=True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "strategy", "lost"),
+    [
+        ("Clamped", "zero3", "second.weight"),
+        ("ClampedElsewhere", "zero3", "second.weight"),
+        ("Evaluated", "zero3", "second.weight"),
+        ("Plain", "zero3", None),
+        ("LimitedChain", "pipeline", "3.weight"),
+        ("Chain", "pipeline", None),
+    ],
+)
+def test_what_is_cut_up_would_lose_what_forward_writes(
+    name: str, strategy: str, lost: str | None, tmp_path: Path
+) -> None:
+    run = run_of(name, tmp_path, strategy)
+    if lost is None:
+        assert run_on(2, builds, run, run=run) == [True, True]
+        return
+    with pytest.raises(AssertionError, match=f"would lose what the model's forward writes to {lost}, which is trained"):
+        run_on(2, builds, run, run=run)
+
+
+@pytest.mark.parametrize("gather", ["step", "micro_batch"])
+def test_calls_with_other_tensors_have_the_bits_of_single(gather: str, tmp_path: Path) -> None:
+    wanted = after_steps(run_of("Functional", tmp_path, "single"), tried=True)
+    assert after_steps(run_of("Functional", tmp_path, "fsdp2", gather=gather), tried=True) == wanted
+
+
+@pytest.mark.parametrize("name", ["Replaced", "HookAfter"])
+def test_what_no_strategy_can_keep_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"model\(\): "):
+        after_steps(run_of(name, tmp_path, "single"), tried=True)
+
+
+def works(world: World, run: Run) -> int:
+    from lockstep.training.rank import work
+    from lockstep.training.resolve import for_rank
+
+    return work(for_rank(run, world), world)
+
+
+def trained(run: Run, ranks: int) -> dict[str, torch.Tensor]:
+    assert run_on(ranks, works, run, run=run, joined=False) == [0] * ranks
+    return load_file(run.folder / "export/model.safetensors")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["FrozenRows", "Clamped", "Evaluated"])
+def test_what_is_the_same_for_every_batch_has_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
+    alone = trained(run_of(name, tmp_path, "single"), 1)
+    assert "gives the same weights on 2 process(es)" in log(tmp_path / f"{name}-single")
+    if name == "Evaluated":  # the export is what was trained, not what was evaluated
+        run = run_of("Plain", tmp_path, "single")
+        assert digest(alone) == digest(trained(run, 1))
+    for run, ranks in ((run_of(name, tmp_path, "ddp"), 3), (run_of(name, tmp_path, "fsdp2", gather="step"), 2)):
+        assert digest(trained(run, ranks)) == digest(alone)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "strategy", "said"),
+    [
+        ("Teacher", "ddp", "training changes teacher.bias, teacher.weight of the model beside the optimizer"),
+        ("Renormed", "ddp", "training changes words.weight of the model beside the optimizer"),
+        ("SwitchedLate", "ddp", "changes requires_grad of weights"),
+        ("SwitchedLate", "fsdp2", "changes requires_grad of weights"),
+        ("LeavesOut", "fsdp2", "fsdp2 needs all ranks to run the same layers in the same order"),
+    ],
+)
+def test_what_each_process_would_make_something_else_of(name: str, strategy: str, said: str, tmp_path: Path) -> None:
+    options = {"gather": "micro_batch"} if strategy == "fsdp2" else {}
+    run = run_of(name, tmp_path, strategy, **options)
+    with pytest.raises(AssertionError, match=said):
+        run_on(3, works, run, run=run, joined=False)
+
+
+def log(folder: Path) -> str:
+    return " ".join((folder / "log.txt").read_text().split())
+
+
+@pytest.mark.parametrize("name", ["Teacher", "Count", "SwitchedLate"])
+def test_one_process_promises_nothing_of_several(name: str, tmp_path: Path) -> None:
+    run = run_of(name, tmp_path, "single")
+    assert works(World(run), run) == 0
+    said = log(run.folder)
+    assert "gives the same weights" not in said
+    assert f"lockstep evaluate {run.folder} scores the exported model once more" in said
+    assert ("this model trains on one process only" in said) == (name != "SwitchedLate")  # seen while it trains
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("ClampedLate", "forward counts in calls"),
+        ("Queue", "the model keeps state between batches: queue"),
+        ("Center", "the model keeps state between batches: center"),
+    ],
+)
+def test_what_may_depend_on_a_count_is_noted_and_nothing_is_promised(name: str, note: str, tmp_path: Path) -> None:
+    run = run_of(name, tmp_path, "single")
+    assert works(World(run), run) == 0
+    said = log(run.folder)
+    assert note in said
+    assert "gives the same weights" not in said
+    assert "whether this is the same training on 2 process(es)" in said
