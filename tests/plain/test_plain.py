@@ -47,7 +47,8 @@ from support.task_runs import TASKS, make, sentence, write
 FILES = sorted(Path(lockstep.plain.__file__).parent.glob("**/*.py"))
 ALLOWED = {"torch", "transformers", "peft", "numpy", "pyarrow", "datasets", "trl", "sentence_transformers", "sacrebleu"}
 ALLOWED |= {"PIL", "sklearn", "scipy", "seqeval", "rouge_score"}
-MOST = 920  # logical lines of code for all tasks
+MOST = {"rows.py": 170, "scores.py": 110}  # logical lines that read rows, and that score an evaluation
+MOST_OF_REST = 640  # for the examples, losses and steps of all tasks; 600 were aimed at (docs/log.md)
 OTHERS = ("allreduce", "fsdp2", "zero2", "pipeline", "hf_accelerate", "hf_trainer")
 QUICK = ("classification", "prompts", "pairs")  # the others are slow
 
@@ -81,7 +82,9 @@ def test_it_imports_nothing_of_lockstep() -> None:
 
 
 def test_it_is_short() -> None:
-    assert sum(map(statements, FILES)) <= MOST
+    rest = [file for file in FILES if file.name not in MOST]
+    assert sum(map(statements, rest)) <= MOST_OF_REST
+    assert all(statements(file) <= MOST[file.name] for file in FILES if file.name in MOST)
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,8 @@ def tokens(tokenizer: Any, *texts: str, **options: Any) -> list[int]:
 
 def closed(tokenizer: Any, ids: list[int]) -> list[int]:
     """With the end token behind, where it is not there already."""
-    return ids if end_of(tokenizer) in (None, *ids[-1:]) else [*ids, end_of(tokenizer)]
+    end = end_of(tokenizer)
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
 def values_of_labels(run: dict, rows: list[Row]) -> list[Any]:

@@ -61,7 +61,7 @@ class Plain:
         return len(self.encode(self.splits["train"][:1])[0]["labels"]) if regression else len(self.labels) or 1
 
     @property
-    def problem(self) -> str:
+    def problem(self) -> Any:
         """What transformers calls the loss of a classifier."""
         kinds = {"regression": "regression", "multi_label": "multi_label_classification"}
         return next((kinds[key] for key in kinds if self.run["task"].get(key)), "single_label_classification")
@@ -73,7 +73,7 @@ class Plain:
         if not wanted:
             return None
         if isinstance(wanted, dict):
-            weights = [wanted.get(name, 1.0) for name in task["label_names"] or map(str, self.labels)]
+            weights: Any = [wanted.get(name, 1.0) for name in task["label_names"] or map(str, self.labels)]
         else:  # balanced, as of scikit-learn
             encoded = [each["labels"] for each in self.examples("train")]
             of = np.sum(encoded, 0) if task["multi_label"] else np.bincount(encoded, minlength=len(self.labels))

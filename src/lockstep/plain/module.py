@@ -63,15 +63,14 @@ def batch_loss(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
     value, count = _value(job, model, batch["batch"], device), batch["batch"][1]
     if value.numel() > 1:
         return value.sum(), count
-    was = {module: module.training for module in model.modules()}
+    training = model.training
     try:
         with torch.no_grad():
             once, both = (float(_value(job, model.eval(), batch[key], device)) for key in ("alone", "twice"))
     except Exception as error:
         raise NotCovered(f"task.loss: of one item alone it fails: {error}") from error
     finally:
-        for module, training in was.items():
-            module.training = training
+        model.train(training)
     near = 1e-3 * abs(once)
     if abs(both - once) <= near < abs(both - 2 * once):
         return value.reshape(()) * count, count

@@ -114,6 +114,8 @@ def _module_sides(run: Run, task: Module, strategy: Strategy, micro_batch: Seque
     """Both sides of a module of the user's: the plain one is the same model, called as its class has it. Errors:
     `Elsewhere`, `PlainFailed`."""
     model = whole_model(run, task, strategy)
+    if strategy.effects.evaluated or strategy.effects.written:
+        raise Elsewhere("your model changes its own weights when it is called")
     if names := own_generators(task, model):
         raise Elsewhere(f"your code draws from {', '.join(names)}, which no step seeds")
     plain = copy.copy(model)
