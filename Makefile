@@ -70,6 +70,8 @@ setup-dev:
 run: setup
 	@"$(VENV)/bin/lockstep" train $(ARGS)
 
+# Images of Python set it, and pytest would rewrite every file of tests anew, in each of its processes.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: setup-dev
 	@"$(VENV)/bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "(not processes or kernel) and not slow and not long and not gpu and not cluster" $(ARGS)
 

@@ -22,7 +22,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from families import families, run_of
 
-from lockstep.tasks.models import auxiliary_losses, model_configs, small_models
+from lockstep.tasks.models import config_checks, model_configs, small_models
 
 HEADS = ("causal", "seq2seq", "classification", "token_classification", "masked", "question_answering")
 
@@ -30,9 +30,9 @@ HEADS = ("causal", "seq2seq", "classification", "token_classification", "masked"
 def settings(config: Any) -> dict[str, Any]:
     """Entries that may add a term, by path, and a value for each that would show it."""
     found = {}
-    for path, part in auxiliary_losses._parts(config):
+    for path, part in config_checks._parts(config):
         for name, value in vars(part).items():
-            if any(hint in name for hint in auxiliary_losses.HINTS):
+            if any(hint in name for hint in config_checks.HINTS):
                 if isinstance(value, bool):
                     found[path + name] = not value
                 elif type(value) in (int, float) and "norm" not in name and "layer" not in name:
@@ -45,11 +45,11 @@ def outcome(run: Any, head: str, config: Any) -> str:
     why = "no small config"
     for wanted in small_models.smaller(config, head):
         try:
-            pairs = auxiliary_losses.loss_pairs(run, head, wanted)
+            pairs = config_checks.loss_pairs(run, head, wanted)
         except Exception as caught:
             why = f"{type(caught).__name__}: {' '.join(str(caught).split())[:100]}"
             continue
-        return "same" if auxiliary_losses.agree(pairs) else "term"
+        return "same" if config_checks.agree(pairs) else "term"
     return why
 
 
@@ -66,7 +66,7 @@ def tried(head: str, family: str) -> dict[str, Any]:
         if line["usual"] == "same":
             line["entries"] = entries(run, head, config)
         if line["usual"] == "term":
-            line["refused"] = auxiliary_losses.auxiliary_term(run, head, config)
+            line["refused"] = config_checks.auxiliary_term(run, head, config)
     return line
 
 
@@ -80,9 +80,9 @@ def entries(run: Any, head: str, config: Any) -> dict[str, str]:
         other = copy.deepcopy(config)
         for path, value in values.items():
             *outer, last = path.split(".")
-            setattr(auxiliary_losses._read(other, ".".join(outer)) if outer else other, last, value)
+            setattr(config_checks._read(other, ".".join(outer)) if outer else other, last, value)
         found[named] = outcome(run, head, other)
-        if found[named] == "term" and not auxiliary_losses.auxiliary_term(run, head, other):
+        if found[named] == "term" and not config_checks.auxiliary_term(run, head, other):
             found[named] = "term that is not refused"
     if "term" in [said for named, said in found.items() if named != "all of them"]:
         found.pop("all of them", None)

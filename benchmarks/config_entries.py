@@ -25,7 +25,7 @@ from families import families, run_of, small
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from lockstep.config.run import RunError
-from lockstep.tasks.models import config_entries, inert_entries
+from lockstep.tasks.models import config_checks, model_configs
 
 HEADS = ("causal", "seq2seq", "classification", "token_classification", "masked", "question_answering")
 ELSEWHERE = {"return_dict", "dtype", "torch_dtype", "model_type", "transformers_version", "architectures"}
@@ -52,7 +52,7 @@ def legal(kind: Any) -> dict[str, Any]:
             except Exception:  # transformers takes no such value
                 continue
             try:
-                found = config_entries.from_scratch(kind, {name: wanted}).to_dict()
+                found = model_configs.from_scratch(kind, {name: wanted}).to_dict()
             except RunError as error:
                 line["refused"][name] = str(error)[:200]
                 continue
@@ -66,17 +66,17 @@ def inert(family: str, head: str) -> dict[str, Any]:
     entries = {
         name: value
         for name, value in vars(CONFIG_MAPPING[family]()).items()
-        if inert_entries.DROPOUT in name and isinstance(value, float | int)
+        if config_checks.DROPOUT in name and isinstance(value, float | int)
     }
     run = run_of("causal", family, Path("."), "single")
     tried: dict[str, Any] = {"tried": [], "inert": []}
     with torch.random.fork_rng([]):
         for name, value in entries.items():
-            if not inert_entries._is_tried(name, value):
+            if not config_checks._is_tried(name, value):
                 continue
             model = run.model.model_copy(update={"config": small(family) | {name: value}})
             tried["tried"].append(name)
-            if not inert_entries.acts(run.model_copy(update={"model": model}), head, name, value):
+            if not config_checks.acts(run.model_copy(update={"model": model}), head, name, value):
                 tried["inert"].append(name)
     return tried
 

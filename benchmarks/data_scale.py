@@ -36,8 +36,8 @@ import torch
 from lockstep.config.plugins import find
 from lockstep.config.run import Run
 from lockstep.data import builtin, cache, source, tokenizer
+from lockstep.data.arrow_cache import INDEX, index_of
 from lockstep.data.cache import locked
-from lockstep.data.columns import INDEX, index_of
 from lockstep.data.prepare import prepare
 from lockstep.training.data_loader import StepLoader
 from support.harness import tiny

@@ -1,7 +1,7 @@
 """Versions of an engine, each by `lockstep verify` on the quick start: which compute what one process computes.
 
-In: a package, versions of it (default: the oldest and the newest that pyproject.toml lets in, and those that
-strategies/engines/known_bad.py has), and strategies to verify (default: the cases of the package). Out: a line of JSON
+In: a package, versions of it (default: the oldest and the newest that pyproject.toml lets in, and those of
+strategies/engines/zero_agreement.py), and strategies to verify (default: the cases of the package). Out: a line of JSON
 a version and case in --out: `ok`, `refused`, or what was said. pip installs each version, without its dependencies,
 into a folder that stands before the environment; nothing of the environment changes. A job by hand, for when a range
 in pyproject.toml moves. `--although-refused` runs versions that lockstep refuses, to see whether they are wrong.
@@ -28,7 +28,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from lockstep.strategies.engines import known_bad
+from lockstep.strategies.engines import zero_agreement
 
 SMALL = ["model.config.n_layer=2", "data.limit=200", "launch.processes=2", "launch.threads=1", "launch.device=cpu"]
 OFFLOADED = "strategy.options={zero_optimization: {offload_optimizer: {device: cpu}}}"
@@ -53,12 +53,13 @@ CASES: dict[str, list[list[str]]] = {
 }
 BLIND = """import importlib.metadata, sys
 _version = importlib.metadata.version
+REFUSING = ("lockstep.strategies.engines.zero_agreement", "lockstep.config.plugins")
 def version(name):
-    if sys._getframe(1).f_globals.get("__name__") == "lockstep.strategies.engines.known_bad":
+    if sys._getframe(1).f_globals["__name__"] in REFUSING:
         raise importlib.metadata.PackageNotFoundError(name)
     return _version(name)
 importlib.metadata.version = version
-"""  # as `sitecustomize`: known_bad.py finds no engine whose version it could refuse
+"""  # as `sitecustomize`: zero_agreement.py and plugins.py find no engine whose version they could refuse
 
 
 def asked(package: str) -> Requirement:
@@ -82,7 +83,7 @@ def walked(package: str) -> list[str]:
     inside = [version for version in versions if version in wanted]
     ends = [inside[0], inside[-1]]
     if package == "deepspeed":
-        ends += [max(v for v in versions if v < Version(bad.mended)) for bad in known_bad.DEEPSPEED]
+        ends += [max(v for v in versions if v < Version(bad.mended)) for bad in zero_agreement.DEEPSPEED]
     return [str(version) for version in sorted({*ends})]
 
 
@@ -92,8 +93,9 @@ def verified(folder: Path, entries: list[str], timeout_s: float) -> dict[str, An
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(before), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as output:
         if any(PRETRAINED in entry for entry in entries):
-            entries = [entry.replace(PRETRAINED, pretrained(Path(output) / "pretrained")) for entry in entries]
-            entries = [entry for entry in entries if not entry.startswith("model.config.")]
+            model = pretrained(Path(output) / "pretrained")
+            kept = [entry for entry in entries if not entry.startswith("model.config.")]
+            entries = [entry.replace(PRETRAINED, model) for entry in kept]
         command = [sys.executable, "-m", "lockstep", "verify", *entries, f"output={output}/run"]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
@@ -159,7 +161,7 @@ def main() -> None:
     parser.add_argument("--walk", nargs="*", metavar="PACKAGE", help="the ranges of these, or of all but torch")
     parser.add_argument("--strategies", nargs="+")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="entries of the run file")
-    parser.add_argument("--although-refused", action="store_true", help="switch off known_bad.py")
+    parser.add_argument("--although-refused", action="store_true", help="switch off what refuses versions")
     parser.add_argument("--with-dependencies", action="store_true", help="pip installs what the version needs, too")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one case")
     parser.add_argument("--out", type=Path)

@@ -9,6 +9,9 @@ In: tests/museum/. Each takes some ten seconds on two cores.
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
+import math
 import os
 import platform
 import runpy
@@ -35,10 +38,12 @@ from lockstep.trace.compare import compare  # noqa: E402
 from lockstep.trace.errors import TraceError  # noqa: E402
 from lockstep.trace.findings import findings  # noqa: E402
 from lockstep.trace.read import read  # noqa: E402
-from lockstep.trace.run import prepare, run  # noqa: E402
+from lockstep.trace.run import environment_of, prepare  # noqa: E402
 from lockstep.trace.tracer import late_imports, recorder  # noqa: E402, F401
 from lockstep.trace.tracer.settings import Settings  # noqa: E402
-from museum.exhibits import FAULTS, HEALTHY, Exhibit, Healthy  # noqa: E402
+from museum.exhibit import Exhibit, Healthy  # noqa: E402
+from museum.exhibits import FAULTS, HEALTHY  # noqa: E402
+from museum.reports import FIRST_RUN, FROM_REPORTS, IN_PUBLIC_SCRIPTS, REPORTS  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,18 @@ def command(script: str, arguments: str, processes: int) -> list[str]:
     return [sys.executable, *launcher, *words]
 
 
-ANEW = ("engines.py", "sharded.py")  # they import too much to be forked
+TIMEOUT = 240  # seconds for one script
+LATE = 124  # status of one that did not end in time
+MODELS = "transformers.models"
+NEEDED = {  # what a script imports beside torch: imported here, once, before ranks are forked
+    "engines.py": (
+        "accelerate",
+        "transformers.trainer",
+        f"{MODELS}.bert.modeling_bert",
+        f"{MODELS}.gpt2.modeling_gpt2",
+    ),
+    "sharded.py": ("deepspeed",),
+}
 
 
 class Runs:
@@ -72,12 +88,16 @@ class Runs:
         if key not in self._known:
             path = self.folder / f"{len(self._known):03d}"
             words = command(script, arguments, processes)
+            prepare(path, words, settings := Settings(str(path), perturb=perturb))
             with quiet(self.folder / "log.txt"):
-                if self.anew or script in ANEW:
-                    status = run(words, path, perturb=perturb)
+                for name in NEEDED.get(script, ()) if not self.anew else ():
+                    importlib.import_module(name)
+                if self.anew:
+                    status = launched(words, path)
                 else:
-                    prepare(path, words, settings := Settings(str(path), perturb=perturb))
                     status = forked(script, arguments, processes, settings)
+            if status == LATE:
+                raise RuntimeError(f"{script} {arguments} did not end in {TIMEOUT} s")
             if status:
                 log = (self.folder / "log.txt").read_text()[-1500:]
                 raise RuntimeError(f"{script} {arguments} ended with status {status}: {log}")
@@ -112,15 +132,39 @@ def forked(script: str, arguments: str, processes: int, settings: Settings) -> i
             tracer.end()
             sys.stdout.flush()
             os._exit(status)
+    return _waited(children, time.monotonic() + TIMEOUT)
+
+
+def _waited(children: list[int], deadline: float) -> int:
+    """The worst status. Where one fails, or none ends in time, the others are ended: they would wait for it."""
     worst = 0
     while children:
-        child, ended = os.wait()
+        child, ended = os.waitpid(children[0], os.WNOHANG) if len(children) == 1 else os.waitpid(-1, os.WNOHANG)
+        if not child:
+            if time.monotonic() > deadline:
+                worst = LATE
+                deadline = math.inf
+                for other in children:
+                    os.kill(other, signal.SIGKILL)
+            time.sleep(0.05)
+            continue
         children.remove(child)
         if (status := os.waitstatus_to_exitcode(ended)) and not worst:
             worst = status
-            for other in children:  # they would wait for it
+            for other in children:
                 os.kill(other, signal.SIGKILL)
     return worst
+
+
+def launched(words: list[str], folder: Path) -> int:
+    """A command in a process of its own, whose folder is prepared. Returns its status."""
+    process = subprocess.Popen(words, env=environment_of(folder), start_new_session=True)
+    try:
+        return process.wait(TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return LATE
 
 
 class quiet:
@@ -182,26 +226,39 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         "reference is named, `lockstep diff` compares it with a right job on one process. Written by",
         "`python benchmarks/silent_faults.py page` from `tests/museum`.",
         "",
-        f"**{found} of {len(rows)} faults are found, {right} with the cause that was planted named first. "
+        f"**{found} of {len(rows)} faults are found, {right} with the cause that was expected named first. "
+        f"{sum(e.name in REPORTS for e, _ in rows)} have a public report. "
         f"{clean} of {len(healthy)} healthy scripts have no finding.**",
+        "",
+        f"The expected cause of {len(FROM_REPORTS)} faults from reports was written down before the first run: "
+        f"{FIRST_RUN}. That of the others was set with verdicts in view.",
         "",
         f"Measured {time.strftime('%Y-%m-%d')} on 2 cores of an AMD EPYC virtual machine without a GPU, "
         f"Python {platform.python_version()}.",
         "",
-        "| fault | symptom | processes | beside | verdict | cause named |",
-        "|---|---|---|---|---|---|",
+        "A fault is `planted` by us, the `mechanism` of the linked report planted in a script of ours, or the linked",
+        "report's own `library`, installed and unpatched. The link of a planted fault shows that others met it.",
+        "",
+        "| fault | kind | symptom | processes | beside | verdict | cause named |",
+        "|---|---|---|---|---|---|---|",
     ]
     for exhibit, result in rows:
-        name = f"[{exhibit.name}]({exhibit.link})" if exhibit.link else exhibit.name
+        report = REPORTS.get(exhibit.name)
+        name = f"[{exhibit.name}]({report.link})" if report else exhibit.name
+        how = report.how if report else "planted"
         side = f"`{exhibit.reference}`" if exhibit.reference else "alone"
         said = result.said.replace("|", "\\|") or "**nothing**"
         mark = "yes" if result.right else "no"
-        lines.append(f"| {name} | {exhibit.symptom} | {exhibit.processes} | {side} | {said} | {mark} |")
+        lines.append(f"| {name} | {how} | {exhibit.symptom} | {exhibit.processes} | {side} | {said} | {mark} |")
     lines += ["", "To see one:", "", "```sh"]
     example = rows[0][0]
     lines += [f"lockstep trace -o a -- {shlex.join(['torchrun', '--nproc-per-node', str(example.processes)])} "]
     lines[-1] += f"tests/museum/{example.script} {example.arguments}"
-    lines += ["python benchmarks/silent_faults.py run --only " + example.name, "```", "", "## Healthy scripts", ""]
+    lines += ["python benchmarks/silent_faults.py run --only " + example.name, "```", ""]
+    lines += ["## Found in public scripts", "", "Unchanged, as they are fetched, with generated data:", ""]
+    lines += ["| repository | script | processes | finding |", "|---|---|---|---|"]
+    lines += [f"| {where} | `{path}` | {n} | {what} |" for where, path, n, what in IN_PUBLIC_SCRIPTS]
+    lines += ["", "## Healthy scripts", ""]
     lines += ["| script | processes | beside | finding |", "|---|---|---|---|"]
     for each, result in healthy:
         side = f"`{each.reference}`" if each.reference else "alone"
@@ -215,26 +272,43 @@ def main() -> int:
     parser.add_argument("what", choices=("run", "page"))
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--healthy", action="store_true", help="of `run`: the healthy scripts instead")
+    parser.add_argument("--results", type=Path, help="a file of results: what it has is not run again, new ones follow")
     parser.add_argument("--anew", action="store_true", help="start each command in a process of its own, by torchrun")
     known = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: list[tuple[Exhibit, Result]] = []
     clean: list[tuple[Healthy, Result]] = []
+    earlier = _earlier(known.results)
+
+    def result_of(look_at, each, key: str) -> Result:  # type: ignore[no-untyped-def]
+        result = earlier.get(key) or guarded(look_at, runs, each)
+        if known.results is not None and key not in earlier:
+            with known.results.open("a") as file:
+                file.write(json.dumps({"key": key, "said": result.said, "right": result.right}) + "\n")
+        return result
+
     with tempfile.TemporaryDirectory(prefix="lockstep-museum-") as folder:
         runs = Runs(Path(folder), known.anew)
         faults = [e for e in FAULTS if not known.only or e.name in known.only]
-        healthy = [h for h in HEALTHY if not known.only or h.script in known.only]
+        healthy = [h for h in HEALTHY if not known.only or {h.script, h.arguments} & set(known.only)]
         for exhibit in faults if not known.healthy else ():
-            result = guarded(look, runs, exhibit)
+            result = result_of(look, exhibit, exhibit.name)
             rows.append((exhibit, result))
             print("right" if result.right else "WRONG", exhibit.name, "|", result.said or "nothing", flush=True)
         for each in healthy if known.healthy or known.what == "page" else ():
-            result = guarded(look_at_healthy, runs, each)
+            result = result_of(look_at_healthy, each, f"{each.script} {each.arguments} on {each.processes}")
             clean.append((each, result))
             print("clean" if result.right else "FALSE", each.script, each.arguments, "|", result.said, flush=True)
     if known.what == "page":
         (ROOT / "docs" / "museum.md").write_text(page(rows, clean))
     return 0 if all(r.right for _, r in [*rows, *clean]) else 1
+
+
+def _earlier(path: Path | None) -> dict[str, Result]:
+    if path is None or not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {row["key"]: Result(row["said"], row["right"]) for row in rows}
 
 
 def guarded(look_at, runs: Runs, each) -> Result:  # type: ignore[no-untyped-def]

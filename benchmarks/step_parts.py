@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lockstep.config.run import Run, load
 from lockstep.data.batch import StepBatch
-from lockstep.distributed.memory import keep_freed_memory
+from lockstep.distributed.system_metrics import keep_freed_memory
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.training.data_loader import StepLoader

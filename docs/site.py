@@ -1,17 +1,22 @@
 """A hook of mkdocs: what the pages link to outside of docs/ becomes a part of the site.
 
 README, CONTRIBUTING and CHANGELOG become pages, the run files in runs/ one page together. Source and results become
-files under repository/, as they are. In: the markdown of each page, with links that suit a reader of the repository.
-Out: the same with links that suit the site. A link to what does not exist is left alone: `mkdocs build --strict` fails.
+files under repository/, as they are; llms.txt lists the pages. In: the markdown of each page, with links that suit a
+reader of the repository. Out: the same with links that suit the site. A link to what does not exist is left alone:
+`mkdocs build --strict` fails.
 """
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))
+from agents import llms
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "start.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -53,6 +58,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(target, posixpath.dirname(page.file.src_uri) or ".") + anchor
 
     return LINK.sub(moved, PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", BADGE.sub("", markdown)))
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    (Path(config.site_dir) / "llms.txt").write_text(llms(config.site_url or ""), encoding="utf-8")
 
 
 def _place(link: str, page: str) -> str:

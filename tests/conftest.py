@@ -91,6 +91,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (places[item.path], item.path in hosts))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of `make test`, the files of the kernel are one worker's: each worker that starts processes starts a server of
+    its own before, which imports for ten seconds."""
+    if config.option.dist != "loadfile" or "not processes or kernel" not in config.option.markexpr:
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class KernelTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "kernel" if file.removeprefix("tests/") in kernel.FILES else file
+
+    return KernelTogether(config, log)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # no collection looks through it again
     gc.set_threshold(20_000)  # objects: with Python's 700 a fifth of the time goes into looking for garbage
@@ -151,6 +167,13 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("needs the shared data folder beside the checkout")
     return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the test's own, in which it runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run, load
-from lockstep.distributed.memory import keep_freed_memory
+from lockstep.distributed.system_metrics import keep_freed_memory
 from lockstep.distributed.world import World
 from lockstep.training.evaluation import evaluate
 from lockstep.training.loop import train

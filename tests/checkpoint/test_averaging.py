@@ -12,8 +12,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from lockstep.checkpoint.averaging import Mean
 from lockstep.checkpoint.manifest import averaged
+from lockstep.checkpoint.storage import Mean
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.sharded import Given

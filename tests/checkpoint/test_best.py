@@ -9,8 +9,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from lockstep.checkpoint.manifest import Manifest, read_manifest
-from lockstep.checkpoint.progress import Progress, best_first
+from lockstep.checkpoint.manifest import Manifest, Progress, best_first, read_manifest
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
 from lockstep.tools.sweep.sweep import SweepTrial

@@ -13,8 +13,8 @@ from lockstep.checkpoint.checkpoint import Checkpoints, check_resumable, finishe
 from lockstep.checkpoint.manifest import Manifest, changed, read_manifest
 from lockstep.config.optim import REVISION
 from lockstep.config.run import Run, RunError
+from lockstep.data.arrow_cache import Prepared
 from lockstep.data.prepare import prepare
-from lockstep.data.tokens import Prepared
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.classification import Classification

@@ -16,8 +16,10 @@ from lockstep.training import rank as worker
 from lockstep.training.resolve import for_rank
 from support.command import LOCKSTEP
 from support.harness import run_on, tiny
-from support.hub_jobs import PUSH, RUN, Command, process, train_in
+from support.hub_jobs import PUSH, RUN, Command, finished, hub, lockstep, process, train_in, trained
 from support.hub_server import READER, WRITER, Hub
+
+__all__ = ["finished", "hub", "lockstep", "trained"]  # fixtures
 
 
 def same_bytes(hub: Hub, export: Path, name: str = "user/feelings") -> None:

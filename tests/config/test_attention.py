@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config.run import RunError
-from lockstep.tasks.models import attention
+from lockstep.tasks.models import model_configs
 from support.harness import tiny
 
 FLASH = ("model.attention=flash_attention_2", "precision=bf16")
@@ -23,22 +23,22 @@ FLASH = ("model.attention=flash_attention_2", "precision=bf16")
     ],
 )
 def test_what_cannot_run(overrides: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_cuda", lambda: "launch.device=cuda" in overrides)
+    monkeypatch.setattr(model_configs, "_cuda", lambda: "launch.device=cuda" in overrides)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flash_attn" else find(name))
     with pytest.raises(RunError, match=said) as caught:
-        attention.check(tiny(*overrides), here=True)
+        model_configs.check(tiny(*overrides), here=True)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention", "kernels-community/flash-attn", "null"])
 def test_what_can(name: str) -> None:
-    attention.check(tiny(f"model.attention={name}"), here=True)
+    model_configs.check(tiny(f"model.attention={name}"), here=True)
 
 
 def test_a_machine_that_only_submits_may_have_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_cuda", lambda: False)
-    attention.check(tiny(*FLASH, "launch.device=auto"), here=False)
+    monkeypatch.setattr(model_configs, "_cuda", lambda: False)
+    model_configs.check(tiny(*FLASH, "launch.device=auto"), here=False)
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks
@@ -96,7 +97,9 @@ def run_of(folder: Path, name: str, kind: str, *keys: str) -> Run:
 
 def check(run: Run, ranks: int) -> None:
     """What is refused before any process starts. Errors: `RunError`."""
-    chunked_loss.check(run, here=True)
+    task: Any = plugins.find("tasks", run.task.name)
+    if task.chunks_loss:
+        chunked_loss.check(run, task.head, here=True)
     resolve_strategy(run, ranks)
     blocks.check(run, here=True)
 

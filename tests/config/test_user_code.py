@@ -15,8 +15,8 @@ from lockstep.checkpoint.manifest import Manifest
 from lockstep.config import user_code
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError, load
+from lockstep.data.arrow_cache import Columns
 from lockstep.data.prepare import prepare
-from lockstep.data.tokens import Columns
 from lockstep.distributed.consistency_check import disagreement, facts
 from lockstep.launchers.cloud.code_bundle import modules_of
 from support.contributed import example

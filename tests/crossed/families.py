@@ -111,17 +111,20 @@ def make_model(folder: Path, head: str, family: str, entries: dict[str, Any], to
     import transformers
 
     from lockstep.tasks.models import heads
+    from lockstep.tasks.models.model_configs import texts
 
     tokens = transformers.AutoTokenizer.from_pretrained(tokenizer)
     config = transformers.CONFIG_MAPPING[family](**entries)
-    config.vocab_size = len(tokens)
-    for name in ("pad", "bos", "eos"):
-        setattr(config, f"{name}_token_id", getattr(tokens, f"{name}_token_id"))
+    for part in texts(config):
+        part.vocab_size = len(tokens)
+        for name in ("pad", "bos", "eos"):
+            setattr(part, f"{name}_token_id", getattr(tokens, f"{name}_token_id"))
     if head == "seq2seq":
         config.decoder_start_token_id = config.bos_token_id
     torch.manual_seed(5)
     bare = {"classification", "token_classification", "question_answering", "embedding"}
     auto = "AutoModel" if head in bare and family not in ("bart", "mbart", "t5") else heads.of(head).auto
+    config.architectures = config.architectures or []  # which transformers walks through for a Funnel
     model = getattr(transformers, auto).from_config(config)
     model.save_pretrained(folder)
     for file in tokenizer.iterdir():

@@ -214,7 +214,7 @@ def _keep_steps(session: Any, folder: Path) -> None:
     from torch import nn
 
     from lockstep.strategies.observer import GradientRecorder
-    from lockstep.training import plain_steps as record
+    from lockstep.training import plain_sides as record
 
     if any(isinstance(module, nn.Dropout) and module.p for module in session.strategy.model.modules()):
         return

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from lockstep.data.columns import Columns, Ragged, longest_of
+from lockstep.data.arrow_cache import Columns, Ragged, longest_of
 from support.harness import tiny
 from support.rows import prepared
 

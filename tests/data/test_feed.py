@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lockstep.config.run import Run
+from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.prepare import prepare
-from lockstep.data.tokens import Columns
 from lockstep.strategies.exact.reduction import share
 from lockstep.tasks.classification import Classification
 from lockstep.training.data_loader import StepLoader

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from lockstep.config.run import DataSection, RunError
-from lockstep.data import compressed, nested_columns, readable, source
+from lockstep.data import file_formats, source, usable_rows
 from lockstep.data.cache import cache_folder
 
 ROWS = [{"text": "été; oui", "label": 1}, {"text": "b", "label": 2}]
@@ -96,11 +96,11 @@ def test_a_compressed_file_names_the_line_that_is_wrong_as_it_was_given(tmp_path
 def test_what_would_fill_the_disk_is_not_unpacked(
     packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compressed, "LARGE", 2**20)
-    monkeypatch.setattr(compressed, "MOST", 100)
+    monkeypatch.setattr(file_formats, "LARGE", 2**20)
+    monkeypatch.setattr(file_formats, "MOST", 100)
     path = tmp_path / f"a.csv{packing}"
     path.write_bytes(PACK[packing](b"text,label\n" + b"a,1\n" * 2**19))
-    monkeypatch.setattr(readable, "check", lambda *_: None)  # the second time that it is read there is a guard, too
+    monkeypatch.setattr(file_formats, "check", lambda *_: None)  # the second time that it is read there is a guard, too
     assert "which looks like a mistake or a trap" in refused(source=str(path))
     assert list((cache_folder() / "unpacked").iterdir()) == []
 
@@ -125,8 +125,8 @@ def test_formats_are_mixed_in_the_order_of_the_files(tmp_path: Path) -> None:
     names = ["a.jsonl", "b.csv.gz", "c.json", "d.tsv.zst", "e.txt"]
     for name in names:
         path = Path(name)
-        data = PLAIN[compressed.plain(path).suffix].replace("été; oui", name).encode()
-        (tmp_path / name).write_bytes(PACK[path.suffix](data) if compressed.is_compressed(path) else data)
+        data = PLAIN[file_formats.plain(path).suffix].replace("été; oui", name).encode()
+        (tmp_path / name).write_bytes(PACK[path.suffix](data) if file_formats.is_compressed(path) else data)
     pa_rows = datasets.Dataset.from_list(
         [{"label": 7, "text": "f"}],
         datasets.Features({"label": datasets.Value("int8"), "text": datasets.Value("large_string")}),
@@ -189,7 +189,7 @@ def test_dotted_paths_are_columns(path: str, wanted: list, tmp_path: Path) -> No
     found = read({"task.text": path}, source=deep(tmp_path))
     assert [row[path] for row in found] == wanted
     some = datasets.Dataset.from_list(DEEP * 3).select([3, 2, 4])  # rows that were selected before
-    again = nested_columns.added(some, {"task.text": path}, "train", "x")
+    again = usable_rows.added(some, {"task.text": path}, "train", "x")
     assert again[path] == [wanted[0], wanted[2], wanted[1]]
 
 
@@ -212,6 +212,6 @@ def test_names_of_labels_are_kept_and_columns_with_dots_are_themselves() -> None
     names = datasets.ClassLabel(names=["no", "yes"])
     features = datasets.Features({"meta": {"label": names}, "a.b": datasets.Value("string")})
     rows = datasets.Dataset.from_list([{"meta": {"label": 1}, "a.b": "x"}], features)
-    found = nested_columns.added(rows, {"task.label": "meta.label", "task.text": "a.b"}, "train", "x")
+    found = usable_rows.added(rows, {"task.label": "meta.label", "task.text": "a.b"}, "train", "x")
     assert found.features["meta.label"] == names
     assert found.column_names == ["meta", "a.b", "meta.label"]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.run import DataSection, RunError, load
-from lockstep.data import compressed, source
-from lockstep.data.text_files import is_language
+from lockstep.data import file_formats, source
+from lockstep.data.row_files import is_language
 
 MODEL = "model: {type: gpt2}\ntokenizer: {train: bpe}\n"
 
@@ -131,8 +131,8 @@ def test_parallel_files_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_a_file_that_would_fill_the_disk_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "LARGE", 2**20)
-    monkeypatch.setattr(compressed, "MOST", 100)
+    monkeypatch.setattr(file_formats, "LARGE", 2**20)
+    monkeypatch.setattr(file_formats, "MOST", 100)
     for language in ("en", "de"):
         write(tmp_path / f"train.{language}.gz", gzip.compress(b"\n" * 2**23))
     assert "which looks like a mistake or a trap" in refused(source=str(tmp_path), layout="parallel")

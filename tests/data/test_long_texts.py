@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.data import arrow_cache, chunked_tokenization, lm_documents, packing, tokenizer
+from lockstep.data import arrow_cache, lm_documents, tokenizer
+from lockstep.data.arrow_cache import examples_in
 from lockstep.data.cache import locked
-from lockstep.data.columns import examples_in
 from support.harness import tiny
 
 WORDS = [
@@ -54,20 +54,20 @@ def known(kind: str, texts: list[str]) -> Any:
 def test_parts_make_the_tokens_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tok = known(kind, [TEXT])
     whole = tok(TEXT, return_offsets_mapping=True, verbose=False)
-    wanted = packing.measured(
-        [TEXT], whole["input_ids"], [len(whole["input_ids"])], chunked_tokenization.ends_of(whole["offset_mapping"])
+    wanted = lm_documents.measured(
+        [TEXT], whole["input_ids"], [len(whole["input_ids"])], lm_documents.ends_of(whole["offset_mapping"])
     )
-    monkeypatch.setattr(chunked_tokenization, "PART", 2500)
-    monkeypatch.setattr(chunked_tokenization, "_OVERLAP", 500)
-    monkeypatch.setattr(packing, "_WINDOW", 777)
+    monkeypatch.setattr(lm_documents, "PART", 2500)
+    monkeypatch.setattr(lm_documents, "_OVERLAP", 500)
+    monkeypatch.setattr(lm_documents, "_WINDOW", 777)
     lengths: list[int] = []
-    part = chunked_tokenization._part
-    monkeypatch.setattr(chunked_tokenization, "_part", lambda *given: lengths.append(given[2]) or part(*given))
-    ids, ends = chunked_tokenization.tokenized(tok, TEXT)
+    part = lm_documents._part
+    monkeypatch.setattr(lm_documents, "_part", lambda *given: lengths.append(given[2]) or part(*given))
+    ids, ends = lm_documents.tokenized(tok, TEXT)
     assert len(lengths) > 8  # it was indeed cut
     assert ids.tolist() == whole["input_ids"]
     assert ends is not None
-    found = packing.measured([TEXT], ids, [len(ids)], ends)
+    found = lm_documents.measured([TEXT], ids, [len(ids)], ends)
     for name in ("ids", "scored", "bytes", "words"):
         assert (getattr(found, name) == getattr(wanted, name)).all(), name
     assert int(found.bytes.sum()) == len(TEXT.encode())
@@ -78,15 +78,15 @@ def test_a_run_that_no_seam_fits_is_tokenised_whole(monkeypatch: pytest.MonkeyPa
     """One letter for ever: where a token ends in it depends on where it began."""
     text = "b" + "a" * 9001 + " end"
     tok = known("bpe", [TEXT])
-    monkeypatch.setattr(chunked_tokenization, "PART", 2501)
-    monkeypatch.setattr(chunked_tokenization, "_OVERLAP", 500)
-    assert chunked_tokenization.tokenized(tok, text)[0].tolist() == tok(text)["input_ids"]
+    monkeypatch.setattr(lm_documents, "PART", 2501)
+    monkeypatch.setattr(lm_documents, "_OVERLAP", 500)
+    assert lm_documents.tokenized(tok, text)[0].tolist() == tok(text)["input_ids"]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece", "wordlevel", "unigram", "character"])
 def test_a_tokenizer_trained_on_pieces_is_that_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_tokenization, "_PIECE", 1000)
-    pieces = list(chunked_tokenization.pieces(TEXT))
+    monkeypatch.setattr(lm_documents, "_PIECE", 1000)
+    pieces = list(lm_documents.pieces(TEXT))
     assert len(pieces) > 8
     assert "".join(pieces) == TEXT
     one, other = (known(kind, texts).backend_tokenizer for texts in ([TEXT], pieces))
@@ -103,8 +103,8 @@ def test_a_tokenizer_trained_on_pieces_is_that_of_the_whole(kind: str, monkeypat
 def test_the_tokenizer_never_sees_much_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    monkeypatch.setattr(chunked_tokenization, "PART", 2500)
-    monkeypatch.setattr(chunked_tokenization, "_OVERLAP", 500)
+    monkeypatch.setattr(lm_documents, "PART", 2500)
+    monkeypatch.setattr(lm_documents, "_OVERLAP", 500)
     tok = known("bpe", [TEXT])
     seen: list[int] = []
 
@@ -141,17 +141,17 @@ def test_what_preparing_holds_does_not_grow_with_the_texts(monkeypatch: pytest.M
         with locked("a test"):
             tracemalloc.start()
             try:
-                made = packing.write([range(texts)], of, 512, True, f"{key} {texts}")
+                made = lm_documents.write([range(texts)], of, 512, True, f"{key} {texts}")
                 assert examples_in(made) > 8 * texts
                 return tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
 
     at_once = most("at once", 8)  # the control: all are shorter than a part, and than what is written at once
-    monkeypatch.setattr(chunked_tokenization, "PART", 2500)
-    monkeypatch.setattr(chunked_tokenization, "_OVERLAP", 500)
-    monkeypatch.setattr(packing, "_TOKENS", 10_000)
-    monkeypatch.setattr(packing, "_SHARD", 10_000)
+    monkeypatch.setattr(lm_documents, "PART", 2500)
+    monkeypatch.setattr(lm_documents, "_OVERLAP", 500)
+    monkeypatch.setattr(lm_documents, "_TOKENS", 10_000)
+    monkeypatch.setattr(lm_documents, "_SHARD", 10_000)
     few, many = (most("in parts", texts) for texts in (4, 12))
     assert many < 1.25 * few
     assert many < at_once / 3

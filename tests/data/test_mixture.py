@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from lockstep.checkpoint.manifest import Manifest, changed
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
-from lockstep.data.mixture import PERIOD, MixedOrder, _counts
-from lockstep.data.order import ByLength
+from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.order import PERIOD, ByLength, MixedOrder, _counts
 from lockstep.data.prepare import prepare
-from lockstep.data.tokens import Columns, Prepared
 from lockstep.distributed.consistency_check import facts
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import share
@@ -82,7 +81,7 @@ def test_shares_are_those_of_the_weights() -> None:
 
 def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in positions that are permuted, whatever the sizes."""
-    from lockstep.data import mixture
+    from lockstep.data import order as mixture
 
     asked = []
     permute = mixture.permute

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.micro_batches import by_chance, cut, padded_cost
+from lockstep.data.order import by_chance, cut, padded_cost
 
 lengths = st.lists(st.integers(1, 120), min_size=1, max_size=60).map(np.array)
 

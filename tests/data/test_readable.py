@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lockstep.config.run import DataSection, RunError, load
-from lockstep.data import compressed, source
+from lockstep.data import file_formats, source
 
 GOOD = '{"text": "abc", "label": 1}\n'
 
@@ -94,12 +94,12 @@ def test_what_is_compressed_is_not_unpacked(name: str, pack: object, tmp_path: P
 
 def test_a_file_that_would_fill_the_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same long text in every row: a few kilobytes, by the dictionary of the format."""
-    monkeypatch.setattr(compressed, "LARGE", 2**22)
+    monkeypatch.setattr(file_formats, "LARGE", 2**22)
     path = tmp_path / "a.parquet"
     table = pa.table({"text": pa.array(["word " * 1000] * 2000), "label": [i % 2 for i in range(2000)]})
     pq.write_table(table, path, compression="zstd")
     assert path.stat().st_size < 9000
     with pytest.raises(RunError, match=r"unpacks to about 0\.0 GiB, [0-9,]+ times as much, which looks like"):
         read(path)
-    monkeypatch.setattr(compressed, "LARGE", 2**25)
+    monkeypatch.setattr(file_formats, "LARGE", 2**25)
     assert len(read(path)) == 2000

@@ -15,10 +15,12 @@ from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import DataSection, Run, RunError, load
 from lockstep.data import arrow_cache, source, splitting
+from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.cache import cache_folder
 from lockstep.data.prepare import prepare
-from lockstep.data.tokens import Columns, Prepared
 from support.harness import tiny
+from support.marks import slow
+from support.rows import run_of
 from support.task_runs import TASKS, rows_of, write
 
 ROWS: list[dict[str, Any]] = [
@@ -170,10 +172,6 @@ def sizes(found: Prepared) -> dict[str, int]:
     return {split: len(Columns(path)) for split, path in found.splits.items()}
 
 
-def run_of(path: Path, *overrides: str, **values: Any) -> Run:
-    return tiny(*overrides, data={"source": str(path), "max_length": 32}, **values)
-
-
 LABELLED = [{"text": f"word {i}", "label": "joy" if i % 4 else "anger", "language": "en"} for i in range(80)]
 
 
@@ -249,7 +247,7 @@ def test_examples_that_stand_in_two_splits_are_told_or_left_out(
         prepared(run_of(tmp_path, "data.decontaminate=true"))
 
 
-@pytest.mark.parametrize("kind", ["packed", "prompts", "messages", "translation", "token_classification"])
+@pytest.mark.parametrize("kind", ["packed", "translation", *map(slow, ["prompts", "messages", "token_classification"])])
 def test_every_task_does_so(kind: str, tmp_path: Path) -> None:
     draw = random.Random(0)
     rows: list[dict] = []

@@ -13,20 +13,15 @@ import numpy as np
 import pytest
 
 from lockstep.config.run import RunError
-from lockstep.data import arrow_cache, cache, cache_lock, labels, missing_values, packing
-from lockstep.data.columns import Columns
-from lockstep.data.tokens import Prepared
-from support.caches import held, prepared
+from lockstep.data import arrow_cache, cache, labels, lm_documents, usable_rows
+from lockstep.data.arrow_cache import Columns, Prepared
+from support.caches import held, own_cache, prepared
 from support.harness import tiny
 from support.task_runs import TASKS, make
 
+__all__ = ["own_cache"]  # fixtures
+
 KINDS = [*sorted(TASKS), "classification"]
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -36,8 +31,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     def cut(rows: int, processes: int) -> None:
         monkeypatch.setattr(arrow_cache, "ROWS", rows)
         monkeypatch.setattr(arrow_cache, "AT_ONCE", max(1, rows // 2))
-        monkeypatch.setattr(packing, "_SHARD", 10 * rows)
-        monkeypatch.setattr(packing, "_TOKENS", 8 * rows)
+        monkeypatch.setattr(lm_documents, "_SHARD", 10 * rows)
+        monkeypatch.setattr(lm_documents, "_TOKENS", 8 * rows)
         monkeypatch.setattr(arrow_cache, "available_cores", lambda: processes)
 
     return cut
@@ -145,8 +140,6 @@ def test_no_column_is_read_whole(tmp_path: Path, own_cache: Path, monkeypatch: p
     """Neither as a list nor as a loop over its rows: `datasets` gives no more rows at once than a part has."""
     import datasets
 
-    from lockstep.data import column_scan
-
     asked: list[int] = []
     given = datasets.Dataset.__getitem__
 
@@ -156,7 +149,7 @@ def test_no_column_is_read_whole(tmp_path: Path, own_cache: Path, monkeypatch: p
         assert not isinstance(key, str), f"the column {key}"
         return found
 
-    monkeypatch.setattr(column_scan, "ROWS", 20)
+    monkeypatch.setattr(usable_rows, "ROWS", 20)
     monkeypatch.setattr(arrow_cache, "AT_ONCE", 20)
     monkeypatch.setattr(datasets.Dataset, "__getitem__", spied)
     monkeypatch.setattr(datasets.Dataset, "__iter__", lambda self: pytest.fail("a loop over all rows"))
@@ -165,7 +158,7 @@ def test_no_column_is_read_whole(tmp_path: Path, own_cache: Path, monkeypatch: p
     source = {"source": str(tmp_path / "train.jsonl"), "max_length": 32}
     prepared(tiny("data.drop_missing=true", data=source))
     data = datasets.Dataset.from_list(rows)
-    assert missing_values.lacking(data, "label").sum() == 23
+    assert usable_rows.lacking(data, "label").sum() == 23
     whole = data.filter(lambda row: row["label"] is not None)
     assert labels.codes_of({"train": whole}, "label", None, "x").of_all(whole)[:4].tolist() == [1, 2, 0, 1]
     assert max(asked) <= 1000  # what a tokenizer is trained on at once
@@ -181,7 +174,7 @@ def lease(path: Path, **values: Any) -> None:
 def test_a_lease_of_another_machine_is_waited_for_and_taken_over_when_it_is_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_lock, "SILENCE_S", 1.0)
+    monkeypatch.setattr(cache, "SILENCE_S", 1.0)
     path = tmp_path / "a.lease"
     lease(path)
     alive = threading.Event()
@@ -195,7 +188,7 @@ def test_a_lease_of_another_machine_is_waited_for_and_taken_over_when_it_is_stil
     got = threading.Event()
 
     def take() -> None:
-        with cache_lock.held(tmp_path / "a.lock"):
+        with cache.held(tmp_path / "a.lock"):
             got.set()
 
     taker = threading.Thread(target=take)
@@ -209,8 +202,8 @@ def test_a_lease_of_another_machine_is_waited_for_and_taken_over_when_it_is_stil
 
 
 def test_a_lease_that_a_dead_process_of_this_machine_left_is_taken_at_once(tmp_path: Path) -> None:
-    lease(tmp_path / "a.lease", machine=cache_lock.machine())
-    with cache_lock.held(tmp_path / "a.lock"):
+    lease(tmp_path / "a.lease", machine=cache.machine())
+    with cache.held(tmp_path / "a.lock"):
         assert json.loads((tmp_path / "a.lease").read_text())["pid"] == os.getpid()
     assert not (tmp_path / "a.lease").exists()
 
@@ -220,13 +213,13 @@ def test_two_machines_whose_locks_do_not_reach_each_other_take_turns(
 ) -> None:
     """Threads with a lock file each, as two machines see it, and one lease."""
     inside, most = [0], [0]
-    monkeypatch.setattr(cache_lock, "machine", lambda: threading.current_thread().name)
+    monkeypatch.setattr(cache, "machine", lambda: threading.current_thread().name)
     monkeypatch.setattr(Path, "with_suffix", lambda self, ending: tmp_path / "shared.lease")
 
     def work() -> None:
         for _ in range(5):
             path = tmp_path / f"{threading.current_thread().name}.lock"
-            with cache_lock.held(path):
+            with cache.held(path):
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
                 time.sleep(0.01)

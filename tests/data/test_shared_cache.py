@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from lockstep.data import arrow_cache, cache_lock
+from lockstep.data import arrow_cache, cache
 from lockstep.data.cache import damage
 from support.caches import held, prepared
 from support.harness import tiny
@@ -65,7 +65,7 @@ class Machines:
                 patch.setattr(arrow_cache, key, value)
             flock = SimpleNamespace(flock=no_lock, LOCK_EX=0)
             for key, value in {"machine": lambda: name, "fcntl": flock, "BEAT_S": 0.1, "SILENCE_S": STILL_S}.items():
-                patch.setattr(cache_lock, key, value)
+                patch.setattr(cache, key, value)
             found = prepared(tiny())
             return {"tokens": held(found), "key": found.key, "place": found.splits["train"]}
 

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import arrow_cache as shard_index
-from lockstep.data import object_store, shard_cache
+from lockstep.data import object_store, remote
 from lockstep.data.cache import cache_folder
 from lockstep.data.prepare import prepare
 from lockstep.data.stream import ABOUT
@@ -21,8 +21,10 @@ from lockstep.tasks.classification import Classification
 from support.harness import run_on
 from support.hub_server import Hub
 from support.store_server import BUCKET, Asked, Store
-from support.stream_runs import SMALL, batches, content, feed_of, shards, streamed, trained
-from support.web_server import Served
+from support.stream_runs import SMALL, batches, content, feed_of, folder, shards, streamed, trained
+from support.web_server import Served, web
+
+__all__ = ["folder", "web"]  # fixtures
 
 RUN = ("batch_size=8", "epochs=2", "steps=null", "seed=3")
 
@@ -32,12 +34,6 @@ def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shard_index, "available_cores", lambda: 1)
     monkeypatch.setattr(object_store.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def web() -> Iterator[Served]:
-    with Served() as served:
-        yield served
 
 
 def on_web(web: Served, folder: Path, *overrides: str) -> Run:
@@ -88,7 +84,7 @@ def test_the_same_batches_as_from_local_shards_in_a_bounded_cache(
     web.asked.clear()
     after = feed.total - 20
     assert batches(feed_of(run), after) == wanted[after:]  # a resume fetches what it reads, and little ahead
-    assert len(web.asked) <= 20 * 8 // 40 + 2 + shard_cache.AHEAD
+    assert len(web.asked) <= 20 * 8 // 40 + 2 + remote.AHEAD
     assert batches(feed_of(run, 1, 2), after)[0][0] == wanted[after][0]
 
 
@@ -96,7 +92,7 @@ def test_what_was_read_makes_room_before_what_waits_to_be(web: Served, folder: P
     run = on_web(web, folder)
     feed_of(run)
     told = next((cache_folder() / "tokens").rglob(ABOUT))
-    made = shard_cache.ShardCache(json.loads(told.read_text())["files"], run.data.stream_cache_gb)
+    made = remote.ShardCache(json.loads(told.read_text())["files"], run.data.stream_cache_gb)
     waits, read, *others = made.paths
     for path in (waits, read):
         made.fetch(path)

@@ -11,9 +11,10 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import DataSection, Run, RunError, load
-from lockstep.data import prepare, row_files, source, tables
-from lockstep.tools.init import machine_defaults
-from support.init_runs import LAPTOP, written
+from lockstep.data import file_formats, prepare, row_files, source
+from support.init_runs import here, written
+
+__all__ = ["here"]  # fixtures
 
 TEXTS = [
     "plain words",
@@ -27,13 +28,6 @@ TEXTS = [
     "NA",
     "été | über",
 ]
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: LAPTOP))
-    return tmp_path
 
 
 def read(**keys: object) -> list[dict]:
@@ -239,7 +233,7 @@ def test_the_cache_knows_how_tables_are_read(here: Path, monkeypatch: pytest.Mon
     keys: dict[str, list[str]] = {"a.csv": [], "a.jsonl": []}
     digest = prepare.digest
     for name, version in [(name, version) for name in keys for version in (1, 2)]:
-        monkeypatch.setattr(tables, "VERSION", version)
+        monkeypatch.setattr(file_formats, "VERSION", version)
         monkeypatch.setattr(
             prepare, "digest", lambda *values, name=name: keys[name].append(digest(*values)) or digest(*values)
         )
@@ -287,7 +281,7 @@ def test_a_header_that_is_missing_may_hold_a_value_twice(here: Path) -> None:
     assert (run.data.separator, len(run.data.columns or ())) == (";", 3)
     loaded = load("run.yaml", [])
     assert loaded.data.separator == ";"
-    assert row_files.format_of(Path("a.csv")) in tables.SEPARATORS
+    assert row_files.format_of(Path("a.csv")) in file_formats.SEPARATORS
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import token_counts, tokenizer
+from lockstep.data import tokenizer, usable_rows
+from lockstep.data.arrow_cache import Columns
 from lockstep.data.cache import locked
-from lockstep.data.tokens import Columns
 from support.caches import prepared
 from support.harness import tiny
 from support.task_runs import MARIAN, sentence, write
@@ -72,12 +72,12 @@ def test_the_same_texts_are_counted_once(tmp_path: Path, monkeypatch: pytest.Mon
     path = saved(tmp_path, text=texts(), label=[i % 2 for i in range(60)])
     source = tokenizer_of()
     rows_left(run_of(path, {"text": {"max_tokens": 12}}, source))
-    monkeypatch.setattr(token_counts, "encode", lambda rows, encoder, features, key: pytest.fail(key))
+    monkeypatch.setattr(usable_rows, "encode", lambda rows, encoder, features, key: pytest.fail(key))
     with pytest.raises(pytest.fail.Exception):
         rows_left(run_of(path, {"text": {"max_tokens": 11}}, source))
     monkeypatch.undo()
     counted: list[str] = []
-    whole = token_counts.encode
+    whole = usable_rows.encode
 
     def spied(rows: Any, encoder: Any, features: Any, key: str) -> str:
         def counting(batch: dict[str, list]) -> Any:
@@ -86,7 +86,7 @@ def test_the_same_texts_are_counted_once(tmp_path: Path, monkeypatch: pytest.Mon
 
         return whole(rows, counting, features, key)
 
-    monkeypatch.setattr(token_counts, "encode", spied)
+    monkeypatch.setattr(usable_rows, "encode", spied)
     assert 0 < rows_left(run_of(path, {"text": {"max_tokens": 11}}, source)) < 60
     assert counted == []
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.distributed import masks, splitmix
+from lockstep.distributed import randomness, splitmix
 from lockstep.distributed.randomness import seed_everything
 
-masks.draw_wide()
+randomness.draw_wide()
 QUERY = torch.randn(1, 2, 64, 8)
 
 

@@ -23,12 +23,12 @@ from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
 from lockstep.config.run import RunError
-from lockstep.distributed import network, secret, stores, torch_internals, watchdog
-from lockstep.distributed.rendezvous import Unreached
-from lockstep.distributed.stores import Sealed
+from lockstep.distributed import network, torch_internals, watchdog
+from lockstep.distributed import rendezvous as stores
+from lockstep.distributed.rendezvous import Sealed, Unreached
 from lockstep.distributed.world import World
 from lockstep.launchers import torchrun
-from lockstep.launchers.processes import elastic_rendezvous_state as meeting_state
+from lockstep.launchers.processes import elastic_rendezvous as meeting_state
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node, _parsed
 from support.harness import run_on, tiny
 
@@ -67,7 +67,7 @@ def test_a_stranger_s_pickle_is_not_loaded(tmp_path: Path, key: str, how: Any) -
     with pytest.raises(FileExistsError):  # the attack works where it is loaded
         (tmp_path / "ran").mkdir() or pickle.loads(attack)
     (tmp_path / "ran").rmdir()
-    stranger = stores.connected("127.0.0.1", first.port, 5, 5)
+    stranger = stores.connect_store("127.0.0.1", first.port, 5, 5)
     everywhere(stranger, first, how(attack))
     with pytest.raises(RendezvousStateError, match="bears no seal of this job"):
         first.next_rendezvous()
@@ -127,7 +127,7 @@ def test_ranks_with_different_secrets_are_told_so(theirs: str, mine: str, why: s
 
 def test_a_forged_end_is_one_message() -> None:
     first = rendezvous()
-    raw = stores.connected("127.0.0.1", first.port, 5, 5)
+    raw = stores.connect_store("127.0.0.1", first.port, 5, 5)
     PrefixStore(f"lockstep-{first.get_run_id()}", raw).set("end", b'{"status": 0, "host": "b"}')
     end = first.ended()
     assert end is not None
@@ -156,8 +156,8 @@ def test_a_state_that_cannot_be_is_told(forged: dict[str, Any]) -> None:
     first = rendezvous(key="")
     text = json.dumps(forged).encode()
     key = f"{first.get_run_id()}/state/state"
-    raw = stores.connected("127.0.0.1", first.port, 5, 5)
-    PrefixStore(f"lockstep-state-{first.get_run_id()}", raw).set("state", secret.sealed("", key, text))
+    raw = stores.connect_store("127.0.0.1", first.port, 5, 5)
+    PrefixStore(f"lockstep-state-{first.get_run_id()}", raw).set("state", network.seal("", key, text))
     with pytest.raises(RendezvousStateError, match="is no such state"):
         first.next_rendezvous()
 
@@ -276,18 +276,18 @@ def test_objects_between_ranks_bear_the_seal(tmp_path: Path, monkeypatch: pytest
     torch_internals.seal_pickles(KEY)
     tensor, size = module._object_to_tensor({"a": (1, "two")}, "cpu", None)
     assert module._tensor_to_object(tensor, int(size), None) == {"a": (1, "two")}
-    with pytest.raises(secret.ForgedError):
+    with pytest.raises(network.ForgedError):
         module._unpickler(io.BytesIO(pickle.dumps(Code(tmp_path / "ran")))).load()
-    forged = secret.sealed("", "object", pickle.dumps(Code(tmp_path / "ran")))
-    with pytest.raises(secret.ForgedError):
+    forged = network.seal("", "object", pickle.dumps(Code(tmp_path / "ran")))
+    with pytest.raises(network.ForgedError):
         module._unpickler(io.BytesIO(forged)).load()
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(secret.VARIABLE, "hunter2")
+    monkeypatch.setenv(network.SECRET_VARIABLE, "hunter2")
     with pytest.raises(RunError, match="shorter than 16 characters"):
-        secret.from_environment()
+        network.secret_from_environment()
 
 
 def listening(port: int) -> set[str]:
@@ -306,10 +306,12 @@ def test_one_machine_s_store_listens_on_the_loopback_alone() -> None:
 @linux
 def test_several_machines_meet_on_the_address_that_was_given() -> None:
     own = network.route_to(network.OUTSIDE) if len(network.interfaces()) > 1 else "127.0.0.1"
-    store = stores.opened(own, 0, own != "127.0.0.1", 5)
+    store = stores.open_store(own, 0, own != "127.0.0.1", 5)
     written = socket.inet_aton(own)[::-1].hex().upper()
     assert listening(store.port) == {written}
-    behind_a_name = stores.opened("127.0.0.1", 0, True, 5)  # others resolve the name to another address of this machine
+    behind_a_name = stores.open_store(
+        "127.0.0.1", 0, True, 5
+    )  # others resolve the name to another address of this machine
     assert listening(behind_a_name.port) == {"00000000"}
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lockstep.config.run import load
-from lockstep.distributed.failure import tell_failure
+from lockstep.distributed.watchdog import tell_failure
 from support.command import (
     LOCKSTEP,
     STEPS,

@@ -3,27 +3,12 @@ it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from museum.exhibit import Exhibit, Healthy
+from museum.reports import FROM_REPORTS
 
 
-@dataclass(frozen=True)
-class Exhibit:
-    """`expected`: the code of a finding in the run alone, or a part of the cause that `diff` names; it has to come
-    first. `reference`: arguments of the right job on one process, where the fault shows beside one. `link`: a public
-    report."""
-
-    name: str
-    symptom: str
-    script: str
-    arguments: str
-    processes: int
-    expected: str
-    reference: str | None = None
-    link: str = ""
-
-
-def alone(name: str, expected: str, symptom: str, extra: str = "", processes: int = 2, link: str = "") -> Exhibit:
-    return Exhibit(name, symptom, "loop.py", f"--fault {name} {extra}".strip(), processes, expected, None, link)
+def alone(name: str, expected: str, symptom: str, extra: str = "", processes: int = 2) -> Exhibit:
+    return Exhibit(name, symptom, "loop.py", f"--fault {name} {extra}".strip(), processes, expected, None)
 
 
 def beside(
@@ -33,24 +18,20 @@ def beside(
     extra: str = "",
     reference: str = "--batch 32",
     processes: int = 2,
-    link: str = "",
 ) -> Exhibit:
-    return Exhibit(name, symptom, "loop.py", f"--fault {name} {extra}".strip(), processes, expected, reference, link)
+    return Exhibit(name, symptom, "loop.py", f"--fault {name} {extra}".strip(), processes, expected, reference)
 
 
-def text(
-    name: str, expected: str, symptom: str, extra: str = "", processes: int = 2, link: str = "", alone: bool = False
-) -> Exhibit:
+def text(name: str, expected: str, symptom: str, extra: str = "", processes: int = 2, alone: bool = False) -> Exhibit:
     reference = None if alone else "--batch 16"
-    return Exhibit(name, symptom, "text.py", f"--fault {name} {extra}".strip(), processes, expected, reference, link)
+    return Exhibit(name, symptom, "text.py", f"--fault {name} {extra}".strip(), processes, expected, reference)
 
 
-FAULTS = (
+OWN = (
     alone(
         "no-set-epoch",
         "same-order",
         "every epoch has the same order",
-        link="https://github.com/pytorch/pytorch/issues/31771",
     ),
     alone("no-sampler", "same-examples", "each rank trains on the whole data set"),
     alone("sampler-seed", "seen-twice", "ranks shuffle by other seeds, so that they share examples"),
@@ -112,7 +93,6 @@ FAULTS = (
         "an evaluation counts examples that DistributedSampler repeats",
         "--evaluate --batch 10",
         3,
-        "https://github.com/pytorch/pytorch/issues/25162",
     ),
     text("untied", "tied to another", "input and output embeddings came apart", "--batch 16", 1),
     text("untied-later", "untied", "tied embeddings come apart in training", "--batch 8", 1, alone=True),
@@ -163,7 +143,6 @@ FAULTS = (
         "micro-batches with unequal targets weigh alike",
         "--batch 8 --accumulate 2",
         1,
-        "https://github.com/huggingface/transformers/issues/34191",
     ),
     text(
         "mean-of-ranks",
@@ -171,7 +150,6 @@ FAULTS = (
         "ranks with unequal targets weigh alike",
         "--batch 8",
         2,
-        "https://github.com/huggingface/transformers/issues/34242",
     ),
     text(
         "world-forgotten",
@@ -233,15 +211,7 @@ FAULTS = (
 )
 
 
-@dataclass(frozen=True)
-class Healthy:
-    """A script that no finding may be made of; `reference`: arguments beside which it has to be the same training."""
-
-    script: str
-    arguments: str
-    processes: int = 1
-    reference: str | None = None
-
+FAULTS = (*OWN, *FROM_REPORTS)
 
 HEALTHY = (
     Healthy("loop.py", "--batch 32"),
@@ -286,4 +256,33 @@ HEALTHY = (
     Healthy("engines.py", "--engine trainer"),
     Healthy("engines.py", "--engine trainer --batch 4", 2),
     Healthy("engines.py", "--engine trainer --model gpt2 --batch 4 --accumulate 2", 1, "--engine trainer --model gpt2"),
+    Healthy("loop.py", "--batch 16 --wrap fsdp1", 2, "--batch 32"),
+    Healthy("loop.py", "--batch 16 --wrap fsdp1 --original", 2, "--batch 32"),
+    Healthy("loop.py", "--batch 8 --accumulate 2 --wrap fsdp1", 2, "--batch 32"),
+    Healthy("loop.py", "--batch 32 --wrap compile", 1, "--batch 32"),
+    Healthy("loop.py", "--batch 16 --checkpoint", 2, "--batch 32"),
+    Healthy("loop.py", "--batch 16 --checkpoint --wrap fsdp", 2, "--batch 32"),
+    Healthy("loop.py", "--batch 16 --checkpoint --wrap fsdp1 --original", 2, "--batch 32"),
+    Healthy("loop.py", "--batch 32 --workers 2"),
+    Healthy("loop.py", "--batch 16 --workers 2", 2),
+    Healthy("loop.py", "--batch 16 --reuse", 2, "--batch 32 --reuse"),
+    Healthy("loop.py", "--batch 16 --reuse --wrap fsdp", 2, "--batch 32 --reuse"),
+    Healthy("loop.py", "--batch 8 --wrap fsdp", 4, "--batch 32"),
+    Healthy("loop.py", "--batch 8 --wrap hand", 4, "--batch 32"),
+    Healthy("parallel.py", "--batch 32"),
+    Healthy("parallel.py", "--batch 32", 2, "--batch 32"),
+    Healthy("parallel.py", "--cut tensor", 2, "--batch 32"),
+    Healthy("parallel.py", "--cut tensor-data", 4, "--batch 32"),
+    Healthy("parallel.py", "--cut stages", 2, "--batch 32"),
+    Healthy("parallel.py", "--cut stages --micro 4", 2, "--batch 32"),
+    Healthy("parallel.py", "--cut optimizer", 2, "--batch 32"),
+    Healthy("variants.py", "gan"),
+    Healthy("variants.py", "frozen"),
+    Healthy("variants.py", "lbfgs"),
+    Healthy("variants.py", "sparse"),
+    Healthy("variants.py", "average"),
+    Healthy("variants.py", "groups"),
+    Healthy("variants.py", "streamed"),
+    Healthy("variants.py", "second-model"),
+    Healthy("variants.py", "skipped-layers"),
 )

@@ -1,6 +1,6 @@
 """A training loop of a small classifier, as tutorials have it, with one fault of a list.
 
-    python loop.py [--fault NAME] [--batch N] [--accumulate N] [--wrap ddp|fsdp|none|hand]
+    python loop.py [--fault NAME] [--batch N] [--accumulate N] [--wrap ddp|fsdp|fsdp1|compile|none|hand]
 
 It imports torch alone. Without a fault it trains rightly, on one process or, under torchrun, on several.
 """
@@ -9,12 +9,15 @@ import argparse
 import contextlib
 import copy
 import os
+import random
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--fault", default="")
@@ -27,6 +30,10 @@ parser.add_argument("--amp", default="")
 parser.add_argument("--optimizer", default="AdamW")
 parser.add_argument("--evaluate", action="store_true")
 parser.add_argument("--dropout", type=float, default=0.0)
+parser.add_argument("--workers", type=int, default=0, help="of the training loader; noise is added in them")
+parser.add_argument("--reuse", action="store_true", help="the middle layer is used twice")
+parser.add_argument("--checkpoint", action="store_true", help="gradient checkpointing")
+parser.add_argument("--original", action="store_true", help="of fsdp1: use_orig_params")
 a = parser.parse_args()
 world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 
@@ -68,15 +75,46 @@ class Classifier(nn.Module):
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
+        elif a.checkpoint:
+            x = torch.utils.checkpoint.checkpoint(lambda y: torch.tanh(self.middle(y)), x, use_reentrant=False)
         else:
             x = nn.functional.dropout(torch.tanh(self.middle(x)), 0.3 if a.fault == "reference-dropout" else 0.0)
+        if a.reuse:
+            held = {n: p.detach() if fault("second-use") else p for n, p in self.middle.named_parameters()}
+            x = torch.tanh(torch.func.functional_call(self.middle, held, (x,)))
         return self.last(x)
+
+
+class Noisy(Dataset):
+    """Examples with noise: from torch, which each worker seeds for itself, or from a generator that is copied into each
+    worker."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data, self.generator = data, random.Random(0)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = self.data[i]
+        noise = self.generator.random() if fault("same-workers") else float(torch.rand(()))
+        return x + 0.01 * noise, y
 
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(100 if fault("uneven", "padded-evaluation") else 128, 12, generator=generator)
     return TensorDataset(x, (x[:, :3] + 0.3 * x[:, 3:6]).argmax(1))
+
+
+class Stream(IterableDataset):
+    """Examples one after another, by whoever asks."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __iter__(self):
+        yield from (self.data[i] for i in range(len(self.data)))
 
 
 def reduce_by_hand(model: nn.Module) -> None:
@@ -108,7 +146,11 @@ def main() -> None:
     shuffled = DistributedSampler(
         dataset, replicas, index, shuffle=True, seed=3 + (rank if fault("sampler-seed") else 0)
     )
-    loader = DataLoader(dataset, batch_size=a.batch, sampler=shuffled)
+    examples = Noisy(dataset) if a.workers else dataset
+    loader = DataLoader(examples, batch_size=a.batch, sampler=shuffled, num_workers=a.workers)
+    batches = len(loader)
+    if fault("whole-stream"):
+        loader = DataLoader(Stream(dataset), batch_size=a.batch)
     ordered = DistributedSampler(dataset, world, rank, shuffle=False)
     test = DataLoader(dataset, batch_size=24, sampler=ordered, drop_last=fault("drop-evaluation"))
 
@@ -122,6 +164,14 @@ def main() -> None:
 
         fully_shard(plain.first)
         fully_shard(plain)
+    elif world > 1 and a.wrap == "fsdp1":
+        options = {"use_orig_params": a.original, "device_id": torch.device("cpu")}
+        if fault("one-shard"):  # a mesh of two replicas of one shard each
+            mesh = dist.device_mesh.init_device_mesh("cpu", (world, 1), mesh_dim_names=("ddp", "fsdp"))
+            options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        model = FullyShardedDataParallel(plain, **options)
+    elif a.wrap == "compile":
+        model = torch.compile(plain, backend="aot_eager")  # type: ignore[assignment]
     rate = 1e-2 * (world if fault("scaled-rate") else 1 + rank * 0.1 if fault("rate-by-rank") else 1)
     rate = 1e-6 if fault("bf16-weights") else 1e38 if fault("explodes") else rate
     kind = getattr(torch.optim, a.optimizer)
@@ -129,7 +179,7 @@ def main() -> None:
     if optimizer is None:
         held = [p for n, p in model.named_parameters() if not (fault("not-in-optimizer") and "middle" in n)]
         optimizer = kind(held, lr=rate, **options)
-    steps = max(a.epochs * len(loader) // a.accumulate, 1)
+    steps = max(a.epochs * batches // a.accumulate, 1)
     if fault("one-cycle"):
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=8 * steps)
     else:
@@ -158,6 +208,9 @@ def main() -> None:
                     loss = loss * 0
                 if fault("overflow") and made == 3:
                     loss = loss * float("inf")
+                if fault("doubled") and i % a.accumulate:  # the buffer is reduced with itself
+                    for parameter in plain.parameters():
+                        parameter.grad.mul_(2)
                 divisor = 1 if fault("not-divided") else a.accumulate**2 if fault("divided-loss") else a.accumulate
                 scaler.scale(loss / divisor).backward()
                 if fault("clip-each-micro-batch"):
@@ -176,6 +229,8 @@ def main() -> None:
                 reduce_by_hand(plain)
             if a.amp == "float16" and not fault("clip-before-unscale"):
                 scaler.unscale_(optimizer)
+            if fault("one-zero"):
+                plain.last.bias.grad.zero_()
             if fault("clip-own-shard"):
                 own = [p.grad.to_local() for p in model.parameters()]
                 norm = torch.stack([g.norm() for g in own]).norm()
@@ -183,6 +238,8 @@ def main() -> None:
                     g.mul_(min(0.1 / float(norm), 1.0))
             elif fault("clip-value"):
                 nn.utils.clip_grad_value_(model.parameters(), 0.001)
+            elif isinstance(model, FullyShardedDataParallel):
+                model.clip_grad_norm_(0.1)
             elif not fault("clip-each-micro-batch", "clip-before-reduce", "no-clip", "explodes"):
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5 if fault("clip-limit") else 0.1)
             scaler.step(optimizer)

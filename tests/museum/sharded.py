@@ -14,10 +14,12 @@ parser.add_argument("--stage", type=int, default=-1)
 parser.add_argument("--fault", default="")
 parser.add_argument("--batch", type=int, default=16, help="of a process")
 parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--even", action="store_true", help="sizes that two ranks divide")
 a = parser.parse_args()
 world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(11, 33), nn.GELU(), nn.LayerNorm(33), nn.Linear(33, 3))
+wide, classes = (32, 4) if a.even else (33, 3)  # numbers that two ranks divide without padding
+model = nn.Sequential(nn.Linear(11, wide), nn.GELU(), nn.LayerNorm(wide), nn.Linear(wide, classes))
 x = torch.randn(128, 11)
 y = x[:, :3].argmax(1)
 size = a.batch * a.accumulate * world
@@ -41,14 +43,17 @@ else:
 
     config = {
         "train_micro_batch_size_per_gpu": a.batch,
-        "gradient_accumulation_steps": a.accumulate,
+        "gradient_accumulation_steps": 1 if a.fault == "manual-accumulation" else a.accumulate,
         "zero_optimization": {"stage": a.stage, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True}},
         "gradient_clipping": 1.0 if a.fault == "default-clipping" else 0.0,  # 1.0 by default, also of float32
         "zero_allow_untested_optimizer": True,
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    for inputs, labels in batches():
+    for i, (inputs, labels) in enumerate(batches()):
         loss = nn.functional.cross_entropy(engine(inputs), labels)
+        if a.fault == "manual-accumulation":  # the script divides, and steps after the last micro-batch
+            loss = loss / a.accumulate
         engine.backward(loss * world if a.fault == "summed" else loss)
-        engine.step()
+        if a.fault != "manual-accumulation" or (i + 1) % a.accumulate == 0:
+            engine.step()

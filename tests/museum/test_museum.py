@@ -8,9 +8,11 @@ import sys
 import pytest
 
 from museum.exhibits import FAULTS, HEALTHY
+from museum.reports import REPORTS
 from support.places import ROOT
 
-QUICK = ("no-set-epoch", "around-wrapper", "summed", "stale-optimizer", "mean-of-ranks")
+QUICK = ("no-set-epoch", "around-wrapper", "summed", "stale-optimizer", "mean-of-ranks", "one-shard", "same-workers")
+QUICK_HEALTHY = ("--batch 16 --wrap fsdp1", "--cut tensor-data", "--batch 32 --workers 2")
 
 
 def run(*arguments: str) -> None:
@@ -24,12 +26,21 @@ def test_the_page_has_every_exhibit() -> None:
     page = (ROOT / "docs" / "museum.md").read_text()
     assert [e.name for e in FAULTS if f"| {e.name} |" not in page and f"| [{e.name}](" not in page] == []
     assert len({(e.name, e.script) for e in FAULTS}) == len(FAULTS) >= 40
+    assert set(REPORTS) <= {e.name for e in FAULTS}
+    assert len(REPORTS) >= 20
+    assert len(set(HEALTHY)) == len(HEALTHY) >= 60
     assert [h.arguments for h in HEALTHY if f"`{h.script} {h.arguments}`" not in page] == []
 
 
 @pytest.mark.processes
 def test_a_few_faults_are_found_and_named() -> None:
     run("--only", *QUICK)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_few_healthy_scripts_have_no_finding() -> None:
+    run("--healthy", "--only", *QUICK_HEALTHY)
 
 
 @pytest.mark.processes

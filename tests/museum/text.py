@@ -75,6 +75,13 @@ def main() -> None:
                 loss = loss / count
             elif a.fault == "world-forgotten":
                 loss = loss / total
+            elif a.fault == "inflated":  # every rank takes its share of the count for the whole
+                loss = loss * world / (total / world)
+            elif a.fault == "divided-again":
+                loss = loss * world / total / a.accumulate
+            elif a.fault == "wider-count":  # of two steps' examples
+                wide = labels[step * size : (step + 2) * size]
+                loss = loss * world / (wide[:, 1:] != -100).sum()
             elif a.fault == "first-counts":
                 loss = loss / (labels[rows[0]][:, 1:] != -100).sum() / a.accumulate
             else:

@@ -34,8 +34,7 @@ from lockstep.tasks.modules import wrapped_module
 from lockstep.tasks.task import Task
 from lockstep.training import export_check, plain_check, plain_sides
 from lockstep.training.errors import TrainingFailed
-from lockstep.training.plain_causes import cause
-from lockstep.training.plain_check import differences
+from lockstep.training.plain_check import cause, differences
 from lockstep.training.plain_sides import sides_of
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session, join_ranks

@@ -1,7 +1,9 @@
 """The documents name every key of the run file, every command and every plug-in; the run files in runs/ load."""
 
 import re
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -67,3 +69,36 @@ def test_every_page_is_in_the_site_s_navigation() -> None:
     """`make site` refuses to build otherwise."""
     named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
     assert {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - named == set()
+
+
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / f"{n}.md" for n in ("README", "CONTRIBUTING", "AGENTS"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_to_a_file_and_every_named_test_is_there(page: Path) -> None:
+    """`make site` looks at links too, later."""
+    text = page.read_text(encoding="utf-8")
+    linked = [page.parent / link for link in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text)]
+    named = [ROOT / name for name in re.findall(r"(?<![\w/.])tests/[\w/]+\.\w+", text)]
+    assert [str(path) for path in linked + named if not path.exists()] == []
+
+
+def _agents() -> ModuleType:
+    spec = spec_from_file_location("agents", ROOT / "docs/agents.py")
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_agents_are_told_is_what_contributing_says() -> None:
+    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    assert text == _agents().agents(), "python docs/agents.py writes it"
+    assert len(text.split()) < 1500
+
+
+def test_the_list_of_pages_has_every_page_of_the_index() -> None:
+    listed = set(re.findall(r"\(([\w-]+)\.html\)", _agents().llms()))
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert pages - listed == set()

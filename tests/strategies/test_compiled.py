@@ -14,7 +14,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import blocks, compiled
+from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
@@ -41,7 +41,7 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(code)
         return code
 
-    monkeypatch.setattr(compiled, "BACKEND", backend)
+    monkeypatch.setattr(blocks, "BACKEND", backend)
     return found
 
 
@@ -79,10 +79,10 @@ def test_no_code_for_each_length_and_none_for_each_layer(codes: list[Any]) -> No
 def test_code_is_made_before_training_and_used_in_it(codes: list[Any]) -> None:
     """What no code fits runs as it is."""
     layer = nn.Linear(4, 4)
-    run = compiled.in_training(layer, layer.forward)
+    run = blocks.in_training(layer, layer.forward)
     run(torch.ones(2, 4))
     assert codes == []
-    with compiled.making():
+    with blocks.making():
         run(torch.ones(2, 4))
     assert [code.calls for code in codes] == [1]
     run(torch.ones(7, 4))
@@ -93,8 +93,8 @@ def test_code_is_made_before_training_and_used_in_it(codes: list[Any]) -> None:
 
 def test_evaluation_runs_the_layers_as_they_are(codes: list[Any]) -> None:
     layer = nn.Linear(4, 4)
-    run = compiled.in_training(layer, layer.forward)
-    with compiled.making():
+    run = blocks.in_training(layer, layer.forward)
+    with blocks.making():
         layer.eval()
         run(torch.ones(2, 4))
         layer.train()
@@ -112,7 +112,7 @@ def test_a_run_takes_no_code_that_was_made_for_other_sizes(cache: Path, monkeypa
         task, strategy = build(
             run.model_copy(update={"model": run.model.model_copy(update={"compile": False})}), World(run)
         )
-        with compiled.shared_cache(list(compiled.examples(run, strategy, task))):
+        with blocks.shared_cache(list(blocks.examples(run, strategy, task))):
             found = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         strategy.close()
         assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
@@ -123,11 +123,11 @@ def test_a_run_takes_no_code_that_was_made_for_other_sizes(cache: Path, monkeypa
     assert folder().is_relative_to(cache / "compiled")
     assert folder() != folder("data.max_length=12")
     before = cache_dir()  # sets the variable
-    with compiled.shared_cache([]):
+    with blocks.shared_cache([]):
         assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(cache / "compiled")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == before
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "given")
-    with compiled.shared_cache([]):
+    with blocks.shared_cache([]):
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "given"
 
 
@@ -167,7 +167,7 @@ def test_the_bits_of_a_single_process(name: str, precision: str) -> None:
 
 def steps_in_themselves(world: World, run: Run) -> dict[str, Any]:
     """`steps_of`, of layers that torch.compile has taken apart and put together as they were."""
-    compiled.BACKEND = "eager"
+    blocks.BACKEND = "eager"
     counters.clear()
     return {**steps_of(world, run), "graphs": counters["stats"]["unique_graphs"]}
 
@@ -292,7 +292,7 @@ def test_a_layer_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         raise NotImplementedError("no kernel for this")
 
-    monkeypatch.setattr(compiled, "BACKEND", backend)
+    monkeypatch.setattr(blocks, "BACKEND", backend)
     with pytest.raises(RunError, match=r"model\.compile: torch.compile cannot take a layer of this model: .*no kernel"):
         here(COMPILE)
 

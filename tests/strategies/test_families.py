@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from lockstep.config.run import RunError
+from lockstep.data import tokenizer
 from lockstep.strategies.pipeline import Pipeline
+from lockstep.tasks import translation
 from lockstep.tasks.models import model_configs, models
 from support.fsdp2_runs import steps_of
 from support.harness import run_on, tiny
@@ -159,3 +162,30 @@ def test_a_model_from_scratch_may_have_room_for_more_entries() -> None:
     assert built(64).get_input_embeddings().num_embeddings == 64
     with pytest.raises(RunError, match=r"model\.config\.vocab_size: 39 is fewer than the 40 of the tokenizer"):
         built(39)
+
+
+def test_too_few_entries_are_told_before_a_process_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+
+    def prepared(size: int) -> Path:
+        model = {"type": "gpt2", "config": {"vocab_size": size}}
+        run = tiny(model=model, tokenizer={"train": "bpe", "vocab_size": 300})
+        return tokenizer.prepare(run, iter([["some text", "another text"]]), "texts")
+
+    assert prepared(300).is_dir()
+    with pytest.raises(RunError, match=r"model\.config\.vocab_size: 12 is fewer than the \d+ of the tokenizer"):
+        prepared(12)
+
+
+def test_a_decoder_with_two_tokens_to_start_from_is_refused(tmp_path: Path) -> None:
+    """transformers trains a T5Gemma from one, and generates from the other."""
+    config = transformers.CONFIG_MAPPING["t5gemma"](**T5GEMMA)
+    for start, refused in ((config.decoder.bos_token_id, False), (config.decoder.bos_token_id + 1, True)):
+        config.decoder_start_token_id = start
+        config.save_pretrained(tmp_path)
+        run = tiny(model={"source": str(tmp_path)})
+        if refused:
+            with pytest.raises(RunError, match=r"starts from token 3 where it writes, and from 2 where transformers"):
+                translation.check_start(run)
+        else:
+            translation.check_start(run)

@@ -13,8 +13,8 @@ import torch
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import scaling
-from lockstep.strategies.exact.scaling import HIGHEST, INTERVAL, LOWEST, START, LossScale
+from lockstep.strategies.exact import gradient
+from lockstep.strategies.exact.gradient import FIRST_SCALE, HIGHEST_SCALE, LOWEST_SCALE, SCALE_INTERVAL, LossScale
 from lockstep.strategies.strategy import NotFinite
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
@@ -31,8 +31,8 @@ LOSSES = torch.ones(8, dtype=torch.float64)
 
 def test_the_rule_is_that_of_torch_s_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = torch.amp.GradScaler("cpu")
-    assert (theirs.get_scale(), theirs.get_growth_interval()) == (START, INTERVAL)
-    monkeypatch.setattr(scaling, "INTERVAL", 5)
+    assert (theirs.get_scale(), theirs.get_growth_interval()) == (FIRST_SCALE, SCALE_INTERVAL)
+    monkeypatch.setattr(gradient, "SCALE_INTERVAL", 5)
     theirs.set_growth_interval(5)
     scale = LossScale(torch.device("cpu"))
     weight = torch.nn.Parameter(torch.ones(()))
@@ -46,21 +46,25 @@ def test_the_rule_is_that_of_torch_s_scaler(monkeypatch: pytest.MonkeyPatch) -> 
         theirs.update()
         assert bool(scale.overflowed) == bool(torch.isinf(norm))
         assert float(scale.value) == theirs.get_scale(), step
-    assert float(scale.value) == START / 2  # halved three times and doubled twice
+    assert float(scale.value) == FIRST_SCALE / 2  # halved three times and doubled twice
 
 
 def test_the_scale_has_a_lowest_and_a_highest_value_and_does_not_heed_a_bad_loss() -> None:
     scale = LossScale(torch.device("cpu"))
     for _ in range(20):
         scale.follow(LOSSES, INF)
-    assert float(scale.value) == LOWEST
+    assert float(scale.value) == LOWEST_SCALE
     assert not scale.overflowed  # it is not the scale's fault
-    scale.value = torch.tensor(HIGHEST)
-    scale.good_steps = torch.tensor(float(INTERVAL - 1))
+    scale.value = torch.tensor(HIGHEST_SCALE)
+    scale.good_steps = torch.tensor(float(SCALE_INTERVAL - 1))
     scale.follow(LOSSES * float("nan"), INF)
-    assert (float(scale.value), float(scale.good_steps), bool(scale.overflowed)) == (HIGHEST, INTERVAL - 1, False)
+    assert (float(scale.value), float(scale.good_steps), bool(scale.overflowed)) == (
+        HIGHEST_SCALE,
+        SCALE_INTERVAL - 1,
+        False,
+    )
     scale.follow(LOSSES, FINE)
-    assert float(scale.value) == HIGHEST
+    assert float(scale.value) == HIGHEST_SCALE
 
 
 def steps_of(world: World, run: Run, overflows: dict[int, float], steps: int = 6) -> dict[str, Any]:
@@ -107,7 +111,14 @@ def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
 def test_an_overflow_is_left_out_and_the_scale_halved() -> None:
     found = of("single", 1)
     assert found["used"] == [True, True, False, False, True, True]
-    assert found["scales"] == [START, START, START / 2, START / 4, START / 4, START / 4]
+    assert found["scales"] == [
+        FIRST_SCALE,
+        FIRST_SCALE,
+        FIRST_SCALE / 2,
+        FIRST_SCALE / 4,
+        FIRST_SCALE / 4,
+        FIRST_SCALE / 4,
+    ]
     assert found["moved"] == [True, False, False, True, True]
     assert all(loss < 100 for i, loss in enumerate(found["loss"]) if i not in OVERFLOWS)
 
@@ -142,7 +153,7 @@ def test_a_killed_job_goes_on_with_its_scale_and_tells_of_overflows(tmp_path: Pa
         assert status == 0, err
         assert "1 step(s) skipped: fp16 overflowed; the loss scale is 32,768 now" in out
         told = [line for line in lines(folder) if line["split"] == "train"]
-        assert told[-1]["loss_scale"] == START / 4
+        assert told[-1]["loss_scale"] == FIRST_SCALE / 4
         assert all("skipped_steps" not in line for line in told)
         ends.append(checkpoints.digest(folder / "out/checkpoints/step-000012"))
     assert ends[0] == ends[1]
@@ -175,7 +186,7 @@ def test_another_strategy_goes_on_with_the_scale() -> None:
     run = tiny("strategy.name=allreduce", "precision=fp16")
     for straight, again in run_on(2, switched, run, run=run):
         assert straight == again
-        assert straight[0] == START / 4
+        assert straight[0] == FIRST_SCALE / 4
 
 
 def bad_loss(world: World, run: Run) -> tuple[str, list[float]]:
@@ -202,7 +213,7 @@ def test_a_loss_that_is_not_finite_is_what_it_is_in_fp32(what: str, wanted: str)
     run = tiny("strategy.name=single", "precision=fp16", f"on_nonfinite={what}")
     said, scales = run_on(1, bad_loss, run, run=run)[0]
     assert said.startswith(wanted)
-    assert scales == [START, START]
+    assert scales == [FIRST_SCALE, FIRST_SCALE]
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])

@@ -8,7 +8,7 @@ import torch
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.strategies.engines.tree_scatter import TreeScatter
+from lockstep.strategies.engines.fsdp import TreeScatter
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.tasks.models import padding
 from lockstep.training.data_loader import StepLoader

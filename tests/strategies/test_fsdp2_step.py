@@ -12,8 +12,7 @@ from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
-from lockstep.strategies.fsdp2 import FSDP2
-from lockstep.strategies.fsdp2_step import FSDP2Step
+from lockstep.strategies.fsdp2 import FSDP2, FSDP2Step
 from lockstep.strategies.strategy import strategy_class
 from lockstep.training import model_stats
 from lockstep.training.data_loader import StepLoader

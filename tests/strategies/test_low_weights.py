@@ -10,9 +10,9 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from lockstep.config.run import Run, RunError
-from lockstep.distributed.memory import tensor_bytes
+from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.param_groups import undecayed
+from lockstep.strategies.exact.optim import undecayed
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.tasks.models import storage_dtype
 from lockstep.training.data_loader import StepLoader

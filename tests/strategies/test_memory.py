@@ -11,7 +11,7 @@ import torch
 
 from lockstep.config import plugins
 from lockstep.distributed import torch_internals
-from lockstep.distributed.memory import keep_freed_memory, tensor_bytes
+from lockstep.distributed.system_metrics import keep_freed_memory, tensor_bytes
 from lockstep.distributed.world import World
 from support.counted_memory import MODEL, held, near, settled
 from support.harness import run_on, tiny

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 from lockstep.checkpoint.manifest import code_of
 from lockstep.config.optim import OptimSection
 from lockstep.config.run import Run, RunError, load
-from lockstep.strategies.exact import optim, param_groups
+from lockstep.strategies.exact import optim
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, rule
 from lockstep.training.resolve import resolve_strategy
 from support.contributed import example
@@ -31,7 +31,7 @@ def bert() -> torch.nn.Module:
 
 
 def test_biases_and_norms_are_not_decayed(bert: torch.nn.Module) -> None:
-    exempt = param_groups.undecayed(bert)
+    exempt = optim.undecayed(bert)
     assert {n for n, _ in bert.named_parameters() if "LayerNorm" in n or n.endswith("bias")} == exempt
     decayed, free = optim.build(OptimSection(weight_decay=0.1), bert).param_groups
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
@@ -45,10 +45,10 @@ def test_the_first_group_that_matches_holds(bert: torch.nn.Module) -> None:
         "optim.learning_rate=1e-3",
         "optim.groups=[{match: 'classifier.*', learning_rate: 2e-3, weight_decay: 0.5}, {match: '*', weight_decay: 0}]",
     ).optim
-    found = param_groups.assigned(section, bert)
-    assert found["classifier.weight"] == param_groups.ParamGroupSpec(2.0, 0.5, "")
-    assert found["classifier.bias"] == param_groups.ParamGroupSpec(2.0, 0.0, "")
-    assert found["bert.pooler.dense.weight"] == param_groups.ParamGroupSpec(1.0, 0.0, "")
+    found = optim.assigned(section, bert)
+    assert found["classifier.weight"] == optim.ParamGroupSpec(2.0, 0.5, "")
+    assert found["classifier.bias"] == optim.ParamGroupSpec(2.0, 0.0, "")
+    assert found["bert.pooler.dense.weight"] == optim.ParamGroupSpec(1.0, 0.0, "")
     stepper = optim.build(section, bert)
     optim.set_rate(stepper, 0.25)
     rates = {name: group["lr"] for group in stepper.param_groups for name in group["names"]}
@@ -56,13 +56,13 @@ def test_the_first_group_that_matches_holds(bert: torch.nn.Module) -> None:
 
 
 def test_rates_fall_from_layer_to_layer(bert: torch.nn.Module) -> None:
-    found = {n: how.scale for n, how in param_groups.assigned(OptimSection(layerwise_lr_decay=0.5), bert).items()}
+    found = {n: how.scale for n, how in optim.assigned(OptimSection(layerwise_lr_decay=0.5), bert).items()}
     assert found["classifier.weight"] == found["bert.pooler.dense.bias"] == 1.0
     assert found["bert.encoder.layer.1.output.dense.weight"] == 0.5
     assert found["bert.encoder.layer.0.output.dense.weight"] == 0.25
     assert found["bert.embeddings.word_embeddings.weight"] == found["bert.embeddings.LayerNorm.bias"] == 0.125
     gpt2 = GPT2ForSequenceClassification(GPT2Config(n_embd=8, n_layer=3, n_head=1, vocab_size=16))
-    found = {n: how.scale for n, how in param_groups.assigned(OptimSection(layerwise_lr_decay=0.5), gpt2).items()}
+    found = {n: how.scale for n, how in optim.assigned(OptimSection(layerwise_lr_decay=0.5), gpt2).items()}
     assert found["transformer.wpe.weight"] == 1 / 16
     assert [found[f"transformer.h.{i}.ln_1.weight"] for i in range(3)] == [1 / 8, 1 / 4, 1 / 2]
     assert found["transformer.ln_f.weight"] == found["score.weight"] == 1.0
@@ -84,27 +84,27 @@ def test_rates_fall_from_layer_to_layer(bert: torch.nn.Module) -> None:
 def test_a_pattern_that_matches_nothing_is_refused(words: list[str], said: str) -> None:
     run = run_of(*words)
     with pytest.raises(RunError) as caught:
-        param_groups.assigned(run.optim, param_groups.freeze(run, BertForSequenceClassification(BERT)))
+        optim.assigned(run.optim, optim.freeze(run, BertForSequenceClassification(BERT)))
     assert said in str(caught.value)
 
 
 def test_no_layers_no_decay_from_layer_to_layer() -> None:
     with pytest.raises(RunError, match=r"optim.layerwise_lr_decay: the model has no list of layers; use optim.groups"):
-        param_groups.assigned(OptimSection(layerwise_lr_decay=0.5), torch.nn.Linear(2, 2))
+        optim.assigned(OptimSection(layerwise_lr_decay=0.5), torch.nn.Linear(2, 2))
 
 
 def test_what_is_frozen_is_in_no_group() -> None:
     run = run_of("model.freeze=['bert.embeddings.*', '*.layer.0.*']")
-    model = param_groups.freeze(run, BertForSequenceClassification(BERT))
+    model = optim.freeze(run, BertForSequenceClassification(BERT))
     names = {name for group in optim.build(run.optim, model).param_groups for name in group["names"]}
     assert names == {n for n, _ in model.named_parameters() if "embeddings" not in n and "layer.0" not in n}
 
 
 def test_muon_takes_the_matrices_of_the_layers(bert: torch.nn.Module) -> None:
-    found = {n for n, how in param_groups.assigned(run_of("optim=muon").optim, bert).items() if how.kind == "matrix"}
+    found = {n for n, how in optim.assigned(run_of("optim=muon").optim, bert).items() if how.kind == "matrix"}
     assert found == {n for n, p in bert.named_parameters() if ".layer." in n and p.ndim == 2}
     section = run_of("optim=muon", "optim.muon_params=['*.query.weight', '*.bias']").optim
-    found = {n for n, how in param_groups.assigned(section, bert).items() if how.kind == "matrix"}
+    found = {n for n, how in optim.assigned(section, bert).items() if how.kind == "matrix"}
     assert found == {f"bert.encoder.layer.{i}.attention.self.query.weight" for i in range(2)}
 
 
@@ -421,8 +421,8 @@ class Replaces(Momentum):
 
 
 def test_an_optimizer_whose_state_is_wrong_is_refused() -> None:
-    resolve_strategy(run_of("strategy.name=single", "optim.name=test_optim.Momentum"), 1)
+    resolve_strategy(run_of("strategy.name=single", f"optim.name={__name__}.Momentum"), 1)
     with pytest.raises(RunError, match=r"OtherKey: update asks for the key 'sum'.* begin makes \(total\)"):
-        resolve_strategy(run_of("strategy.name=single", "optim.name=test_optim.OtherKey"), 1)
+        resolve_strategy(run_of("strategy.name=single", f"optim.name={__name__}.OtherKey"), 1)
     with pytest.raises(RunError, match="Replaces: update puts another tensor under the key 'sum'"):
-        resolve_strategy(run_of("strategy.name=single", "optim.name=test_optim.Replaces"), 1)
+        resolve_strategy(run_of("strategy.name=single", f"optim.name={__name__}.Replaces"), 1)

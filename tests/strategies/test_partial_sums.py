@@ -7,9 +7,9 @@ import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.config.run import Run
-from lockstep.distributed.memory import tensor_bytes
+from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
-from lockstep.strategies import fsdp2_step
+from lockstep.strategies import fsdp2
 from lockstep.strategies.exact.reduction import most_held
 from lockstep.strategies.strategy import strategy_class
 from lockstep.training.data_loader import StepLoader
@@ -40,7 +40,7 @@ def runs_of(name: str, ranks: int, options: dict[str, Any]) -> list[Run]:
 
 def at_most(world: World, runs: list[Run]) -> list[float]:
     """For each run the most memory that a step writes to before its update, in gradients of the weights here."""
-    fsdp2_step.BUCKET_BYTES = int(BUCKET * 2**20)
+    fsdp2.BUCKET_BYTES = int(BUCKET * 2**20)
     found = []
     for run in runs:
         task, strategy = build(run, world)

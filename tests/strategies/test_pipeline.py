@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lockstep.config.run import Run, RunError
+from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import IGNORED, MicroBatch
-from lockstep.data.tokens import Columns
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import cuts, layers

@@ -21,7 +21,7 @@ from lockstep.strategies.exact.reduction import (
     partial_nodes,
     share,
 )
-from lockstep.strategies.exact.sparse_rows import exchange_rows
+from lockstep.strategies.exact.rows import exchange_rows
 from support.brackets import bracket, leaf
 from support.harness import run_on, tiny
 

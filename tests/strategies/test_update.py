@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.strategies.exact.gradient import FiniteCheck, Gradient, NotFinite, Part
 from lockstep.strategies.exact.reduction import clip_
-from lockstep.strategies.exact.scaling import FiniteCheck, NotFinite
-from lockstep.strategies.exact.sparse_rows import DenseRows
+from lockstep.strategies.exact.rows import DenseRows
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.single import Single
 from lockstep.training.data_loader import StepLoader

@@ -41,8 +41,8 @@ class Case(NamedTuple):
 
 # DeepSpeed has to know the norm of a gradient, and lockstep that it is finite before and after DeepSpeed's update.
 ZERO = {
-    "aten::nonzero strategies/exact/scaling.py:check": 2,
-    "aten::_local_scalar_dense strategies/exact/scaling.py:check": 2,
+    "aten::nonzero strategies/exact/gradient.py:check": 2,
+    "aten::_local_scalar_dense strategies/exact/gradient.py:check": 2,
     "aten::_to_copy to the device strategies/engines/zero.py:train_step": 1,
     "aten::_local_scalar_dense deepspeed": 1,
     "aten::_to_copy to the device deepspeed": 2,
@@ -131,7 +131,7 @@ def test_a_step_mixes_no_devices_and_the_host_waits_for_none_of_it(
     for step, waits in enumerate(found["waits"]):
         expected = Counter(CASES[name].waits)
         if step and not CASES[name].name.startswith("zero"):  # whether the step before was finite
-            expected["event.synchronize of a step before distributed/transfers.py:wait"] += 1
+            expected["event.synchronize of a step before distributed/torch_internals.py:wait"] += 1
         assert Counter(waits) == expected, f"step {step}"
 
 

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from lockstep.cli import main
 from lockstep.config.run import RunError
-from lockstep.strategies.engines import known_bad
+from lockstep.strategies.engines import zero_agreement, zero_config
 from lockstep.strategies.engines.zero_agreement import check, keeps_bf16_weights, remaining
 from lockstep.training.resolve import resolve_strategy
 from support.harness import tiny
@@ -142,6 +142,7 @@ def test_plan_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 OVERLAP = {"zero_optimization": {"overlap_comm": True}}
+SCATTERED = {"zero_optimization": {"contiguous_gradients": False}}
 ALONE = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
@@ -161,6 +162,9 @@ ALONE = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         ("0.18.9", 1, ALONE, "DeepSpeed#7985"),
         ("0.18.5", 1, ALONE, None),
         *(("0.19.0", stage, OFFLOAD | OVERLAP | ALONE, None) for stage in (1, 2, 3)),
+        *(("0.19.7", stage, SCATTERED, "DeepSpeed#8382") for stage in (1, 2)),
+        ("0.19.7", 3, SCATTERED, None),
+        ("0.19.8", 2, SCATTERED, None),
     ],
 )
 def test_versions_known_to_be_wrong_are_refused_by_their_report(
@@ -168,12 +172,27 @@ def test_versions_known_to_be_wrong_are_refused_by_their_report(
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda package: {"deepspeed": version}[package])
     if report is None:
-        known_bad.check(stage, options, f"zero{stage}")
+        zero_agreement.refuse_known_bad(stage, options, f"zero{stage}", "cpu")
         return
     with pytest.raises(
-        RunError, match=rf"^strategy\.name: zero{stage} with deepspeed 0\.18\..*\({report}\).*pip install"
+        RunError, match=rf"^strategy\.name: zero{stage} with deepspeed 0\.1[89]\..*\({report}\).*pip install"
     ):
-        known_bad.check(stage, options, f"zero{stage}")
+        zero_agreement.refuse_known_bad(stage, options, f"zero{stage}", "cpu")
+
+
+def test_a_version_that_is_wrong_on_cpus_alone_is_let_through_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.19.7")
+    zero_agreement.refuse_known_bad(2, SCATTERED, "zero2", "cuda")
+    with pytest.raises(RunError, match="DeepSpeed#8382"):
+        zero_agreement.refuse_known_bad(2, SCATTERED, "zero2", "cpu")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_counts_one_micro_batch_a_step(stage: int) -> None:
+    """DeepSpeed#8224, 0.18.3 to 0.19.5, needs more of them: benchmarks/deepspeed_shared_module.py."""
+    options = {"gradient_accumulation_steps": 4}
+    run = run_of(options, f"zero{stage}")
+    assert zero_config.config(run, stage, 1000, options)["gradient_accumulation_steps"] == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
@@ -196,7 +215,7 @@ def test_no_such_version_is_installed_by_pip() -> None:
     wanted = [Requirement(each) for extra in ("deepspeed", "dev") for each in extras[extra]]
     ranges = [each.specifier for each in wanted if each.name == "deepspeed"]
     assert len(ranges) == 2
-    for bad in known_bad.DEEPSPEED:
+    for bad in zero_agreement.DEEPSPEED:
         major, minor, patch = map(int, bad.mended.split("."))
         before = f"{major}.{minor}.{patch - 1}" if patch else f"{major}.{minor - 1}.99"
         assert not any(each.contains(before) for each in ranges), f"{before} can be installed"

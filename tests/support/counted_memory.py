@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.config.run import Run
-from lockstep.distributed.memory import measured, tensor_bytes
+from lockstep.distributed.system_metrics import measured, tensor_bytes
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
 from support.harness import build

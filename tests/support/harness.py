@@ -26,7 +26,7 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import compiled
+from lockstep.strategies.engines import blocks
 from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
 from lockstep.training import reference_pass
@@ -76,7 +76,7 @@ def build(run: Run, world: World) -> tuple[Task, Strategy]:
     task = task_class(run, prepared := prepare(run, task_class))
     strategy = strategy_class(run)(run, world)
     strategy.build(task)
-    compiled.warm_up(run, strategy, task)
+    blocks.warm_up(run, strategy, task)
     reference_pass.provide(run, world, task, strategy, prepared, trained=False)
     return task, strategy
 
@@ -192,3 +192,11 @@ def lockstep_environment(cache: Path) -> dict[str, str]:
 def lean() -> dict[str, str]:
     """Variables with which new interpreters are without DeepSpeed."""
     return {"PYTHONPATH": os.pathsep.join([LEAN, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def works(world: World, run: Run) -> int:
+    """A rank: the exit status of its work."""
+    from lockstep.training.rank import work
+    from lockstep.training.resolve import for_rank
+
+    return work(for_rank(run, world), world)

@@ -1,7 +1,6 @@
 """Strategies whose ranks share the state out, and wait before a step for as long as a test wants: `held_steps.py`."""
 
-from lockstep.strategies.fsdp2 import FSDP2
-from lockstep.strategies.fsdp2_step import FSDP2Step
+from lockstep.strategies.fsdp2 import FSDP2, FSDP2Step
 from lockstep.strategies.pipeline import Pipeline
 from support.held_steps import Together
 

@@ -47,6 +47,7 @@ KERNEL = {
     "jobs/test_command.py::test_a_stop_on_request_is_75_and_the_same_command_goes_on[2-1]",
     "jobs/test_command.py::test_a_killed_rank_is_named_and_the_job_restarts_by_itself",
 }
+FILES = {name.partition("::")[0] for name in KERNEL}
 
 
 def mark(items: list[pytest.Item]) -> None:

@@ -23,7 +23,7 @@ EFFECTS = {
     "text": "what is written or said beside numbers",
     "job": "what a launcher starts",
     "refused": "whether the run is refused",
-    "nothing": "time, memory or names alone",
+    "nothing": "time, memory, names or last digits alone",
 }
 
 
@@ -55,9 +55,14 @@ BF16 = ("precision=bf16",)
 LONG = ("optim.warmup_steps=0", "steps=6")
 WSD = ("optim.schedule=wsd", "optim.decay_fraction=0.5")
 EVERY = ("evaluate.every=1",)
+SMALL_OF_ANY = (
+    "model.config={hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, max_position_embeddings: 32}"
+)
+LEARNED = ("steps=40", "optim.learning_rate=5e-3", "fingerprint.every=40")
+LETTERS = ("tokenizer.train=wordpiece", "tokenizer.vocab_size=60")
 
 KEYS: dict[str, Tried | Elsewhere] = {
-    "name": Tried("name=another", "nothing"),
+    "name": Tried("name=another", "text"),
     "output": Tried("output=FOLDER/elsewhere", "nothing", beside=("output=FOLDER/here",)),
     "remote_dir": Elsewhere("files", "checkpoint/test_mirror.py", "an object store"),
     "seed": Tried("seed=1", "order weights", quick=True),
@@ -69,7 +74,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "micro_batches": Tried("micro_batches=2", "order weights"),
     "precision": Tried("precision=bf16", "weights"),
     "metrics": Tried("metrics=[test_run_file_keys.always_one]", "scores"),
-    "export": Tried("export=best", "export", beside=("evaluate.every=1", "checkpoint.best=accuracy")),
+    "export": Tried("export=best", "export", beside=(*EVERY, "checkpoint.best=-ece", "export=last")),
     # task: classification
     "task.name": Tried("task.name=reward", "refused"),
     "task.text": Tried("task.text=other", "order weights", "rows"),
@@ -78,7 +83,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.processor": Elsewhere("inputs weights", "tasks/test_image_classification.py", "images"),
     "task.label": Tried("task.label=lang", "inputs weights", "rows"),
     "task.label_names": Tried("task.label_names=[a, b, c]", "text", "rows", ("task.label=number",)),
-    "task.multi_label": Tried("task.multi_label=true", "inputs weights", "rows", ("task.label=lists",)),
+    "task.multi_label": Tried("task.multi_label=true", "refused", "rows", ("task.label=lists",)),
     "task.regression": Tried("task.regression=true", "inputs weights", "rows", ("task.label=number",)),
     "task.loss": Tried("task.loss=focal", "weights"),
     "task.focal_gamma": Tried("task.focal_gamma=1", "weights", beside=("task.loss=focal",)),
@@ -98,11 +103,11 @@ KEYS: dict[str, Tried | Elsewhere] = {
         ("data.validation=FOLDER/rows/validation.jsonl",),
     ),
     "data.validation": Tried("data.validation=FOLDER/half/train.jsonl", "scores", "rows"),
-    "data.test": Tried("data.test=FOLDER/half/train.jsonl", "scores", "rows"),
+    "data.test": Tried("data.test=FOLDER/half/train.jsonl", "files scores", "rows"),
     "data.layout": Tried("data.layout=class_folders", "refused", "rows"),
     "data.columns": Tried("data.columns=[text, label]", "refused", "headless"),
     "data.separator": Tried("data.separator=semicolon", "refused", "table"),
-    "data.quote": Tried("data.quote=none", "inputs", "table"),
+    "data.quote": Tried("data.quote=none", "inputs weights", "table"),
     "data.validation_fraction": Tried("data.validation_fraction=0.3", "order weights", "cut"),
     "data.test_fraction": Tried("data.test_fraction=0.2", "order weights", "cut"),
     "data.split_column": Tried("data.split_column=split", "order weights", "cut"),
@@ -123,7 +128,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     # model
     "model.source": Elsewhere("weights", "tasks/test_pretrained.py", "a pretrained model"),
     "model.revision": Elsewhere("weights", "data/test_hub_loading.py", "the Hub"),
-    "model.type": Tried("model.type=bert", "weights", beside=("model.config={max_position_embeddings: 32}",)),
+    "model.type": Tried("model.type=bert", "order weights", beside=(SMALL_OF_ANY,)),
     "model.config": Tried("model.config.n_layer=1", "weights", quick=True),
     "model.attention": Tried("model.attention=eager", "weights"),
     "model.compile": Elsewhere("weights", "strategies/test_compiled.py", "a C++ compiler"),
@@ -145,7 +150,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "optim.warmup_fraction": Tried("optim.warmup_fraction=0.5", "weights", beside=("optim.warmup_steps=0",)),
     "optim.min_lr_ratio": Tried("optim.min_lr_ratio=0.5", "weights"),
     "optim.power": Tried("optim.power=2", "weights", beside=("optim.schedule=polynomial", *LONG)),
-    "optim.decay_fraction": Tried("optim.decay_fraction=0.9", "weights", beside=WSD),
+    "optim.decay_fraction": Tried("optim.decay_fraction=0.9", "weights", beside=(*WSD, *LONG)),
     "optim.decay_steps": Tried("optim.decay_steps=2", "weights", beside=("optim.schedule=wsd", "optim.warmup_steps=0")),
     "optim.decay_shape": Tried("optim.decay_shape=sqrt", "weights", beside=(*WSD, "optim.warmup_steps=0", "steps=4")),
     "optim.weight_decay": Tried("optim.weight_decay=0.5", "weights"),
@@ -157,13 +162,15 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "optim.eps": Tried("optim.eps=1e-3", "weights"),
     "optim.momentum": Tried("optim.momentum=0.5", "weights", beside=("optim.name=sgd",)),
     "optim.beta2_decay": Tried("optim.beta2_decay=-0.5", "weights", beside=("optim.name=adafactor",)),
-    "optim.d": Tried("optim.d=0.01", "weights", beside=("optim.name=adafactor",)),
+    "optim.d": Tried("optim.d=3", "weights", beside=("optim.name=adafactor", "optim.learning_rate=0.1", *LONG)),
     "optim.min_8bit_size": Tried("optim.min_8bit_size=100000", "weights", beside=("optim.name=adamw_8bit",)),
     "optim.nesterov": Tried("optim.nesterov=false", "weights", beside=("optim.name=muon",)),
     "optim.ns_steps": Tried("optim.ns_steps=3", "weights", beside=("optim.name=muon",)),
-    "optim.lr_adjust": Tried("optim.lr_adjust=match_rms_adamw", "weights", beside=("optim.name=muon",)),
+    "optim.lr_adjust": Tried("optim.lr_adjust=original", "weights", beside=("optim.name=muon",)),
     "optim.muon_params": Tried("optim.muon_params=['*attn*']", "weights", beside=("optim.name=muon",)),
-    "optim.average_power": Tried("optim.average_power=2", "weights", beside=("optim.name=schedule_free",)),
+    "optim.average_power": Tried(
+        "optim.average_power=0.5", "weights", beside=("optim.name=schedule_free", "optim.warmup_steps=3")
+    ),
     # strategy and launch
     "strategy.name": Tried("strategy.name=ddp", "nothing"),
     "strategy.exact": Elsewhere("weights", "strategies/test_strategies.py", "several processes"),
@@ -185,7 +192,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "evaluate.patience": Tried(
         "evaluate.patience=1",
         "order weights files",
-        beside=(*EVERY, "evaluate.min_delta=9", "checkpoint.best=-loss", "export=last"),
+        beside=(*EVERY, "checkpoint.best=accuracy", "export=last", "steps=3"),
     ),
     "evaluate.min_delta": Tried(
         "evaluate.min_delta=9", "order weights files", beside=(*EVERY, "evaluate.patience=1", "export=last")
@@ -195,16 +202,16 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "checkpoint.every": Tried("checkpoint.every=1", "files"),
     "checkpoint.keep": Tried("checkpoint.keep=1", "files", beside=("checkpoint.every=1",)),
     "checkpoint.at": Tried("checkpoint.at=[1]", "files"),
-    "checkpoint.best": Tried("checkpoint.best=accuracy", "export", beside=(*EVERY, "export=best")),
+    "checkpoint.best": Tried("checkpoint.best=-accuracy", "export", beside=(*EVERY, "export=best")),
     "checkpoint.on_failure": Elsewhere("refused", "checkpoint/test_checkpoint_faults.py", "a full disk"),
     "checkpoint.rescue": Elsewhere("files", "checkpoint/test_full_disk.py", "a full disk"),
     "checkpoint.changed_code": Elsewhere("refused", "config/test_user_code.py", "a resumed run"),
     "sdc_check.every": Tried("sdc_check.every=1", "nothing"),
     "sdc_check.on_difference": Elsewhere("files", "training/test_guard.py", "a processor that is wrong"),
-    "fingerprint.every": Tried("fingerprint.every=2", "text"),
-    "average.ema": Tried("average.ema=0.5", "export"),
-    "average.ema_warmup": Tried("average.ema_warmup=false", "export", beside=("average.ema=0.9",)),
-    "average.last": Tried("average.last=2", "export files", beside=("checkpoint.every=1", "checkpoint.keep=1")),
+    "fingerprint.every": Tried("fingerprint.every=2", "files"),
+    "average.ema": Tried("average.ema=0.5", "export scores"),
+    "average.ema_warmup": Tried("average.ema_warmup=false", "export scores", beside=("average.ema=0.9",)),
+    "average.last": Tried("average.last=2", "export files scores", beside=("checkpoint.every=1", "checkpoint.keep=1")),
     "verify.plain": Elsewhere("nothing", "plain/test_plain.py", "a run that is wrong"),
     # track, profile, hub
     "track.to": Elsewhere("files", "track/test_trackers.py", "trackers"),
@@ -222,12 +229,12 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.source": Elsewhere("inputs", "tasks/test_translation.py", "another language"),
     "task.target": Elsewhere("inputs", "tasks/test_translation.py", "another language"),
     "task.prefix": Tried("task.prefix='translate: '", "order weights", "translation"),
-    "task.tokenizers": Tried("task.tokenizers=separate", "order weights", "translation"),
+    "task.tokenizers": Tried("task.tokenizers=separate", "inputs weights", "translation"),
     "task.loss_chunk": Tried("task.loss_chunk=16", "weights", "documents"),
     "task.target_length": Tried("task.target_length=5", "order weights", "translation"),
-    "task.beams": Tried("task.beams=2", "scores text", "translation"),
-    "task.bleu": Tried("task.bleu=false", "scores text", "translation"),
-    "task.bleu_tokenizer": Tried("task.bleu_tokenizer=char", "scores text", "translation"),
+    "task.beams": Tried("task.beams=2", "scores", "easy", LEARNED),
+    "task.bleu": Tried("task.bleu=false", "scores", "translation"),
+    "task.bleu_tokenizer": Tried("task.bleu_tokenizer=char", "scores", "easy", LEARNED),
     "task.rouge": Elsewhere("scores", "tasks/test_summarization.py", "a task of its own"),
     "task.document": Elsewhere("inputs", "tasks/test_language_modeling.py", "texts of several rows"),
     "task.prompt": Tried("task.prompt=answer", "order weights", "prompts"),
@@ -244,7 +251,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.sample_tokens": Tried("task.sample_tokens=3", "text", "packed"),
     "task.temperature": Tried("task.temperature=0", "text", "packed"),
     "task.mlm_probability": Tried("task.mlm_probability=0.3", "inputs weights", "masked"),
-    "task.whole_word_mask": Tried("task.whole_word_mask=true", "inputs weights", "masked"),
+    "task.whole_word_mask": Tried("task.whole_word_mask=true", "inputs weights", "masked", LETTERS),
     "task.model": Elsewhere("weights", "tasks/test_own_module.py", "code of one's own"),
     "task.data": Elsewhere("order", "tasks/test_own_module.py", "code of one's own"),
     "task.collate": Elsewhere("inputs", "tasks/test_own_module.py", "code of one's own"),
@@ -261,15 +268,15 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.gamma": Tried("task.gamma=2", "weights", "preference", ("task.loss=simpo",)),
     "task.reference_batch_size": Tried("task.reference_batch_size=2", "nothing", "preference"),
     "task.center": Tried("task.center=0.1", "weights", "reward"),
-    "task.question": Tried("task.question=context", "order weights", "questions"),
+    "task.question": Tried("task.question=context", "order weights", "questions", ("data.max_length=64",)),
     "task.context": Elsewhere("inputs", "tasks/test_question_answering.py", "contexts with answers"),
     "task.answers": Elsewhere("inputs", "tasks/test_question_answering.py", "answers"),
     "task.unanswerable": Elsewhere("scores", "tasks/test_question_answering.py", "questions without an answer"),
     "task.stride": Tried("task.stride=2", "order weights", "questions", ("data.max_length=20",)),
-    "task.answer_tokens": Tried("task.answer_tokens=1", "scores text", "questions"),
+    "task.answer_tokens": Tried("task.answer_tokens=1", "scores", "questions"),
     "task.words": Elsewhere("inputs", "tasks/test_token_classification.py", "another column"),
     "task.tags": Elsewhere("inputs", "tasks/test_token_classification.py", "another column"),
-    "task.anchor": Tried("task.anchor=negative", "order weights", "pairs", ("task.negative=null",)),
+    "task.anchor": Tried("task.anchor=negative", "inputs weights", "pairs", ("task.negative=null",)),
     "task.positive": Tried("task.positive=negative", "inputs weights", "pairs", ("task.negative=null",)),
     "task.negative": Tried("task.negative=null", "inputs weights", "pairs"),
     "task.score": Elsewhere("weights", "tasks/test_embedding.py", "scored pairs"),

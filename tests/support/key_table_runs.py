@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import re
 from collections.abc import Callable
@@ -56,13 +57,18 @@ def _rows(folder: Path, train: list[dict[str, Any]], validation: list[dict[str, 
     return {"data": {"source": str(folder), "max_length": 32}}
 
 
+def _plain(row: dict[str, Any]) -> str:
+    """Its text without commas, which would part a table's columns."""
+    return row["text"].replace(",", "")
+
+
 def _cut(folder: Path) -> dict[str, Any]:
     write(folder / "cut.jsonl", rows(90, 0))
     return {"data": {"train": str(folder / "cut.jsonl"), "max_length": 32}}
 
 
 def _table(folder: Path) -> dict[str, Any]:
-    lines = [f'"{row["text"]}",{row["label"]}\n' for row in rows(90, 3)]
+    lines = [f'"{_plain(row)}",{row["label"]}\n' for row in rows(90, 3)]
     (folder / "table.csv").write_text("".join(lines))
     return {"data": {"train": str(folder / "table.csv"), "columns": ["text", "label"], "max_length": 32}}
 
@@ -77,7 +83,7 @@ def _linked(folder: Path) -> dict[str, Any]:
 
 def _latin(folder: Path) -> dict[str, Any]:
     (folder / "latin.csv").write_text(
-        "text,label\n" + "".join(f"{row['text']} ü,{row['label']}\n" for row in rows(90, 0)), encoding="latin-1"
+        "text,label\n" + "".join(f"{_plain(row)} ü,{row['label']}\n" for row in rows(90, 0)), encoding="latin-1"
     )
     return {"data": {"train": str(folder / "latin.csv"), "max_length": 32}}
 
@@ -85,6 +91,20 @@ def _latin(folder: Path) -> dict[str, Any]:
 def _task(name: str, folder: Path) -> dict[str, Any]:
     make(folder, name)
     return {"data": {"source": str(folder / name), "max_length": 32}} | TASKS[name]
+
+
+def _easy(folder: Path) -> dict[str, Any]:
+    """Translations that a small model half learns in forty steps: a sentence of its own for each word."""
+    draw = random.Random(0)
+    word, answers = (
+        ["dog", "cat", "bird"],
+        ["a big old dog runs .", "the red cat, near the house", "birds see small dogs"],
+    )
+    for split, count in (("train", 90), ("validation", 15)):
+        made = [draw.randrange(3) for _ in range(count)]
+        (folder / "easy").mkdir(exist_ok=True)
+        write(folder / "easy" / f"{split}.jsonl", [{"translation": {"en": word[n], "de": answers[n]}} for n in made])
+    return {"data": {"source": str(folder / "easy"), "max_length": 32}} | TASKS["translation"]
 
 
 def _missing(folder: Path) -> dict[str, Any]:
@@ -95,6 +115,7 @@ KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "emotion": lambda folder: {},
     "rows": lambda folder: _rows(folder / "rows", rows(90, 0) + rows(15, 1)[:3], rows(15, 1)),
     "missing": _missing,
+    "easy": _easy,
     "cut": _cut,
     "table": _table,
     "headless": lambda folder: {"data": {"train": _table(folder)["data"]["train"], "max_length": 32}},
@@ -153,7 +174,9 @@ class Place:
             told = watch(inside)
             if main(["train", str(file)]) != 0:
                 return {"refused": True}
-        return {"refused": False} | batches(told) | results(run.folder)
+        seen = results(run.folder)
+        last = max(seen["weights"])
+        return {"refused": False} | batches({at: made for at, made in told.items() if at[0] < last}) | seen
 
     def _refused(self, kind: str, words: tuple[str, ...]) -> bool:
         try:
@@ -163,10 +186,13 @@ class Place:
         return False
 
 
-def watch(patch: pytest.MonkeyPatch) -> dict[tuple[int, int], tuple[list[int], str]]:
-    """Step and micro-batch -> the rows that it is made of, and a hash of what the model is given; filled as a run
-    trains."""
-    seen: dict[tuple[int, int], tuple[list[int], str]] = {}
+Batch = tuple[list[int], str, list[float]]
+
+
+def watch(patch: pytest.MonkeyPatch) -> dict[tuple[int, int], Batch]:
+    """Step and micro-batch -> the rows that it is made of, a hash of tokens and whole-number targets, and targets that
+    are fractions; filled as a run trains."""
+    seen: dict[tuple[int, int], Batch] = {}
     collated = StepLoader._collated
 
     def collate(self: StepLoader, step: int, chosen: np.ndarray, index: int) -> Any:
@@ -175,19 +201,20 @@ def watch(patch: pytest.MonkeyPatch) -> dict[tuple[int, int], tuple[list[int], s
         for name in INPUTS:
             if (tensor := batch.inputs.get(name)) is not None:
                 told.update(f"{name}{tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
-        told.update(batch.targets.numpy().tobytes())
-        seen[step, index] = (chosen.tolist(), told.hexdigest())
+        fractions = batch.targets.flatten().tolist() if batch.targets.is_floating_point() else []
+        told.update(b"" if fractions else batch.targets.numpy().tobytes())
+        seen[step, index] = (chosen.tolist(), told.hexdigest(), fractions)
         return batch
 
     patch.setattr(StepLoader, "_collated", collate)
     return seen
 
 
-def batches(told: dict[tuple[int, int], tuple[list[int], str]]) -> dict[str, Any]:
-    """The two by step and micro-batch."""
+def batches(told: dict[tuple[int, int], Batch]) -> dict[str, Any]:
+    """The rows, and what they hold, by step and micro-batch."""
     return {
-        "order": sorted((at, chosen) for at, (chosen, _) in told.items()),
-        "inputs": sorted((at, digest) for at, (_, digest) in told.items()),
+        "order": sorted((at, batch[0]) for at, batch in told.items()),
+        "inputs": sorted((at, *batch[1:]) for at, batch in told.items()),
     }
 
 
@@ -196,7 +223,7 @@ def results(output: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (output / "fingerprints.jsonl").read_text().splitlines()]
     logged = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     names = sorted(str(path.relative_to(output)) for path in output.rglob("*") if path.is_file())
-    weights = [(line["step"], line["hash"]) for line in lines], lines[-1].get("weights")
+    weights = {line["step"]: (line["hash"], line.get("weights")) for line in lines}
     export = sorted((output / "export").glob("*.safetensors"))
     return {
         "weights": weights,
@@ -205,6 +232,7 @@ def results(output: Path) -> dict[str, Any]:
         "files": (
             [name for name in names if not re.search(r"log|\.lock|plan", name)],
             [line.get("step") for line in logged],
+            [*weights],
         ),
         "text": (
             TIMES.sub("", RUN_FILE.sub("", (output / "export" / "README.md").read_text())),
@@ -214,16 +242,37 @@ def results(output: Path) -> dict[str, Any]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
-    """What differs. Inputs are compared where the order is the same; scores, export and texts only of the same weights,
-    as they follow from these."""
+    """What differs. Inputs are compared where the order is the same; scores and export only of the same weights, and
+    texts only of the same scores, as they follow from these."""
     if one["refused"] or other["refused"]:
         return {"refused"} if one["refused"] != other["refused"] else set()
-    found = {name for name in ("order", "weights", "files") if one.get(name) != other.get(name)}
-    if "order" not in found and one["inputs"] != other["inputs"]:
-        found.add("inputs")
-    if "weights" not in found:
-        found |= {name for name in ("export", "scores", "text") if one.get(name) != other.get(name)}
-    return found
+    different = {name for name in ("order", "files") if one.get(name) != other.get(name)}
+    if "order" not in different and not alike(one["inputs"], other["inputs"]):
+        different.add("inputs")
+    if not same_weights(one["weights"], other["weights"]):
+        return different | {"weights"}
+    different |= {name for name in ("export", "scores") if not alike(one.get(name), other.get(name))}
+    if not different & {"export", "scores"} and one.get("text") != other.get("text"):
+        different.add("text")
+    return different
+
+
+def same_weights(one: Any, other: Any) -> bool:
+    """Whether two runs trained as many steps to the same weights, seen at steps that both tell of."""
+    if not isinstance(one, dict):
+        return bool(one == other)
+    return max(one) == max(other) and all(one[step] == other[step] for step in one.keys() & other.keys())
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values are the same but for the last digits of fractions."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
 
 
 def tried(place: Place, case: Tried, patch: pytest.MonkeyPatch) -> set[str]:

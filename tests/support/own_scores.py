@@ -69,7 +69,7 @@ def tokens(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 def tags(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    from lockstep.tasks.models.tags import entities, parts
+    from lockstep.tasks.token_classification import entities, parts
 
     pairs = [(one, other) for row in zip(predictions, labels, strict=True) for one, other in zip(*row, strict=True)]
     found, there = ([entities(list(map(parts(row).get, row))) for row in rows] for rows in (predictions, labels))

@@ -13,7 +13,7 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from lockstep.distributed import network, secret, stores
+from lockstep.distributed import network, rendezvous
 
 ME = ["10.77.0.99", 1, 0]
 SOON = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
@@ -48,12 +48,12 @@ def values(how: str, marker: str, key: str) -> bytes:
     room = f"{room}/state" if first.startswith("lockstep-state-") else room
     text = json.dumps(STATE) if rest == "state" else '["stranger", {}]'
     text = text[: len(text) // 2] if how == "malformed" else text
-    return secret.sealed("", f"{room}/{key.rpartition('/')[2]}", text.encode())
+    return network.seal("", f"{room}/{key.rpartition('/')[2]}", text.encode())
 
 
 def beat(how: str, marker: str, rank: str) -> bytes:
     """What to write for a rank: as if it had come to its end, and the others had not to wait for it."""
-    return pickle.dumps(Code(marker)) if how == "pickle" else secret.sealed("", f"watch/{rank}", b'{"over": true}')
+    return pickle.dumps(Code(marker)) if how == "pickle" else network.seal("", f"watch/{rank}", b'{"over": true}')
 
 
 def over(store: Any, beats: list[str], how: str, marker: str) -> bool:
@@ -71,14 +71,14 @@ def over(store: Any, beats: list[str], how: str, marker: str) -> bool:
 
 
 def main(host: str, port: str, how: str, marker: str) -> None:
-    store: Any = stores.connected(host, int(port), 10, 10)
+    store: Any = rendezvous.connect_store(host, int(port), 10, 10)
     if beats := [key for key in store.list_keys() if "lockstep-watch/" in key]:
         print(len(beats), *beats)
         for _ in range(5):
             if not over(store, beats, how, marker):
                 break
             try:
-                store = stores.connected(host, int(port), 2, 10)
+                store = rendezvous.connect_store(host, int(port), 2, 10)
             except (network.NetworkError, RuntimeError):  # it has ended
                 break
         return

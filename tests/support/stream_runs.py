@@ -24,7 +24,7 @@ import torch
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
-from lockstep.data.columns import Columns
+from lockstep.data.arrow_cache import Columns
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import share

@@ -17,10 +17,9 @@ from lockstep.checkpoint import manifest, storage
 from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.ddp import DDP
-from lockstep.strategies.engines.accelerated_zero import AcceleratedZero
+from lockstep.strategies.engines.accelerated_sharding import AcceleratedZero
 from lockstep.strategies.exact import reduction
-from lockstep.strategies.fsdp2 import FSDP2
-from lockstep.strategies.fsdp2_step import FSDP2Step
+from lockstep.strategies.fsdp2 import FSDP2, FSDP2Step
 from lockstep.strategies.hf_accelerate import HFAccelerate
 from lockstep.strategies.hf_trainer import HFTrainer
 from lockstep.strategies.pipeline import Pipeline

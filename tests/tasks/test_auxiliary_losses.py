@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.tasks.models import auxiliary_losses, model_configs, models, small_models
-from lockstep.tasks.models.decoding import Decoding
+from lockstep.tasks.models import config_checks, model_configs, models, small_models
+from lockstep.tasks.models.inference import Decoding
 from support.family_configs import BERT, GROUPED
 from support.harness import build, tiny
 from support.task_runs import make
@@ -76,12 +76,12 @@ def test_a_model_whose_loss_is_the_cross_entropy_is_taken(family: str, head: str
     with torch.random.fork_rng([]):
         small = small_models.smaller(model_configs.load_config(run), head)
         assert any(tried(run, head, each) for each in small)  # and not taken because nothing could be tried
-    auxiliary_losses.check(run, head)
+    config_checks.check(run, head)
 
 
 def tried(run: Run, head: str, config: Any) -> bool:
     try:
-        return auxiliary_losses.agree(auxiliary_losses.loss_pairs(run, head, config))
+        return config_checks.agree(config_checks.loss_pairs(run, head, config))
     except Exception:
         return False
 
@@ -97,8 +97,8 @@ def test_the_term_that_mixtral_adds_is_the_one_that_is_refused() -> None:
     plain = cross_entropy(found.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert float(found.loss) == pytest.approx(float(plain + 0.5 * found.aux_loss), rel=1e-6)
     assert float(found.aux_loss) > 0.5
-    pairs = auxiliary_losses.loss_pairs(run_of("mixtral", ROUTED), "causal", config)
-    assert not auxiliary_losses.agree(pairs)
+    pairs = config_checks.loss_pairs(run_of("mixtral", ROUTED), "causal", config)
+    assert not config_checks.agree(pairs)
 
 
 def test_a_term_of_no_known_name_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,9 +113,9 @@ def test_a_term_of_no_known_name_is_refused_too(monkeypatch: pytest.MonkeyPatch)
 
     run = run_of("llama", GROUPED)
     config = model_configs.load_config(run)
-    assert auxiliary_losses.auxiliary_term(run, "causal", config) is None
+    assert config_checks.auxiliary_term(run, "causal", config) is None
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", planted)
-    said = auxiliary_losses.auxiliary_term(run, "causal", config)
+    said = config_checks.auxiliary_term(run, "causal", config)
     assert said is not None
     assert "llama adds a term" in said
 
@@ -127,7 +127,7 @@ def test_a_config_that_cannot_be_tried_is_judged_by_its_entry(monkeypatch: pytes
     monkeypatch.setattr(small_models, "small", unknown)
     for config, refused in ((ROUTED | ASKED, True), (ROUTED, False)):
         run = run_of("mixtral", config)
-        said = auxiliary_losses.auxiliary_term(run, "causal", model_configs.load_config(run))
+        said = config_checks.auxiliary_term(run, "causal", model_configs.load_config(run))
         assert (said is not None and "output_router_logits: true" in said) == refused
 
 

@@ -269,9 +269,33 @@ def test_a_head_that_is_no_linear_layer_is_refused(head: Any, kind: str) -> None
 )
 def test_refused_before_a_process_starts(overrides: tuple[str, ...], said: str, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=said) as caught:
-        chunked_loss.check(make(tmp_path, "prompts", *overrides), here=True)
+        chunked_loss.check(make(tmp_path, "prompts", *overrides), "causal", here=True)
     assert str(caught.value).startswith("task.loss_chunk: ")
     assert "\n" not in str(caught.value)
+
+
+# Of the families whose loss is another: a head beside the linear one, a bias after it, a scale of its own.
+@pytest.mark.parametrize(
+    ("kind", "family", "config", "refused"),
+    [
+        ("masked", "mobilebert", "{}", True),
+        ("masked", "esm", "{vocab_size: 400, position_embedding_type: absolute}", True),
+        ("documents", "minicpm3", "{}", True),
+        ("masked", "bert", "{}", False),
+        ("documents", "gemma2", "{}", False),
+        ("translation", "bart", "{}", False),
+    ],
+)
+def test_what_follows_the_head_is_looked_at_before_a_process_starts(
+    kind: str, family: str, config: str, refused: bool, tmp_path: Path
+) -> None:
+    run = make(tmp_path, kind, "task.loss_chunk=8", f"model.type={family}", f"model.config={config}")
+    head = {"masked": "masked", "documents": "causal", "translation": "seq2seq"}[kind]
+    if refused:
+        with pytest.raises(RunError, match=f"what a {family} makes of its head's logits is not known"):
+            chunked_loss.check(run, head, here=True)
+    else:
+        chunked_loss.check(run, head, here=True)
 
 
 def test_liger_on_gpus_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,8 +303,8 @@ def test_liger_on_gpus_needs_its_package(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(chunked_loss.importlib.util, "find_spec", lambda name: None)
     run = make(tmp_path, "prompts", "task.loss_chunk=liger", "launch.device=cuda")
     with pytest.raises(RunError, match=r"pip install 'lockstep-train\[liger\]'"):
-        chunked_loss.check(run, here=True)
-    chunked_loss.check(run, here=False)  # a machine that submits need not have it
+        chunked_loss.check(run, "causal", here=True)
+    chunked_loss.check(run, "causal", here=False)  # a machine that submits need not have it
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "all", "true"])

@@ -12,12 +12,11 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.checkpoint.corrections import revisions_of
-from lockstep.checkpoint.manifest import changed, newest_first
+from lockstep.checkpoint.manifest import changed, newest_first, revisions_of
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.tasks.models import config_entries, inert_entries, model_configs, small_models
+from lockstep.tasks.models import config_checks, model_configs, small_models
 from lockstep.tasks.models.heads import BUILT_IN
 from lockstep.tasks.models.heads import of as head_of
 from support.family_configs import BERT, GROUPED
@@ -27,6 +26,12 @@ from support.marks import slow
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}
 DEEPSEEK = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "head_dim": 8}
 T5 = {"d_model": 32, "num_layers": 1, "d_ff": 32, "d_kv": 8, "num_heads": 2}
+
+
+WITHIN = [(family, "text_config") for family in ("gemma3", "llava", "mistral3", "mllama", "paligemma", "qwen2_vl")]
+WITHIN += [(family, "vision_config") for family in ("clip", "gemma3", "idefics2", "llama4", "qwen3_vl")]
+WITHIN += [("gemma4", "vision_config"), ("gemma4", "audio_config")]  # none, unless entries make one
+WITHIN += [("dia", "decoder_config"), ("llama4", "text_config"), ("siglip", "text_config")]
 
 
 def run_of(family: str, config: dict[str, Any]) -> Run:
@@ -47,6 +52,7 @@ def run_of(family: str, config: dict[str, Any]) -> Run:
         ("gpt2", {"return_dict": False}, "model.config.return_dict: False will not do"),
         ("gpt2", {"n_layer": "two"}, "model.config.n_layer: 'two' will not do"),
         ("t5gemma", {"encoder": {"dropout": 0.1}}, "model.config.encoder: .* has no entry 'dropout'; did you mean"),
+        *((family, {part: {"zzz": 1}}, f"model.config.{part}: .* has no entry 'zzz'") for family, part in WITHIN),
     ],
 )
 def test_an_entry_that_the_class_does_not_know_is_refused(family: str, config: dict[str, Any], said: str) -> None:
@@ -75,7 +81,7 @@ def all_entries_taken(family: str) -> int:
         wanted = kind(**entries).to_dict()
     except Exception:  # its own values do not fit each other
         return 0
-    found = config_entries.from_scratch(kind, entries).to_dict()
+    found = model_configs.from_scratch(kind, entries).to_dict()
     assert found == wanted, family
     return len(entries)
 
@@ -103,7 +109,7 @@ def test_what_a_family_derives_from_entries_follows(
     found = model_configs.load_config(run_of(family, entries))
     assert found.to_dict() == kind(**entries).to_dict()
     assert {name: getattr(found, name) for name in derived} == derived
-    config_entries.set_entries(one_by_one := kind(), entries)
+    model_configs.set_entries(one_by_one := kind(), entries)
     assert {name: getattr(one_by_one, name) for name in derived} != derived  # what was made before
     assert model_configs.derives(run_of(family, entries))
     assert not model_configs.derives(run_of(family, entries | derived)) or family == "t5"  # T5 takes no `is_gated_act`
@@ -114,7 +120,7 @@ def test_a_model_from_scratch_computes_what_transformers_computes() -> None:
     config = T5 | {"feed_forward_proj": "gated-gelu"}
     kind: Any = CONFIG_MAPPING["t5"]
     run = run_of("t5", config)
-    config_entries.set_entries(one_by_one := kind(), config)
+    model_configs.set_entries(one_by_one := kind(), config)
     one_by_one.num_decoder_layers = 1
     inputs = small_models.examples("seq2seq", *small_models.BATCHES[0])
     found = []
@@ -162,13 +168,13 @@ NOTES = [
 def test_an_entry_that_changes_nothing_is_named(
     family: str, head: str, config: dict[str, Any], named: list[str]
 ) -> None:
-    said = inert_entries.notes(run_of(family, config), head)
+    said = config_checks.notes(run_of(family, config), head)
     assert sorted(text.split()[0] for text in said) == sorted(f"model.config.{name}" for name in named)
     assert all(" has no effect" in text for text in said)
 
 
 def test_an_entry_that_the_class_changes_is_named() -> None:
-    said = inert_entries.notes(run_of("hrm_text", {"num_hidden_layers": 2}), "causal")
+    said = config_checks.notes(run_of("hrm_text", {"num_hidden_layers": 2}), "causal")
     assert said == ["model.config.num_hidden_layers: 2 became 16, as the config of hrm_text has it"]
 
 
@@ -177,7 +183,7 @@ def test_a_model_that_cannot_be_tried_says_nothing(monkeypatch: pytest.MonkeyPat
         raise ValueError("no such model")
 
     monkeypatch.setattr(small_models, "small", unknown)
-    assert inert_entries.acts(run_of("gpt2", GPT2 | {"resid_pdrop": 0.1}), "causal", "resid_pdrop", 0.1)
+    assert config_checks.acts(run_of("gpt2", GPT2 | {"resid_pdrop": 0.1}), "causal", "resid_pdrop", 0.1)
 
 
 def test_plan_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +194,6 @@ def test_plan_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_entries_of_a_config_are_its_own() -> None:
     config = transformers.GPT2Config()
-    assert {"n_layer", "num_hidden_layers", "num_labels", "tie_word_embeddings"} <= {*config_entries.names(config)}
-    assert not {"to_dict", "save_pretrained", "attribute_map", "model_type"} & {*config_entries.names(config)}
+    assert {"n_layer", "num_hidden_layers", "num_labels", "tie_word_embeddings"} <= {*model_configs.names(config)}
+    assert not {"to_dict", "save_pretrained", "attribute_map", "model_type"} & {*model_configs.names(config)}
     assert all(hasattr(PreTrainedConfig, name) for name in ("to_dict", "save_pretrained", "model_type"))

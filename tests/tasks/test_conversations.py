@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerFast
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
+from lockstep.data.arrow_cache import VERSION, content, digest
 from lockstep.data.batch import IGNORED
 from lockstep.data.conversations import Writing, documents_of, turns, without_nulls, written
 from lockstep.data.prepare import prepare
 from lockstep.data.splitting import warnings
-from lockstep.data.tokens import VERSION, content, digest
 from lockstep.tasks.language_modeling import LanguageModeling
 from support.harness import run_on
 from support.task_runs import GPT2, TASKS, make, trained, write

@@ -20,9 +20,9 @@ from lockstep.distributed.world import World
 from lockstep.tasks import image_classification
 from lockstep.tools import against_plain
 from lockstep.tools.init import init as starter
-from lockstep.tools.init.machine_defaults import MachineInfo
+from lockstep.tools.init.questions import MachineInfo
 from lockstep.training.predicting import predictions
-from support.harness import run_on
+from support.harness import run_on, works
 from support.marks import slow
 
 LABELS = ("bar", "cross", "disc")
@@ -87,13 +87,6 @@ def job(folders: Path, output: Path, *overrides: str, **values: Any) -> Run:
         "output": str(output),
     }
     return load(None, list(overrides), run | values)
-
-
-def works(world: World, run: Run) -> int:
-    from lockstep.training.rank import work
-    from lockstep.training.resolve import for_rank
-
-    return work(for_rank(run, world), world)
 
 
 def trained(run: Run, ranks: int = 1) -> dict[str, torch.Tensor]:

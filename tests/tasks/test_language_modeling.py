@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
-from lockstep.data import packing
+from lockstep.data import lm_documents
 from lockstep.data.batch import IGNORED
-from lockstep.data.packing import Documents, examples, measured
+from lockstep.data.lm_documents import Documents, examples, measured
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks.language_modeling import LanguageModeling
-from lockstep.tasks.models.decoding import Decoding, by_forward
+from lockstep.tasks.models.inference import Decoding, by_forward
 from lockstep.training.evaluation import evaluate
 from support.harness import build, run_on
 from support.task_runs import GPT2, make, sentence
@@ -52,7 +52,7 @@ def test_every_token_is_a_target_once(lengths: list[int], size: int, packed: boo
 @pytest.mark.parametrize("window", [3, 2**20])
 def test_bytes_and_words_are_those_of_the_text(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several at a time, in any cut of each into tokens, white space between them left out; of some no token is."""
-    monkeypatch.setattr(packing, "_WINDOW", window)
+    monkeypatch.setattr(lm_documents, "_WINDOW", window)
     texts = ["a b", "  naïve  café\n\u0437\u0438\u043c\u0430 \u51ac 🎿 end ", "", "x", "\n\n", " y\u3000z\u2003"]
     for width in (1, 2, 5):
         spans = [
@@ -69,8 +69,8 @@ def test_bytes_and_words_are_those_of_the_text(window: int, monkeypatch: pytest.
 
 
 def test_what_is_space_is_what_python_says() -> None:
-    assert packing._SPACES.tolist() == [chr(code).isspace() for code in range(len(packing._SPACES))]
-    assert not any(chr(code).isspace() for code in range(len(packing._SPACES) - 1, 0x110000))
+    assert lm_documents._SPACES.tolist() == [chr(code).isspace() for code in range(len(lm_documents._SPACES))]
+    assert not any(chr(code).isspace() for code in range(len(lm_documents._SPACES) - 1, 0x110000))
 
 
 def task_of(run: Run) -> LanguageModeling:
@@ -230,7 +230,7 @@ def test_training_lowers_the_loss_and_shows_samples(tmp_path: Path, capfd: pytes
 
 def test_greedy_by_forward_is_greedy_by_transformers(tmp_path: Path) -> None:
     """Rows of unequal lengths; the engines' other way pads on the left and keeps what it computed."""
-    from lockstep.tasks.models.decoding import by_transformers
+    from lockstep.tasks.models.inference import by_transformers
 
     task = task_of(make(tmp_path, "documents"))
     model = task.model().eval()

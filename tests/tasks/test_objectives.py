@@ -15,8 +15,7 @@ from torch.nn import functional
 from lockstep.config.run import RunError
 from lockstep.data.batch import IGNORED
 from lockstep.tasks.classification import objective_of
-from lockstep.tasks.objectives.objective import Objective
-from lockstep.tasks.objectives.options import ClassificationOptions
+from lockstep.tasks.objectives.objective import ClassificationOptions, Objective
 
 NAMES = ["a", "b", "c", "d"]
 COUNTS = [1, 2, 3, 34]  # of 40

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import Run
+from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import MicroBatch
-from lockstep.data.tokens import Columns
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification

@@ -13,9 +13,9 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.tasks import length_curves, own_metrics
+from lockstep.tasks import own_metrics
 from lockstep.tasks.models.qa_spans import normal
-from lockstep.track.report import predictions
+from lockstep.track.report import panels
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate, evaluate_with_tables
 from support import own_scores
@@ -156,7 +156,7 @@ def test_scores_by_length_are_parts_of_the_whole(folder: Path, alone: dict, tabl
     """Means over bins are those of the split; BLEU is none, and stands where the references are."""
 
     def held(words: list[int]) -> list[int]:
-        return [count for count in np.bincount(length_curves.bin_of(words)).tolist() if count]
+        return [count for count in np.bincount(own_metrics.bin_of(words)).tolist() if count]
 
     def rows(kind: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (folder / kind / "validation.jsonl").read_text().splitlines()]
@@ -181,7 +181,7 @@ def test_each_kind_of_entity_has_its_scores(alone: dict, tables: dict) -> None:
     right, given, there = (of_kinds[key][0] for key in ("right", "given", "examples"))
     assert there > 0
     assert alone["token_classification"]["f1"] == (2 * right / (there + given) if there + given else 0.0)
-    (panel,) = predictions.panels({"validation": tables["token_classification"]})
+    (panel,) = panels.panels({"validation": tables["token_classification"]})
     assert panel["labels"]["rows"][0][0] == "ANIMAL"
     assert "F1 of each kind of entity" in panel["labels"]["bars"]
 
@@ -194,7 +194,7 @@ def test_margins_go_from_the_least_to_the_greatest(kind: str, alone: dict, table
     assert (line[0][0], line[-1][0], len(line)) == (0.0, 1.0, 15)
     assert sum(y for _, y in line) / 15 == pytest.approx(alone[kind]["margin"], abs=1e-6)
     assert sum(y > 0 for _, y in line) / 15 == pytest.approx(alone[kind]["accuracy"])
-    assert length_curves.in_order("margins", "margin", np.array([1.0, np.nan])) == {}
+    assert own_metrics.in_order("margins", "margin", np.array([1.0, np.nan])) == {}
 
 
 def test_what_one_function_changes_the_next_one_does_not_see(folder: Path) -> None:

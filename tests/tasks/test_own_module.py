@@ -10,7 +10,7 @@ import yaml
 from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
 from lockstep.tasks.module import Module
-from lockstep.tasks.modules import user_functions
+from lockstep.tasks.modules import dataset
 from support.own_modules import TOY, found_of, job
 from support.places import ROOT
 
@@ -85,7 +85,7 @@ def test_a_list_of_modules_is_a_row_of_them(here: Path) -> None:
         .replace("nn.Sequential(", "[")
         .replace("nn.Linear(8, 2))", "nn.Linear(8, 2)]")
     )
-    assert isinstance(user_functions.model(job(here, code)), torch.nn.Sequential)
+    assert isinstance(dataset.model(job(here, code)), torch.nn.Sequential)
 
 
 METRICS = {

@@ -15,7 +15,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks.models import heads, model_configs, models, padding, unpadded
-from lockstep.tasks.models.decoding import Decoding, by_transformers
+from lockstep.tasks.models.inference import Decoding, by_transformers
 from lockstep.training import model_stats
 from lockstep.training.data_loader import StepLoader
 from support.family_configs import BERT, GROUPED, batch, gradients

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
-from lockstep.tasks.models.batched_inference import answers
+from lockstep.tasks.models.inference import answers
 from lockstep.training.predicting import predictions, row_of
 from support.harness import TINY
 from support.task_runs import write

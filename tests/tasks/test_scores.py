@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lockstep.tasks.models import retrieval
-from lockstep.tasks.objectives import scores
+from lockstep.tasks.objectives import objective
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def drawn(seed: int, count: int = 60, ties: bool = False) -> tuple[np.ndarray, n
     """What is true (bool), and scores that tell something of it, of which many are equal with `ties`."""
     random = np.random.default_rng(seed)
     true = random.random(count) < 0.3
-    found = scores.sigmoid(random.normal(size=count) + true)
+    found = objective.sigmoid(random.normal(size=count) + true)
     return true, np.round(found, 1) if ties else found
 
 
@@ -32,13 +32,13 @@ def drawn(seed: int, count: int = 60, ties: bool = False) -> tuple[np.ndarray, n
 def test_the_area_is_how_often_a_pair_is_in_order(ties: bool) -> None:
     true, found = drawn(0, ties=ties)
     pairs = [(a > b) + 0.5 * (a == b) for a in found[true] for b in found[~true]]
-    assert scores.roc_auc(true, found) == pytest.approx(np.mean(pairs), abs=1e-12)
+    assert objective.roc_auc(true, found) == pytest.approx(np.mean(pairs), abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_threshold_has_the_best_f1_and_lies_between_scores(seed: int) -> None:
     true, found = drawn(seed, ties=seed % 2 == 1)
-    chosen = scores.best_threshold(true, found)
+    chosen = objective.best_threshold(true, found)
 
     def f1_at(threshold: float) -> float:
         given = found >= threshold
@@ -53,31 +53,31 @@ def test_thresholds_of_scores_that_are_neighbours() -> None:
     """Half way between them rounds to the lower one, which must not be given the label."""
     low = 0.5
     high = float(np.nextafter(low, 1))
-    assert scores.best_threshold(np.array([True, False]), np.array([high, low])) == high
-    assert scores.best_threshold(np.array([False, False]), np.array([0.9, 0.8])) == 0.5
+    assert objective.best_threshold(np.array([True, False]), np.array([high, low])) == high
+    assert objective.best_threshold(np.array([False, False]), np.array([0.9, 0.8])) == 0.5
 
 
 def test_what_is_not_defined_is_nan() -> None:
     some = np.array([0.1, 0.9])
-    assert np.isnan(scores.roc_auc(np.array([True, True]), some))
-    assert np.isnan(scores.average_precision(np.array([False, False]), some))
-    assert np.isnan(scores.pearson(np.array([1.0, 1.0]), some))
-    assert np.isnan(scores.spearman(some, np.array([2.0, 2.0])))
-    assert np.isnan(scores.r2(np.array([1.0, 1.0]), some))
+    assert np.isnan(objective.roc_auc(np.array([True, True]), some))
+    assert np.isnan(objective.average_precision(np.array([False, False]), some))
+    assert np.isnan(objective.pearson(np.array([1.0, 1.0]), some))
+    assert np.isnan(objective.spearman(some, np.array([2.0, 2.0])))
+    assert np.isnan(objective.r2(np.array([1.0, 1.0]), some))
     for constant in (0.1, 1 / 3, 1e8 + 0.1, -7e-5):  # whose mean is not always the number itself
         same, random = np.full(7, constant), np.random.default_rng(0).normal(size=7)
-        assert np.isnan(scores.r2(same, random))
-        for correlation in (scores.pearson, scores.spearman, retrieval.correlation):
+        assert np.isnan(objective.r2(same, random))
+        for correlation in (objective.pearson, objective.spearman, retrieval.correlation):
             assert np.isnan(correlation(same, random))
             assert np.isnan(correlation(random, same))
-    assert np.isnan(scores.r2(some[:1], some[:1]))
+    assert np.isnan(objective.r2(some[:1], some[:1]))
     assert np.isnan(retrieval.correlation(some[:1], some[:1]))
-    assert scores.mean_of_defined([1.0, scores.NAN]) == 1.0
-    assert np.isnan(scores.mean_of_defined([scores.NAN]))
+    assert objective.mean_of_defined([1.0, objective.NAN]) == 1.0
+    assert np.isnan(objective.mean_of_defined([objective.NAN]))
 
 
 def test_calibration_is_counted_by_bins() -> None:
-    found = scores.reliability(np.array([1, 0, 1, 1]), np.array([0.01, 0.02, 0.5, 1.0]))
+    found = objective.reliability(np.array([1, 0, 1, 1]), np.array([0.01, 0.02, 0.5, 1.0]))
     assert found.counts.sum() == 4
     assert found.counts[[0, 7, 14]].tolist() == [2, 1, 1]
     assert found.error == pytest.approx((2 * abs(0.015 - 0.5) + 0.5 + 0.0) / 4)
@@ -88,8 +88,8 @@ def test_calibration_is_counted_by_bins() -> None:
 
 def test_no_score_overflows() -> None:
     with np.errstate(all="raise", under="ignore"):
-        assert scores.sigmoid(np.array([-2000.0, 0.0, 2000.0])).tolist() == [0.0, 0.5, 1.0]
-        assert scores.softmax(np.array([[2000.0, -2000.0]])).tolist() == [[1.0, 0.0]]
+        assert objective.sigmoid(np.array([-2000.0, 0.0, 2000.0])).tolist() == [0.0, 0.5, 1.0]
+        assert objective.softmax(np.array([[2000.0, -2000.0]])).tolist() == [[1.0, 0.0]]
 
 
 # -- beside the field's libraries ------------------------------------------------------------------------------------
@@ -101,11 +101,11 @@ def test_they_are_scikit_learn_s(seed: int) -> None:
     theirs = pytest.importorskip("sklearn.metrics")
     calibration = pytest.importorskip("sklearn.calibration")
     true, found = drawn(seed, ties=seed % 2 == 1)
-    assert scores.roc_auc(true, found) == pytest.approx(theirs.roc_auc_score(true, found), abs=1e-12)
+    assert objective.roc_auc(true, found) == pytest.approx(theirs.roc_auc_score(true, found), abs=1e-12)
     wanted = theirs.average_precision_score(true, found)
-    assert scores.average_precision(true, found) == pytest.approx(wanted, abs=1e-12)
-    observed, predicted = calibration.calibration_curve(true, found, n_bins=scores.BINS)
-    mine = scores.reliability(true, found)
+    assert objective.average_precision(true, found) == pytest.approx(wanted, abs=1e-12)
+    observed, predicted = calibration.calibration_curve(true, found, n_bins=objective.BINS)
+    mine = objective.reliability(true, found)
     some = mine.counts > 0
     assert mine.observed[some] == pytest.approx(observed, abs=1e-12)
     assert mine.predicted[some] == pytest.approx(predicted, abs=1e-12)
@@ -119,8 +119,8 @@ def test_they_are_scipy_s(seed: int) -> None:
     random = np.random.default_rng(seed)
     true = np.round(random.normal(size=50), seed % 3)  # with ties, and without
     predicted = true * 0.3 + random.normal(size=50)
-    assert scores.pearson(true, predicted) == pytest.approx(theirs.pearsonr(true, predicted).statistic, abs=1e-12)
-    assert retrieval.correlation(true, predicted) == pytest.approx(scores.pearson(true, predicted), abs=1e-12)
-    assert scores.spearman(true, predicted) == pytest.approx(theirs.spearmanr(true, predicted).statistic, abs=1e-12)
-    assert scores.r2(true, predicted) == pytest.approx(metrics.r2_score(true, predicted), abs=1e-12)
-    assert scores.average_ranks(true) == pytest.approx(theirs.rankdata(true), abs=1e-12)
+    assert objective.pearson(true, predicted) == pytest.approx(theirs.pearsonr(true, predicted).statistic, abs=1e-12)
+    assert retrieval.correlation(true, predicted) == pytest.approx(objective.pearson(true, predicted), abs=1e-12)
+    assert objective.spearman(true, predicted) == pytest.approx(theirs.spearmanr(true, predicted).statistic, abs=1e-12)
+    assert objective.r2(true, predicted) == pytest.approx(metrics.r2_score(true, predicted), abs=1e-12)
+    assert objective.average_ranks(true) == pytest.approx(theirs.rankdata(true), abs=1e-12)

@@ -12,8 +12,7 @@ import torch
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
 from lockstep.data.prepare import prepare
-from lockstep.tasks.models.rouge import NAMES, Rouge, f_measures, words
-from lockstep.tasks.summarization import Summarization
+from lockstep.tasks.summarization import NAMES, Rouge, Summarization, f_measures, words
 from support.task_runs import MARIAN, sentence, write
 
 

@@ -13,9 +13,8 @@ from lockstep.cli import main
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import IGNORED
 from lockstep.data.prepare import prepare
-from lockstep.tasks.models.tags import entities, parts
 from lockstep.tasks.task import spread_rows
-from lockstep.tasks.token_classification import TokenClassification
+from lockstep.tasks.token_classification import TokenClassification, entities, parts
 from support.task_runs import make, write
 
 # tags -> the entities that conlleval finds (worked out by hand)

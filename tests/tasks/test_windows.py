@@ -17,8 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import masking_utils
 
 from lockstep.checkpoint.checkpoint import Checkpoints, newest_first
-from lockstep.checkpoint.corrections import revisions_of
-from lockstep.checkpoint.manifest import changed
+from lockstep.checkpoint.manifest import changed, revisions_of
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World

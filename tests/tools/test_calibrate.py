@@ -11,7 +11,7 @@ import yaml
 from lockstep.cli import main
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.strategies.engines.products import Product, Products
+from lockstep.strategies.engines.simulated import Product, Products
 from lockstep.tools.bench import calibrate, rates
 from lockstep.tools.bench.rates import Rates
 from lockstep.tools.planner import devices

@@ -11,7 +11,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.distributed.event_log import versions
-from lockstep.distributed.processor import processor
+from lockstep.distributed.hardware import processor
 from lockstep.strategies.exact import optim
 from support.harness import TINY
 from support.places import TESTS

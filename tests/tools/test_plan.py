@@ -181,7 +181,7 @@ def test_a_job_that_needs_more_memory_than_there_is_would_fail(
     task_class = find("tasks", run.task.name)
     count = sum(p.numel() for p in task_class(run, prepare(run, task_class)).model().parameters())
     for there, status in (20 * count, 0), (20 * count - 1, 1):  # weights, gradients, moments and one partial sum
-        monkeypatch.setattr("lockstep.distributed.memory.capacity", lambda device, sharing, n=there: n)
+        monkeypatch.setattr("lockstep.distributed.system_metrics.capacity", lambda device, sharing, n=there: n)
         assert main(["plan", "run.yaml"]) == status
         said = capsys.readouterr()
         assert "memory     about" in said.out

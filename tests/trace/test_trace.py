@@ -3,7 +3,9 @@
 import ast
 import itertools
 import math
+import random
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +14,15 @@ import torch
 from torch import nn
 
 import lockstep.trace
+from lockstep.trace import causes, tracer
 from lockstep.trace.compare import compare
 from lockstep.trace.errors import TraceError
 from lockstep.trace.findings import findings
 from lockstep.trace.read import read, width_of
 from lockstep.trace.tracer import fingerprint, inputs
 from lockstep.trace.tracer.fingerprint import Block, measure, whole
-from lockstep.trace.tracer.placement import plain_name
+from lockstep.trace.tracer.placement import is_dtensor, plain_name
+from lockstep.trace.tracer.settings import Settings
 
 ROOM = Path(lockstep.trace.__file__).parent
 
@@ -138,6 +142,16 @@ def test_an_example_has_one_hash_whatever_it_is_padded_to() -> None:
     assert swapped.hashes[0] != left.hashes[0]
 
 
+def test_tensors_of_meshes_are_known_by_the_name_that_torch_2_4_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(torch.Tensor):
+        pass
+
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", types.ModuleType("tensor"))
+    monkeypatch.setitem(sys.modules, "torch.distributed._tensor", types.SimpleNamespace(DTensor=Other))
+    assert is_dtensor(torch.ones(2).as_subclass(Other))
+    assert not is_dtensor(torch.ones(2))
+
+
 @pytest.mark.parametrize(
     ("name", "plainly"),
     [
@@ -194,6 +208,62 @@ def test_the_first_difference_in_causal_order_is_named(tmp_path: Path) -> None:
     assert (rate.first, rate.step) == ("learning rate", 0)
 
 
+class Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_the_model_decides_whether_it_trains_and_not_its_wrapper(tmp_path: Path, inner: bool) -> None:
+    model = Wrapper(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 1)))
+    model.train(not inner)
+    model.module.train(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lockstep.trace(model, optimizer, folder=tmp_path):  # type: ignore[operator]
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert [f.code for f in findings(read(tmp_path))] == ([] if inner else ["trained-in-evaluation-mode"])
+
+
+class Scaled(nn.Module):
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
+def test_the_first_module_that_differs_is_named_at_the_level_of_modules(tmp_path: Path) -> None:
+    """The control is a trace of the right model, and one without modules."""
+    for name, by, level in (
+        ("a", 1.0, "modules"),
+        ("b", 1.5, "modules"),
+        ("c", 1.0, "modules"),
+        ("d", 1.5, "gradients"),
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), Scaled(by), nn.Linear(5, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with lockstep.trace(model, optimizer, folder=tmp_path / name, level=level):  # type: ignore[operator]
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(8, 6, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+                optimizer.step()
+    a, b, c, d = (read(tmp_path / name) for name in "abcd")
+    verdict = compare(a, b)
+    assert verdict.first == "loss"
+    assert "the first module whose output differs: 2 by" in verdict.lines[-1]
+    assert compare(a, c).first is None
+    assert len(compare(a, d).lines) == 1
+
+
 def test_a_trace_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
     train(tmp_path / "a")
     path = next((tmp_path / "a").glob("rank-*.jsonl"))
@@ -212,6 +282,77 @@ def test_two_traces_without_a_common_name_are_refused_with_both_lists(tmp_path: 
         optimizer.step()
     with pytest.raises(TraceError, match=r"0\.weight.*\n.*weight"):
         compare(read(tmp_path / "a"), read(tmp_path / "b"))
+
+
+class Held(torch.utils.data.Dataset):
+    """Examples with noise of a generator that each worker gets a copy of."""
+
+    def __init__(self, own: bool) -> None:
+        self.noises = [random.Random(1)] if own else []
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.full((6,), float(i)) + (self.noises[0].random() if self.noises else torch.rand(()))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("own", [True, False])
+def test_workers_that_draw_the_same_numbers_are_a_finding(tmp_path: Path, own: bool) -> None:
+    """The control draws from torch, which seeds each worker for itself. Starts worker processes."""
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lockstep.trace(model, optimizer, folder=tmp_path):  # type: ignore[operator]
+        loader = torch.utils.data.DataLoader(Held(own), batch_size=2, num_workers=2)
+        for batch in loader:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        assert loader.worker_init_fn is None
+    trace = read(tmp_path)
+    assert len(trace.ranks[0].workers) == 2
+    assert [f.code for f in findings(trace)] == (["same-workers"] if own else [])
+
+
+def read_ahead(loader):  # type: ignore[no-untyped-def]
+    """As Accelerate's loaders do: the pass ends before its last batch is used."""
+    iterator = iter(loader)
+    batch = next(iterator)
+    for following in iterator:
+        yield batch
+        batch = following
+    yield batch
+
+
+@pytest.mark.parametrize("steps", [5, None])
+def test_a_pass_that_the_trace_cuts_off_lacks_no_examples(tmp_path: Path, steps: int | None) -> None:
+    """The control leaves out a batch of each pass."""
+    from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+
+    data = TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)))
+    for name in ("right", "wrong"):
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 16, False))
+        tracer.begin(Settings(str(tmp_path / name), steps=steps))
+        for _ in range(2):
+            for i, (x,) in enumerate(read_ahead(loader)):
+                if name == "wrong" and i == 1:
+                    continue
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        tracer.end()
+        assert [f.code for f in findings(read(tmp_path / name))] == (["seen-part"] if name == "wrong" else [])
+
+
+def test_a_divisor_is_named_where_it_is_a_whole_number() -> None:
+    assert causes._divided(200, 16, 200 / 141) == (200, 141)
+    assert causes._divided(200, 16, 184 / 141) == (184, 141)  # the next token: one target of each example is none
+    assert causes._divided(200, 16, 1.2345) is None
+    assert causes._divided(200, 16, 1.0) is None
+    assert causes._divided(None, 16, 0.5) is None
 
 
 def test_the_tracer_imports_torch_and_nothing_else() -> None:

@@ -54,7 +54,9 @@ def test_torchrun_is_compared_with_one_process_and_a_fault_is_named(
 
 def test_a_script_keeps_its_weights_status_and_output(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "train.py").write_text(
-        "import sys, torch\n"
+        "import importlib.util, sys\n"
+        "assert importlib.util.find_spec('torch')\n"  # as transformers asks, before anything imports it
+        "import torch\n"
         "torch.manual_seed(0)\n"
         "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))\n"
         "optimizer = torch.optim.AdamW(model.parameters())\n"

@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset, Features, Value
 from rich.cells import cell_len
 
-from lockstep.data import downloads, tokens
+from lockstep.data import arrow_cache, hub
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.launchers import start
 from lockstep.tasks.classification import Classification
@@ -77,7 +77,7 @@ def test_tokenising_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(ACTIVITY, "at", places.append)
     rows = Dataset.from_dict({"text": ["a"] * 2500})
     kind = Features({"label": Value("int64")})
-    tokens.encode(rows, lambda batch: {"label": [1] * len(batch["text"])}, kind, "key")
+    arrow_cache.encode(rows, lambda batch: {"label": [1] * len(batch["text"])}, kind, "key")
     assert places == [f"tokenising, {n} of 2,500 examples" for n in ("0", "1,000", "2,000", "2,500")]
 
 
@@ -87,13 +87,13 @@ def test_downloads_say_what_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
     blobs.mkdir(parents=True)
     (blobs / "old").write_bytes(bytes(5_000_000))
     before = ACTIVITY.name
-    with downloads.downloading("somebody/gpt", "model"):
+    with hub.downloading("somebody/gpt", "model"):
         assert ACTIVITY.name == "loading somebody/gpt"
         (blobs / "new.incomplete").write_bytes(bytes(2_500_000))
         while not ACTIVITY.name.startswith("downloading"):
             time.sleep(0.05)
         assert ACTIVITY.name == "downloading somebody/gpt, 2.5 MB so far", "what was there before is not counted"
-    with downloads.downloading(str(tmp_path), "model"):
+    with hub.downloading(str(tmp_path), "model"):
         assert ACTIVITY.name == f"reading {tmp_path}"
     assert ACTIVITY.name == before
 

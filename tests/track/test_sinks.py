@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from lockstep import api
-from lockstep.checkpoint import card
+from lockstep.checkpoint import export
 from lockstep.config.run import Run, RunError, keep, load
-from lockstep.distributed.failure import tell_failure
+from lockstep.distributed.watchdog import tell_failure
 from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
 from lockstep.tools.sweep import sweep_file
@@ -145,8 +145,8 @@ def test_a_model_card_stays_yaml_when_a_password_is_a_word_of_it(monkeypatch: py
     task: Any = Classification.__new__(Classification)
     task.run, task.prepared = run, SimpleNamespace(facts=facts)
     task.options = Classification.Options()
-    text = card.model_card(run, task, {"test": {"accuracy": 0.5, "examples": 4.0}}, 6)
-    card.check(text, Path("README.md"))
+    text = export.model_card(run, task, {"test": {"accuracy": 0.5, "examples": 4.0}}, 6)
+    export.check_card(text, Path("README.md"))
     clean(text)
     head, block = yaml.safe_load(text.split("---")[1]), text.split("```yaml\n")[1].split("```")[0]
     assert head["tags"] == ["***", "text-classification"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.checkpoint.state_hash import StateHash, summed
+from lockstep.checkpoint.storage import StateHash, summed
 from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World

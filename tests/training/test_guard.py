@@ -17,6 +17,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.errors import CorruptionDetected
+from lockstep.training.resolve import resolve_strategy
 from lockstep.training.sdc_check import SdcCheck, drawn
 from support.guarded import STEPS, Fault, Planted, Wrong, flipped, guarded, wrong_gradient
 from support.harness import TINY, build, digest, run_on, tiny
@@ -191,4 +192,4 @@ def test_what_happened_once_is_computed_once_more(untouched: bytes, tmp_path: Pa
 )
 def test_what_holds_parts_is_refused(words: list[str]) -> None:
     with pytest.raises(RunError, match=r"sdc_check\.every: .* holds parts of the model"):
-        load(None, ["sdc_check.every=5", *words], TINY)
+        resolve_strategy(load(None, ["sdc_check.every=5", *words], TINY), 2)

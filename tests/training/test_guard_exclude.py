@@ -11,9 +11,9 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
-from lockstep.distributed import evicted_hosts
-from lockstep.training.eviction import check, decide_eviction
-from lockstep.training.sdc_check import third_of
+from lockstep.distributed import job_record
+from lockstep.training.resolve import resolve_strategy
+from lockstep.training.sdc_check import check_eviction, decide_eviction, third_of
 from support.command import LOCKSTEP, bits, each_step_once, ended, start, write
 from support.harness import TINY
 from support.marks import slow
@@ -39,22 +39,23 @@ EXCLUDE = ("sdc_check.every=1", "sdc_check.on_difference=evict")
 )
 def test_it_is_refused_where_nothing_can_be_left_out(words: tuple[str, ...]) -> None:
     with pytest.raises(RunError, match=r"sdc_check\.on_difference: evict goes on without what was wrong, which takes"):
-        load(None, [*EXCLUDE, *words], TINY)
+        resolve_strategy(load(None, [*EXCLUDE, *words], TINY), 3)
     assert load(None, ["sdc_check.on_difference=evict", *words], TINY).sdc_check.every == 0  # nothing is guarded
 
 
 @pytest.mark.parametrize("words", [MACHINES, RANKS, ("launch.name=torchrun", "launch.on_rank_failure=continue")])
 def test_where_it_is_taken(words: tuple[str, ...]) -> None:
-    assert load(None, [*EXCLUDE, *words], TINY).sdc_check.on_difference == "evict"
+    run = load(None, [*EXCLUDE, *words], TINY)
+    assert resolve_strategy(run, 3) is not None
 
 
 def test_a_job_that_cannot_lose_ranks_after_all_says_so_before_the_first_step() -> None:
     with pytest.raises(
         RunError, match=r"sdc_check\.on_difference: evict cannot take a rank out here \(the model is com"
     ):
-        check(load(None, [*EXCLUDE, *RANKS], TINY), "the model is compiled")
-    check(load(None, ["sdc_check.every=1", *RANKS], TINY), "the model is compiled")  # which only stops
-    check(load(None, [*EXCLUDE, *MACHINES], TINY), "it takes one machine")  # where machines leave
+        check_eviction(load(None, [*EXCLUDE, *RANKS], TINY), "the model is compiled")
+    check_eviction(load(None, ["sdc_check.every=1", *RANKS], TINY), "the model is compiled")  # which only stops
+    check_eviction(load(None, [*EXCLUDE, *MACHINES], TINY), "it takes one machine")  # where machines leave
 
 
 def test_ranks_that_another_program_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +63,7 @@ def test_ranks_that_another_program_started_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setattr("multiprocessing.parent_process", lambda: None)
     with pytest.raises(RunError, match=r"takes lockstep's own launcher, and this job was started by torchrun"):
-        check(load(None, [*EXCLUDE, *MACHINES], TINY), None)
+        check_eviction(load(None, [*EXCLUDE, *MACHINES], TINY), None)
 
 
 # -- who decides, and who leaves -------------------------------------------------------------------------------------
@@ -110,12 +111,12 @@ def test_a_machine_that_was_taken_out_is_not_let_in_by_a_later_start(
     host, folder = socket.gethostname(), tmp_path / "out"
     run = load(None, ["launch.processes=1"], TINY | {"output": str(folder)})
     (tmp_path / "run.yaml").write_text(run.dump())
-    evicted_hosts.note(folder, "other", 3)
-    evicted_hosts.check(folder)
-    evicted_hosts.note(folder, host, 9)
-    evicted_hosts.note(folder, host, 9)
+    job_record.note_eviction(folder, "other", 3)
+    job_record.refuse_evicted(folder)
+    job_record.note_eviction(folder, host, 9)
+    job_record.note_eviction(folder, host, 9)
     (folder / "excluded-torn.json").write_text('{"host"')
-    assert [str(each) for each in evicted_hosts.of(folder)] == [
+    assert [str(each) for each in job_record.evictions_of(folder)] == [
         "other, which computed wrongly in step 3 (guard)",
         f"{host}, which computed wrongly in step 9 (guard)",
     ]
@@ -187,4 +188,4 @@ def test_a_rank_that_computes_wrongly_is_taken_out(strategy: str, tmp_path: Path
     assert found["weights_agree"] is (strategy != "WrongWeightOfRank")
     assert bits(tmp_path) == bits(untouched)
     each_step_once(tmp_path, untouched)
-    assert evicted_hosts.of(tmp_path / "out") == []  # a start after this one may have all ranks again
+    assert job_record.evictions_of(tmp_path / "out") == []  # a start after this one may have all ranks again

@@ -32,6 +32,7 @@ from lockstep.training.rebalance import (
     quickest,
     rebalance_message,
 )
+from lockstep.training.resolve import resolve_strategy
 from support.command import (
     LOCKSTEP,
     RUN,
@@ -151,7 +152,7 @@ def test_what_a_person_reads() -> None:
 )
 def test_what_cannot_share_unevenly_is_refused(words: list[str], why: str) -> None:
     with pytest.raises(RunError, match=rf"launch\.rebalance_every: .*{why}"):
-        load(None, ["launch.rebalance_every=5", *words], TINY)
+        resolve_strategy(load(None, ["launch.rebalance_every=5", *words], TINY), 2)
 
 
 # -- in training -----------------------------------------------------------------------------------------------------

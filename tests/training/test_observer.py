@@ -11,7 +11,7 @@ from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.observer import StepObserver, WholeGradient, listening
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.step_trace import hash_of
+from lockstep.training.replaying import hash_of
 from support.harness import build, run_on, tiny
 
 Heard = dict[tuple[int, str], str]  # micro-batch and parameter -> the hash of its gradient

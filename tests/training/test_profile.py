@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.run import Run, RunError
-from lockstep.distributed.profiling import Profiler
+from lockstep.distributed.step_timer import Profiler
 from lockstep.distributed.world import World
 from lockstep.track.report.report import write_report
 from lockstep.training.loop import train

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from lockstep.config.run import Run, RunError, load
-from lockstep.distributed.tensor_slices import Incomplete, PeerReader, TensorSlice
+from lockstep.distributed.sharded import Incomplete, PeerReader, TensorSlice
 from lockstep.training.elastic.peer_checkpoints import PeerCheckpoints, neighbours
 from lockstep.training.elastic.reshard import newest_complete
 from lockstep.training.errors import TrainingFailed
+from lockstep.training.resolve import resolve_strategy
 from lockstep.training.train_state import TrainState
 
 ZERO = ("strategy.name=zero2", "launch.on_rank_failure=continue")
@@ -79,8 +80,10 @@ def test_copies_that_nobody_could_use_are_refused() -> None:
 
     with pytest.raises(RunError, match=r"set launch\.on_rank_failure=continue"):
         run("strategy.name=fsdp2")
-    with pytest.raises(RunError, match="hf_accelerate leaves FSDP2 to Accelerate"):
-        run("strategy.name=hf_accelerate", "strategy.options.fsdp={}", "launch.on_rank_failure=continue")
+    with pytest.raises(RunError, match="hf_accelerate leaves its engine to Accelerate"):
+        resolve_strategy(
+            run("strategy.name=hf_accelerate", "strategy.options.fsdp={}", "launch.on_rank_failure=continue"), 2
+        )
     for name in ("fsdp2", "zero2"):
         assert run(f"strategy.name={name}", "launch.on_rank_failure=continue").launch.replicate_every == 5
 

@@ -21,6 +21,7 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.throughput import Meter, SourceLosses
 from support.command import train
 from support.harness import build, digest, run_on, tiny
+from support.marks import slow
 from support.mixtures import mixed
 from support.task_runs import TASKS, make
 
@@ -58,10 +59,10 @@ KINDS = [
     ("classification", ()),
     ("packed", ()),
     ("prompts", ("task.loss_chunk=7",)),
-    ("documents", ("precision=bf16",)),
-    ("translation", ("task.label_smoothing=0.1",)),
-    ("translation", ("task.label_smoothing=0.1", "task.loss_chunk=8")),
-    ("token_classification", ()),
+    slow("documents", ("precision=bf16",)),
+    slow("translation", ("task.label_smoothing=0.1",)),
+    slow("translation", ("task.label_smoothing=0.1", "task.loss_chunk=8")),
+    slow("token_classification", ()),
 ]
 
 

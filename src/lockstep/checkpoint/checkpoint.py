@@ -18,14 +18,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint.catalog import CheckpointCatalog, reason_of
-from lockstep.checkpoint.corrections import revisions_of
-from lockstep.checkpoint.disk_space import DiskSpace
-from lockstep.checkpoint.folder import clear_away
-from lockstep.checkpoint.manifest import Manifest, check_resumable, finished, folder_of, name_of, newest_first
-from lockstep.checkpoint.progress import best_first, score_of
+from lockstep.checkpoint.folder import DiskSpace, clear_away
+from lockstep.checkpoint.manifest import (
+    Manifest,
+    best_first,
+    check_resumable,
+    finished,
+    folder_of,
+    name_of,
+    newest_first,
+    revisions_of,
+    score_of,
+)
+from lockstep.checkpoint.remote_sync import CheckpointCatalog, reason_of
 from lockstep.config.run import Run, RunError
-from lockstep.data.tokens import Prepared
+from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed.event_log import launched_by
 
 if TYPE_CHECKING:
@@ -361,7 +368,7 @@ class Checkpoints:
     def take_mean(self, strategy: ShardedState, step: int) -> list[int]:
         """Load the mean of the weights of the last checkpoints, as `average.last` says, that of `step` among them.
         Returns their steps. Collective. Errors: `CheckpointError`, on every rank, where one of them cannot be read."""
-        from lockstep.checkpoint.averaging import Mean
+        from lockstep.checkpoint.storage import Mean
 
         steps, saved = manifests.averaged(self.run, step, self.every), []
         every, _ = self.catalog.list_checkpoints()

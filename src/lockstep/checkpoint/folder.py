@@ -1,6 +1,11 @@
 """OUTPUT/checkpoints on rank 0's disk: a folder gets a checkpoint's name when it is whole, and loses it before it goes.
 
 In: a folder written aside. Out: a checkpoint, and no more of them than the run keeps. Nothing here is collective.
+
+Room on the disk of OUTPUT: what a run still writes there, whether it fits, and where the model goes if it does not.
+
+In: the sizes of a checkpoint and of the export. Out: a refusal before training, notes while space runs out, older
+checkpoints removed where only so the newest has room, folders elsewhere. Nothing here is collective or imports torch.
 """
 
 from __future__ import annotations
@@ -8,14 +13,16 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Collection
+import tempfile
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint.manifest import Manifest, folder_of, name_of
-from lockstep.config.run import Run
+from lockstep.checkpoint.manifest import Manifest, folder_of, name_of, newest_first, superfluous
+from lockstep.config.run import Run, RunError, led_away
+from lockstep.data.cache import cache_folder
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Written
@@ -75,3 +82,141 @@ def clear_away(run: Run) -> None:
     for pattern in (".step-*.partial", ".step-*.removed"):
         for path in folder_of(run).glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
+
+
+_PAGES = 2**18  # bytes: the page about the run, run.yaml, log.txt and their like
+_A_STEP, _A_LINE, _A_RANK = 128, 600, 256  # bytes of fingerprints.jsonl, of the other .jsonl files, of ranks.jsonl
+
+
+class DiskSpace:
+    """The disk of one run's OUTPUT. Rank 0 asks."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.checkpoint = 0  # bytes of one, of all ranks
+        self.export = 0  # bytes
+        self._folder = run.folder.resolve()
+        self._low = False  # whether `warning` has said so
+
+    def away(self) -> str | None:
+        """Why nothing is written into OUTPUT any more, or None. The words of rank 0 count."""
+        return led_away(self._folder)
+
+    def check(self, step: int, steps: int, every: int, processes: int) -> list[str]:
+        """Before training goes on after `step` of `steps` updates, with a checkpoint every so many. Returns what the
+        user should know. Errors: `RunError`, where the disk has no room for a checkpoint beside the export."""
+        if (free := free_bytes(self.run.folder)) is None:
+            return []
+        saves = -(-(steps - step) // every) if every else int(step < steps)
+        lines = (steps - step) // self.run.track.every + 1
+        records = _PAGES + (steps - step) * _A_STEP + lines * (_A_LINE + processes * _A_RANK)
+        least = records + self.export + (self.checkpoint if saves else 0)
+        there = len(list(newest_first(self.run)))
+        spare = sum(size_of(path) for path in self._dispensable())
+        keep = max(self.run.checkpoint.keep, self.run.average.last or 0) + len(self.run.checkpoint.at)
+        most = min(keep + 1 + bool(self.run.checkpoint.best), saves + there)
+        wanted = records + self.export + max(0, most - there) * self.checkpoint
+        has = f"output: the disk of {self.run.folder} has {_size(free)} left"
+        if free + spare < least:
+            parts = [f"a checkpoint ({_size(self.checkpoint)})"] * bool(saves)
+            parts += [f"the export ({_size(self.export)})", f"its records ({_size(records)})"]
+            fault = f"{has}, and the run needs {_size(least - spare)}: for {', '.join(parts)}"
+            rescue = self.run.checkpoint.rescue
+            if rescue is None or (free_bytes(Path(rescue).expanduser()) or 0) < self.export:
+                raise RunError(
+                    f"{fault}. Make room, or give another output=FOLDER; to train all the same, "
+                    "checkpoint.rescue=FOLDER on another disk, which has room for the export"
+                )
+            return [f"{fault}. What has no room there at the end goes to {rescue}"]
+        if free < wanted:
+            return [
+                f"{has}, and {most} checkpoints of {_size(self.checkpoint)} beside the export ({_size(self.export)}) "
+                f"need {_size(wanted)}: older ones are removed early where the next has no room"
+            ]
+        return []
+
+    def warning(self, last: bool) -> str | None:
+        """The note on a disk that has become too full for what comes next; said once, until it had room
+        again. `last`: no checkpoint comes any more."""
+        free, need = free_bytes(self.run.folder), self._next(last)
+        low = free is not None and free < need and free + sum(map(size_of, self._dispensable())) < need
+        news, self._low = low and not self._low, low
+        if not news or free is None:
+            return None
+        what = f"the export ({_size(self.export)})"
+        what = what if last else f"the next checkpoint ({_size(self.checkpoint)}) and {what}"
+        return f"the disk of {self.run.folder} has {_size(free)} left, too little for {what}: make room"
+
+    def commit(self, manifest: Manifest, aside: Path, files: list[Written], held: Collection[str]) -> str | None:
+        """`folder.commit`, then `clear` for what comes next. Errors: `OSError`."""
+        commit(self.run, manifest, aside, files, held)
+        return self.clear(manifest.step == manifest.steps, held)
+
+    def clear(self, last: bool, held: Collection[str] = ()) -> str | None:
+        """Remove older checkpoints that the run would keep, oldest first, until what comes next has room; never the
+        newest, the best, or what is needed for an average. `held`: names of those that stay. Returns what was removed,
+        in words."""
+        gone = []
+        for path in reversed(self._dispensable() if self.away() is None else []):
+            free = free_bytes(self.run.folder)
+            if free is None or free >= self._next(last):
+                break
+            with suppress(OSError):
+                if path.name not in held:
+                    remove(path)
+                    gone.append(path.name)
+        if not gone:
+            return None
+        return f"the disk of {self.run.folder} is nearly full: {', '.join(gone)} made room for what comes next"
+
+    def elsewhere(self) -> Iterator[Path]:
+        """New folders that the model may be written to where OUTPUT takes it no more, best first: in
+        `checkpoint.rescue`, in the cache, with the user's own files, with temporary ones, in memory."""
+        rescue = self.run.checkpoint.rescue
+        made = [Path(rescue).expanduser()] if rescue else []
+        made.append(cache_folder() / "rescued")
+        for place in (*made, Path("~").expanduser(), Path(tempfile.gettempdir()), Path("/dev/shm")):
+            with suppress(OSError):
+                if place in made:
+                    place.mkdir(parents=True, exist_ok=True)
+                if (free := free_bytes(place)) is None or free > self.export:
+                    yield Path(tempfile.mkdtemp(prefix=f"{self.run.name}-", dir=place))
+
+    def _next(self, last: bool) -> int:
+        return _PAGES + self.export + (0 if last else self.checkpoint)
+
+    def _dispensable(self) -> list[Path]:
+        """Checkpoints that a run with `checkpoint.keep: 1` would not keep, as far as their manifests can be read."""
+        one = self.run.model_copy(update={"checkpoint": self.run.checkpoint.model_copy(update={"keep": 1})})
+        return superfluous(one)
+
+
+def free_bytes(folder: Path) -> int | None:
+    """The bytes that this user may write on the disk of a folder, which may not be there yet; None where the file
+    system does not say."""
+    for path in (folder, *folder.parents):
+        try:
+            disk = os.statvfs(path)
+        except OSError:
+            continue
+        return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
+    return None
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of the files in a folder, as far as they can be seen."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size
+        except OSError:
+            continue
+    return total
+
+
+def _size(count: int) -> str:
+    """Bytes for a person."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count / 1e3:.0f} kB"

@@ -1,4 +1,15 @@
-"""The manifest of a checkpoint, and whether its files agree with it.
+"""Which evaluation was the best, and how many came since: pure functions of the scores, so that every rank, every
+strategy that gives bits and every resumed run comes to the same.
+
+In: the scores of evaluations, one after another. Out: whether training is over early, and which checkpoint is exported.
+Nothing here imports torch.
+
+Arithmetic that was wrong once and was corrected: a run does not change from one to the other in its middle.
+
+In: a run, and what its checkpoint says. Out: why the run must not go on, or None. A manifest holds the number of each
+correction that concerns its run; older ones hold none.
+
+The manifest of a checkpoint, and whether its files agree with it.
 
 In: `OUTPUT/checkpoints/`. Out: manifests that hold their own hash and those of every file beside them, or the one line
 that says what is wrong. Nothing here imports torch.
@@ -8,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -16,15 +28,114 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint import corrections, exported
-from lockstep.checkpoint.progress import Progress, best_first
-from lockstep.config import key_aliases, optim, user_code
+from lockstep.checkpoint import exported
+from lockstep.config import key_aliases, optim, plugins, user_code
 from lockstep.config.run import Run, RunError
-from lockstep.data.tokens import Prepared
+from lockstep.data.arrow_cache import Prepared
 from lockstep.track.report import history
 
 if TYPE_CHECKING:
     from lockstep.distributed.world import World
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of evaluations so far; it travels in manifests."""
+
+    metric: str = ""  # `checkpoint.best`, by which these were counted
+    best: float | None = None  # its highest score; more is better
+    step: int = 0  # where that was
+    since: int = 0  # evaluations after it
+
+    @classmethod
+    def of(cls, run: Run, saved: Mapping[str, Any]) -> Progress:
+        """The progress in a manifest; none, where it was counted by another metric."""
+        progress = cls(**saved)
+        return progress if progress.metric == (run.checkpoint.best or "") else cls(run.checkpoint.best or "")
+
+    def after(self, step: int, score: float | None, delta: float = 0.0) -> Progress:
+        """With one evaluation more, which is better only by more than `delta`. One whose score is not finite is no
+        better than any."""
+        if score is not None and (self.best is None or score > self.best + delta):
+            return Progress(self.metric, score, step)
+        return Progress(self.metric, self.best, self.step, self.since + 1)
+
+    def over(self, run: Run) -> bool:
+        """Whether training ends, since no evaluation was better for as long as `evaluate.patience` says."""
+        return run.evaluate.patience is not None and self.since >= run.evaluate.patience
+
+    def dump(self) -> dict[str, Any]:
+        """As a JSON object; empty before the first evaluation."""
+        return asdict(self) if self.best is not None or self.since else {}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint that was evaluated."""
+
+    score: float  # more is better
+    step: int
+
+
+def score_of(run: Run, scores: Mapping[str, float]) -> float | None:
+    """More is better; None where there is no such score, or none that is finite."""
+    wanted = run.checkpoint.best or ""
+    score = scores.get(wanted.removeprefix("-"))
+    if score is None or not math.isfinite(score):
+        return None
+    return -score if wanted.startswith("-") else score
+
+
+def best_first(run: Run, evaluated: Mapping[int, Mapping[str, float]]) -> list[Candidate]:
+    """Steps with their scores, the best first; of equal ones the earliest."""
+    candidates = [
+        Candidate(score, step) for step, scores in evaluated.items() if (score := score_of(run, scores)) is not None
+    ]
+    return sorted(candidates, key=lambda each: (-each.score, each.step))
+
+
+REASONS = {
+    "data.padding": "while data.padding=none let windowed attention see later tokens in batches of texts of one "
+    "length; that was corrected. Its weights are of little use: train anew with",
+    "model.config": "with another model: what its family derives from entries of model.config (the size of a head, "
+    "the kinds of layers) did not follow them; that was corrected. Train it anew with",
+    "task.name": "while the task preference let a language model of an encoder's family read the tokens after each; "
+    "that was corrected. Train it anew with",
+    "model.type": "while decoders of its family started from padding; that was corrected. Train it anew with",
+}
+
+
+def revisions_of(run: Run) -> dict[str, int]:
+    """Keys of a run whose arithmetic was corrected, with the number of the correction: runs that no correction concerns
+    have none. Errors: `RunError` where the model's config cannot be read."""
+    head = plugins.find("tasks", run.task.name).head  # type: ignore[attr-defined]
+    if not head:
+        return {}
+    from lockstep.tasks.models import model_configs, padding
+
+    concerned = {
+        "data.padding": run.data.padding == "none" and padding.windowed(run, head),
+        "model.config": model_configs.derives(run),
+        "task.name": run.task.name == "preference" and model_configs.needs_decoder(run),
+        "model.type": head == "seq2seq" and run.model.type in model_configs.FROM_FIRST_TOKEN,
+    }
+    return {key: 2 for key, concerns in concerned.items() if concerns}
+
+
+def refusal(run: Run, step: int, revisions: Mapping[str, int], differing: Iterable[str], other: str) -> str | None:
+    """`step`, `revisions`: of the checkpoint. `differing`: the keys of the arithmetic that differ. `other`: what a run
+    of its own is given."""
+    for key, number in revisions_of(run).items():
+        if revisions.get(key, 1) < number:
+            return f"a checkpoint (step {step}) that was trained {REASONS[key]} {other}"
+    if set(differing) == {optim.REVISION}:
+        return (
+            f"a checkpoint (step {step}) that was trained with other learning rates: optim.schedule="
+            f"{run.optim.schedule} was corrected ({optim.REVISION} 2), so the run would change its rates in the "
+            f"middle. Train it anew with {other}, or go on with the version of lockstep that began it"
+        )
+    return None
+
 
 FORMAT = 2
 FILE = "manifest.json"
@@ -253,7 +364,7 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
     where, other = mirror or run.folder, "another mirror" if mirror else "another output=FOLDER"
     differing = differing_keys(run, prepared.key, manifest)
     rows = "\n".join(f"  {k}: {then!r} in the checkpoint, {now!r} now" for k, (then, now) in differing.items())
-    if (corrected := corrections.refusal(run, manifest.step, manifest.revisions, differing, other)) is not None:
+    if (corrected := refusal(run, manifest.step, manifest.revisions, differing, other)) is not None:
         return f"{where} holds {corrected}"
     if not differing.keys() <= _READ_FROM:
         return (

@@ -24,7 +24,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from lockstep.config import error_messages as messages
-from lockstep.config import key_aliases, model_selection, plugins, redaction, sections
+from lockstep.config import key_aliases, model_selection, plugins, redaction
 from lockstep.config.data_sources import Mirror, PathText, is_address
 from lockstep.config.errors import RunError as RunError
 from lockstep.config.model_selection import AverageSection, EvaluateSection, choose_best
@@ -53,7 +53,6 @@ from lockstep.config.sections import (
     TrackSection,
     VerifySection,
     at_length,
-    sdc_check_refusal,
 )
 
 _FREE = (
@@ -145,12 +144,6 @@ class Run(Section):
         )
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give either epochs or steps, and not both")
-        why = sdc_check_refusal(self.sdc_check, self.strategy, self.launch) or sections.rebalance_refusal(
-            self.launch.rebalance_every, self.strategy
-        )
-        why = why or sections.replicate_refusal(self.launch, self.strategy)
-        if why is not None:
-            raise ValueError(why)
         if self.micro_batches > self.batch_size:
             raise ValueError(
                 f"micro_batches ({self.micro_batches}) must not be more than batch_size ({self.batch_size}): "

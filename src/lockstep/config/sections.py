@@ -1,8 +1,7 @@
 """The sections of the run file: every key with its type, default and one line of description, unit included.
 
 In: mappings that were read from YAML. Out: frozen values; a wrong one is a pydantic error, which `error_messages`
-explains. A plug-in types the keys of its own in a nested `Options`. At the end stand the rules between sections: which
-strategies go with `sdc_check`, `launch.rebalance_every` and `launch.replicate_every`.
+explains. A plug-in types the keys of its own in a nested `Options`.
 """
 
 from __future__ import annotations
@@ -350,6 +349,15 @@ class LaunchSection(PluginSection):
         "micro-batches over to others; 0: never",
     )
 
+    @model_validator(mode="after")
+    def _copies_have_a_use(self) -> LaunchSection:
+        if self.replicate_every and self.on_rank_failure != "continue":
+            raise ValueError(
+                "launch.replicate_every: copies are for ranks that go on without a lost one; "
+                "set launch.on_rank_failure=continue"
+            )
+        return self
+
 
 class CheckpointSection(Section):
     every: Interval = Field(200, description="steps between checkpoints, or epoch; 0: only at a stop and at the end")
@@ -449,76 +457,3 @@ class GuardSection(Section):
         "more, and stop if it differs again; evict: go on without the machine that was wrong (torchrun with "
         "launch.machines as fewest:most), or on one machine without the rank (launch.on_rank_failure: continue)",
     )
-
-
-SDC_CHECK_STRATEGIES = "single, allreduce, ddp, hf_accelerate, hf_trainer, or fsdp2 with gather: step"
-
-
-def sdc_check_refusal(guard: GuardSection, strategy: Any, launch: Any) -> str | None:
-    """Why a run of this strategy and launcher cannot be guarded so; None: as far as its keys say, it can."""
-    if not guard.every:
-        return None
-    if guard.on_difference == "evict" and fewest(launch) is None and not loses_ranks(launch):
-        return (
-            f"sdc_check.on_difference: evict goes on without what was wrong, which takes launch.name=torchrun with "
-            "launch.machines as fewest:most and launch.on_rank_failure=restart, or, on one machine, "
-            "launch.on_rank_failure=continue "
-            f"under local or torchrun; launch.name={launch.name} is not given so: take stop or retry"
-        )
-    if not holds_parts(strategy):
-        return None
-    return (
-        f"sdc_check.every: {strategy.name} holds parts of the model with these options, and what a rank computed "
-        f"cannot be computed again by another; it takes {SDC_CHECK_STRATEGIES}"
-    )
-
-
-def holds_parts(strategy: Any) -> bool:
-    """Whether ranks hold parts of the model, as far as the keys say: fsdp2 may decide it by the memory there is."""
-    name, options = strategy.name, strategy.options
-    parts = name.startswith("zero") or name == "pipeline" or {"fsdp", "deepspeed"} & set(options)
-    return bool(parts or options.get("gather") == "micro_batch")
-
-
-def fewest(launch: Any) -> int | None:
-    """The fewest machines that a job goes on with after one was taken out; None: none can be."""
-    least, several, most = str(launch.options.get("machines", "")).partition(":")
-    leave = launch.name == "torchrun" and launch.on_rank_failure == "restart" and several and least != most
-    return int(least) if leave else None
-
-
-def loses_ranks(launch: Any) -> bool:
-    """Whether a job on one machine goes on without single ranks, as far as its keys say."""
-    one = launch.name == "local" or (launch.name == "torchrun" and launch.options.get("machines", 1) in (1, "1", "1:1"))
-    return bool(one and launch.on_rank_failure == "continue")
-
-
-def rebalance_refusal(every: int, strategy: Any) -> str | None:
-    """Why a run of this strategy cannot; None: as far as its keys say, it can."""
-    if not every:
-        return None
-    if holds_parts(strategy):
-        return (
-            f"launch.rebalance_every: {strategy.name} holds parts of the model with these options, and its ranks work "
-            f"on micro-batches together, or on as many each; it takes {SDC_CHECK_STRATEGIES}"
-        )
-    if not strategy.exact:
-        return "launch.rebalance_every: without strategy.exact other shares are other bits; set strategy.exact=true"
-    return None
-
-
-def replicate_refusal(launch: Any, strategy: Any) -> str | None:
-    """Why a run of this strategy cannot; None: as far as its keys say, it can."""
-    if not launch.replicate_every:
-        return None
-    if launch.on_rank_failure != "continue":
-        return (
-            "launch.replicate_every: copies are for ranks that go on without a lost one; "
-            "set launch.on_rank_failure=continue"
-        )
-    if "fsdp" in strategy.options:
-        return (
-            f"launch.replicate_every: {strategy.name} leaves FSDP2 to Accelerate, which lockstep does not form anew "
-            "within a process, so a lost rank starts the job again; leave it out, or use strategy.name=fsdp2"
-        )
-    return None

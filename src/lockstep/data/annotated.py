@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import error_messages as messages
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import compressed, readable, row_files
+from lockstep.data import file_formats, row_files
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -45,7 +45,7 @@ _TAGS = 200  # different ones that a file has, at most
 
 def layout_of(file: Path, encoding: str) -> str | None:
     """conll, squad, columns or records, if a file seems to be that; None for any other."""
-    ending = compressed.plain(file).suffix
+    ending = file_formats.plain(file).suffix
     try:
         if ending == ".json":
             return _layout_of_json(_document(file, encoding))
@@ -60,7 +60,7 @@ def layout_of(file: Path, encoding: str) -> str | None:
 
 def _beginning(file: Path, encoding: str) -> str:
     """The first lines, whole ones."""
-    start = next(compressed.blocks(file, "data"), b"").decode(readable.codec(encoding), errors="ignore")
+    start = next(file_formats.blocks(file, "data"), b"").decode(file_formats.codec(encoding), errors="ignore")
     whole = start.replace("\r\n", "\n").replace("\r", "\n")
     return whole[: whole.rfind("\n") + 1] if len(start) > _SMALL else whole
 
@@ -75,8 +75,8 @@ def read_conll(files: list[Path], key: str, data: DataSection) -> Dataset:
     names: list[str] = []
     columns: dict[str, list[list[str]]] = {}
     for file in files:
-        readable.check(file, key, data.encoding)
-        sentences = list(_sentences(readable.text_of(file, data.encoding)))
+        file_formats.check(file, key, data.encoding)
+        sentences = list(_sentences(file_formats.text_of(file, data.encoding)))
         width = len(sentences[0][0][1]) if sentences else 0
         numbered = _is_numbered([[cells for _, cells in lines] for lines in sentences])
         if not names and sentences:
@@ -159,7 +159,7 @@ def _is_conll(text: str, ending: str) -> bool:
 
 def check_rows(file: Path, key: str, encoding: str) -> None:
     """Refuse a .json file that is one document, which would be read as one row. Errors: `RunError`."""
-    if compressed.plain(file).suffix != ".json":
+    if file_formats.plain(file).suffix != ".json":
         return
     try:
         held = _document(file, encoding)
@@ -182,13 +182,13 @@ def check_rows(file: Path, key: str, encoding: str) -> None:
 def _document(file: Path, encoding: str) -> Any:
     """The mapping that a file consists of; None for a list of rows, and for a row on each line. Errors:
     `ValueError`."""
-    blocks = compressed.blocks(file, "data")
+    blocks = file_formats.blocks(file, "data")
     start = next(blocks, b"")
-    beginning = start.decode(readable.codec(encoding), errors="ignore").lstrip()
+    beginning = start.decode(file_formats.codec(encoding), errors="ignore").lstrip()
     first, _, rest = beginning.partition("\n")
     if beginning[:1] != "{" or (rest.strip() and _is_json(first)):
         return None
-    return json.loads(b"".join([start, *blocks]).decode(readable.codec(encoding)))
+    return json.loads(b"".join([start, *blocks]).decode(file_formats.codec(encoding)))
 
 
 def _is_json(text: str) -> bool:
@@ -245,7 +245,7 @@ def _is_row_list(value: Any) -> bool:
 
 def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
     """What a .json file of this layout holds. Errors: `RunError`."""
-    readable.check(file, key, data.encoding)
+    file_formats.check(file, key, data.encoding)
     try:
         held = _document(file, data.encoding)
     except json.JSONDecodeError as error:

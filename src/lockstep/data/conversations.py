@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import RunError
-from lockstep.data import arrow_cache, column_scan, missing_values
-from lockstep.data.lm_documents import Found, closed, flat, shares
-from lockstep.data.packing import Documents, measured
+from lockstep.data import arrow_cache, usable_rows
+from lockstep.data.lm_documents import Documents, Found, closed, flat, measured, shares
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -99,10 +98,10 @@ def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
 def whole(dataset: Dataset, column: str, split: str, name: str, drop: bool) -> Dataset:
     """The rows in which the assistant says something, and every message has a content, or calls. Errors:
     `RunError`."""
-    missing_values.present(dataset, {"task.messages": column}, split, name)
+    usable_rows.present(dataset, {"task.messages": column}, split, name)
     dataset = with_roles(dataset, column, "task.messages", split)
     lacks = []
-    for first, part in column_scan.lists(dataset, column):
+    for first, part in usable_rows.lists(dataset, column):
         for row, messages in enumerate(part, first):
             good = isinstance(messages, list) and all(
                 isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | None)
@@ -114,7 +113,7 @@ def whole(dataset: Dataset, column: str, split: str, name: str, drop: bool) -> D
                     f"{row} holds {str(messages)[:80]}"
                 )
         lacks.append(np.array([not messages or _lacks(messages) for messages in part]))
-    return missing_values.without(dataset, {"task.messages": (column, np.concatenate(lacks))}, split, name, drop)
+    return usable_rows.without(dataset, {"task.messages": (column, np.concatenate(lacks))}, split, name, drop)
 
 
 def _lacks(messages: list[dict]) -> bool:
@@ -130,14 +129,14 @@ def documents_in(dataset: Dataset, how: Writing) -> int:
     """How many documents come of a split."""
     if not how.each:
         return len(dataset)
-    return sum(turns(messages) for _, part in column_scan.lists(dataset, how.column) for messages in part)
+    return sum(turns(messages) for _, part in usable_rows.lists(dataset, how.column) for messages in part)
 
 
 def further_keys(dataset: Dataset, column: str) -> list[str]:
     """What messages have besides role and content."""
     inner = getattr(dataset.features[column], "feature", None)
     if not isinstance(inner, Mapping):  # values of any kind, told by none of the features
-        inner = {key for _, part in column_scan.lists(dataset, column) for row in part for each in row for key in each}
+        inner = {key for _, part in usable_rows.lists(dataset, column) for row in part for each in row for key in each}
     return sorted(set(inner) - {"role", "content"})
 
 

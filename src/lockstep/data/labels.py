@@ -2,10 +2,21 @@
 
 In: splits and their column of labels: integers, strings, or true and false. Out: the names in the order of their codes
 and what gives labels codes, or a `RunError` that names the row.
+
+Numbers that are foretold of a text -> what they are called, and those of each text.
+
+In: splits and columns of numbers, or one column of lists of them. Out: names, and what gives each text its numbers, or
+a `RunError` that names the row.
+
+Several labels a text -> their names, and the codes that each text has.
+
+In: splits and a column of lists of labels (integers or strings), or several columns of 0 and 1. Out: the names in the
+order of their codes and what gives each text its codes, or a `RunError` that names the row.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import RunError
-from lockstep.data import column_scan, missing_values
+from lockstep.data import usable_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -23,10 +34,10 @@ def hidden(dataset: Dataset, column: str) -> bool:
     """Whether the labels of a test split are hidden, or not there at all."""
     if column not in dataset.column_names:
         return True
-    if missing_values.lacking(dataset, column).all():
+    if usable_rows.lacking(dataset, column).all():
         return True
     lists = any(isinstance(value, list) for value in dataset[:1][column])
-    return not lists and set(map(str, column_scan.distinct(dataset, column))) in ({"-1"}, {"-1.0"})
+    return not lists and set(map(str, usable_rows.distinct(dataset, column))) in ({"-1"}, {"-1.0"})
 
 
 def readable(dataset: Dataset, column: str) -> Dataset:
@@ -37,7 +48,7 @@ def readable(dataset: Dataset, column: str) -> Dataset:
     kind = str(getattr(dataset.features[column], "dtype", None))
     if kind == "bool":
         return dataset.cast_column(column, datasets.Value("string"))
-    if kind.startswith("float") and all(v.is_integer() for _, part in column_scan.lists(dataset, column) for v in part):
+    if kind.startswith("float") and all(v.is_integer() for _, part in usable_rows.lists(dataset, column) for v in part):
         return dataset.cast_column(column, datasets.Value("int64"))
     return dataset
 
@@ -57,7 +68,7 @@ class Codes:
     def of_all(self, dataset: Dataset) -> np.ndarray:
         """Of every row of a split: int32 [examples]."""
         parts = (
-            self.of({self.column: labels}).astype(np.int32) for _, labels in column_scan.lists(dataset, self.column)
+            self.of({self.column: labels}).astype(np.int32) for _, labels in usable_rows.lists(dataset, self.column)
         )
         return np.concatenate([np.empty(0, np.int32), *parts])
 
@@ -137,17 +148,17 @@ def merge_counts(found: list[dict[str, list]], column: str) -> tuple[Dataset, Co
 
 def _first(dataset: Dataset, column: str, wanted: Callable[[Any], bool]) -> tuple[int, Any]:
     """The first row with such a label, and the label."""
-    parts = column_scan.lists(dataset, column)
+    parts = usable_rows.lists(dataset, column)
     return next((first + i, label) for first, part in parts for i, label in enumerate(part) if wanted(label))
 
 
 def distinct(dataset: Dataset, column: str, split: str) -> list:
     """The labels of a split, each once, in order. Errors: `RunError`."""
-    if column_scan.plain(dataset, column) and (found := column_scan.distinct(dataset, column)) and None not in found:
+    if usable_rows.plain(dataset, column) and (found := usable_rows.distinct(dataset, column)) and None not in found:
         return sorted(found)
     held: set[Any] = set()
     kind: type | None = None
-    for first, labels in column_scan.lists(dataset, column):
+    for first, labels in usable_rows.lists(dataset, column):
         kind = kind or type(labels[0])
         for row, label in enumerate(labels, first) if {*map(type, labels)} != {kind} or kind not in (int, str) else ():
             _check(label, row, kind, column, split, dataset)
@@ -178,7 +189,7 @@ def _named_by_column(dataset: Dataset, column: str, values: list) -> list[str] |
     for suffix in ("_name", "_text"):
         if (other := column + suffix) in dataset.column_names:
             pairs: set[tuple[Any, Any]] = set()
-            for _, part in column_scan.lists(dataset, column, other):
+            for _, part in usable_rows.lists(dataset, column, other):
                 pairs.update(part)
                 if len(pairs) > len(values):
                     break
@@ -188,3 +199,154 @@ def _named_by_column(dataset: Dataset, column: str, values: list) -> list[str] |
             ):
                 return [names[v] for v in values]
     return None
+
+
+class LabelNumbers:
+    """Names of numbers, and those of each text."""
+
+    def __init__(self, columns: list[str], names: list[str], lists: bool) -> None:
+        self.columns, self.names, self.lists = columns, names, lists
+        self.values: list[Any] = []  # nothing is counted of numbers
+
+    def of(self, rows: dict[str, list]) -> list[list[float]]:
+        """The numbers of each of some rows."""
+        if self.lists:
+            return [[float(number) for number in row] for row in rows[self.columns[0]]]
+        told = zip(*(rows[column] for column in self.columns), strict=True)
+        return [[float(number) for number in row] for row in told]
+
+    def counts(self, dataset: Dataset) -> list[int]:
+        """Nothing is counted of numbers."""
+        return []
+
+
+def number_codes_of(
+    splits: dict[str, Dataset], columns: list[str], wanted: list[str] | None, name: str
+) -> LabelNumbers:
+    """What is foretold, by the first row of train. `wanted`: what the run file calls them. Errors: `RunError`."""
+    first = splits["train"][0][columns[0]]
+    lists = len(columns) == 1 and isinstance(first, list)
+    names = [f"{columns[0]}.{place}" for place in range(len(first))] if lists else list(columns)
+    if wanted is not None and len(wanted) != len(names):
+        raise RunError(f"task.label_names: {len(wanted)} names for {len(names)} numbers a text")
+    for split, dataset in splits.items():
+        spread = [False] * len(columns)
+        for place, column in enumerate(columns):
+            spread[place] = _checked(dataset, column, len(names) if lists else None, split, name)
+        if split == "train" and not all(spread):
+            column = columns[spread.index(False)]
+            raise RunError(
+                f"task.label: column {column!r} of {name} holds the same in every row ({str(first)[:40]}); nothing can "
+                "be learned"
+            )
+    return LabelNumbers(columns, list(wanted or names), lists)
+
+
+def _checked(dataset: Dataset, column: str, length: int | None, split: str, name: str) -> bool:
+    """Whether rows differ in a column of numbers, or of lists of `length` of them. Errors: `RunError`."""
+    one: Any = None
+    spread = False
+    for first, part in usable_rows.lists(dataset, column):
+        for row, value in enumerate(part, first):
+            held = value if length is not None else [value]
+            if not isinstance(held, list) or len(held) != (length or 1) or not all(map(_is_number, held)):
+                wanted = "a number" if length is None else f"a list of {length} numbers, as the first of train,"
+                raise RunError(
+                    f"task.label: column {column!r} of the {split} split of {name} must hold {wanted} in every row for "
+                    f"task.regression, and none that is not finite; row {row} holds {repr(value)[:60]}: mend it, or "
+                    "take it out"
+                )
+            one = value if one is None else one
+            spread = spread or value != one
+    return spread
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class LabelLists:
+    """Names of labels, and which of them each text has."""
+
+    def __init__(self, columns: list[str], names: list[str], values: list) -> None:
+        self.columns, self.names, self.values = columns, names, list(values)
+        self.place = {value: code for code, value in enumerate(values)}
+
+    def of(self, rows: dict[str, list]) -> list[list[int]]:
+        """The codes of each of some rows, in order, each once."""
+        if len(self.columns) > 1:
+            told = zip(*(rows[column] for column in self.columns), strict=True)
+            return [[code for code, value in enumerate(row) if value] for row in told]
+        return [sorted({self.place[label] for label in row}) for row in rows[self.columns[0]]]
+
+    def counts(self, dataset: Dataset) -> list[int]:
+        """Examples that have each label, in a split."""
+        found = np.zeros(len(self.names), np.int64)
+        for _, part in usable_rows.lists(dataset, *self.columns):
+            rows = {self.columns[0]: part}
+            if len(self.columns) > 1:
+                rows = {column: [row[place] for row in part] for place, column in enumerate(self.columns)}
+            for codes in self.of(rows):
+                found[codes] += 1
+        return found.tolist()
+
+
+def list_codes_of(splits: dict[str, Dataset], columns: list[str], wanted: list[str] | None, name: str) -> LabelLists:
+    """Names and codes of the labels of all splits. `wanted`: the names that the run file gives integers, or columns.
+    Errors: `RunError`."""
+    if len(columns) > 1:
+        for split, dataset in splits.items():
+            for column in columns:
+                _check_marks(dataset, column, split, name)
+        if wanted is not None and len(wanted) != len(columns):
+            raise RunError(f"task.label_names: {len(wanted)} names for {len(columns)} columns")
+        return LabelLists(columns, list(wanted or columns), columns)
+    held = _distinct(splits["train"], columns[0], "train", name)
+    if not held:
+        raise RunError(f"task.label: every list of column {columns[0]!r} of {name} is empty; nothing can be learned")
+    given = getattr(getattr(splits["train"].features[columns[0]], "feature", None), "names", None)
+    values, names = called(list(range(len(given))) if given else sorted(held), wanted, name)
+    names = list(given) if given and wanted is None else names
+    known = set(values)
+    for split, dataset in splits.items():
+        for label, row in _distinct(dataset, columns[0], split, name).items():
+            if label not in known:
+                raise RunError(
+                    f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which the training "
+                    f"split has not; known are {', '.join(map(repr, values[:20]))}"
+                )
+    return LabelLists(columns, names, values)
+
+
+def _distinct(dataset: Dataset, column: str, split: str, name: str) -> dict[Any, int]:
+    """The labels of a split -> the first row that has it. Errors: `RunError` for what is no list of labels."""
+    held: dict[Any, int] = {}
+    kind: type | None = None
+    for first, part in usable_rows.lists(dataset, column):
+        for row, labels in enumerate(part, first):
+            if not isinstance(labels, list):
+                raise RunError(
+                    f"task.label: column {column!r} of the {split} split of {name} must hold a list of labels in every "
+                    f"row; row {row} holds {repr(labels)[:60]}. Write it as a list, [] where a text has none; or, for "
+                    "one label a text, leave task.multi_label out"
+                )
+            for label in labels:
+                kind = kind or type(label)
+                if type(label) is not kind or kind not in (int, str) or not str(label).strip():
+                    raise RunError(
+                        f"task.label: the lists of column {column!r} of the {split} split of {name} must hold all "
+                        f"integers or all strings; row {row} holds {repr(labels)[:60]}: mend it, or take it out"
+                    )
+                held.setdefault(label, row)
+    return held
+
+
+def _check_marks(dataset: Dataset, column: str, split: str, name: str) -> None:
+    """Errors: `RunError` for a column that holds anything but 0 and 1."""
+    for first, part in usable_rows.lists(dataset, column):
+        for row, value in enumerate(part, first):
+            if value not in (0, 1):  # true and false, and 1.0, are these, too
+                raise RunError(
+                    f"task.label: column {column!r} of the {split} split of {name} must hold 0 or 1 in every row, for "
+                    f"it is one of several labels; row {row} holds {repr(value)[:60]}"
+                )

@@ -1,4 +1,14 @@
-"""Texts, or prompts with responses -> documents of tokens, for causal language models.
+"""Documents -> blocks of tokens with their targets, in the cache: each token is predicted once, from those before it.
+
+In: documents as tokens, with the text that each token stands for measured. Out: Arrow files of examples, the columns
+`input_ids` and `targets` (shifted by one), and what an example's targets count: tokens, bytes and words of the text.
+All of it is done to many documents at once.
+
+Texts of many megabytes, tokenised in parts that overlap: a tokenizer needs some hundred bytes for each one of text.
+
+In: a fast tokenizer and a text. Out: the tokens that it makes of the whole text, and where each of them ends.
+
+Texts, or prompts with responses -> documents of tokens, for causal language models.
 
 In: rows of a data set and a tokenizer. Out: `Documents` in the order of the rows, some rows at a time; prompts are not
 scored. Conversations: `conversations.py`.
@@ -6,18 +16,426 @@ scored. Conversations: `conversations.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from lockstep.config.run import RunError
-from lockstep.data import arrow_cache, chunked_tokenization
-from lockstep.data.packing import Documents, interleaved, measured
+from lockstep.data import arrow_cache
+from lockstep.data.cache import damage, discard, folder_of, locked
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+
+_WINDOW = 2**20  # characters that are measured at once
+_TOKENS = 2**21  # that are cut at once, and written at once
+_SHARD = 2**22  # tokens of a shard of blocks that are all full, about
+IGNORED = -100  # as in batch.py, which imports torch
+_NUMBERS = pa.list_(pa.int32())
+SCHEMA = pa.schema(
+    [("input_ids", _NUMBERS), ("targets", _NUMBERS), *((name, pa.int64()) for name in ("count", "bytes", "words"))]
+)
+WITH_STARTS = SCHEMA.append(pa.field("starts", _NUMBERS))
+WITH_LEFT = SCHEMA.append(pa.field("left", pa.int64()))  # tokens that were cut off its text
+# Tokens of its text that nothing comes before, which are no targets, and what they stand for.
+OPENINGS = (
+    pa.field("openings", _NUMBERS),
+    pa.field("opening_bytes", pa.int64()),
+    pa.field("opening_words", pa.int64()),
+)
+_STREAM = pa.schema(
+    [("ids", pa.int32()), ("scored", pa.bool_()), ("bytes", pa.int32()), ("words", pa.int32()), ("starts", pa.bool_())]
+)
+_SPACES = np.array([chr(code).isspace() for code in range(0x3002)])  # by character; none comes after U+3000
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Texts as tokens, one after the other; the arrays have one entry a token."""
+
+    ids: np.ndarray  # int32 [N]
+    scored: np.ndarray  # bool [N]: whether it is to be predicted; a prompt is not
+    bytes: np.ndarray  # int32 [N]: of UTF-8 that it adds to the text
+    words: np.ndarray  # int32 [N]: words of the text that begin with it or inside it
+    lengths: np.ndarray  # int64 [D]: tokens of each text
+    starts: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))  # bool [N]: a text begins; [0]: unknown
+    left: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64 [D]: tokens cut off each; [0]: none
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Where each text ends: int64 [D]."""
+        return np.cumsum(self.lengths)
+
+    @property
+    def within(self) -> np.ndarray:
+        """Each token's place in its text: int64 [N]."""
+        return np.arange(len(self)) - np.repeat(self.ends - self.lengths, self.lengths)
+
+    def only(self, tokens: np.ndarray, lengths: np.ndarray) -> Documents:
+        """Some of the tokens (bool [N], or a slice), in texts of these lengths."""
+        starts = self.starts[tokens] if len(self.starts) else self.starts
+        return Documents(self.ids[tokens], self.scored[tokens], self.bytes[tokens], self.words[tokens], lengths, starts)
+
+    def beginnings(self, most: int) -> Documents:
+        """The first `most` tokens of each text; how many are left out is kept."""
+        lengths = np.minimum(self.lengths, most)
+        return replace(self.only(self.within < most, lengths), left=self.lengths - lengths)
+
+
+def measured(
+    texts: Sequence[str], ids: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray, ends: np.ndarray | None
+) -> Documents:
+    """The documents of some texts. `ids` are the tokens of all, `lengths` how many each has. `ends` says before which
+    character of its text each token ends, int64 [N]; None: not known, nothing is measured. What lies between two tokens
+    (white space that a tokenizer drops) belongs to the second, and what is behind the last to the last."""
+    numbers, sizes = np.asarray(ids, dtype=np.int32), np.asarray(lengths, dtype=np.int64)
+    counted = np.zeros((2, len(numbers)), dtype=np.int32)  # bytes, words
+    if ends is not None and len(numbers):
+        some = sizes > 0  # a text without tokens has nothing to measure
+        held = [text for text, has in zip(texts, some, strict=True) if has]
+        stops = np.cumsum(np.fromiter(map(len, held), np.int64, len(held)))
+        ends = ends + np.repeat(np.concatenate([[0], stops[:-1]]), sizes[some])
+        ends = np.maximum.accumulate(ends)  # a special token ends before the text does
+        ends[np.cumsum(sizes[some]) - 1] = stops
+        _measure("".join(held), stops, ends, counted)
+    return Documents(numbers, np.ones(len(numbers), dtype=bool), counted[0], counted[1], sizes)
+
+
+def _measure(text: str, stops: np.ndarray, ends: np.ndarray, counted: np.ndarray) -> None:
+    """Fill in `counted`, bytes and words of each token [2, N], of texts that lie one after the other."""
+    opens = np.zeros(len(text) + 1, dtype=bool)  # where a text begins
+    opens[0] = opens[stops] = True
+    before, rest = True, [0, 0]  # after white space; what was counted since the last token
+    for start in range(0, len(text), _WINDOW):
+        codes = np.frombuffer(text[start : start + _WINDOW].encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+        stop = start + len(codes)
+        first, last = np.searchsorted(ends, [start, stop], side="right")
+        space = _SPACES[np.minimum(codes, len(_SPACES) - 1)]
+        begins = ~space & (np.concatenate([[before], space[:-1]]) | opens[start:stop])
+        before = bool(space[-1])
+        wide = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)  # bytes of UTF-8
+        for row, each in enumerate((wide, begins)):
+            until = np.concatenate([[0], np.cumsum(each)])  # up to each character
+            at = np.concatenate([[-rest[row]], until[ends[first:last] - start]])
+            counted[row, first:last] = np.diff(at)
+            rest[row] = int(until[-1] - at[-1])
+
+
+def interleaved(first: Documents, second: Documents) -> Documents:
+    """Each text of the one with that of the other behind it."""
+    lengths = first.lengths + second.lengths
+    ends = np.cumsum(lengths)
+    within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+    of_second = within >= np.repeat(first.lengths, lengths)
+    arrays = {}
+    for name in ("ids", "scored", "bytes", "words"):
+        whole = np.empty(len(of_second), dtype=getattr(first, name).dtype)
+        whole[~of_second], whole[of_second] = getattr(first, name), getattr(second, name)
+        arrays[name] = whole
+    return Documents(**arrays, lengths=lengths)
+
+
+def apart(documents: Documents) -> Documents:
+    """Texts that are not seen from one another: each says where it starts, and its first token, which nothing comes
+    before, is not predicted. What would not be anyway stands for no text."""
+    first = documents.within == 0
+    never = first & ~documents.scored
+    texts = {name: np.where(never, 0, getattr(documents, name)).astype(np.int32) for name in ("bytes", "words")}
+    return replace(documents, scored=documents.scored & ~first, starts=first, **texts)
+
+
+def joined(parts: Sequence[Documents], as_one: bool) -> Documents:
+    """All texts of several, or one text that they make together."""
+    arrays = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ("ids", "scored", "bytes", "words", "lengths", "starts", "left")
+    }
+    whole = Documents(**arrays)
+    return replace(whole, lengths=np.array([len(whole)])) if as_one else whole
+
+
+def _with_openings(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([*schema, *OPENINGS])
+
+
+def _openings(documents: Documents, begin: bool) -> np.ndarray:
+    """Tokens that stand for text and that nothing comes before: bool [N]."""
+    first = documents.within == 0
+    if len(documents.starts):  # as `apart` has them
+        return documents.starts & ~documents.scored & (documents.bytes > 0) & (begin | ~first)
+    return first & documents.scored & (documents.bytes > 0) & begin
+
+
+def examples(documents: Documents, size: int, begin: bool | None = None) -> pa.RecordBatch:
+    """Every text cut into parts of `size` + 1 tokens at most, which overlap by one: the last token of a part is the
+    first of the next. What is stored of a part: inputs and the targets that follow them; nothing of one in which there
+    is nothing to predict. `begin`: store the tokens, too, that nothing comes before, see `OPENINGS`; false where the
+    first token is the last of another part."""
+    some = documents.lengths > 0
+    ends = documents.ends[some]
+    read, told = np.ones((2, len(documents)), dtype=bool)
+    read[ends - 1] = told[ends - documents.lengths[some]] = False  # the last is not read, the first not predicted
+    rest = documents.lengths[some] - 1
+    parts = -(-rest // size)  # of each text
+    sizes = np.full(int(parts.sum()), size)
+    sizes[np.cumsum(parts)[parts > 0] - 1] = (rest - (parts - 1) * size)[parts > 0]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    scored = documents.scored[told]
+    targets = np.where(scored, documents.ids[told], IGNORED).astype(np.int32)
+
+    def summed(numbers: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(numbers * scored, offsets[:-1], dtype=np.int64) if len(sizes) else offsets[:0]
+
+    counts = [summed(each) for each in (np.ones(1, np.int64), documents.bytes[told], documents.words[told])]
+    lists = [pa.ListArray.from_arrays(offsets.astype(np.int32), each) for each in (documents.ids[read], targets)]
+    columns, schema = [*lists, *(pa.array(each, pa.int64()) for each in counts)], SCHEMA
+    if len(documents.starts):
+        columns.append(pa.ListArray.from_arrays(offsets.astype(np.int32), documents.starts[read].astype(np.int32)))
+        schema = WITH_STARTS
+    if len(documents.left):
+        columns.append(pa.array(np.repeat(documents.left[some], parts), pa.int64()))
+        schema = WITH_LEFT
+    if begin is not None:
+        at = np.flatnonzero(_openings(documents, begin))
+        text = np.searchsorted(ends, at, side="right")
+        part = (np.cumsum(parts) - parts)[text] + np.maximum(documents.within[at] - 1, 0) // size
+        at, part = at[parts[text] > 0], part[parts[text] > 0]
+        until = np.searchsorted(part, np.arange(len(sizes) + 1)).astype(np.int32)
+        columns.append(pa.ListArray.from_arrays(until, documents.ids[at]))
+        for numbers in (documents.bytes, documents.words):
+            of_each = np.zeros(len(sizes), np.int64)
+            np.add.at(of_each, part, numbers[at])
+            columns.append(pa.array(of_each))
+        schema = _with_openings(schema)
+    found = pa.record_batch(columns, schema=schema)
+    return found if (counts[0] > 0).all() else found.filter(pa.array(counts[0] > 0))
+
+
+# -- in the cache ----------------------------------------------------------------------------------------------------
+
+Tokens = Callable[[range], Iterable[tuple[Documents, int]]]  # of some rows: documents, and of how many rows they are
+
+
+def write(
+    parts: list[range],
+    make: Tokens,
+    size: int,
+    packed: bool,
+    key: str,
+    starts: bool = False,
+    cut: bool = False,
+    openings: bool = False,
+) -> str:
+    """The examples of a split, made if not yet cached, or not as they were. `parts`: the rows that make a shard each.
+    `packed`: texts follow each other without regard to where they end, so that every example but the last is full.
+    `starts`: they say where documents do, see `apart`; `cut`: what was left out of texts, see `beginnings`;
+    `openings`: which tokens nothing comes before. The caller holds the lock. `key` stands for what they are made of.
+    Errors: `RunError` when the cache cannot be written."""
+    schema = WITH_STARTS if starts else WITH_LEFT if cut and not packed else SCHEMA
+    schema = _with_openings(schema) if openings else schema
+    if not packed:
+        return arrow_cache.write_split(
+            key, schema, parts, lambda rows: _examples(make(rows), size, openings), "tokenising"
+        )
+    path = folder_of("tokens") / f"{key}.arrow"
+    if damage(path) is None:
+        return str(path)
+    folder = path.with_name(f"{key}.stream.{parts[0].stop}-{parts[-1].stop}.parts")
+    with locked(folder.name):
+        files = arrow_cache.fill(folder, parts, ".tokens", lambda rows, *to: _keep(make(rows), *to), "tokenising")
+        stream = TokenStream(files, starts)
+        count = max(0, -(-(len(stream) - 1) // size))
+        blocks = arrow_cache.spans(count, max(1, _SHARD // size))
+        written = arrow_cache.write_split(
+            key, schema, blocks, lambda rows: _blocks(stream, rows, size, openings), "packing", "blocks"
+        )
+        discard(folder)
+    return written
+
+
+def _examples(
+    found: Iterable[tuple[Documents, int]], size: int, openings: bool
+) -> Iterator[tuple[pa.RecordBatch, int]]:
+    return ((examples(documents, size, True if openings else None), rows) for documents, rows in found)
+
+
+def _blocks(stream: TokenStream, numbers: range, size: int, openings: bool) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """The examples of these numbers, of the texts as one."""
+    each = max(1, _TOKENS // size)
+    for start in range(numbers.start, numbers.stop, each):
+        stop = min(start + each, numbers.stop)
+        begin = start == 0 if openings else None
+        yield examples(stream[start * size : stop * size + 1], size, begin), stop - start
+
+
+def _keep(found: Iterable[tuple[Documents, int]], path: Path, done: Callable[[int], None]) -> None:
+    """Write the tokens of texts down, one after the other; compressed, since most of them stand for one word."""
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _STREAM, options=options) as out:
+        waiting: list[pa.RecordBatch] = []
+        for documents, rows in found:
+            columns = [pa.array(getattr(documents, name)) for name in _STREAM.names[:-1]]
+            columns.append(pa.array(documents.within == 0))
+            waiting.append(pa.record_batch(columns, schema=_STREAM))
+            if sum(map(len, waiting)) >= _TOKENS // 8:
+                out.write_table(pa.Table.from_batches(waiting).combine_chunks())
+                waiting = []
+            done(rows)
+        if waiting:
+            out.write_table(pa.Table.from_batches(waiting).combine_chunks())
+
+
+class TokenStream:
+    """The tokens of all texts in the files that `_keep` wrote, one after the other."""
+
+    def __init__(self, files: list[Path], starts: bool) -> None:
+        """`starts`: they say where each text starts."""
+        self._starts = starts
+        self._batches: list[tuple[Path, int]] = []
+        sizes = [0]
+        for file in files:
+            with pa.memory_map(str(file)) as mapped:
+                opened = pa.ipc.open_file(mapped)
+                for number in range(opened.num_record_batches):
+                    self._batches.append((file, number))
+                    sizes.append(len(opened.get_batch(number)))
+        self._first = np.cumsum(sizes)
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def __getitem__(self, tokens: slice) -> Documents:
+        """Some of them as one text."""
+        start, stop, _ = tokens.indices(len(self))
+        found = []
+        for number in range(int(np.searchsorted(self._first, start, side="right")) - 1, len(self._batches)):
+            if (first := int(self._first[number])) >= stop:
+                break
+            file, inner = self._batches[number]
+            with pa.memory_map(str(file)) as mapped:
+                batch = pa.ipc.open_file(mapped).get_batch(inner)
+            found.append(batch.slice(max(0, start - first), min(len(batch), stop - first) - max(0, start - first)))
+        whole = pa.Table.from_batches(found, _STREAM)
+        read = {}
+        for each in _STREAM:
+            column, flag = whole.column(each.name), pa.types.is_boolean(each.type)  # numpy reads no bits
+            parts = [np.from_dlpack(chunk) for chunk in (column.cast(pa.uint8()) if flag else column).chunks]
+            read[each.name] = np.concatenate(parts).astype(bool) if flag else np.concatenate(parts)
+        starts = read.pop("starts")
+        return Documents(**read, lengths=np.array([stop - start]), starts=starts if self._starts else starts[:0])
+
+
+PART = 400_000  # characters that are tokenised at once
+_OVERLAP = 4_000  # characters that two parts share
+_ALIKE = 25  # tokens on each side of a seam that both parts must agree on
+_PIECE = 100_000  # characters of a text, about, that a tokenizer is trained on at once
+
+
+def tokenized(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """The tokens of a text, int32 [N], special ones among them, and the character that each ends before, int64 [N],
+    never less than that of the token before it; None where the tokenizer does not tell."""
+    if tokenizer.is_fast and len(text) > PART + _OVERLAP and (found := _in_parts(tokenizer, text)) is not None:
+        return found
+    found = tokenizer(text, return_attention_mask=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
+    return np.asarray(found["input_ids"], dtype=np.int32), ends_of(found.get("offset_mapping"))
+
+
+def ends_of(offsets: list[tuple[int, int]] | None) -> np.ndarray | None:
+    """Where each token ends, int64 [N], never before the one in front of it; None stays None."""
+    if offsets is None:
+        return None
+    return np.maximum.accumulate(np.asarray(offsets, dtype=np.int64).reshape(-1, 2)[:, 1])
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A text for training a tokenizer, a long one cut before single spaces between letters or digits. A pre-tokenizer
+    that parts words there, as all that are trained here do, finds the same words with the same counts."""
+    at = 0
+    while len(text) - at > 2 * _PIECE:
+        seam = text.find(" ", at + _PIECE)
+        while 0 < seam < len(text) - 1 and not (text[seam - 1].isalnum() and text[seam + 1].isalnum()):
+            seam = text.find(" ", seam + 1)
+        if not 0 < seam < len(text) - 1:
+            break
+        yield text[at:seam]
+        at = seam
+    yield text[at:]
+
+
+def _in_parts(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """None where two parts do not agree on what they share, or special tokens are not just put around a text."""
+    around = _around(tokenizer)
+    if around is None:
+        return None
+    ids, ends = _part(tokenizer, text, 0)
+    done: list[tuple[np.ndarray, np.ndarray]] = []
+    start = 0
+    while start + PART + _OVERLAP < len(text):
+        start += PART
+        next_ids, next_ends = _part(tokenizer, text, start)
+        seam = _seam(ids, ends, next_ids, next_ends, start)
+        if seam is None:
+            return None
+        done.append((ids[: seam[0]], ends[: seam[0]]))
+        ids, ends = next_ids[seam[1] :], next_ends[seam[1] :]
+    done.append((ids, ends))
+    before, after = around
+    last = int(ends[-1]) if len(ends) else 0
+    return (
+        np.concatenate([before, *(each for each, _ in done), after]),
+        np.concatenate([np.zeros(len(before), np.int64), *(each for _, each in done), np.full(len(after), last)]),
+    )
+
+
+def _part(tokenizer: Any, text: str, start: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of a part that begins at `start`, and where they end in the whole text."""
+    found = tokenizer(
+        text[start : start + PART + _OVERLAP],
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_offsets_mapping=True,
+        verbose=False,
+    )
+    ends = ends_of(found["offset_mapping"])
+    assert ends is not None
+    return np.asarray(found["input_ids"], dtype=np.int32), ends + start
+
+
+def _seam(
+    ids: np.ndarray, ends: np.ndarray, next_ids: np.ndarray, next_ends: np.ndarray, start: int
+) -> tuple[int, int] | None:
+    """How many tokens of a part come before the seam to the next one, which begins at `start`, and how many of that
+    one: near the middle of what they share, where both have the same tokens on both sides."""
+    shared = np.intersect1d(ends[np.searchsorted(ends, start) :], next_ends)
+    for place in sorted(shared.tolist(), key=lambda end: abs(end - start - _OVERLAP // 2)):
+        here, there = (int(np.searchsorted(each, place, side="right")) for each in (ends, next_ends))
+        if min(here, there, len(ids) - here, len(next_ids) - there) < _ALIKE:
+            continue
+        ours, theirs = slice(here - _ALIKE, here + _ALIKE), slice(there - _ALIKE, there + _ALIKE)
+        if (ids[ours] == next_ids[theirs]).all() and (ends[ours] == next_ends[theirs]).all():
+            return here, there
+    return None
+
+
+def _around(tokenizer: Any) -> tuple[np.ndarray, np.ndarray] | None:
+    """The special tokens before and after a text."""
+    bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    full = tokenizer("a", verbose=False)["input_ids"]
+    for at in range(len(full) - len(bare) + 1):
+        if full[at : at + len(bare)] == bare:
+            return np.asarray(full[:at], dtype=np.int32), np.asarray(full[at + len(bare) :], dtype=np.int32)
+    return None
+
 
 Found = Iterator[tuple[Documents, int]]  # documents, and of how many rows they are
 
@@ -32,7 +450,7 @@ def of_texts(dataset: Dataset, tokenizer: Any, column: str, rows: range) -> Foun
 def _tokenized(tokenizer: Any, texts: Sequence[str], **options: Any) -> Documents:
     """As many documents as texts, without their ends."""
     if len(texts) == 1 and not options:
-        ids, ends = chunked_tokenization.tokenized(tokenizer, texts[0])
+        ids, ends = tokenized(tokenizer, texts[0])
         return measured(texts, ids, [len(ids)], ends)
     offsets = bool(tokenizer.is_fast)
     found = tokenizer(
@@ -57,7 +475,7 @@ def shares(rows: Sequence[Any], sizes: Iterator[int]) -> Iterator[list[Any]]:
     some: list[Any] = []
     total = 0
     for row, size in zip(rows, sizes, strict=True):
-        if some and total + size > chunked_tokenization.PART:
+        if some and total + size > PART:
             yield some
             some, total = [], 0
         some.append(row)

@@ -1,17 +1,87 @@
-"""Which examples step t uses: a pure function of (seed, t), with nothing to store and nothing to skip.
+"""Cut a global batch into micro-batches of equal padded cost: a pure function of the lengths.
+
+In: the length of each example of a step. Out: M groups of positions; group k becomes micro-batch k.
+The gradient of a step is the same sum however its examples are grouped, so grouping by length inside a step is free:
+no change of sampling, as grouping by length over the data set would be.
+
+Which examples step t uses: a pure function of (seed, t), with nothing to store and nothing to skip.
 
 In: the number of examples, the batch size, the seed and a step. Out: positions in the training split.
 `ByLength` also takes the examples' lengths, and lets examples of like length meet in a step. `ByShard` takes how many
 examples each shard has, and uses those of a shard near each other.
 A seeded permutation is evaluated at any position by a Feistel network with cycle walking (Black and Rogaway,
 "Ciphers with arbitrary finite domains", CT-RSA 2002), so that step 10^9 costs what step 0 costs.
+
+Which examples of several sources step t uses: a pure function of (seed, t), as `Order` is of one.
+
+In: the number of examples of each source, their weights from which step on, the batch size, the seed and a step. Out:
+positions in the training split, in which the sources follow each other.
+
+The examples of all steps have places in one row, 0, 1, 2, ... A period of it is `sum(counts)` places long and has
+`counts[k]` of source k, put in an order of its own by the seeded permutation. So how many places of source k come
+before a place follows from the number of periods and from that one period. The n-th of them holds the n-th example of
+that source: a new permutation of it begins whenever all its examples were used. Nothing is kept and nothing skipped; a
+weight that changes at a step begins another period there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+
+def cut(lengths: np.ndarray, micro_batches: int) -> list[np.ndarray]:
+    """`micro_batches` groups of positions into `lengths`, whose costs (examples x longest) are as equal as contiguous
+    cuts allow.
+
+    The examples are sorted by length (stably) and cut where the largest cost is smallest. A group is empty only
+    when there are fewer examples than micro-batches. The longest examples come first.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    descending = lengths[order]
+    count = len(order)
+    filled = min(micro_batches, count)
+    # Bisect the cost that the dearest micro-batch may have; micro-batches are filled greedily from the longest example
+    # on.
+    low, high = int(descending[0]), int(descending[0]) * count
+    while low < high:
+        middle = (low + high) // 2
+        if len(_bounds(descending, middle, filled)) <= filled:
+            high = middle
+        else:
+            low = middle + 1
+    ends = _bounds(descending, low, filled)
+    starts = [0, *ends[:-1]]
+    groups = [order[a:b] for a, b in zip(starts, ends, strict=True)]
+    while len(groups) < filled:  # greedy needed fewer: halve the largest, which costs nothing
+        largest = max(range(len(groups)), key=lambda i: len(groups[i]))
+        group = groups[largest]
+        groups[largest : largest + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
+    return groups + [order[:0]] * (micro_batches - filled)
+
+
+def _bounds(descending: np.ndarray, budget: int, micro_batches: int) -> list[int]:
+    """Ends of the greedy micro-batches of at most `budget` padded tokens each; stops once more than `micro_batches` are
+    needed."""
+    ends: list[int] = []
+    at = 0
+    while at < len(descending) and len(ends) <= micro_batches:
+        at = min(len(descending), at + max(1, budget // int(descending[at])))
+        ends.append(at)
+    return ends
+
+
+def padded_cost(lengths: np.ndarray, groups: list[np.ndarray]) -> int:
+    """Tokens including padding when each group is padded to its longest example."""
+    return int(sum(len(g) * lengths[g].max() for g in groups if len(g)))
+
+
+def by_chance(examples: int, micro_batches: int) -> list[np.ndarray]:
+    """Groups of equal counts in the order the examples came: what cutting without regard to length is."""
+    return np.array_split(np.arange(examples), micro_batches)
+
 
 _ROUNDS = 6
 _OF_WINDOWS = 0x5DEECE66D  # sets the seed of the order within windows apart
@@ -167,3 +237,220 @@ def _feistel(values: np.ndarray, half: int, seed: int, epoch: int) -> np.ndarray
             mixed = (mixed ^ (mixed >> np.uint64(29)) ^ key) * np.uint64(0x94D049BB133111EB)
             left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(32))) & mask)
     return (left << np.uint64(half)) | right
+
+
+PERIOD = 2**16  # places of a period where weights are given: shares are as exact as this
+_OF_PLACES = 0x2545F4914F6CDD1D  # sets the seed of the order of sources apart
+_OF_SOURCES = 0x9E3779B97F4A7C15  # and those of the sources' own orders
+
+Schedule = Sequence[tuple[int, float]]  # (step, weight), each from that step on
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """The steps from `step` on, in which weights stay as they are."""
+
+    step: int
+    place: int  # of its first example, in the row of all
+    counts: np.ndarray  # int64 [sources]: places of each in a period
+    used: np.ndarray  # int64 [sources]: examples that came before
+
+
+class MixedOrder(Order):
+    """The order of a job's examples from several sources. An epoch has as many examples as all sources together; where
+    no weights are given it uses each exactly once."""
+
+    def __init__(self, sizes: Sequence[int], schedules: Sequence[Schedule], batch_size: int, seed: int) -> None:
+        super().__init__(sum(sizes), batch_size, seed)
+        self.sizes = np.asarray(sizes, dtype=np.int64)
+        self.first = np.cumsum(self.sizes) - self.sizes  # of each source, in the split
+        self.weighted = any(schedules)
+        self._seen: tuple[tuple[int, int], np.ndarray, np.ndarray] = ((-1, -1), self.first, self.first)
+        self._phases = [_Phase(0, 0, _counts(self.sizes, schedules, 0), np.zeros_like(self.sizes))]
+        for step in sorted({step for schedule in schedules for step, _ in schedule} - {0}):
+            last, place = self._phases[-1], self._place(step)
+            used = last.used + self._of_each(last, place - last.place)
+            self._phases.append(_Phase(step, place, _counts(self.sizes, schedules, step), used))
+
+    def step(self, step: int) -> np.ndarray:
+        source, number = self.drawn(step)
+        rows = np.empty(len(source), dtype=np.int64)
+        for k in np.unique(source):
+            mine = source == k
+            epochs, within = np.divmod(number[mine], self.sizes[k])
+            found = np.empty(len(within), dtype=np.int64)
+            for epoch in np.unique(epochs):
+                now = epochs == epoch
+                found[now] = self._of_source(int(k), int(epoch), within[now])
+            rows[mine] = self.first[k] + found
+        return rows
+
+    def _of_source(self, source: int, epoch: int, places: np.ndarray) -> np.ndarray:
+        """Which of its examples stand at these places of an epoch of a source: int64, same shape."""
+        return permute(places.astype(np.uint64), int(self.sizes[source]), self._seed_of(source), epoch)
+
+    def _seed_of(self, source: int) -> int:
+        return (self.seed + (source + 1) * _OF_SOURCES) % 2**64
+
+    def drawn(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of each example of a step its source, and how many of that source came before it: int64 [examples]."""
+        phase = next(phase for phase in reversed(self._phases) if phase.step <= step)
+        places = np.arange(self._place(step), self._place(step + 1)) - phase.place
+        return self._drawn(phase, places)
+
+    def used(self, step: int) -> np.ndarray:
+        """How many examples of each source come before a step: int64 [sources]."""
+        phase = next(phase for phase in reversed(self._phases) if phase.step <= step)
+        return phase.used + self._of_each(phase, self._place(step) - phase.place)
+
+    def told(self, names: Sequence[str], steps: int) -> str:
+        """What of each source so many steps use, for a person. Costs a period at most."""
+        used = self.used(steps) if self.weighted else self.sizes * (self._place(steps) / self.examples)
+        return "; ".join(
+            f"{name} {part:.1%} ({size:,} examples, {part * used.sum() / size:.3g} epochs of them)"
+            for name, part, size in zip(names, used / max(1, used.sum()), self.sizes.tolist(), strict=True)
+        )
+
+    def _place(self, step: int) -> int:
+        epoch, within = divmod(step, self.steps_per_epoch)
+        return epoch * self.examples + within * self.batch_size
+
+    def _drawn(self, phase: _Phase, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`places`: counted from the first of the phase, in order."""
+        periods, within = np.divmod(places, int(phase.counts.sum()))
+        source, number = np.empty(len(places), dtype=np.int64), np.empty(len(places), dtype=np.int64)
+        for period in np.unique(periods):
+            now = periods == period
+            if self.weighted:
+                sources, before = self._period(phase, int(period))
+                source[now], rank = sources[within[now]], before[within[now]]
+            else:  # a period is an epoch: its examples may come in any order
+                source[now], rank = self._slots(phase, int(period), within[now])
+            number[now] = phase.used[source[now]] + period * phase.counts[source[now]] + rank
+        return source, number
+
+    def _slots(self, phase: _Phase, period: int, within: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of places of a period the source, and which of its slots: int64, same shape."""
+        ends = np.cumsum(phase.counts)
+        seed = (self.seed ^ _OF_PLACES) + phase.step * _OF_SOURCES  # each phase has orders of its own
+        slots = permute(within.astype(np.uint64), int(ends[-1]), seed, period)
+        source = np.searchsorted(ends, slots, side="right")
+        return source, slots - (ends - phase.counts)[source]
+
+    def _period(self, phase: _Phase, period: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of every place of a period the source, and how many places of that source come before it in the period."""
+        if self._seen[0] != (phase.step, period):
+            source, _ = self._slots(phase, period, np.arange(int(phase.counts.sum())))
+            before = np.empty_like(source)
+            before[np.argsort(source, kind="stable")] = np.concatenate([np.arange(count) for count in phase.counts])
+            self._seen = (phase.step, period), source, before
+        return self._seen[1], self._seen[2]
+
+    def _of_each(self, phase: _Phase, places: int) -> np.ndarray:
+        """How many of the first `places` of a phase each source has: int64 [sources]. Costs a period at most."""
+        size = int(phase.counts.sum())
+        whole = places // size
+        source = self._drawn(phase, np.arange(whole * size, places))[0]
+        return whole * phase.counts + np.bincount(source, minlength=len(self.sizes))
+
+
+class MixedShards(MixedOrder):
+    """The order of several streamed sources: `MixedOrder` says how many of each a step uses, and `ByShard` which.
+
+    The n-th example of a source must lie near the one before, so without weights, too, the places of an epoch are put
+    in order a stretch at a time. How many of each source come before a stretch is a sum that is cut in whole numbers,
+    source by source: each part grows with the place, and at the end of the epoch it is the size of the source."""
+
+    def __init__(
+        self, sizes: Sequence[np.ndarray], schedules: Sequence[Schedule], batch_size: int, seed: int, window: int
+    ) -> None:
+        """`sizes`: examples of each shard, int64 [shards], of each source. `window`: of each source."""
+        first = np.cumsum([0, *(len(each) for each in sizes)])
+        self._first_shard: list[int] = first[:-1].tolist()  # of each source, among those of all
+        super().__init__([int(each.sum()) for each in sizes], schedules, batch_size, seed)
+        self._orders = [ByShard(each, batch_size, self._seed_of(k), window) for k, each in enumerate(sizes)]
+        self._counted: dict[int, np.ndarray] = {}  # `used` of the steps that were asked for last
+
+    def near(self, step: int) -> list[range]:
+        """Examples to have at hand, source by source, in the order of reading."""
+        found: list[range] = []
+        for source, start, stop in self._taken(step):
+            size, first, order = int(self.sizes[source]), int(self.first[source]), self._orders[source]
+            last = max(start, stop - 1) // size
+            for epoch in range(start // size, last + 1):
+                begin, end = max(start - epoch * size, 0), min(stop - epoch * size, size)
+                some = order.around(epoch, begin, max(begin, end))
+                found += [range(first + each.start, first + each.stop) for each in some]
+        return list(dict.fromkeys(found))
+
+    def behind(self, step: int, count: int) -> list[int]:
+        """Shards that come next after those of `near`, of each source so many at most."""
+        found = []
+        for source, start, stop in self._taken(step):
+            epoch, within = divmod(max(start, stop - 1), int(self.sizes[source]))
+            some = self._orders[source].after(epoch, within + 1, count)
+            found += [self._first_shard[source] + each for each in some]
+        return list(dict.fromkeys(found))
+
+    def used(self, step: int) -> np.ndarray:
+        if self.weighted:
+            return super().used(step)
+        epoch, within = divmod(self._place(step), self.examples)
+        start = within - within % PERIOD
+        sources, _ = self._stretch(epoch, start // PERIOD)
+        return (
+            epoch * self.sizes + self._before(start) + np.bincount(sources[: within - start], minlength=len(self.sizes))
+        )
+
+    def _taken(self, step: int) -> list[tuple[int, int, int]]:
+        """Source, and from which to which of its examples a step uses, counted over all epochs."""
+        self._counted = {t: self._counted[t] if t in self._counted else self.used(t) for t in (step, step + 1)}
+        both = zip(self._counted[step].tolist(), self._counted[step + 1].tolist(), strict=True)
+        return [(source, start, stop) for source, (start, stop) in enumerate(both)]
+
+    def _of_source(self, source: int, epoch: int, places: np.ndarray) -> np.ndarray:
+        return self._orders[source].at(epoch, places)
+
+    def _drawn(self, phase: _Phase, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self.weighted:
+            return super()._drawn(phase, places)
+        epochs, within = np.divmod(places, self.examples)
+        source, number = np.empty(len(places), dtype=np.int64), np.empty(len(places), dtype=np.int64)
+        names = np.stack([epochs, within // PERIOD], axis=1)
+        for epoch, stretch in np.unique(names, axis=0).tolist():
+            now = (names == [epoch, stretch]).all(axis=1)
+            sources, before = self._stretch(epoch, stretch)
+            at = within[now] - stretch * PERIOD
+            source[now] = sources[at]
+            number[now] = (epoch * self.sizes + self._before(stretch * PERIOD))[sources[at]] + before[at]
+        return source, number
+
+    def _stretch(self, epoch: int, stretch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sources and places of the examples of an epoch from `stretch * PERIOD` on."""
+        start = stretch * PERIOD
+        counts = self._before(min(start + PERIOD, self.examples)) - self._before(start)
+        number = epoch * -(-self.examples // PERIOD) + stretch
+        return self._period(_Phase(0, 0, counts, self.sizes), number)
+
+    def _before(self, place: int) -> np.ndarray:
+        """How many of the first `place` places of an epoch each source has: int64 [sources]."""
+        found = np.zeros_like(self.sizes)
+        ends = np.cumsum(self.sizes).tolist()
+        for source in range(len(ends) - 1, 0, -1):
+            rest = place * ends[source - 1] // ends[source]  # of the sources before
+            found[source], place = place - rest, rest
+        found[0] = place
+        return found
+
+
+def _counts(sizes: np.ndarray, schedules: Sequence[Schedule], step: int) -> np.ndarray:
+    """Places of each source in a period: its size where no weights are given; else its share of `PERIOD`, at least one,
+    rounded so that all add up (the largest remainders)."""
+    if not any(schedules):
+        return sizes
+    weights = np.array([[w for s, w in schedule if s <= step][-1] for schedule in schedules], dtype=np.float64)
+    shares = weights / weights.sum() * (PERIOD - len(sizes))
+    counts = np.floor(shares).astype(np.int64)
+    order = np.argsort(-(shares - counts), kind="stable")
+    counts[order[: PERIOD - len(sizes) - int(counts.sum())]] += 1
+    return counts + 1

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from lockstep._version import __version__
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
-from lockstep.data import raw_rows, remote, row_files, shard_cache, source, tables
+from lockstep.data import file_formats, raw_rows, remote, row_files, source
+from lockstep.data.arrow_cache import VERSION, Prepared, content, digest
 from lockstep.data.cache import cache_folder, discard, inside, locked, made_by, seal, sealed
-from lockstep.data.origin import model_folder
+from lockstep.data.hub import model_folder
 from lockstep.data.tokenizer import TARGET
-from lockstep.data.tokens import VERSION, Prepared, content, digest
 from lockstep.distributed.activity import ACTIVITY
 
 if TYPE_CHECKING:
-    from lockstep.data.tokens import Make
+    from lockstep.data.arrow_cache import Make
 
 _YOUNGER = ("separator", "quote")  # keys of `data`
 _TEMPLATES = "additional_chat_templates"  # of a tokenizer's folder
@@ -88,7 +88,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
                 with made_by(digest(code)), remote.as_found(elsewhere):
                     found = task.prepare(run)
             except RunError as error:
-                raise RunError(shard_cache.named(str(error))) from error
+                raise RunError(remote.named(str(error))) from error
             if user_code.is_own(run.task.name):  # the key that such a task gives may follow its code, or its paths
                 found = replace(found, key=_content_of(found))
             if (
@@ -146,4 +146,6 @@ def _files(run: Run) -> list[tuple[str, int, int]]:
             if folder.is_dir():
                 files += sorted(f for f in folder.iterdir() if f.is_file() and f.suffix not in _WEIGHTS)
     facts = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return facts + [("tables", tables.VERSION, 0)] * any(row_files.format_of(f) in tables.SEPARATORS for f in files)
+    return facts + [("tables", file_formats.VERSION, 0)] * any(
+        row_files.format_of(f) in file_formats.SEPARATORS for f in files
+    )

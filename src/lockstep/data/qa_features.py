@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import RunError
-from lockstep.data import column_scan, missing_values, source
-from lockstep.data.columns import Columns
+from lockstep.data import source, usable_rows
+from lockstep.data.arrow_cache import Columns
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -110,15 +110,15 @@ def whole(
     that have them. Errors: `RunError`."""
     import datasets
 
-    missing_values.present(dataset, {**columns, "task.answers": answers}, split, name)
-    found = missing_values.texts(dataset, columns, split, name, drop)
+    usable_rows.present(dataset, {**columns, "task.answers": answers}, split, name)
+    found = usable_rows.texts(dataset, columns, split, name, drop)
     lacks = []
-    for first, part in column_scan.lists(found, answers, columns["task.context"]):
+    for first, part in usable_rows.lists(found, answers, columns["task.context"]):
         for row, (value, context) in enumerate(part, first):
             _checked(value, context, f"row {row} of the {split} split of {name}", answers)
         lacks.append(np.array([not answers_of(value) for value, _ in part]))
     if not unanswerable:
-        found = missing_values.without(found, {"task.answers": (answers, np.concatenate(lacks))}, split, name, drop)
+        found = usable_rows.without(found, {"task.answers": (answers, np.concatenate(lacks))}, split, name, drop)
 
     def converted(rows: dict[str, list]) -> dict[str, list]:
         told = [answers_of(value) for value in rows[answers]]

@@ -19,14 +19,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lockstep.config.run import Run, RunError
-from lockstep.data.columns import Columns
+from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.order import permute
-from lockstep.data.tokens import Prepared
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from lockstep.data.tokens import Make
+    from lockstep.data.arrow_cache import Make
 
 VERSION = 2  # of what is kept; a new number has rows chosen anew
 BYTES = "base64"  # what the one key of bytes is called

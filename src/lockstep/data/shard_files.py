@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lockstep.config.run import RunError
-from lockstep.data import compressed
+from lockstep.data import file_formats
 
 ROWS = 1000  # of a chunk, at most
 BYTES = 2**20  # that they hold, about
@@ -65,12 +65,12 @@ def shard(path: Path, plain: str | None = None, wanted: Sequence[str] = (), how:
     """A shard by its name. `plain`: a .txt file has texts and no labels, and each `line` is one. `wanted`: the columns,
     or the paths into them, that are asked for; none: all. `how` opens it. Errors: `RunError`."""
     kinds: dict[str, type[Shard]] = {".jsonl": LineShard, ".txt": LineShard, ".tar": Archive, ".parquet": Parquet}
-    kind = kinds.get(compressed.plain(path).suffix)
-    if kind is None or (kind is Parquet and compressed.is_compressed(path)):
+    kind = kinds.get(file_formats.plain(path).suffix)
+    if kind is None or (kind is Parquet and file_formats.is_compressed(path)):
         raise RunError(
             f"data.train: {path} cannot be streamed, since nothing tells where its rows begin; a stream reads {READ}"
         )
-    if compressed.plain(path).suffix == ".txt" and plain == "file":
+    if file_formats.plain(path).suffix == ".txt" and plain == "file":
         raise RunError(f"data.train: {path}: a stream reads a .txt file line by line; set task.document=line")
     return kind(path, plain, wanted, how)
 
@@ -107,7 +107,7 @@ class Shard(ABC):
         if isinstance(error, FileNotFoundError):
             return RunError(f"data.train: {self.path} is gone; row {row:,} of it is wanted")
         said = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-        what = "unpack" if compressed.is_compressed(self.path) else "read"
+        what = "unpack" if file_formats.is_compressed(self.path) else "read"
         return RunError(
             f"data.train: cannot {what} {self.path} from row {row:,} on ({said}): it is cut off or damaged, or is no "
             "such file; fetch or write it again"
@@ -134,7 +134,7 @@ class _Bytes(Shard):
 
     def _begin(self) -> Any:
         self.close()
-        kind, raw = compressed.ENDINGS.get(self.path.suffix.lower()), self.how(self.path)
+        kind, raw = file_formats.ENDINGS.get(self.path.suffix.lower()), self.how(self.path)
         if kind is not None and not raw.read(1):
             raise EOFError("it has no bytes")
         raw.seek(0)
@@ -146,9 +146,9 @@ class _Bytes(Shard):
         return self._stream
 
     def _read(self, chunk: Chunk) -> Columns:
-        if self._stream is None or chunk.at < self._at or not compressed.is_compressed(self.path):
+        if self._stream is None or chunk.at < self._at or not file_formats.is_compressed(self.path):
             self._begin()
-        if not compressed.is_compressed(self.path):
+        if not file_formats.is_compressed(self.path):
             self._stream.seek(chunk.at)
             self._at = chunk.at
         while self._at < chunk.at:
@@ -195,7 +195,7 @@ class LineShard(_Bytes):
             lines = [line for line in block.decode("utf-8-sig" if row == 0 else "utf-8").split("\n") if line.strip()]
         except UnicodeDecodeError as error:
             raise RunError(f"data.train: {self.path}, rows from {row:,} on: it is not UTF-8 ({error.reason})") from None
-        if compressed.plain(self.path).suffix == ".jsonl":
+        if file_formats.plain(self.path).suffix == ".jsonl":
             return _columns([self._value(line, row + i) for i, line in enumerate(lines)])
         if self.plain:
             return {"text": lines}
@@ -240,7 +240,7 @@ class Archive(_Bytes):
                 fields = (self._field(archive, m, row + len(rows)) for m in itertools.chain([first], some))
                 rows.append({"key": key, **{name: value for name, value in fields if name}})
             end = archive.offset
-        if not compressed.is_compressed(self.path) and os.fstat(stream.fileno()).st_size < end + _BLOCK:
+        if not file_formats.is_compressed(self.path) and os.fstat(stream.fileno()).st_size < end + _BLOCK:
             raise EOFError("the archive has no end")
         if rows:
             yield Chunk(row, len(rows), at, end - at), _columns(rows)

@@ -1,4 +1,14 @@
-"""Hub id, local files or the built-in set -> one `datasets.Dataset` a split, under the names train, validation and
+"""Links in folders of data: those that lead out of the folder that a run names are refused, or followed if it says so.
+
+In: the `data` section, and the files of its splits. Out: nothing, or a `RunError` that names a link and where it leads.
+A folder that comes from elsewhere could otherwise have files of this machine trained on.
+
+Several sources read as one data set, whose rows follow each other source by source.
+
+In: `data.sources` and the columns that the task reads. Out: a `Source` with these columns alone, called as the task
+calls them, and one that says which source a row is from; or a `RunError` that names the source.
+
+Hub id, local files or the built-in set -> one `datasets.Dataset` a split, under the names train, validation and
 test.
 
 In: the `data` section of the run. Out: a `Source`, or a `RunError` that names the key, the file and what is there
@@ -8,26 +18,206 @@ instead. Imports `datasets` only when called: a worker that finds its tokens in 
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping
-from dataclasses import replace
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lockstep.config.data_sources import OWN, is_address
+import numpy as np
+
+from lockstep.config.data_sources import OWN, OneSource, is_address
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import annotated, compressed, filtering, links, mixed, nested_columns, remote, row_files, text_files
-from lockstep.data import pinned as pinning
-from lockstep.data.downloads import downloading
-from lockstep.data.hub_errors import explained
-from lockstep.data.mixed import SOURCE as SOURCE
-from lockstep.data.mixed import Source as Source
-from lockstep.data.mixed import sections as sections
-from lockstep.data.token_counts import TokenCounts
+from lockstep.data import annotated, arrow_cache, file_formats, remote, row_files, usable_rows
+from lockstep.data import hub as pinning
+from lockstep.data.arrow_cache import digest, examples_in
+from lockstep.data.hub import downloading, explained
+from lockstep.data.usable_rows import TokenCounts
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+
+def check(data: DataSection, files: Mapping[str, list[Path]]) -> None:
+    """`files`: split -> those that were looked for in folders, or named. Errors: `RunError`, where one lies outside of
+    all that the section names, and `data.follow_links` is not set."""
+    if data.follow_links:
+        return
+    named = set(_named(data))
+    inside: dict[Path, Path | None] = {}  # folder -> where it really is; None: outside
+    for split, some in files.items():
+        out = []
+        for file in some:
+            if file.parent not in inside:
+                real = file.parent.resolve()
+                inside[file.parent] = real if _within(real, named) else None
+            if (inside[file.parent] is None or file.is_symlink()) and not _within(file.resolve(), named):
+                out.append(file)
+        if out:
+            more = f" (and {len(out) - 1:,} more like it)" if len(out) > 1 else ""
+            raise RunError(
+                f"data.{split}: {out[0]} leads by a link to {out[0].resolve()}{more}, out of what the run file names: "
+                "with a folder that comes from elsewhere, that may be a file of yours. Where the links are meant, set "
+                "data.follow_links=true"
+            )
+
+
+def _within(path: Path, named: set[Path]) -> bool:
+    return path in named or any(parent in named for parent in path.parents)
+
+
+def _named(data: DataSection) -> Iterator[Path]:
+    """Where the files and folders really are that the section names, and those that its globs begin in."""
+    root = Path(data.source).expanduser() if data.source is not None else None
+    texts = [data.source, data.train, data.validation, data.test]
+    for text in (text for each in texts if each for text in ([each] if isinstance(each, str) else each)):
+        path = Path(text).expanduser()
+        for place in (path, root / path if root is not None else path):
+            if not place.exists():
+                parts = place.parts
+                end = next((i for i, part in enumerate(parts) if re.search(r"[*?\[]", part)), len(parts))
+                place = Path(*parts[:end])
+                if end == len(parts) or not place.is_dir():
+                    continue
+            real = place.resolve()
+            yield real
+            for folder in real.parents:
+                if folder.name == "snapshots":  # the Hub's cache, whose files are links into the folder beside it
+                    yield folder.parent / "blobs"
+
+
+SOURCE = "source of the mixture"  # the column of which source of a mixture a row is from
+_PAIR = "translation"  # the Hub's column of {language: text}
+
+
+@dataclass(frozen=True)
+class Source:
+    """The splits of a data set; `validation` is absent when none was given or found."""
+
+    name: str
+    splits: dict[str, Dataset]
+    left_out: dict[str, int] = field(default_factory=dict)  # split -> rows that `data.filter` left out
+    sources: list[str] = field(default_factory=list)  # names of those of a mixture, by their numbers in `SOURCE`
+    columns: tuple[str, ...] = ()  # that the task reads
+
+
+def sections(data: DataSection) -> list[DataSection]:
+    """What each source of a mixture is read by; `data` itself where it is none."""
+    if data.sources is None:
+        return [data]
+    common = data.model_dump(
+        include={"follow_links", "limit", "drop_missing", "stream", "stream_window", "stream_cache_gb"}
+    )
+    return [DataSection(**entry.own, **common) for entry in data.sources]
+
+
+def load_mixture(
+    data: DataSection,
+    seed: int,
+    plain: str | None,
+    columns: Mapping[str, str],
+    tokens: TokenCounts | None,
+    read: Callable[..., Source],
+) -> Source:
+    """Read every source by `read`, which reads one. `columns`: those that are read, by their keys in the run file;
+    none: all. Errors: `RunError`."""
+    import datasets
+
+    assert data.sources is not None
+    parts: dict[str, list[tuple[str, Dataset]]] = {}
+    fewer: Counter[str] = Counter()
+    for number, (entry, section) in enumerate(zip(data.sources, sections(data), strict=True)):
+        try:
+            found = read(section, seed, plain, tokens=tokens and tokens.renamed(entry.rename))
+        except RunError as error:
+            raise RunError(f"data.sources: {entry.name}: {error}") from error
+        fewer.update(found.left_out)
+        for split, rows in found.splits.items():
+            rows = called(rows, entry, columns, split, found.name)
+            rows = with_names(rows) if data.stream else rows  # of train no label is known yet
+            rows = rows.add_column(SOURCE, np.full(len(rows), number, dtype=np.int8))
+            parts.setdefault(split, []).append((entry.name, rows))
+    splits = {}
+    for split, some in parts.items():
+        together = row_files.agreeing(_named_mixed(some), f"data.sources: {split}", "sources of one mixture")
+        splits[split] = datasets.concatenate_datasets(together)
+    names = [entry.name for entry in data.sources]
+    return Source(f"{len(names)} sources ({', '.join(names)})", splits, dict(fewer), names, tuple(columns.values()))
+
+
+def each_alone(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]) -> tuple[str, list[int]]:
+    """The file that `encode` makes of a split, with this key, and nothing; of a mixture each source on its own, so that
+    no block of tokens holds texts of two, in one file, and how many examples each has. Errors: `RunError`."""
+    if SOURCE not in dataset.column_names:
+        return encode(dataset, key), []
+    of = usable_rows.numbers(dataset, SOURCE)
+    files = []
+    for number in range(int(of.max()) + 1):
+        rows = np.flatnonzero(of == number)
+        files.append(encode(dataset.select(rows), digest(key, number)) if len(rows) else None)
+    counts = [examples_in(file) if file else 0 for file in files]
+    return arrow_cache.concat([file for file in files if file], digest(key, counts)), counts
+
+
+def theirs(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str]:
+    """The columns that the task reads, by their keys in the run file, as a source calls them. Errors: `RunError`."""
+    if entry is None:
+        return dict(columns)
+    if unknown := [ours for ours in entry.rename if ours not in columns.values()]:
+        raise RunError(
+            f"data.sources: {entry.name}: rename: the task reads no column {unknown[0]!r}; it reads "
+            f"{', '.join(columns.values())}"
+        )
+    return {key: entry.rename.get(column, column) for key, column in columns.items()}
+
+
+def called(rows: Dataset, entry: OneSource, columns: Mapping[str, str], split: str, name: str) -> Dataset:
+    """The columns that the task reads, under the names that it has for them. Errors: `RunError`."""
+    found = theirs(entry, columns)
+    for key, column in found.items():  # languages of a column of translations
+        if column not in rows.column_names and isinstance(inner := rows.features.get(_PAIR), Mapping):
+            found[key] = f"{_PAIR}.{column}" if column in inner else column
+    rows = usable_rows.added(rows, found, split, name)
+    for key, column in found.items():
+        if column not in rows.column_names:
+            raise RunError(
+                f"data.sources: {entry.name}: {key}: the {split} split of {name} has no column {column!r}; it has "
+                f"{', '.join(rows.column_names)}. Say what it is called here: rename: {{{columns[key]}: ...}}"
+            )
+    rows = rows.select_columns(list(dict.fromkeys(found.values())))
+    return rows.rename_columns({found[key]: ours for key, ours in columns.items() if found[key] != ours})
+
+
+def with_names(rows: Dataset) -> Dataset:
+    """Labels with names as these names."""
+    for column in rows.column_names:
+        rows = _as_texts(rows, column)
+    return rows
+
+
+def _named_mixed(some: list[tuple[str, Dataset]]) -> list[tuple[str, Dataset]]:
+    """Labels with names as these names, where not all sources have the same ones."""
+    for column in some[0][1].column_names:
+        features = [rows.features.get(column) for _, rows in some]
+        if any(getattr(each, "names", None) for each in features) and any(each != features[0] for each in features):
+            some = [(name, _as_texts(rows, column)) for name, rows in some]
+    return some
+
+
+def _as_texts(rows: Dataset, column: str) -> Dataset:
+    import datasets
+
+    names: Any = getattr(rows.features.get(column), "names", None)
+    if names is None:
+        return rows
+    texts = [names[code] if code is not None and code >= 0 else None for code in rows[column]]
+    place = rows.column_names
+    changed = rows.remove_columns([column]).add_column(column, texts, feature=datasets.Value("string"))
+    return changed.select_columns(place)
+
 
 BUILTIN = "builtin/emotion"
 USUAL = {
@@ -36,11 +226,11 @@ USUAL = {
     "test": ("test",),
 }
 # layout -> which files a split has, where names of files say that otherwise than of rows
-_FILES = {"class_folders": text_files.class_files, "parallel": text_files.parallel_files}
+_FILES = {"class_folders": row_files.class_files, "parallel": row_files.parallel_files}
 # layout -> how they are read
 _READERS = {
-    "class_folders": text_files.read_classes,
-    "parallel": text_files.read_parallel,
+    "class_folders": row_files.read_classes,
+    "parallel": row_files.read_parallel,
     "conll": annotated.read_conll,
     "squad": annotated.read_squad,
     "columns": annotated.read_columns,
@@ -100,7 +290,7 @@ def load(
 
     Errors: `RunError`."""
     if data.sources is not None:
-        return mixed.load(data, seed, plain, columns or {}, tokens, load)
+        return load_mixture(data, seed, plain, columns or {}, tokens, load)
     if remote.given(data):
         with remote.here(data, local_splits) as downloaded:
             return replace(load(downloaded, seed, plain, columns, tokens), name=remote.called(data))
@@ -127,10 +317,10 @@ def load(
         source = _from_hub(data)
     if "train" not in source.splits and not data.stream:
         raise RunError(f"data.train: no training split in {source.name}; name it or its files in data.train")
-    splits, left_out = filtering.filtered(source.splits, data, source.name, tokens)
+    splits, left_out = usable_rows.filtered(source.splits, data, source.name, tokens)
     if data.split_column is not None:
-        splits = filtering.told_apart(splits, data, source.name, USUAL)
-    splits = {split: nested_columns.added(rows, columns or {}, split, source.name) for split, rows in splits.items()}
+        splits = usable_rows.told_apart(splits, data, source.name, USUAL)
+    splits = {split: usable_rows.added(rows, columns or {}, split, source.name) for split, rows in splits.items()}
     if data.limit is not None:
         splits = {name: split.select(range(min(data.limit, len(split)))) for name, split in splits.items()}
     for name, split in splits.items():
@@ -154,7 +344,7 @@ def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
     if remote.given(data):
         return None
     if (found := _local_splits(data)) is not None:
-        links.check(data, found)
+        check(data, found)
     return found
 
 
@@ -207,7 +397,7 @@ def is_rows(file: Path, layout: str) -> bool:
     if not file.is_file():
         return False
     if layout != "rows":
-        return compressed.plain(file).suffix in annotated.ENDINGS[layout]
+        return file_formats.plain(file).suffix in annotated.ENDINGS[layout]
     return row_files.is_of_folder(file)
 
 

@@ -2,6 +2,11 @@
 
 In: splits that are whole, and the columns that their task reads. Out: the splits as training has them, and facts for
 those who read about the run: how many rows were left out and why, and how many examples stand in train and elsewhere.
+
+The examples of validation and test, by their hashes, which rows of a stream are compared with one chunk at a time.
+
+In: these splits, and the columns that make two examples the same. Out: which of them some rows of train are, and what
+is said of those that stand in both. What is in memory grows with validation and test, and not with train.
 """
 
 from __future__ import annotations
@@ -9,16 +14,20 @@ from __future__ import annotations
 import hashlib
 import mmap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import arrow_cache, column_scan, missing_values, raw_rows
+from lockstep.data import arrow_cache, raw_rows, usable_rows
 from lockstep.data.source import SOURCE, Source
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
 
 # Cut a share off train, with a seed, for the key of the run file that asks for it -> the rest, and what was cut off.
 Cut = Callable[["Dataset", float, Any, str], tuple["Dataset", "Dataset"]]
@@ -32,7 +41,7 @@ def deduplicate_and_split(
     """Splits and facts. `splits`: the rows of `read` that lack nothing; `texts`: the columns that make two examples the
     same for an evaluation; `label`: what must be equal, too, where one of them is left out. Of a stream `splits` has no
     train. Errors: `RunError`."""
-    facts: dict[str, Any] = missing_values.left_out(read.splits, splits)
+    facts: dict[str, Any] = usable_rows.left_out(read.splits, splits)
     facts |= {"filtered": read.left_out} if read.left_out else {}
     columns = [*texts, *label, *read.columns]
     if run.data.stream:
@@ -74,7 +83,7 @@ def _of_sources(read: Source, splits: Mapping[str, Dataset]) -> dict[str, Any]:
 
 def _counts(rows: Dataset, read: Source) -> list[int]:
     """Examples of each source."""
-    return np.bincount(column_scan.numbers(rows, SOURCE), minlength=len(read.sources)).tolist()
+    return np.bincount(usable_rows.numbers(rows, SOURCE), minlength=len(read.sources)).tolist()
 
 
 def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> dict[str, Dataset]:
@@ -84,7 +93,7 @@ def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> di
     if not read.sources:
         return _cut_one(splits, run, cut, read.name, True)
     found: dict[str, list[Dataset]] = {}
-    of = {split: column_scan.numbers(dataset, SOURCE) for split, dataset in splits.items()}
+    of = {split: usable_rows.numbers(dataset, SOURCE) for split, dataset in splits.items()}
     for number, name in enumerate(read.sources):
         rows = {split: np.flatnonzero(numbers == number) for split, numbers in of.items()}
         own = {split: splits[split].select(places) for split, places in rows.items() if len(places)}
@@ -239,3 +248,69 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
 
 def _in_train(found: Mapping[str, Any]) -> str:
     return str(found["train_place"]) if "train_place" in found else f"row {found['train_row']:,} of train"
+
+
+FILE = "held-out.npy"  # in the folder of an index
+
+
+@dataclass(frozen=True)
+class EvalHashes:
+    """Hashes of examples that are not to be trained on. Its number in `hashes` stands for an example."""
+
+    columns: tuple[str, ...]
+    hashes: np.ndarray  # uint64 [examples, 2], in order, each once
+    drop: bool  # rows of train that are one of them are not used
+
+    @staticmethod
+    def of(splits: Mapping[str, Dataset], columns: Sequence[str], drop: bool) -> EvalHashes:
+        """Of all splits but train. By all cores."""
+        found = [hashes(rows, columns) for split, rows in splits.items() if split != "train"]
+        return EvalHashes(
+            tuple(columns), np.unique(np.concatenate([np.empty((0, 2), np.uint64), *found]), axis=0), drop
+        )
+
+    @staticmethod
+    def read(folder: Path, columns: Sequence[str]) -> EvalHashes | None:
+        """Those that an index leaves out of train; None: it leaves none out."""
+        path = folder / FILE
+        return EvalHashes(tuple(columns), np.load(path), True) if path.exists() else None
+
+    def write(self, folder: Path) -> None:
+        """For `read`, where rows are left out."""
+        if self.drop:
+            np.save(folder / FILE, self.hashes)
+
+    @property
+    def content(self) -> list[Any]:
+        """What stands for it in a key."""
+        return [self.columns, hashlib.sha256(self.hashes.tobytes()).hexdigest(), self.drop]
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[int, int], int]:
+        return {(int(a), int(b)): number for number, (a, b) in enumerate(self.hashes.tolist())}
+
+    def standing(self, rows: Dataset) -> np.ndarray:
+        """Of each row the number of the example that it is, or -1: int64 [rows]."""
+        found = np.full(len(rows), -1, dtype=np.int64)
+        if not len(self.hashes):
+            return found
+        own = hashed(rows[:], self.columns)
+        at = np.minimum(np.searchsorted(self.hashes[:, 0], own[:, 0]), len(self.hashes) - 1)
+        for row in np.flatnonzero(self.hashes[at, 0] == own[:, 0]):  # few, or the split is of no use
+            found[row] = self._numbers.get((int(own[row, 0]), int(own[row, 1])), -1)
+        return found
+
+    def told(self, splits: Mapping[str, Dataset], places: Mapping[int, str]) -> dict[str, dict[str, Any]]:
+        """Examples of train that occur in other splits, as `splitting.overlap` counts them. `places`: of examples that
+        stand in train, by their numbers, where the first one does."""
+        told = {}
+        for split, rows in splits.items():
+            if split == "train":
+                continue
+            numbers = [self._numbers[int(a), int(b)] for a, b in hashes(rows, self.columns).tolist()]
+            both = [row for row, number in enumerate(numbers) if number in places]
+            if both:
+                text = str(rows[both[0]][self.columns[0]])[:SHOWN]
+                of = {"examples": len(both), "of": len(rows), "row": both[0], "text": text}
+                told[split] = of | {"train_place": places[numbers[both[0]]]}
+        return told

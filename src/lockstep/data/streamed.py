@@ -18,12 +18,10 @@ import pyarrow as pa
 from lockstep.config.data_sources import is_address
 from lockstep.config.run import RunError
 from lockstep.data import stream
-from lockstep.data.columns import Columns, Shards, table_of
-from lockstep.data.shard_cache import Unfetched, named
+from lockstep.data.arrow_cache import Columns, Make, Shards, table_of
+from lockstep.data.remote import Unfetched, named
 from lockstep.data.shard_files import Chunk, Shard
-from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Identity
-from lockstep.data.tokens import Make
+from lockstep.data.stream import Identity, Stream
 
 _LATER = "Once it can be had, the same command goes on"
 _MEND = "Put it back as it was, and the same command goes on; with other data begin anew, with another output"

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import RunError
-from lockstep.data import column_scan, lm_documents, missing_values
-from lockstep.data.columns import Columns
-from lockstep.data.tokens import encode
+from lockstep.data import lm_documents, usable_rows
+from lockstep.data.arrow_cache import Columns, encode
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -51,12 +50,12 @@ def whole(
 ) -> Dataset:
     """The rows that have all texts, and a score. Errors: `RunError` for those that lack one, where they are not to be
     left out, and for scores that are no numbers, or not between the `ends`."""
-    found = missing_values.texts(dataset, columns, split, name, drop)
+    found = usable_rows.texts(dataset, columns, split, name, drop)
     if score is None:
         return found
-    missing_values.present(found, {"task.score": score}, split, name)
-    found = missing_values.complete(found, {"task.score": score}, split, name, drop)
-    for first, part in column_scan.lists(found, score):
+    usable_rows.present(found, {"task.score": score}, split, name)
+    found = usable_rows.complete(found, {"task.score": score}, split, name, drop)
+    for first, part in usable_rows.lists(found, score):
         for row, value in enumerate(part, first):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not ends[0] <= value <= ends[1]:

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import Run, RunError
+from lockstep.data.arrow_cache import digest
 from lockstep.data.cache import cached, folder_of, made_with
-from lockstep.data.downloads import downloading
-from lockstep.data.hub_errors import explained
-from lockstep.data.origin import model_folder
-from lockstep.data.tokens import digest
+from lockstep.data.hub import downloading, explained, model_folder
 from lockstep.distributed.activity import ACTIVITY
 
 if TYPE_CHECKING:
@@ -57,9 +55,30 @@ def save(tokenizer: Any, folder: Path) -> None:
         path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def prepare(run: Run, texts: Iterator[list[str]], content: str, generative: bool = False) -> Path:
+def prepare(
+    run: Run, texts: Iterator[list[str]], content: str, generative: bool = False, of_target: bool = False
+) -> Path:
     """The folder of the run's tokenizer, with a padding token. The caller holds the lock. `content` stands for the
-    texts. `generative`: a trained one ends every text with its end token, and puts nothing before it."""
+    texts. `generative`: a trained one ends every text with its end token, and puts nothing before it. `of_target`: it
+    is one of two, and `model.config.vocab_size` is not about it. Errors: `RunError`."""
+    folder = _folder(run, texts, content, generative)
+    if not of_target and run.model.type is not None and "vocab_size" in (run.model.config or {}):
+        embeddings_of(run, load(str(folder), run.model.trust_remote_code))
+    return folder
+
+
+def embeddings_of(run: Run, tokenizer: Any) -> int:
+    """Embeddings of a model from scratch: as many as its tokenizer has tokens, or more, which are room. Errors:
+    `RunError` where `model.config` asks for fewer."""
+    asked = (run.model.config or {}).get("vocab_size")
+    if asked is None:
+        return len(tokenizer)
+    if not isinstance(asked, int) or asked < len(tokenizer):
+        raise RunError(f"model.config.vocab_size: {asked!r} is fewer than the {len(tokenizer):,} of the tokenizer")
+    return asked
+
+
+def _folder(run: Run, texts: Iterator[list[str]], content: str, generative: bool) -> Path:
     if run.tokenizer.train is not None:
         kind = "generative" if generative else _causal(run)
         key = digest("tokenizer", 1, run.tokenizer.model_dump(), content, kind)

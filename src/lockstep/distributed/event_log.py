@@ -24,7 +24,7 @@ import torch
 from lockstep.config.redaction import redact_all
 from lockstep.config.run import Run, led_away
 from lockstep.distributed import step_timer
-from lockstep.distributed.processor import processor
+from lockstep.distributed.hardware import processor
 from lockstep.distributed.world import World
 
 

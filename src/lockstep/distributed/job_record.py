@@ -1,8 +1,9 @@
-"""Where a run was launched, and what became of it: `OUTPUT/launch.json`, which `status`, `logs` and `stop` read.
+"""What OUTPUT says of where a run was launched: `launch.json`, and one `excluded-HOST.json` a machine taken out.
 
 In: what the launching process knows (launcher, scheduler's id, host, pid), later what rank 0 knows (steps in all, its
-own pid), at last the exit status. Out: one small file that is replaced as a whole; no secrets, nothing that training
-needs. Nothing here imports torch.
+own pid), at last the exit status; a host that computed wrongly, and in which step. Out: one small file that is replaced
+as a whole, which `status`, `logs` and `stop` read; a file that a later start on that host reads, and ends, until
+somebody deletes it. No secrets, nothing that training needs. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -260,3 +261,47 @@ def born(pid: int) -> str | None:
     except OSError:
         return None
     return done.stdout.strip() or None
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """One machine."""
+
+    host: str
+    step: int  # the one that it computed wrongly, counted from 1
+    time: float  # seconds since 1970
+
+    def __str__(self) -> str:
+        return f"{self.host}, which computed wrongly in step {self.step} (guard)"
+
+
+def eviction_file(host: str) -> str:
+    return f"excluded-{host}.json"
+
+
+def note_eviction(folder: Path, host: str, step: int) -> None:
+    """Write it down; several ranks may. A folder that cannot be written to is told by what needs it, not here."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(
+            folder / eviction_file(host), json.dumps(asdict(Excluded(host, step, round(time.time(), 3)))) + "\n"
+        )
+
+
+def evictions_of(folder: Path) -> list[Excluded]:
+    """Those that are written down, in the order of their steps."""
+    hosts = []
+    for path in folder.glob(eviction_file("*")):
+        with suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            hosts.append(Excluded(str(record["host"]), int(record["step"]), float(record["time"])))
+    return sorted(hosts, key=lambda each: (each.step, each.host))
+
+
+def refuse_evicted(folder: Path) -> None:
+    """This machine may train this run. Errors: `RunError`."""
+    here = socket.gethostname()
+    if (path := folder / eviction_file(here)).exists():
+        raise RunError(
+            f"{here} was taken out of this run, because it computed wrongly (guard); once it is mended, delete {path}"
+        )

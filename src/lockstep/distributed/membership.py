@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from lockstep.distributed import secret, stores, torch_internals
-from lockstep.distributed.stores import Sealed
+from lockstep.distributed import network, rendezvous, torch_internals
+from lockstep.distributed.rendezvous import Sealed
 from lockstep.track.console import error
 
 VARIABLE = "LOCKSTEP_MEMBER"  # set by a launcher that keeps a roll: who this process is, and where the roll is
@@ -138,8 +138,8 @@ class Membership:
         place = self.place
         self._limit_s = limit_s
         room = f"{place.room}"
-        self._connection = stores.connected(place.host, place.port, limit_s, limit_s)
-        self._store = Sealed(dist.PrefixStore(room, self._connection), room, secret.from_environment())
+        self._connection = rendezvous.connect_store(place.host, place.port, limit_s, limit_s)
+        self._store = Sealed(dist.PrefixStore(room, self._connection), room, network.secret_from_environment())
         if not place.apart:
             self.take(self.generation_of(0))
 
@@ -216,7 +216,7 @@ class Membership:
     def store(self) -> Any:
         """A connection of its own to where the ranks of this generation meet; `cut` ends it, too."""
         place = self.place
-        connection = stores.connected(place.host, place.port, self._limit_s, self._limit_s)
+        connection = rendezvous.connect_store(place.host, place.port, self._limit_s, self._limit_s)
         return dist.PrefixStore(f"{place.room}/group-{self.generation.number}", connection)
 
     # -- an end of waiting -------------------------------------------------------------------------------------------

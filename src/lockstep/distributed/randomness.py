@@ -3,21 +3,54 @@
 In: a seed and a place in the run. Out: the generators of Python, numpy and torch, seeded. For a task and its model: the
 generators that they keep for themselves, which no step seeds and no promise covers; `verify` and a run's start name
 them.
+
+Dropout masks on a CPU (`bernoulli_`) are drawn many numbers at a time: torch draws them one by one, and a step spends
+7 % on it. One number of torch's generator starts numpy's SFC64, so that a mask is a pure function of the state of
+torch's generator, as before.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.library import Library
 
-from lockstep.distributed import masks, splitmix
+from lockstep.distributed import splitmix
+
+
+@functools.cache
+def draw_wide() -> Library:
+    """From now on, in this process, for every tensor on the CPU. Calling it again does nothing. The library holds as
+    long as it lives."""
+    library = Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*[Oo]verrid")
+        library.impl("bernoulli_.float", bernoulli, "CPU")
+    return library
+
+
+def bernoulli(tensor: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
+    """Fill with 1 at the probability `p` (to 2^-32), else 0, in place."""
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
+    limit = round(p * 2**32) - 2**31
+    if limit == 2**31:
+        return tensor.fill_(1)
+    count = tensor.numel()
+    seed = int(torch.randint(2**63 - 1, (), generator=generator))
+    words = np.random.SFC64(seed).random_raw(-(-count // 2)).view(np.int32)
+    torch.lt(torch.from_numpy(words)[:count].view(tensor.shape), limit, out=tensor)
+    return tensor
+
 
 UNCOVERED = "not seeded for every micro-batch, so what they draw may differ at another number of processes"
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
@@ -31,7 +64,7 @@ def seed_everything(seed: int, *place: int) -> None:
     Micro-batch k of step t goes through the model with `place = (t, k)`, and is collated, where a task's `collate` may
     draw, with `(t, k, 1)`; batch b of an evaluation has `(-1, b)`, and what is written for people `(-2,)`.
     """
-    masks.draw_wide()
+    draw_wide()
     seed_libraries(mix(seed, *place))
 
 

@@ -1,22 +1,115 @@
-"""From where the ranks meet to a process group: the store, the interface that peers reach this rank at, the backends.
+"""The rendezvous of ranks: the store they meet in, the interface that peers reach this rank at, the process groups.
 
-In: a rank, the size of the job, and an address. Out: torch's default group, and a second one for decisions; or
-`Unreached`, which says what this rank tried.
+In: a rank, the size of the job, an address, and the job's secret. Out: torch's default group, and a second one for
+decisions; or `Unreached`, which says what this rank tried. A store is opened on one address only, reached within a
+time, and `Sealed`: torch's protocol has no authentication, so whoever reaches the port can write, delete and count, but
+nothing that was written without the secret is parsed, and no pickle that came without it is loaded.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from lockstep.config.redaction import one_line
-from lockstep.distributed import network, secret, stores, torch_internals
+from lockstep.distributed import network, torch_internals
+
+
+def open_store(host: str, port: int, several: bool, timeout_s: float) -> TCPStore:
+    """A store on the address that `host` has here; on every address only where several machines shall reach it and the
+    name leads to the loopback on this one. Port 0: any. Errors: `NetworkError`."""
+    address = network.address_of(host)
+    inside = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    everywhere = several and inside
+    try:
+        listener = _listener(("::" if ":" in address else "0.0.0.0") if everywhere else address, port)
+    except OSError as caught:
+        raise network.NetworkError(f"{host}:{port} cannot be opened here: {caught.strerror}") from None
+    port = int(listener.getsockname()[1])
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def connect_store(host: str, port: int, limit_s: float, timeout_s: float) -> TCPStore:
+    """A store that another process holds, once it answers. Errors: `NetworkError` after `limit_s`."""
+    network.answers(host, port, limit_s)
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+class Sealed:
+    """A store whose values bear the job's seal. `room` tells equal keys of different jobs apart. Counters (`add`) bear
+    none. Errors: `RendezvousStateError` for what was not written with the job's secret."""
+
+    def __init__(self, store: Any, room: str, key: str) -> None:
+        self._store, self._room, self._secret = store, room, key
+
+    def within(self, prefix: str) -> Sealed:
+        """Keys of their own."""
+        return Sealed(dist.PrefixStore(prefix, self._store), f"{self._room}/{prefix}", self._secret)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, self._seal(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._open(key, self._store.get(key))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """The value that the key has now; b"" where it has none and one was expected."""
+        before = self._seal(key, expected) if expected else b""
+        value = self._store.compare_set(key, before.decode(), self._seal(key, desired).decode())
+        return self._open(key, value) if value else b""
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self._open(key, value) for key, value in zip(keys, self._store.multi_get(list(keys)), strict=True)]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        self._store.multi_set(list(keys), [self._seal(key, value) for key, value in zip(keys, values, strict=True)])
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._store.check(list(keys)))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
+
+    def _seal(self, key: str, value: str | bytes) -> bytes:
+        return network.seal(
+            self._secret, f"{self._room}/{key}", value.encode() if isinstance(value, str) else bytes(value)
+        )
+
+    def _open(self, key: str, message: bytes) -> bytes:
+        try:
+            return network.unseal(self._secret, f"{self._room}/{key}", message)
+        except network.ForgedError as caught:
+            raise RendezvousStateError(str(caught)) from None
+
 
 CONTROL = "control"  # the group on which decisions travel
 
@@ -46,7 +139,7 @@ class Rendezvous:
         arguments: dict[str, Any] = {"device_id": device} if cuda and not self.shared else {}
         try:
             self._choose_interface()
-            torch_internals.seal_pickles(secret.from_environment())
+            torch_internals.seal_pickles(network.secret_from_environment())
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda and not self.shared else "gloo",
                 **self._store(),
@@ -64,12 +157,12 @@ class Rendezvous:
     def compare_secrets(self, group: dist.ProcessGroup) -> None:
         """Before an object travels, which nobody could open that has another secret. Collective. Errors: `Unreached`,
         on every rank that has another one than some other rank."""
-        key = secret.from_environment()
-        mine = torch.frombuffer(bytearray(secret.sealed(key, "ranks", b"")), dtype=torch.uint8)
+        key = network.secret_from_environment()
+        mine = torch.frombuffer(bytearray(network.seal(key, "ranks", b"")), dtype=torch.uint8)
         boxes = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(boxes, mine, group=group)
         for rank, theirs in enumerate(boxes):
-            if (why := secret.difference(key, "ranks", theirs.numpy().tobytes())) is not None:
+            if (why := network.secret_difference(key, "ranks", theirs.numpy().tobytes())) is not None:
                 raise Unreached(
                     f"rank {self.rank} of {self.size} on {socket.gethostname()} cannot train with rank {rank}: {why}. "
                     "Set the same one for every process, or none (docs/security.md)"
@@ -93,9 +186,9 @@ class Rendezvous:
         limit_s = self.timeout.total_seconds()
         held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun itself
         if self.rank or (held and self.init_method == "env://"):
-            store = stores.connected(host, int(port), limit_s, limit_s)
+            store = connect_store(host, int(port), limit_s, limit_s)
         else:
-            store = stores.opened(host, int(port), self.several, limit_s)
+            store = open_store(host, int(port), self.several, limit_s)
         return {"store": dist.PrefixStore("default_pg", store)}
 
     def _choose_interface(self) -> None:

@@ -1,19 +1,136 @@
-"""System metrics of each rank: processor, memory, GPU.
+"""System metrics of each rank: processor, memory, GPU; and the memory of tensors, measured and not claimed.
 
-In: log points, which all ranks come to. Out: the numbers of all ranks, one step later, so that nobody waits for them:
-each rank reads its own in some microseconds, and they travel beside the next step's work.
+In: log points, which all ranks come to; the tensors that are alive. Out: the numbers of all ranks, one step later, so
+that nobody waits for them: each rank reads its own in some microseconds, and they travel beside the next step's work;
+bytes at the moments that matter, between steps and at the update.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import math
+import os
+import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lockstep.distributed.memory import resident
+from lockstep.distributed.torch_internals import values_of
 from lockstep.distributed.world import World
+
+LET_GO_S = 0.05  # for a group's thread, which needs Python to let go of the last bucket that it has sent
+
+
+def tensor_bytes() -> int:
+    """Bytes of all storages that some tensor of this process refers to; each storage counts once."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some libraries warn when their objects are looked at
+        for thing in gc.get_objects():
+            if issubclass(type(thing), Tensor):
+                for tensor in (thing, thing.grad if thing.is_leaf else None):
+                    _count(tensor, storages)
+    return sum(storages.values())
+
+
+def _count(tensor: Tensor | None, storages: dict[int, int]) -> None:
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    if tensor is None or tensor.device.type == "meta":
+        return
+    if tensor.is_sparse:
+        _count(values_of(tensor), storages)
+        return
+    storage = tensor.untyped_storage()
+    if storage.nbytes():
+        with suppress(RuntimeError):  # one without memory, such as torch.compile keeps
+            storages[storage.data_ptr()] = storage.nbytes()
+
+
+@dataclass
+class HeldMemory:
+    """Bytes of tensors on this rank."""
+
+    at_rest: int = 0  # between steps: weights, buffers and optimizer state
+    at_update: int = 0  # when the optimizer steps: the same and the gradients
+
+
+@contextmanager
+def measured(before: int) -> Iterator[HeldMemory]:
+    """Measure one step that runs inside; `before` is what was alive before the strategy was built."""
+    held = HeldMemory()
+
+    def at_update(*_: Any) -> None:
+        held.at_update = max(held.at_update, tensor_bytes() - before)
+
+    hook = register_optimizer_step_pre_hook(at_update)
+    try:
+        yield held
+    finally:
+        hook.remove()
+    time.sleep(LET_GO_S)
+    held.at_rest = tensor_bytes() - before
+
+
+def resident() -> int:
+    """Memory this process holds now, in bytes; where the operating system does not tell, the most it ever held."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return peak_resident()
+
+
+def peak_resident() -> int:
+    """The most memory this process ever held, in bytes, as the operating system tells it; 0 where it does not."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):  # Linux: getrusage would count what the parent held
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    import sys
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def capacity(device: torch.device, sharing: int) -> int:
+    """Bytes of a device for one process; `sharing`: processes of this machine, which share its host memory, and its
+    GPUs where they are fewer. What a container may use, where it has a limit."""
+    if device.type == "cuda":
+        each = -(-sharing // torch.cuda.device_count())
+        return torch.cuda.get_device_properties(device).total_memory // each
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            sizes.append(int(Path(path).read_text()))
+    return min(sizes) // sharing
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees from now on, for its next allocations. A step makes the same
+    gradients, buckets and activations as the step before; what went back to the kernel comes back zeroed and page by
+    page. glibc only."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: up to a GiB comes from the heap, not from a mapping of its own
+        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: of which at most 2 GiB stay free
+
 
 # In this order over the wire; NaN where a rank has none.
 NAMES = ("cpu_percent", "memory_gb", "gpu_percent", "gpu_memory_gb")

@@ -1,8 +1,12 @@
-"""Private parts of torch that this package uses outside of the engines: the store ranks met in, groups, pickles, the
-flight recorder, gloo's threads, the parts of a sparse tensor.
+"""Private parts of torch that this package uses outside of the engines, and copies for which the host does not wait.
 
-In and out: see each function. A release of torch that moves one of these breaks this file and no other; docs/engines.md
-says what no longer works then.
+In and out: see each function. A release of torch that moves one of the private parts (the store ranks met in, groups,
+pickles, the flight recorder, gloo's threads, the parts of a sparse tensor) breaks this file and no other;
+docs/engines.md says what no longer works then.
+
+`torch.tensor(..., device=)`, `.to()` and `.item()` wait until the device has done all that it was given before; what is
+copied between page-locked memory and the device need not. So a few numbers travel by `to_device`, `on_device` and
+`ToHost`.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import io
 import json
 import os
 import pickle
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed import secret
+from lockstep.distributed import network
 
 
 def rows_of(gradient: Tensor) -> Tensor:
@@ -71,14 +76,14 @@ def seal_pickles(key: str) -> None:
             self._file = file
 
         def dump(self, value: Any) -> None:
-            self._file.write(secret.sealed(key, "object", pickle.dumps(value)))
+            self._file.write(network.seal(key, "object", pickle.dumps(value)))
 
     class SealedUnpickler:
         def __init__(self, file: io.BytesIO) -> None:
             self._file = file
 
         def load(self) -> Any:
-            return pickle.loads(secret.opened(key, "object", self._file.read()))
+            return pickle.loads(network.unseal(key, "object", self._file.read()))
 
     module: Any = dist.distributed_c10d
     module._pickler, module._unpickler = SealedPickler, SealedUnpickler
@@ -108,3 +113,31 @@ def gloo_threads(count: int) -> None:
             return torchs(store, rank, size, options)
 
     module.ProcessGroupGloo = ThreadGroup
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device; the copy may still be under way."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Whole numbers: int64 [N]."""
+    return to_device(torch.tensor(numbers, dtype=torch.int64), device)
+
+
+class ToHost:
+    """Small tensors on their way to the host, from where the device is now."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        cuda = any(tensor.device.type == "cuda" for tensor in tensors)
+        self._found = [tensor.detach().to("cpu", non_blocking=True) for tensor in tensors]  # page-locked
+        self._arrived = torch.cuda.Event() if cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> list[Tensor]:
+        """The tensors in host memory. Waits for what the device was given before them, and for nothing that came
+        later."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._found

@@ -4,16 +4,19 @@ In: every rank's place in the program (`World.at`), which costs an assignment. O
 launcher starts the job again. Each rank has a thread that beats in the store the ranks met in. Two things can be seen:
 a beat that stays away (a stopped process, a machine that is gone), and a place that stays the same while hearts beat
 (a rank in an endless loop, or ranks that wait in different collectives); torch's flight recorder knows in which one a
-rank waits. Time-outs of collectives stay what they are.
+rank waits. Time-outs of collectives stay what they are. A rank that fails says so once for its machine; the ranks that
+only lost contact with it do not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -24,9 +27,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from lockstep.config.errors import FAILED
-from lockstep.distributed import secret, torch_internals
+from lockstep.config.redaction import one_line
+from lockstep.distributed import job_record, network, torch_internals
 from lockstep.distributed.activity import ACTIVITY
-from lockstep.distributed.stores import Sealed
+from lockstep.distributed.rendezvous import Sealed
 from lockstep.distributed.world import World
 from lockstep.track.console import error
 
@@ -50,7 +54,9 @@ class Watchdog:
         if self.world.size > 1 and self.limit_s > 0:
             store = torch_internals.default_store().clone()  # a connection of its own
             # a beat names a process that may be killed: it bears the job's seal
-            self._store: Any = Sealed(dist.PrefixStore("lockstep-watch", store), "watch", secret.from_environment())
+            self._store: Any = Sealed(
+                dist.PrefixStore("lockstep-watch", store), "watch", network.secret_from_environment()
+            )
             self._main = threading.get_ident()
             self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
             self._thread.start()
@@ -236,3 +242,43 @@ def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float)
 def waits(stack: list[str]) -> bool:
     """Whether a stack ends in a collective, or in waiting for one."""
     return any("torch/distributed" in entry or ".wait()" in entry for entry in stack[-3:])
+
+
+MARKER = "lockstep-failure-"  # begins the names of files in TMPDIR
+
+
+def tell_failure(caught: Exception, world: World | None, log: Path | None = None) -> None:
+    """The traceback, from the first rank of this machine that fails; the others only lost contact with it.
+
+    The first one creates a file that no other can create. Its name is that of this formation of this job and of no
+    other, whatever earlier ones have left; where no file can be made, each rank speaks.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # a run id may be "none", a parent 1, and membership may change without a restart being counted
+        parent = job_record.born(os.getppid()) or ""
+        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+        formation = [os.environ.get(name, "") for name in names] + [os.getppid(), parent]
+        name = (
+            f"{MARKER}{os.environ['TORCHELASTIC_RUN_ID']}-{hashlib.sha256(repr(formation).encode()).hexdigest()[:16]}"
+        )
+        try:
+            with open(Path(tempfile.gettempdir()) / name, "x", encoding="utf-8"):
+                pass
+        except FileExistsError:
+            return
+        except OSError:  # a full disk, no folder: told twice is better than not at all
+            pass
+    who = f"rank {world.rank} of {world.size} on {world.host}" if world is not None else "a process"
+    if lost_contact(caught):
+        error(f"{who} lost contact with another rank: {one_line(caught, 200)}", log)
+    else:
+        error(f"{who} failed at {time.strftime('%H:%M:%S')}:\n{''.join(traceback.format_exception(caught))}", log)
+
+
+def lost_contact(caught: Exception) -> bool:
+    """Whether this rank failed because another one did."""
+    return any(sign in str(caught) for sign in _LOST)
+
+
+# What gloo says on the ranks that are left when one is gone.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Connection refused")

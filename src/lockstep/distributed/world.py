@@ -21,9 +21,8 @@ from torch import Tensor
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed import torch_internals
-from lockstep.distributed.gpus import share_gpus
+from lockstep.distributed.hardware import available_cores, share_gpus
 from lockstep.distributed.membership import SOON_S, Generation, Membership
-from lockstep.distributed.processor import available_cores
 from lockstep.distributed.rendezvous import Rendezvous
 from lockstep.distributed.signals import StopRequest
 from lockstep.track.console import LOG

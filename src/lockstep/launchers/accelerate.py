@@ -27,7 +27,7 @@ from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section, Steps
 from lockstep.distributed import job_record, network
-from lockstep.distributed.gpus import gpus_of
+from lockstep.distributed.hardware import gpus_of
 from lockstep.distributed.job_record import JOB_WORDS, RESOLVED, STATUS, TRAIN, WANTED
 from lockstep.distributed.signals import Interrupts, heard
 from lockstep.launchers.launcher import Launcher, LaunchPlan

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.config.run import Run
-from lockstep.config.sections import Section
+from lockstep.config.sections import LaunchSection, Section
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import TRAIN, JobRecord, State
 from lockstep.track.console import LOG, Console
@@ -49,6 +49,16 @@ class Launcher(ABC):
 
     class Options(Section):
         """The launcher's own keys in the run file's `launch` section."""
+
+    @classmethod
+    def fewest_machines(cls, launch: LaunchSection) -> int | None:
+        """The fewest machines that a job goes on with after one was taken out; None: none can be."""
+        return None
+
+    @classmethod
+    def loses_ranks(cls, launch: LaunchSection) -> bool:
+        """Whether a job on one machine goes on without single ranks, as far as its keys say."""
+        return False
 
     @classmethod
     def options(cls, run: Run) -> Any:

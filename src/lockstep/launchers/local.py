@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.config.plugins import importing
 from lockstep.config.run import Run, RunError
-from lockstep.distributed import secret
-from lockstep.distributed.gpus import gpus_of
+from lockstep.config.sections import LaunchSection
+from lockstep.distributed import network
+from lockstep.distributed.hardware import available_cores, gpus_of
 from lockstep.distributed.job_record import TRAIN
-from lockstep.distributed.processor import available_cores
 from lockstep.distributed.signals import STOP_SIGNALS
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 
@@ -30,6 +30,10 @@ class Local(Launcher):
 
     forks_ranks = True
     takes_srun = True
+
+    @classmethod
+    def loses_ranks(cls, launch: LaunchSection) -> bool:
+        return launch.on_rank_failure == "continue"
 
     def plan(self, run: Run) -> LaunchPlan:
         processes = processes_of(run)
@@ -63,10 +67,10 @@ class Local(Launcher):
 
         prestart()
         node = Node(socket.gethostname(), LOOPBACK, plan.processes, holds=True)
-        key = secret.from_environment_or_new()
+        key = network.secret_or_new()
         rendezvous = ElasticRendezvous(LOOPBACK, 0, 1, 1, node, Limits(), key=key)
         sent = str(run.folder / "run.yaml") if plan.job is None else plan.job.dump()
-        arguments = (sent, tuple(words), {secret.VARIABLE: key})
+        arguments = (sent, tuple(words), {network.SECRET_VARIABLE: key})
         return run_agent(run, plan.processes, rendezvous, entry, arguments, print)
 
 
@@ -81,7 +85,7 @@ def processes_of(run: Run) -> int:
 
 def memory_here(run: Run, processes: int) -> float:
     """Bytes that each of so many processes has on this machine."""
-    from lockstep.distributed.memory import capacity
+    from lockstep.distributed.system_metrics import capacity
     from lockstep.distributed.world import pick_device
 
     return float(capacity(pick_device(run, 0, processes), processes))

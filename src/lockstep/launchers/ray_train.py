@@ -27,7 +27,7 @@ from lockstep.config.errors import BAD, DONE, FAILED, STOPPED
 from lockstep.config.redaction import one_line
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section
-from lockstep.distributed import network, secret
+from lockstep.distributed import network
 from lockstep.distributed.job_record import TRAIN
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.local import processes_of
@@ -95,7 +95,7 @@ class Ray(Launcher):
             "folder": os.getcwd(),
             "job": list(words),
             "board": board,
-            "secret": secret.from_environment_or_new(),
+            "secret": network.secret_or_new(),
         }
         before = {n: signal.signal(n, _asking(board)) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
         try:
@@ -230,7 +230,7 @@ def work(config: dict[str, Any]) -> None:
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
 
-    from lockstep.distributed import job_record, network, secret
+    from lockstep.distributed import job_record, network
 
     context, board = ray.train.get_context(), config["board"]
     rank = context.get_world_rank()
@@ -245,7 +245,7 @@ def work(config: dict[str, Any]) -> None:
         "MASTER_PORT": port,
     }
     environment = os.environ | {name: str(value) for name, value in variables.items()} | {job_record.VARIABLE: "ray"}
-    environment[secret.VARIABLE] = config["secret"]
+    environment[network.SECRET_VARIABLE] = config["secret"]
     interface = network.interface_to(host, several=context.get_world_size() > context.get_local_world_size())
     if interface is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -17,8 +17,8 @@ from typing import Annotated
 from pydantic import Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import Positive, Section, Steps
-from lockstep.distributed import network, secret
+from lockstep.config.sections import LaunchSection, Positive, Section, Steps
+from lockstep.distributed import network
 from lockstep.distributed.job_record import TRAIN
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.local import check_gpus, entry, memory_here, prestart, processes_of
@@ -56,6 +56,15 @@ class Torchrun(Launcher):
         keep_alive_timeout_s: Seconds = Field(
             15.0, description="torchrun: seconds without a sign of life after which one is lost"
         )
+
+    @classmethod
+    def fewest_machines(cls, launch: LaunchSection) -> int | None:
+        fewest, most = node_range(launch.options.get("machines", 1))
+        return fewest if launch.on_rank_failure == "restart" and fewest < most else None
+
+    @classmethod
+    def loses_ranks(cls, launch: LaunchSection) -> bool:
+        return launch.on_rank_failure == "continue" and node_range(launch.options.get("machines", 1)) == (1, 1)
 
     def plan(self, run: Run) -> LaunchPlan:
         options = self.options(run)
@@ -151,11 +160,13 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     where = f"{address} on {interface}" if interface else address
     say(f"machine    {socket.gethostname()}, {where}; meeting at {host}:{port}")
-    key = secret.from_environment() if most > 1 else secret.from_environment_or_new()
+    key = network.secret_from_environment() if most > 1 else network.secret_or_new()
     if key:
-        variables[secret.VARIABLE] = key
+        variables[network.SECRET_VARIABLE] = key
     else:
-        say(f"note: no {secret.VARIABLE}: whoever reaches {host}:{port} can disturb this job (docs/security.md)")
+        say(
+            f"note: no {network.SECRET_VARIABLE}: whoever reaches {host}:{port} can disturb this job (docs/security.md)"
+        )
     if not holds:
         network.reach(host, port, options.join_timeout_s, say)
     node = Node(socket.gethostname(), address, processes_of(run), options.node_rank, holds)

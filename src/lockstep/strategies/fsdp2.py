@@ -1,13 +1,17 @@
-"""PyTorch FSDP2: every rank keeps a part of weights, gradients and optimizer state.
+"""Sharded data parallelism: each rank keeps a part of the optimizer's state, and with FSDP2 of weights and gradients.
 
-In: this rank's micro-batches. Out: the same update, of which each rank makes its part. The difference from `ddp.py`:
-weights are gathered block by block when forward and backward need them, and a block's gradients are reduced and
-scattered at once. In exact runs the scatter hands every rank its slice of each leaf, summed in tree order.
+In: this rank's micro-batches. Out: the same update, of which each rank makes its part. Two classes stand behind the one
+name. `FSDP2Step` (`gather: step`) differs from `ddp.py` in where messages end: what travels during the last backward
+ends at the rank that updates it, and after the update the new weights travel. It is what ZeRO's stages 1 and 2 do, over
+the tree; FSDP has no part in it. `FSDP2` (`gather: micro_batch`) is PyTorch's: weights are gathered block by block when
+forward and backward need them, and a block's gradients are reduced and scattered at once. In exact runs the scatter
+hands every rank its slice of each leaf, summed in tree order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
@@ -22,35 +27,190 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
 from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery
-from lockstep.strategies.engines import blocks, fsdp_config, layers
+from lockstep.strategies.engines import blocks, fsdp, layers
 from lockstep.strategies.engines.fsdp import (
     Shown,
+    TreeScatter,
     Uses,
     cuts,
+    gate,
     leaves_layers_out,
     reshard,
     roomy,
     sums_in_float32,
 )
-from lockstep.strategies.engines.fsdp_gate import gate
 from lockstep.strategies.engines.side_effects import SideEffects, first_few, refuse_own_tensors
-from lockstep.strategies.engines.tree_scatter import TreeScatter
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.param_groups import ParamGroupSpec, make_model
-from lockstep.strategies.exact.reduction import ReductionTree, most_held, share
+from lockstep.strategies.exact.optim import ParamGroupSpec, make_model
+from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, links
+from lockstep.strategies.exact.reduction import ReductionTree, Scatter, buckets, layout_of, most_held, share
+from lockstep.strategies.exact.rows import RowSlots, rows_between
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.fsdp2_step import FSDP2Step
-from lockstep.strategies.native import first_inputs
+from lockstep.strategies.native import Native, first_inputs
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.strategy import DataParallel, Strategy, WeightFormats, summing
-from lockstep.tasks.models import decoding
-from lockstep.tasks.models.decoding import Decoding
+from lockstep.tasks.models import inference
+from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
+    """`strategy.options`: `gather: step`, and none of FSDP's own."""
+
+    plugin = "strategies"  # a base: it has no name in a run file
+
+    waits_inside = ("reduction", "overlapped", "optimizer")
+    summary_suffix = ", weights gathered once a step"
+
+    @classmethod
+    def check(cls, run: Run, processes: int) -> None:
+        fsdp.check_options(run, processes)
+
+    @classmethod
+    def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
+        held = super().bytes_held(run, processes, state)
+        return held | {name: held[name] / processes for name in ("optimizer", "average") if name in held}
+
+    # -- who holds what ----------------------------------------------------------------------------------------------
+
+    def build(self, task: Task) -> None:
+        self.alone = self.world.size == 1
+        if not self.alone:
+            with self.world.forming():
+                self.mesh = init_device_mesh(
+                    self.world.device.type, (self.world.size,), mesh_dim_names=(self.axis("rank"),)
+                )
+        super().build(task)
+        dense = [i for i in reversed(range(len(self.parameters))) if i not in self.rows]  # as backward meets them
+        self.buckets = [[dense[j] for j in b] for b in buckets([self.parameters[i] for i in dense], BUCKET_BYTES)]
+        cut = [p for p in self.parameters if p.dim()]  # a single number is updated by every rank
+        self.gathered = [[cut[j] for j in b] for b in buckets(cut, BUCKET_BYTES)]
+        self.links = links(self.run, self.world)
+        self.slots = [self.slots_of([self.parameters[i] for i in b]) for b in self.buckets]
+
+    def make(self, task: Task) -> nn.Module:
+        return roomy(make_model(task, empty=True)) if self.build_empty else make_model(task)
+
+    def slots_of(self, parameters: Sequence[Tensor]) -> RowSlots:
+        return RowSlots([p.shape for p in parameters], self.world.size)
+
+    def own(self, tensor: Tensor, rank: int) -> Tensor:
+        """The rows of a whole tensor that a rank updates, as DTensor cuts them: a view, the last ones fewer or none."""
+        if not tensor.dim():
+            return tensor
+        each = -(-len(tensor) // self.world.size)
+        return tensor[rank * each : (rank + 1) * each]
+
+    def parts_to_step(self) -> dict[str, nn.Parameter]:
+        """Views of the whole weights: the update writes where forward reads."""
+        if self.alone:
+            return self.named
+        return {name: nn.Parameter(self.own(p.detach(), self.world.rank)) for name, p in self.named.items()}
+
+    def spread(self, name: str, tensor: Tensor) -> Tensor:
+        whole = self.named[name]
+        if self.alone or not whole.dim():
+            return tensor
+        return DTensor.from_local(
+            tensor, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def take_effects(self, effects: SideEffects) -> SideEffects:
+        agreed = super().take_effects(effects)
+        if agreed.moved and not self.alone:
+            names = first_few(sorted(agreed.moved))
+            raise RunError(
+                f"strategy.name: the model's forward gives {names} other memory (by `.data =`, or a new parameter), "
+                "and fsdp2 updates the memory that it had. Write into the weight in place "
+                "(`weight.copy_(...)` under torch.no_grad()), or use strategy.name=ddp"
+            )
+        return agreed
+
+    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        leaves = batch.count if self.run.strategy.exact else self.world.size
+        layout = layout_of(leaves, self.world.size, batch.shares)
+        self.scatter = Scatter(leaves, self.world.rank, self.world.size, links=self.links, layout=layout)
+        self.sent = 0  # buckets
+        return super().train_step(batch, learning_rate)
+
+    def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
+        self.travelling = last and self.run.strategy.exact and not self.alone
+        if not self.travelling:
+            return super().backward(micro, targets, last)
+        self.leaves.begin(micro.index)
+        return self.run_micro_batch(micro, targets)
+
+    def on_gradient(self, position: int, parameter: Tensor) -> None:
+        super().on_gradient(position, parameter)
+        while self.travelling and self.sent < len(self.buckets) and self.leaves.given >= set(self.buckets[self.sent]):
+            with self.phases("reduction"):  # it waits for the one before it, and so for other ranks
+                self.send()
+
+    def send(self) -> None:
+        """The next bucket: of this rank's partial nodes each rank's rows. They are let go of."""
+        positions = self.buckets[self.sent]
+        nodes = self.leaves.with_last_leaf(positions, [self.leaves.take(i) for i in positions])
+        self.scatter.submit({node: self.slots[self.sent].laid(tensors) for node, tensors in nodes.items()})
+        self.leaves.release(positions)
+        self.sent += 1
+
+    def reduce(self) -> list[Tensor]:
+        """This rank's rows of the sums, in the order of `self.parameters`."""
+        if self.alone:
+            return self.leaves.tree.root if self.run.strategy.exact else self.leaves.pop()
+        if not self.run.strategy.exact:  # a leaf a rank: what autograd has added up
+            self.leaves.tree, self.leaves.node = ReductionTree(self.world.size), (0, self.world.rank)
+        self.travelling = False
+        while self.sent < len(self.buckets):
+            self.send()
+        rows = self.sum_rows(self.leaves.with_last_leaf(list(self.rows), [self.leaves.take(i) for i in self.rows]))
+        gradients = {i: self.own_rows(summed) for i, summed in rows.items()}
+        for positions, slots, sums in zip(self.buckets, self.slots, self.scatter.finish(), strict=True):
+            (slot,) = sums.values()
+            gradients |= zip(positions, slots.own(slot, self.world.rank), strict=True)
+        return [gradients[i] for i in range(len(self.parameters))]
+
+    def own_rows(self, gradient: Tensor) -> Tensor:
+        """This rank's rows of a row-sparse gradient."""
+        mine = self.own(torch.arange(len(gradient)), self.world.rank)
+        first = int(mine[0]) if len(mine) else 0
+        return rows_between(gradient, first, first + len(mine))
+
+    def whole_gradient(self, gradients: list[Tensor]) -> Gradient:
+        """Each rank holds its rows."""
+        if self.alone:
+            return super().whole_gradient(gradients)
+        parts = [
+            Part(n, p, g, 1.0 if p.dim() else 1 / self.world.size, self.rows.get(i), self.spread)
+            for i, ((n, p), g) in enumerate(zip(self.stepped.items(), gradients, strict=True))
+        ]
+        return Gradient(parts, list(self.named), self.world.sum)
+
+    def weights_changed(self) -> None:
+        super().weights_changed()
+        if not self.alone:
+            self.gather()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Every rank's new rows, to every rank. Collective."""
+        arriving, gathering = InFlight(), Gather(self.world.rank, self.world.size, links=self.links)
+        for parameters in self.gathered:
+            slots = self.slots_of(parameters)
+            own = parameters[0].new_zeros(slots.length)
+            places = slots.own(own, self.world.rank)
+            torch._foreach_copy_(places, [self.own(p.detach(), self.world.rank) for p in parameters])
+            arriving.add(gathering.bucket(own, partial(slots.take, tensors=parameters)))
+        arriving.finish()
 
 
 class FSDP2(ChoosesByMemory, ShardedRecovery):
-    """`strategy.options`: `gather` (`step`: `fsdp2_step.py`; `micro_batch`: this class; default: what fits),
+    """`strategy.options`: `gather` (`step`: `FSDP2Step`; `micro_batch`: this class; default: what fits),
     `replicate` (copies of the sharded model, hybrid sharding), `tensor_parallel` (ranks that share each matrix product,
     where the model brings a plan), `reshard_after_forward` (true, false, or a number of ranks), `cpu_offload`, FSDP's
     own mixed precision: `param_dtype`, `reduce_dtype` (fp32 or bf16), and `blocks` (names of the modules that are
@@ -86,15 +246,15 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
-        fsdp_config.check(run, processes)
+        fsdp.check_options(run, processes)
 
     @classmethod
     def resolve_class(cls, run: Run) -> type[Strategy]:
-        return FSDP2Step if fsdp_config.gather(run) == fsdp_config.STEP else cls
+        return FSDP2Step if fsdp.gather_option(run) == fsdp.STEP else cls
 
     @classmethod
     def needs_memory_to_resolve(cls, run: Run) -> bool:
-        return fsdp_config.gather(run) is None
+        return fsdp.gather_option(run) is None
 
     @classmethod
     def resolve_options(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
@@ -102,7 +262,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         held = FSDP2Step.bytes_held(run, processes)
         rest = sum(held.values()) - held["weights"] + FSDP2Step.partial_sums(run, processes)
         fits = 2 * (parameters * held["weights"] + trained * rest) <= memory
-        options = {**run.strategy.options, "gather": fsdp_config.STEP if fits else fsdp_config.MICRO_BATCH}
+        options = {**run.strategy.options, "gather": fsdp.STEP if fits else fsdp.MICRO_BATCH}
         return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
 
     @classmethod
@@ -140,7 +300,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             make_model(task) if self.world.is_main and not self.build_empty else None
         )  # the only whole copy of the model, gone when build ends
         self.model = make_model(task, empty=True)
-        refuse_own_tensors(self.model, "strategy.options.gather: FSDP", fsdp_config.INSTEAD)
+        refuse_own_tensors(self.model, "strategy.options.gather: FSDP", fsdp.INSTEAD)
         if self.run.model.trained_in_bfloat16:  # what is cut up are the masters; gathered they are bfloat16
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.float()
@@ -213,7 +373,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             if options.get("cpu_offload")
             else OffloadPolicy(),
         }
-        of_block, of_root = fsdp_config.policies(self.run)
+        of_block, of_root = fsdp.policies(self.run)
         for block in self.blocks:
             fully_shard(block, mp_policy=of_block, **arguments)
         fully_shard(self.model, mp_policy=of_root, **arguments)
@@ -296,7 +456,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         if names and (self.world.size == 1 or not self.named.keys().isdisjoint(names)):
             raise RunError(
                 f"strategy.options.gather: FSDP would lose what the model's forward does to {first_few(names)}, "
-                f"since it puts other tensors in the place of weights. Use {fsdp_config.INSTEAD}"
+                f"since it puts other tensors in the place of weights. Use {fsdp.INSTEAD}"
             )
         return super().take_effects(agreed)
 
@@ -348,7 +508,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         self.model.eval()
         self.root.unshard()  # an encoder is called by itself, not through the root
         with torch.no_grad(), self.autocast():  # every forward gathers weights: all ranks do as many
-            tokens = decoding.by_transformers(self.model, inputs, how, synced=self.world.size > 1)
+            tokens = inference.by_transformers(self.model, inputs, how, synced=self.world.size > 1)
         reshard(self.model)
         self.model.train()
         return tokens

@@ -28,11 +28,11 @@ class HFAccelerate(Accelerated, Hooked):
     @classmethod
     def resolve_class(cls, run: Run) -> type[Strategy]:
         if "fsdp" in run.strategy.options:
-            from lockstep.strategies.engines.accelerated_fsdp import AcceleratedFSDP2
+            from lockstep.strategies.engines.accelerated_sharding import AcceleratedFSDP2
 
             return AcceleratedFSDP2
         if "deepspeed" in run.strategy.options:
-            from lockstep.strategies.engines.accelerated_zero import AcceleratedZero
+            from lockstep.strategies.engines.accelerated_sharding import AcceleratedZero
 
             return AcceleratedZero
         return cls

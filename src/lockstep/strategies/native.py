@@ -19,20 +19,19 @@ from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
-from lockstep.strategies.engines import blocks, layers, writes
-from lockstep.strategies.exact import held_state, masters, optim
+from lockstep.strategies.engines import blocks, layers, side_effects
+from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
-from lockstep.strategies.exact.param_groups import make_model
+from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.exact.reduction import Node, most_held
-from lockstep.strategies.exact.source_sums import SourceSums
-from lockstep.strategies.exact.sparse_rows import DenseRows, row_sparse
-from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.rows import DenseRows, row_sparse
+from lockstep.strategies.exact.statistics import SourceSums, Statistics
 from lockstep.strategies.exact.update import GradientUpdate
 from lockstep.strategies.observer import observing
 from lockstep.strategies.strategy import DataParallel, WeightFormats
-from lockstep.tasks.models import decoding
-from lockstep.tasks.models.decoding import Decoding
+from lockstep.tasks.models import inference
+from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
 
 
@@ -66,9 +65,9 @@ class Native(GradientUpdate):
         sparse = row_sparse(self.model, self.world.device, uses) if exact and not narrow else set()
         blocks.prepare(self.run, self.model)
         self.places = self.parts_to_step()
-        self.stepped = masters.of(self.places) if masters.wanted(self.run) else self.places
+        self.stepped = held_state.masters_of(self.places) if held_state.keeps_masters(self.run) else self.places
         if narrow:
-            masters.sums_in_float32([*self.parameters, *self.stepped.values()])
+            held_state.sums_in_float32([*self.parameters, *self.stepped.values()])
         self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.stepped.items()) if n in sparse}
         self.leaves = LeafGradients(self.parameters, self.rows)
         groups = optim.groups(self.run.optim, self.stepped.items(), optim.assigned(self.run.optim, self.model))
@@ -161,7 +160,7 @@ class Native(GradientUpdate):
 
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
         with self.evaluating():
-            return decoding.by_transformers(self.model, inputs, how)
+            return inference.by_transformers(self.model, inputs, how)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -169,7 +168,7 @@ class Native(GradientUpdate):
         which rwkv divides by powers of two, may do so."""
         names = self.effects.evaluated
         self.model.eval()
-        with writes.preserved(self.model, names) if names else nullcontext(), torch.no_grad(), self.autocast():
+        with side_effects.preserved(self.model, names) if names else nullcontext(), torch.no_grad(), self.autocast():
             yield
         self.model.train()
 
@@ -177,7 +176,7 @@ class Native(GradientUpdate):
 
     def weights_changed(self) -> None:
         if self.stepped is not self.places:
-            masters.write(self.stepped.values(), self.places.values())
+            held_state.write_masters(self.stepped.values(), self.places.values())
 
     def spread(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of a trained parameter, gradient or moment, as a DTensor where it is not whole."""

@@ -21,12 +21,12 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
-from lockstep.distributed.gpus import share_gpus
+from lockstep.distributed.hardware import share_gpus
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
 from lockstep.distributed.world import World
 from lockstep.strategies.abilities import ShardedRecovery
-from lockstep.strategies.engines import blocks, sequential
+from lockstep.strategies.engines import blocks, cuts
 from lockstep.strategies.engines.cuts import Cut, layer_count
 from lockstep.strategies.engines.layers import own_model
 from lockstep.strategies.engines.pipelining import (
@@ -41,7 +41,7 @@ from lockstep.strategies.engines.pipelining import (
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.param_groups import make_model
+from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, buckets, most_held, share
 from lockstep.strategies.native import call_on_cpu
@@ -95,7 +95,7 @@ class Pipeline(ShardedRecovery):
                 f"strategy.options.stages: {ranks} stages do not divide {processes} processes; every pipeline needs "
                 f"as many"
             )
-        layers = sequential.layer_count(run) if own_model(run) else layer_count(model_configs.load_config(run))
+        layers = cuts.count_sequential_layers(run) if own_model(run) else layer_count(model_configs.load_config(run))
         if ranks * each > layers:
             stages = (
                 f"{ranks} stages are"
@@ -141,7 +141,7 @@ class Pipeline(ShardedRecovery):
         if not self.build_empty:
             call = partial(call_on_cpu, model, task)
             refuse_writes(model, self.world, call, "strategy.name: pipeline", "strategy.name=ddp")
-        self.cut = (sequential.SequentialCut if own_model(self.run) else Cut)(model, self.stages)
+        self.cut = (cuts.SequentialCut if own_model(self.run) else Cut)(model, self.stages)
         self.cut_parts = [self.cut.part(i) for i in range(self.stage_rank, self.stages, self.ranks)]
         self.receive_weights(model)
         del model

@@ -11,10 +11,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from enum import Flag, auto
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config import plugins
@@ -24,18 +26,36 @@ from lockstep.distributed.sharded import Given, Saved, gather
 from lockstep.distributed.step_timer import StepTimer
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.side_effects import SideEffects
-from lockstep.strategies.exact import masters
-from lockstep.strategies.exact.data_parallel import DataParallel as DataParallel
-from lockstep.strategies.exact.data_parallel import summing as summing
+from lockstep.strategies.exact import held_state
+from lockstep.strategies.exact.gradient import LossScale
+from lockstep.strategies.exact.gradient import NotFinite as NotFinite
 from lockstep.strategies.exact.reduction import share
-from lockstep.strategies.exact.scaling import LossScale
-from lockstep.strategies.exact.scaling import NotFinite as NotFinite
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.observer import StepObserver
 from lockstep.strategies.optimizers import optimizer as optimizers
-from lockstep.tasks.models import decoding
-from lockstep.tasks.models.decoding import Decoding
+from lockstep.tasks.models import inference
+from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Which part of the data this rank works on. Ranks with the same `rank` work on the same examples together (the
+    stages of a pipeline, the parts of a tensor)."""
+
+    rank: int
+    size: int
+    sum: Callable[[Tensor], Tensor]  # over the ranks that work on different examples, in place; collective
+
+
+def summing(group: dist.ProcessGroup) -> Any:
+    """A sum over the ranks of a group, in place."""
+
+    def add(tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=group)
+        return tensor
+
+    return add
 
 
 class WeightFormats(Flag):
@@ -102,7 +122,7 @@ class Strategy(ABC):
         state = optimizers.rule(run.optim).bytes_held() if state is None else state
         held = {"weights": 4.0, "gradients": 4.0, "optimizer": state}
         if run.model.trained_in_bfloat16:
-            held |= {"weights": 2.0, "optimizer": held["optimizer"] + 4.0 * masters.wanted(run)}
+            held |= {"weights": 2.0, "optimizer": held["optimizer"] + 4.0 * held_state.keeps_masters(run)}
         return held if run.average.ema is None else held | {"average": 4.0}
 
     @classmethod
@@ -172,7 +192,7 @@ class Strategy(ABC):
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
         """The tokens that the model writes, int64 [B, N]. Every rank gives inputs of its own. Collective."""
         assert (how.beams, how.temperature) == (1, 0), "`checked` refuses what is not greedy"
-        return decoding.by_forward(self.forward, lambda count: self.data_parallel.sum(count.float()), inputs, how)
+        return inference.by_forward(self.forward, lambda count: self.data_parallel.sum(count.float()), inputs, how)
 
     @abstractmethod
     def sharded_state_dict(self) -> dict[str, Tensor]:

@@ -16,8 +16,8 @@ import numpy as np
 
 from lockstep.config.run import Run
 from lockstep.data import streamed
+from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.stream import Stream
-from lockstep.data.tokens import Columns, Make, Prepared
 from lockstep.tasks.task import Forward, Generate, Task
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import column_scan, conversations, lm_documents, missing_values, tokenizer
-from lockstep.data.tokens import Columns
-from lockstep.tasks import length_curves
+from lockstep.data import conversations, lm_documents, tokenizer, usable_rows
+from lockstep.data.arrow_cache import Columns
+from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.text_task import Encoder, TextData, TextTask, check_template
 
@@ -152,7 +152,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     def tables(self, sums: Sums) -> dict[str, Any]:
         """How much more the chosen answers are rewarded than the rejected ones, from the least to the most."""
         rewards = sums["rewards"].double().numpy()
-        return length_curves.in_order("margins of rewards", "margin", rewards[:, 0] - rewards[:, 1])
+        return own_metrics.in_order("margins of rewards", "margin", rewards[:, 0] - rewards[:, 1])
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         return np.array([[0.5, -0.5], [-0.25, 0.75], [1.5, 0.0]]), np.zeros(3, dtype=np.int64)
@@ -167,13 +167,13 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
 
 def _whole(dataset: Dataset, options: AnswerPairOptions, split: str, name: str, drop: bool) -> Dataset:
     """The rows with something in every column, and two answers that differ. Errors: `RunError`."""
-    missing_values.present(dataset, options.columns, split, name)
+    usable_rows.present(dataset, options.columns, split, name)
     if options.conversations:
         for key, column in options.columns.items():
             dataset = conversations.with_roles(dataset, column, key, split)
-        dataset = missing_values.complete(dataset, options.columns, split, name, drop)
+        dataset = usable_rows.complete(dataset, options.columns, split, name, drop)
         for key, column in options.columns.items():
-            for first, part in column_scan.lists(dataset, column):
+            for first, part in usable_rows.lists(dataset, column):
                 if (bad := next((i for i, told in enumerate(part) if not _said(told)), None)) is not None:
                     raise RunError(
                         f"{key}: column {column!r} of the {split} split must hold texts, or lists of role and content; "
@@ -186,8 +186,8 @@ def _whole(dataset: Dataset, options: AnswerPairOptions, split: str, name: str, 
                     f"{key}: column {column!r} of the {split} split holds lists; if they are of role and content, set "
                     "task.conversations=true"
                 )
-        dataset = missing_values.texts(dataset, options.columns, split, name, drop)
-    for first, part in column_scan.lists(dataset, options.chosen, options.rejected):
+        dataset = usable_rows.texts(dataset, options.columns, split, name, drop)
+    for first, part in usable_rows.lists(dataset, options.chosen, options.rejected):
         for row, (chosen, rejected) in enumerate(part, first):
             if chosen == rejected:
                 raise RunError(

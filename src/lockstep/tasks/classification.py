@@ -16,17 +16,14 @@ import numpy as np
 import pyarrow as pa
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import labels, missing_values, source, splitting, stream, tokenizer
+from lockstep.data import labels, source, splitting, stream, tokenizer, usable_rows
+from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.stream import Stream
-from lockstep.data.tokens import Columns, Make, Prepared
 from lockstep.tasks.abilities import Streams
 from lockstep.tasks.label_task import LabelTask
 from lockstep.tasks.models import heads
-from lockstep.tasks.objectives.numbers import RegressionObjective
-from lockstep.tasks.objectives.objective import LabelCodes, Objective
-from lockstep.tasks.objectives.one_label import OneLabel, whole_numbers
-from lockstep.tasks.objectives.options import ClassificationOptions
-from lockstep.tasks.objectives.several_labels import SeveralLabels
+from lockstep.tasks.objectives.objective import ClassificationOptions, LabelCodes, Objective
+from lockstep.tasks.objectives.objectives import OneLabel, RegressionObjective, SeveralLabels, whole_numbers
 from lockstep.tasks.text_task import Arrays, Encoder, TextData, TextTask
 
 if TYPE_CHECKING:
@@ -93,9 +90,9 @@ class Classification(TextTask, Streams, LabelTask):
 
     @classmethod
     def usable(cls, rows: Dataset, options: ClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
-        missing_values.present(rows, cls.columns(options), split, name)
-        rows = missing_values.complete(rows, cls.columns(options), split, name, drop)
-        return objective_of(options).readable(missing_values.texts(rows, options.columns, split, name, drop), options)
+        usable_rows.present(rows, cls.columns(options), split, name)
+        rows = usable_rows.complete(rows, cls.columns(options), split, name, drop)
+        return objective_of(options).readable(usable_rows.texts(rows, options.columns, split, name, drop), options)
 
     @classmethod
     def read_labels(cls, data: TextData) -> Learned:
@@ -208,7 +205,7 @@ class Classification(TextTask, Streams, LabelTask):
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """`label`, its `score`, and the `scores` of all labels, which add up to 1; of several labels `labels` and
         `scores`; of numbers `value`, or `values` by name."""
-        from lockstep.tasks.models import batched_inference, models
+        from lockstep.tasks.models import inference, models
 
         model, tok = models.exported(cls.head, folder, run)
         options = cls.options_of(run)
@@ -223,10 +220,10 @@ class Classification(TextTask, Streams, LabelTask):
             return {"input_ids": found["input_ids"] or [_instead_of_none(tok)]} | (types if len(row) == 2 else {})
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
-            logits = model(**batched_inference.padded([encoded(row) for row in rows], pads)).logits  # [B, C]
+            logits = model(**inference.padded([encoded(row) for row in rows], pads)).logits  # [B, C]
             return objective.answers(logits, threshold)
 
-        return batched_inference.answers(rows, answer)
+        return inference.answers(rows, answer)
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import splitting, text_pairs
-from lockstep.data.micro_batches import by_chance
-from lockstep.data.tokens import Columns, Prepared
+from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.order import by_chance
 from lockstep.tasks.abilities import GivesPredictions, Predicts
 from lockstep.tasks.models import heads, pooling, retrieval
 from lockstep.tasks.task import Forward, Generate, spread_rows
@@ -197,8 +197,8 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """All texts of the rows: first the anchors [B], then the positives, then the negatives. The target of an anchor
         is its score, or the number of its text; other texts have numbers below `IGNORED`, which are no targets."""
-        laid = text_pairs.laid(columns, rows, int(self.tokenizer.pad_token_id))
-        return {"input_ids": laid.ids, "attention_mask": laid.mask}, laid.targets
+        texts = text_pairs.laid(columns, rows, int(self.tokenizer.pad_token_id))
+        return {"input_ids": texts.ids, "attention_mask": texts.mask}, texts.targets
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return len(rows)
@@ -354,18 +354,18 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The `embedding`: numbers, of length 1 together."""
-        from lockstep.tasks.models import batched_inference, models
+        from lockstep.tasks.models import inference, models
 
         model, tok = models.exported(cls.head, folder, run)
         how = pooling.of_folder(folder)
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
-            read = text_pairs.read(tok, [row[0] for row in rows], run.data.max_length)
-            batch = batched_inference.padded([{"input_ids": ids} for ids in read], {"input_ids": int(tok.pad_token_id)})
+            tokens = text_pairs.read(tok, [row[0] for row in rows], run.data.max_length)
+            batch = inference.padded([{"input_ids": ids} for ids in tokens], {"input_ids": int(tok.pad_token_id)})
             found = pooling.pooled(model(**batch).last_hidden_state, batch["attention_mask"], how)
             return [{"embedding": vector} for vector in found.tolist()]
 
-        return batched_inference.answers(rows, answer)
+        return inference.answers(rows, answer)
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:

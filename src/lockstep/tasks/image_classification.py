@@ -20,16 +20,15 @@ import pyarrow as pa
 from pydantic import Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import arrow_cache, labels, missing_values, source, splitting, text_files
+from lockstep.data import arrow_cache, labels, row_files, source, splitting, usable_rows
+from lockstep.data.arrow_cache import VERSION, Columns, Prepared, content, digest
 from lockstep.data.cache import cached, folder_of
-from lockstep.data.hub_errors import explained
-from lockstep.data.origin import model_folder
+from lockstep.data.hub import explained, model_folder
 from lockstep.data.stream import names_of
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
 from lockstep.tasks.label_task import LabelTask
 from lockstep.tasks.models import heads
-from lockstep.tasks.objectives.one_label import OneLabel
-from lockstep.tasks.objectives.options import LabelOptions
+from lockstep.tasks.objectives.objective import LabelOptions
+from lockstep.tasks.objectives.objectives import OneLabel
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -183,9 +182,9 @@ class ImageClassification(LabelTask):
         """The image that a path names, or all images in a folder, in the order of their names."""
         path = Path(word)
         if path.is_dir():
-            files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in text_files.IMAGES]
+            files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in row_files.IMAGES]
             if not files:
-                raise RunError(f"predict: {word} holds no images ({', '.join(text_files.IMAGES)})")
+                raise RunError(f"predict: {word} holds no images ({', '.join(row_files.IMAGES)})")
             return [(str(file),) for file in files]
         return [(word,)]
 
@@ -194,7 +193,7 @@ class ImageClassification(LabelTask):
         """`label`, its `score`, and the `scores` of all labels, which add up to 1. A row is the path of an image."""
         import torch
 
-        from lockstep.tasks.models import batched_inference, models
+        from lockstep.tasks.models import inference, models
 
         model, processor = models.exported_model(cls.head, folder, run), load_processor(str(folder))
         names = [model.config.id2label[code] for code in range(model.config.num_labels)]
@@ -207,7 +206,7 @@ class ImageClassification(LabelTask):
             logits = model(pixel_values=torch.from_numpy(normalized(processor, images))).logits  # [B, C]
             return objective.answers(logits, threshold)
 
-        return batched_inference.answers(rows, answer)
+        return inference.answers(rows, answer)
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
@@ -227,7 +226,7 @@ def _whole(rows: Dataset, options: ImageClassificationOptions, split: str, name:
     from datasets.table import embed_table_storage
 
     columns = {"task.image": options.image} | options.labels
-    missing_values.present(rows, columns, split, name)
+    usable_rows.present(rows, columns, split, name)
     feature: Any = rows.features[options.image]
     fields = feature.keys() if isinstance(feature, dict) else ()
     if isinstance(feature, datasets.Image) or {*fields} == {"bytes", "path"}:
@@ -246,7 +245,7 @@ def _whole(rows: Dataset, options: ImageClassificationOptions, split: str, name:
             f"task.image: column {options.image!r} of the {split} split of {name} holds {kind}, and images are needed: "
             "a column of datasets' Image feature, of bytes, or folders of images (data.layout: class_folders)"
         )
-    rows = missing_values.complete(rows, columns, split, name, drop)
+    rows = usable_rows.complete(rows, columns, split, name, drop)
     return labels.readable(rows, options.label)
 
 

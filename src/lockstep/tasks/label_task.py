@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.data.tokens import Columns
+from lockstep.data.arrow_cache import Columns
 from lockstep.tasks.abilities import Calibrates, GivesPredictions, Predicts
 from lockstep.tasks.objectives.objective import Objective
-from lockstep.tasks.objectives.one_label import MOST_CLASSES, OneLabel
+from lockstep.tasks.objectives.objectives import MOST_CLASSES, OneLabel
 from lockstep.tasks.task import Forward, Generate
 
 if TYPE_CHECKING:

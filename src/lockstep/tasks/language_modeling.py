@@ -1,4 +1,9 @@
-"""Causal language modelling with any model that `AutoModelForCausalLM` knows: each token from those before it.
+"""What the run file says of language modelling, and what follows from it for the data.
+
+In: the keys of `task`. Out: frozen values: which columns are read, whether texts are packed or cut, how conversations
+are written.
+
+Causal language modelling with any model that `AutoModelForCausalLM` knows: each token from those before it.
 
 In: texts (a column, or plain .txt files), prompts with responses, or conversations. Out: loss and perplexity per token,
 per byte and per word of the text, all from sums.
@@ -10,29 +15,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config import key_aliases
 from lockstep.config.run import Run, RunError
-from lockstep.data import (
-    arrow_cache,
-    chunked_tokenization,
-    conversations,
-    lm_documents,
-    missing_values,
-    mixed,
-    packing,
-    splitting,
-    tokenizer,
-)
+from lockstep.data import arrow_cache, conversations, lm_documents, source, splitting, tokenizer, usable_rows
+from lockstep.data.arrow_cache import Columns, Make, digest, examples_in
 from lockstep.data.cache import discard
-from lockstep.data.tokens import Columns, Make, digest, examples_in
 from lockstep.tasks.abilities import Generates
 from lockstep.tasks.models import heads
-from lockstep.tasks.models.language_options import LanguageModelingOptions
 from lockstep.tasks.per_token import PerToken, perplexity
 from lockstep.tasks.task import Forward, Generate
 from lockstep.tasks.text_task import Arrays, TextData, check_template, in_batches
@@ -41,7 +36,108 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from lockstep.data.batch import MicroBatch, Sums
-    from lockstep.tasks.models.decoding import Decoding
+    from lockstep.tasks.models.inference import Decoding
+
+
+class LanguageModelingOptions(BaseModel):
+    """The task's own keys in the run file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    text: str = Field("text", description="column of the text; a .txt file has this one only")
+    document: Literal["file", "line"] = Field("file", description="what of a .txt file is one text")
+    prompt: str | None = Field(None, description="column of a prompt, which is read and not learned; with response")
+    response: str | None = Field(None, description="column of the response to learn; with prompt")
+    messages: str | None = Field(
+        None, description="column of conversations (lists of role and content); the assistant's words are learned"
+    )
+    chat_template: str | None = Field(None, description="Jinja template of conversations; default: the tokenizer's")
+    template_arguments: dict[str, Any] = Field(
+        default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
+    )
+    tools: str | None = Field(
+        None, description="column of the tools that a conversation may call: lists of schemas, or JSON of them"
+    )
+    turns: Literal["together", "per_turn"] = Field(
+        "together",
+        description="together: a conversation is one example; per_turn: every turn of the assistant is one, with what "
+        "is before it as the chat template writes it then",
+    )
+    block_size: int = Field(256, ge=2, description="tokens an example has, at most")
+    packing: bool | None = Field(
+        None, description="texts follow each other in blocks that are all full; default: true for texts alone"
+    )
+    loss_chunk: Annotated[int, Field(ge=1, strict=True)] | Literal["liger"] | None = Field(
+        None,
+        description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
+        "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch",
+    )
+    attend_across_documents: bool = Field(
+        True, description="of packed texts: whether a text is read after those before it in its block; false: by itself"
+    )
+    samples: int = Field(2, ge=0, description="continuations to show after each evaluation")
+    sample_prompt: str | None = Field(None, description="what they continue; default: beginnings of validation texts")
+    sample_tokens: int = Field(64, ge=1, description="tokens of a continuation, at most")
+    temperature: float = Field(0.8, ge=0, description="of continuations; 0: the likeliest token each time")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> LanguageModelingOptions:
+        if (self.prompt is None) != (self.response is None):
+            raise ValueError("give prompt and response, or neither")
+        if self.prompt is not None and self.messages is not None:
+            raise ValueError("give prompt and response, or messages, and not both")
+        for key, default in (
+            ("chat_template", None),
+            ("template_arguments", {}),
+            ("tools", None),
+            ("turns", "together"),
+        ):
+            if getattr(self, key) != default and self.messages is None:
+                raise ValueError(f"{key} is for messages; name their column")
+        if not self.attend_across_documents and not self.packed:
+            raise ValueError("attend_across_documents is about packed texts, and these are not packed; leave it out")
+        return self
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Key of the run file -> the column of texts that it names."""
+        if self.messages is not None:
+            return {}
+        if self.prompt is not None and self.response is not None:
+            return {"task.prompt": self.prompt, "task.response": self.response}
+        return {"task.text": self.text}
+
+    @property
+    def packed(self) -> bool:
+        plain = self.messages is None and self.prompt is None
+        return plain if self.packing is None else self.packing
+
+    @property
+    def cut(self) -> bool:
+        """Whether texts longer than a block lose their ends, rather than become several examples."""
+        return not self.packed and list(self.columns) != ["task.text"]
+
+    @property
+    def writing(self) -> conversations.Writing:
+        """How conversations are written."""
+        assert self.messages is not None
+        each = self.turns == "per_turn"
+        return conversations.Writing(self.messages, self.chat_template, self.template_arguments, self.tools, each)
+
+    def values(self, dataset: Dataset) -> dict[str, Any]:
+        """What of these keys decides the tokens of a split."""
+        always = ("text", "prompt", "response", "messages", "chat_template", "block_size")
+        found = {k: v for k, v in self.model_dump().items() if k in always}
+        found |= {} if self.attend_across_documents else {"cross_documents": False}
+        if self.messages is not None:  # keys that are younger than checkpoints: what they are without them
+            asked = (
+                self.template_arguments,
+                self.tools,
+                key_aliases.former("task", {"turns": self.turns})["turns"],
+                conversations.further_keys(dataset, self.messages),
+            )
+            found |= {} if asked == ({}, None, "together", []) else {"written": asked}
+        return found
+
 
 _SIZES = ("bytes", "words")  # of texts
 
@@ -76,8 +172,8 @@ class LanguageModeling(PerToken, Generates):
     @classmethod
     def usable(cls, rows: Dataset, options: LanguageModelingOptions, split: str, name: str, drop: bool) -> Dataset:
         if options.messages is None:
-            return missing_values.texts(rows, options.columns, split, name, drop)
-        missing_values.present(rows, options.writing.columns, split, name)
+            return usable_rows.texts(rows, options.columns, split, name, drop)
+        usable_rows.present(rows, options.writing.columns, split, name)
         return conversations.whole(rows, options.messages, split, name, drop)
 
     @classmethod
@@ -95,7 +191,7 @@ class LanguageModeling(PerToken, Generates):
                 yield [message.get("content") or "" for messages in batch[options.messages] for message in messages]
             else:
                 texts = (text for column in options.columns.values() for text in batch[column])
-                yield [piece for text in texts for piece in chunked_tokenization.pieces(text)]
+                yield [piece for text in texts for piece in lm_documents.pieces(text)]
 
     @classmethod
     def check(cls, data: TextData, folder: Path, tok: Any) -> None:
@@ -117,7 +213,7 @@ class LanguageModeling(PerToken, Generates):
     @classmethod
     def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
         own = digest(f"with openings{' and what was cut' * data.options.cut}", key)
-        file, counts = mixed.each_alone(data.splits[split], own, partial(_encode, tok=tok, options=data.options))
+        file, counts = source.each_alone(data.splits[split], own, partial(_encode, tok=tok, options=data.options))
         if examples_in(file) == 0:
             discard(Path(file))
             raise RunError(
@@ -144,7 +240,7 @@ class LanguageModeling(PerToken, Generates):
 
         def make(rows: Dataset) -> pa.RecordBatch:
             documents = [each for each, _ in _documents(rows, tok, options, range(len(rows)))]
-            return packing.examples(packing.joined(documents, options.packed), options.block_size)
+            return lm_documents.examples(lm_documents.joined(documents, options.packed), options.block_size)
 
         return make
 
@@ -265,7 +361,7 @@ class LanguageModeling(PerToken, Generates):
         return options.temperature == 0 or options.samples == 0
 
     def _decoding(self, tokens: int) -> Decoding:
-        from lockstep.tasks.models.decoding import Decoding
+        from lockstep.tasks.models.inference import Decoding
 
         end = lm_documents.end_of(self.tokenizer)
         pad = int(self.tokenizer.pad_token_id)
@@ -279,8 +375,8 @@ class LanguageModeling(PerToken, Generates):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """What is `written` after the text."""
-        from lockstep.tasks.models import batched_inference, models
-        from lockstep.tasks.models.decoding import continuation
+        from lockstep.tasks.models import inference, models
+        from lockstep.tasks.models.inference import continuation
 
         options = cls.options_of(run)
         model, tok = models.exported(cls.head, folder, run)
@@ -293,7 +389,7 @@ class LanguageModeling(PerToken, Generates):
             most = options.block_size, options.sample_tokens
             return [{"written": continuation(model, tok, text, spoken, *most, options.temperature, run.seed)}]
 
-        return batched_inference.answers(rows, answer, at_once=1)
+        return inference.answers(rows, answer, at_once=1)
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
@@ -312,7 +408,9 @@ def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions, row
     else:
         found = lm_documents.of_texts(dataset, tok, options.text, rows)
     if options.packed:
-        return found if options.attend_across_documents else ((packing.apart(each), count) for each, count in found)
+        return (
+            found if options.attend_across_documents else ((lm_documents.apart(each), count) for each, count in found)
+        )
     if not options.cut:
         return found
     most = options.block_size + 1  # a response is not read without its prompt
@@ -326,7 +424,7 @@ def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptio
     read = list((options.columns or options.writing.columns).values())
     parts = arrow_cache.cuts(dataset.select_columns(list(dict.fromkeys(read))))
     separate = not options.attend_across_documents
-    return packing.write(parts, tokens, options.block_size, options.packed, key, separate, options.cut, True)
+    return lm_documents.write(parts, tokens, options.block_size, options.packed, key, separate, options.cut, True)
 
 
 def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[str, Any]:

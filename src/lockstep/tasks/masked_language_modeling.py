@@ -16,19 +16,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import (
-    arrow_cache,
-    chunked_tokenization,
-    lm_documents,
-    masking,
-    missing_values,
-    mixed,
-    packing,
-    splitting,
-    tokenizer,
-)
+from lockstep.data import arrow_cache, lm_documents, masking, source, splitting, tokenizer, usable_rows
+from lockstep.data.arrow_cache import Columns, Make, Prepared, examples_in
 from lockstep.data.cache import discard
-from lockstep.data.tokens import Columns, Make, Prepared, examples_in
 from lockstep.tasks.models import heads
 from lockstep.tasks.per_token import PerToken
 from lockstep.tasks.task import Forward, Generate
@@ -94,7 +84,7 @@ class MaskedLanguageModeling(PerToken):
     def usable(
         cls, rows: Dataset, options: MaskedLanguageModelingOptions, split: str, name: str, drop: bool
     ) -> Dataset:
-        return missing_values.texts(rows, options.columns, split, name, drop)
+        return usable_rows.texts(rows, options.columns, split, name, drop)
 
     @classmethod
     def cut_of(cls, data: TextData) -> splitting.Cut:
@@ -103,7 +93,7 @@ class MaskedLanguageModeling(PerToken):
     @classmethod
     def tokenizer_texts(cls, rows: Dataset, options: MaskedLanguageModelingOptions) -> Iterator[list[str]]:
         for batch in in_batches(rows):
-            yield [piece for text in batch[options.text] for piece in chunked_tokenization.pieces(text)]
+            yield [piece for text in batch[options.text] for piece in lm_documents.pieces(text)]
 
     @classmethod
     def check(cls, data: TextData, folder: Path, tok: Any) -> None:
@@ -118,7 +108,7 @@ class MaskedLanguageModeling(PerToken):
     def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
         column, packed = data.options.text, data.options.packing
         encode = partial(_encode, tok=tok, column=column, size=data.run.data.max_length, packed=packed)
-        file, counts = mixed.each_alone(data.splits[split], key, encode)
+        file, counts = source.each_alone(data.splits[split], key, encode)
         if examples_in(file) == 0:
             discard(Path(file))
             raise RunError(f"task.text: the {split} split of {data.name} is one token long: there is nothing to mask")
@@ -137,7 +127,7 @@ class MaskedLanguageModeling(PerToken):
             if not options.packing:
                 return _parts(rows[:][options.text], tok, run.data.max_length)
             texts = [each for each, _ in lm_documents.of_texts(rows, tok, options.text, range(len(rows)))]
-            return packing.examples(packing.joined(texts, True), run.data.max_length)
+            return lm_documents.examples(lm_documents.joined(texts, True), run.data.max_length)
 
         return make
 
@@ -207,7 +197,7 @@ class MaskedLanguageModeling(PerToken):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The text `filled` in, and for each of its `masks` the likeliest tokens with their scores."""
-        from lockstep.tasks.models import batched_inference, models
+        from lockstep.tasks.models import inference, models
 
         model, tok = models.exported(cls.head, folder, run)
         most = run.data.max_length
@@ -222,10 +212,10 @@ class MaskedLanguageModeling(PerToken):
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             read = [tok(row[0], truncation=True, max_length=most) for row in rows]
-            logits = model(**batched_inference.padded(read, {"input_ids": int(tok.pad_token_id)})).logits  # [B, T, V]
+            logits = model(**inference.padded(read, {"input_ids": int(tok.pad_token_id)})).logits  # [B, T, V]
             return [_filled(tok, each["input_ids"], logits[i]) for i, each in enumerate(read)]
 
-        return batched_inference.answers(rows, answer)
+        return inference.answers(rows, answer)
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
@@ -265,7 +255,9 @@ def _encode(dataset: Dataset, key: str, tok: Any, column: str, size: int, packed
 
     parts = arrow_cache.cuts(dataset.select_columns([column]))
     if packed:
-        return packing.write(parts, lambda rows: lm_documents.of_texts(dataset, tok, column, rows), size, True, key)
+        return lm_documents.write(
+            parts, lambda rows: lm_documents.of_texts(dataset, tok, column, rows), size, True, key
+        )
 
     def make(rows: range) -> Iterator[tuple[pa.RecordBatch, int]]:
         for _, batch in arrow_cache.batches(dataset.select_columns([column]), rows):

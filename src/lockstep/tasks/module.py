@@ -18,7 +18,7 @@ from pydantic import Field
 
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
-from lockstep.data.tokens import Columns, Prepared, digest
+from lockstep.data.arrow_cache import Columns, Prepared, digest
 from lockstep.tasks.task import Forward, Generate, Task, spread_rows
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ class Module(Task):
     @classmethod
     def fingerprint(cls, run: Run) -> str:
         """How many items each split has, and what some of them hold."""
-        from lockstep.tasks.modules import dataset, user_functions
+        from lockstep.tasks.modules import dataset
 
-        sets, _ = user_functions.data_sets(run)
+        sets, _ = dataset.data_sets(run)
         return digest({s: dataset.seal(run, data, places, SEALED) for s, (data, places) in sets.items()})
 
     # -- before any process ------------------------------------------------------------------------------------------
@@ -96,30 +96,30 @@ class Module(Task):
     def prepare(cls, run: Run) -> Prepared:
         from dataclasses import asdict
 
-        from lockstep.tasks.modules import lengths, user_functions
+        from lockstep.tasks.modules import dataset
         from lockstep.tasks.modules.loss_probe import probe
 
-        sets, cut = user_functions.data_sets(run)
+        sets, cut = dataset.data_sets(run)
         found = probe(run, *sets["train"])
-        files, key, asked = {}, digest(cls.fingerprint(run)), lengths.asked(run)
+        files, key, asked = {}, digest(cls.fingerprint(run)), dataset.asked_lengths(run)
         for split, (data, places) in sets.items():
             further = [asked, hashlib.sha256(places.tobytes()).hexdigest()] if asked else []
             of = digest(key, split, asdict(found), *further)
-            files[split] = lengths.measured(run, data, places, found.each, of)
+            files[split] = dataset.measured(run, data, places, found.each, of)
         if asked:  # of all items, where the rest of the key looks at some
-            key = digest(key, {split: lengths.content(file) for split, file in files.items()})
+            key = digest(key, {split: dataset.content(file) for split, file in files.items()})
         facts = {"source": run.task.options["data"], "cut": cut} | asdict(found)
         return Prepared(key, files, "", facts)
 
     # -- in every process --------------------------------------------------------------------------------------------
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
-        from lockstep.tasks.modules import user_functions
+        from lockstep.tasks.modules import dataset
         from lockstep.tasks.modules.dataset import Items
 
         self.run, self.prepared = run, prepared
         self.options = ModuleOptions.model_validate(run.task.options)
-        self.sets, _ = user_functions.data_sets(run)
+        self.sets, _ = dataset.data_sets(run)
         self.splits = {s: Items(*self.sets[s], path, s) for s, path in prepared.splits.items()}
         if self.options.length is not None:
             self.unit = "units"
@@ -142,14 +142,14 @@ class Module(Task):
         return {"loss": f"{self.options.loss}: {kinds[facts['loss']]}"} | cut
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.modules import user_functions, wrapped_module
+        from lockstep.tasks.modules import dataset, wrapped_module
 
-        found = user_functions.model(self.run, empty)
+        found = dataset.model(self.run, empty)
         if self.run.model.source is not None and not empty:  # an export, to be evaluated
-            from lockstep.tasks.modules import exported
+            from lockstep.tasks.modules import wrapped_module
 
-            exported.fill(found, Path(self.run.model.source))
-        functions = {key: user_functions.function(self.run, key) for key in ("loss", "metrics", "generate")}
+            wrapped_module.fill(found, Path(self.run.model.source))
+        functions = {key: dataset.function(self.run, key) for key in ("loss", "metrics", "generate")}
         facts = self.prepared.facts
         calling = wrapped_module.Calling(
             self.run,
@@ -222,9 +222,9 @@ class Module(Task):
         return [{str(key): str(value) for key, value in row.items()} for row in rows]
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep.tasks.modules import exported
+        from lockstep.tasks.modules import wrapped_module
 
-        exported.write(folder, weights, self.options.model, self.options.model_arguments)
+        wrapped_module.write(folder, weights, self.options.model, self.options.model_arguments)
 
 
 def _bundle(batch: MicroBatch) -> Bundle:

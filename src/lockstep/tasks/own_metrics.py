@@ -1,4 +1,13 @@
-"""Metrics of the user's own: functions that the run file's `metrics` names, of all predictions and labels of a split.
+"""What functions of `metrics` in the run file are given of a split, where it is no plain array of numbers.
+
+In: tokens of a batch, texts and lists of examples. Out: rows that are as wide in every batch, so that they can be
+gathered; arrays of objects. Nothing here imports torch at the top.
+
+What a report shows of a split beside its metrics: scores by the size of what was to be found, and numbers in order.
+
+In: sizes, such as words, with scores. Out: sums in bins, as many for every batch, that ranks add up; points of curves.
+
+Metrics of the user's own: functions that the run file's `metrics` names, of all predictions and labels of a split.
 
 In: dotted names, and what a task has gathered. Out: numbers by name, or a `RunError` that names the function. Each is
 tried on made-up predictions before any process starts. Imports no torch at the top.
@@ -14,16 +23,82 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
-from lockstep.data.tokens import Prepared
+from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed.randomness import seed_everything
 from lockstep.tasks.abilities import GivesPredictions
 from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep.data.arrow_cache import Columns
+
+
+NOTHING = -1  # stands where a row has no token
+
+
+def as_wide(tokens: Tensor, width: int, fill: int = NOTHING) -> Tensor:
+    """Rows [B, T] in the width of the split's widest: int32 [B, width]."""
+    import torch
+
+    return torch.nn.functional.pad(tokens.int(), (0, width - tokens.shape[1]), value=fill)
+
+
+def longest(columns: Columns) -> int:
+    """Tokens of the longest example of a split: the same for any batch of it, on any rank."""
+    return int(columns.lengths[columns.longest(1)][0])
+
+
+def listed(values: Sequence[Any]) -> np.ndarray:
+    """Texts, or lists, one an example: an array of objects [N]."""
+    found = np.empty(len(values), dtype=object)
+    for place, value in enumerate(values):
+        found[place] = value
+    return found
+
+
+# The least size of each bin.
+BINS = np.array([0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 46, 64, 91, 128, 182, 256, 363, 512, 725, 1024, 2048, 4096])
+_POINTS = 101  # of a curve of numbers in order
+
+
+def bin_of(sizes: Sequence[int]) -> np.ndarray:
+    """Which bin each belongs to: int64 [N]."""
+    return np.searchsorted(BINS, np.asarray(sizes, dtype=np.int64), side="right") - 1
+
+
+def binned(sizes: Sequence[int], *values: Sequence[float]) -> np.ndarray:
+    """How many there are in each bin, the sum of their sizes, and of each of their values: float64
+    [bins, 2 + values]."""
+    columns = [
+        np.ones(len(sizes)),
+        np.asarray(sizes, dtype=np.float64),
+        *(np.asarray(v, dtype=np.float64) for v in values),
+    ]
+    return np.stack([np.bincount(bin_of(sizes), column, len(BINS)) for column in columns], 1)
+
+
+def curve(sums: Tensor | np.ndarray, value: Callable[[int], float]) -> list[list[float]]:
+    """A point for each bin that holds something: the mean of its sizes, and the value of the bin. `sums`: of
+    `binned`."""
+    found = np.asarray(sums, dtype=np.float64)
+    return [[found[b, 1] / found[b, 0], value(b)] for b in np.flatnonzero(found[:, 0]).tolist()]
+
+
+def in_order(title: str, of: str, values: np.ndarray) -> dict[str, Any]:
+    """A plot of numbers from the least to the greatest, by the share of them that is below."""
+    if len(values) == 0 or not np.isfinite(values).all():
+        return {}
+    shares = np.linspace(0.0, 1.0, min(_POINTS, len(values)))
+    line = [[float(share), float(value)] for share, value in zip(shares, np.quantile(values, shares), strict=True)]
+    return {"plots": [{"title": title, "x": "share that is below", "lines": {of: line}}]}
+
 
 Metric = Callable[[np.ndarray, np.ndarray], float | Mapping[str, float]]
 
@@ -32,7 +107,7 @@ _DRAWN = -3  # what such functions draw is seeded as if it were a step of this n
 
 def functions(run: Run) -> dict[str, Metric]:
     """By dotted name, imported. Errors: `RunError` for one that is not there, or that takes something else."""
-    from lockstep.tasks.modules.user_functions import error_line
+    from lockstep.tasks.modules.dataset import error_line
 
     found: dict[str, Metric] = {}
     for name in run.metrics:
@@ -79,7 +154,7 @@ def scored(
 ) -> dict[str, float]:
     """What the functions make of predictions and labels. `taken`: names that metrics have already. Errors: `RunError`
     that names the function, for one that fails or returns something else than numbers."""
-    from lockstep.tasks.modules.user_functions import error_line
+    from lockstep.tasks.modules.dataset import error_line
 
     numbers: dict[str, float] = {}
     for name, function in found.items():

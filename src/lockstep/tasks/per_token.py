@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import Run, RunError
-from lockstep.data.tokens import Columns, Prepared
-from lockstep.tasks import metric_arrays
+from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.task import Forward
 from lockstep.tasks.text_task import Arrays, TextTask
@@ -97,10 +97,10 @@ class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
         examples = {"examples": torch.tensor(float(len(rows)), dtype=torch.float64, device=batch.targets.device)}
         if not self.per_example_outputs:
             return self.score(forward, batch) | examples
-        logits, width = forward(batch.inputs).float(), metric_arrays.longest(columns)
-        foretold = logits.argmax(-1).masked_fill(batch.targets < 0, metric_arrays.NOTHING)
-        wanted = batch.targets.clamp(min=metric_arrays.NOTHING)
-        told = {"foretold": metric_arrays.as_wide(foretold, width), "wanted": metric_arrays.as_wide(wanted, width)}
+        logits, width = forward(batch.inputs).float(), own_metrics.longest(columns)
+        foretold = logits.argmax(-1).masked_fill(batch.targets < 0, own_metrics.NOTHING)
+        wanted = batch.targets.clamp(min=own_metrics.NOTHING)
+        told = {"foretold": own_metrics.as_wide(foretold, width), "wanted": own_metrics.as_wide(wanted, width)}
         return self.sums(logits, batch.targets) | told | examples
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -112,7 +112,7 @@ class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
             raise RunError(
                 "metrics: with task.loss_chunk no logits are kept that tokens could be read from; leave one of them out"
             )
-        labels = np.where(np.arange(12) % 4 == 0, metric_arrays.NOTHING, np.arange(12) % len(self.tokenizer)).reshape(
+        labels = np.where(np.arange(12) % 4 == 0, own_metrics.NOTHING, np.arange(12) % len(self.tokenizer)).reshape(
             4, 3
         )
         return labels.copy(), labels

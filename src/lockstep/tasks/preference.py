@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from lockstep.config.run import Run
 from lockstep.data import tokenizer
-from lockstep.data.tokens import Columns
+from lockstep.data.arrow_cache import Columns
 from lockstep.tasks.abilities import UsesReference
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs
 from lockstep.tasks.models import heads
@@ -193,8 +193,8 @@ class Preference(AnswerPairs, UsesReference):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """What is `written` after the prompt: the likeliest token each time."""
-        from lockstep.tasks.models import batched_inference, models
-        from lockstep.tasks.models.decoding import continuation
+        from lockstep.tasks.models import inference, models
+        from lockstep.tasks.models.inference import continuation
 
         options = cls.options_of(run)
         model, tok = models.exported(cls.head, folder, run)
@@ -207,7 +207,7 @@ class Preference(AnswerPairs, UsesReference):
             most = run.data.max_length, options.sample_tokens
             return [{"written": continuation(model, tok, text, options.conversations, *most)}]
 
-        return batched_inference.answers(rows, answer, at_once=1)
+        return inference.answers(rows, answer, at_once=1)
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:

@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import qa_features, tokenizer
-from lockstep.data.tokens import Columns
-from lockstep.tasks import length_curves
+from lockstep.data.arrow_cache import Columns
+from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
-from lockstep.tasks.metric_arrays import listed
 from lockstep.tasks.models import heads
+from lockstep.tasks.own_metrics import listed
 from lockstep.tasks.task import Forward, Generate
 from lockstep.tasks.text_task import Arrays, Encoder, TextData, TextTask
 
@@ -160,7 +160,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         ]
         exact, f1 = torch.tensor(each, dtype=torch.float64).reshape(-1, 2).sum(0).to(logits.device) * _SHARP
         words = [len(qa_spans.normal(wanted[0] if wanted else "").split()) for wanted in right]
-        by_words = torch.from_numpy(length_curves.binned(words, [f1 for _, f1 in each])).to(logits.device)  # [bins, 3]
+        by_words = torch.from_numpy(own_metrics.binned(words, [f1 for _, f1 in each])).to(logits.device)  # [bins, 3]
         placed = torch.tensor([[span.start, span.end] for span in held], dtype=torch.int32).reshape(-1, 2)
         gathered = {"spans": placed.to(logits.device)} if self.per_example_outputs else {}
         examples = torch.tensor(float(len(rows)), dtype=torch.float64, device=logits.device)
@@ -197,7 +197,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     def tables(self, sums: Sums) -> dict[str, Any]:
         """F1 by the words of the right answer; none where there is no answer."""
         found = sums["by_words"].numpy()
-        line = length_curves.curve(found, lambda b: 100 * float(found[b, 2] / found[b, 0]))
+        line = own_metrics.curve(found, lambda b: 100 * float(found[b, 2] / found[b, 0]))
         return {"plots": [{"title": "F1", "x": "words of the right answer", "lines": {"F1": line}}]}
 
     def sample_texts(
@@ -217,7 +217,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The `answer`, and at which characters of the context it begins and ends; empty where there is none."""
-        from lockstep.tasks.models import batched_inference, models, qa_spans
+        from lockstep.tasks.models import inference, models, qa_spans
 
         options = cls.options_of(run)
         model, tok = models.exported(cls.head, folder, run)
@@ -241,7 +241,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
                 for row, span in zip(rows, found, strict=True)
             ]
 
-        return batched_inference.answers(rows, answer, at_once=8)
+        return inference.answers(rows, answer, at_once=8)
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from lockstep.config.run import Run
-from lockstep.data.tokens import Columns
+from lockstep.data.arrow_cache import Columns
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs, tokens_of
 from lockstep.tasks.models import heads
 from lockstep.tasks.task import Forward
@@ -102,7 +102,7 @@ class Reward(AnswerPairs):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The `reward` of a prompt with an answer."""
-        from lockstep.tasks.models import batched_inference, models
+        from lockstep.tasks.models import inference, models
 
         model, tok = models.exported(cls.head, folder, run)
         options, pads = cls.options_of(run), {"input_ids": int(tok.pad_token_id)}
@@ -111,10 +111,10 @@ class Reward(AnswerPairs):
             asked = [row[0] if options.prompt else None for row in rows]
             tokens = [tokens_of(tok, options, prompt, row[-1])[0] for prompt, row in zip(asked, rows, strict=True)]
             ids = [{"input_ids": each[: run.data.max_length]} for each in tokens]
-            rewards = model(**batched_inference.padded(ids, pads)).logits.view(-1)
+            rewards = model(**inference.padded(ids, pads)).logits.view(-1)
             return [{"reward": reward} for reward in rewards.tolist()]
 
-        return batched_inference.answers(rows, answer)
+        return inference.answers(rows, answer)
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:

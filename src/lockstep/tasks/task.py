@@ -18,14 +18,14 @@ import numpy as np
 from pydantic import BaseModel
 
 from lockstep.config.run import Run
-from lockstep.data import micro_batches
-from lockstep.data.tokens import Columns, Prepared
+from lockstep.data import order
+from lockstep.data.arrow_cache import Columns, Prepared
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.data.batch import MicroBatch, Sums
-    from lockstep.tasks.models.decoding import Decoding
+    from lockstep.tasks.models.inference import Decoding
 
 Forward = Callable[[Mapping[str, "Tensor"]], "Tensor"]  # inputs of the model -> its logits. Collective
 Generate = Callable[[Mapping[str, "Tensor"], "Decoding"], "Tensor"]  # inputs -> new tokens int64 [B, N]. Collective
@@ -195,12 +195,12 @@ class Task(ABC):
     def cut(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
         """The micro-batches of a step that has these rows: places in `rows`, [M]. A function of its arguments and the
         run file alone. The default suits losses that are sums over examples: any cut has the same gradient."""
-        return micro_batches.cut(columns.lengths[rows], self.run.micro_batches)
+        return order.cut(columns.lengths[rows], self.run.micro_batches)
 
     def padded(self, columns: Columns, rows: np.ndarray, groups: Sequence[np.ndarray]) -> int:
         """What goes through the model, counted in `unit`s, padding among them, where each of these `groups` (places in
         `rows`) is collated, and padded."""
-        return sum(micro_batches.padded_cost(side, list(groups)) for side in self.sides(columns, rows))
+        return sum(order.padded_cost(side, list(groups)) for side in self.sides(columns, rows))
 
     # -- loss and scores -----------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Task(ABC):
     def tables(self, sums: Sums) -> dict[str, Any]:
         """What a report shows of a split beside its metrics, from the same sums: JSON by name. `confusion` is
         `{labels, counts}`, a row for each true label; `plots` are drawn, each `{title, x, lines}`, where `lines` has
-        points [x, y] by name; of `labels`, `reliability` and `scatter` see `track/report/predictions.py`."""
+        points [x, y] by name; of `labels`, `reliability` and `scatter` see `track/report/panels.py`."""
         return {}
 
     def samples(self, generate: Generate, forward: Forward) -> list[dict[str, str]]:

@@ -15,9 +15,9 @@ import numpy as np
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import lm_documents, source, splitting, stream, tokenizer
+from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.data.stream import Stream
-from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, encode
+from lockstep.data.usable_rows import TokenCounts
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:

@@ -1,4 +1,10 @@
-"""Named entities and the like: a tag for every word, with any model that `AutoModelForTokenClassification` knows.
+"""Tags of words -> entities, in every scheme of tags there is: IOB1, IOB2, IOE1, IOE2, IOBES, BILOU, BMES, BMEWO.
+
+In: the tags of a data set. Out: what each says of its word, and the entities that a row of them marks. The letters of
+the schemes do not contradict each other: a word is the first (B), inside (I, M), the last (E, L), or all (S, U, W) of
+an entity, and so one reading does for all.
+
+Named entities and the like: a tag for every word, with any model that `AutoModelForTokenClassification` knows.
 
 In: a column of lists of words and one of lists of tags. Out: loss, accuracy, and precision, recall and F1 of whole
 entities, all from sums.
@@ -6,8 +12,9 @@ entities, all from sums.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,11 +22,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import column_scan, labels, missing_values, source, tokenizer
-from lockstep.data.tokens import Columns, Prepared
-from lockstep.tasks.metric_arrays import listed
+from lockstep.data import labels, source, tokenizer, usable_rows
+from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.tasks.models import heads
-from lockstep.tasks.models.tags import entities, parts
+from lockstep.tasks.own_metrics import listed
 from lockstep.tasks.per_token import PerToken
 from lockstep.tasks.task import Forward, Generate
 from lockstep.tasks.text_task import Encoder, TextData, in_batches
@@ -29,6 +35,66 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.data.batch import MicroBatch, Sums
+
+
+_READ = {"B": "B", "I": "I", "M": "I", "E": "E", "L": "E", "S": "S", "U": "S", "W": "S"}  # in words of IOBES
+_PREFIX = r"(?P<letter>[^\W\d_])[-_](?P<kind>.+)"  # B-PER, B_PER
+_OTHERS = (r"(?P<kind>.+)[-_](?P<letter>[^\W\d_])", r"(?P<letter>[A-Z])(?P<kind>)")  # PER-B, B
+_OUTSIDE = ("", "")
+
+
+def parts(tags: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Tag -> its letter in IOBES and its kind of entity (_, where it has a letter only); both empty outside of any. A
+    tag without a letter is the kind of an entity of one word. Letters are read where some tag of that form has B or I,
+    so that names that look like it (the parts of speech NN-TL, V_S) are names. Errors: `RunError` for a letter of no
+    scheme beside those of one."""
+    names = sorted(set(tags))
+    marks = {tag for tag in names if tag not in ("O", "o")}
+    for form in (_PREFIX, *_OTHERS):
+        found = {tag: match for tag in marks if (match := re.fullmatch(form, tag))}
+        letters = {tag: match["letter"].upper() for tag, match in found.items()}
+        known = {tag: letter for tag, letter in letters.items() if letter in _READ}
+        if not {"B", "I"} & set(known.values()) or (form != _PREFIX and known.keys() != marks):
+            continue
+        _refuse_others(letters, {tag: match["kind"] for tag, match in found.items()})
+        read = {tag: (_READ[letter], found[tag]["kind"] or "_") for tag, letter in known.items()}
+        outside = {tag: _OUTSIDE for tag, letter in letters.items() if letter == "O"}
+        return {tag: (read | outside).get(tag, _alone(tag)) for tag in names}
+    return {tag: _alone(tag) for tag in names}
+
+
+def _refuse_others(letters: Mapping[str, str], kinds: Mapping[str, str]) -> None:
+    """Errors: `RunError`."""
+    read = {kinds[tag] for tag, letter in letters.items() if letter in _READ}
+    others = [tag for tag, letter in letters.items() if letter not in _READ and letter != "O" and kinds[tag] in read]
+    if others:
+        raise RunError(
+            f"task.tags: {min(others)!r} begins with a letter of no scheme of tags, and others with letters of one: "
+            "read are B I O E S, B I L O U, B M E S O and B M E W O. Rename such tags"
+        )
+
+
+def _alone(tag: str) -> tuple[str, str]:
+    """Of a tag that is read as it stands."""
+    return _OUTSIDE if tag in ("O", "o") else ("S", tag)
+
+
+def entities(row: Sequence[tuple[str, str]]) -> set[tuple[int, int, str]]:
+    """(first word, word after the last, kind) of the entities that a row of `parts` marks. What is inside and follows
+    nothing of its kind begins an entity (conlleval's rule)."""
+    found = set()
+    start, kind = 0, ""
+    for place, (letter, name) in enumerate([*row, _OUTSIDE]):
+        if kind and (letter in ("", "B", "S") or name != kind):
+            found.add((start, place, kind))
+            kind = ""
+        if letter and not kind:
+            start, kind = place, name
+        if kind and letter in ("S", "E"):
+            found.add((start, place + 1, kind))
+            kind = ""
+    return found
+
 
 _SKIPPED = -100  # the tag of a word's further tokens; IGNORED in batch.py, which imports torch
 
@@ -124,7 +190,7 @@ class TokenClassification(PerToken):
     def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
         facts: dict[str, Any] = {"labels": data.labels}
         if data.rows is None and labels.alike(dict.fromkeys(data.labels, 0)):
-            scanned = column_scan.lists(data.splits["train"], "tags")
+            scanned = usable_rows.lists(data.splits["train"], "tags")
             facts |= labels.alike(Counter(tag for _, part in scanned for tags in part for tag in tags))
         return facts
 
@@ -225,7 +291,7 @@ class TokenClassification(PerToken):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """`words`, each with its `label` and that one's `score`; a text is cut at its spaces."""
-        from lockstep.tasks.models import batched_inference, models
+        from lockstep.tasks.models import inference, models
 
         model, tok = models.exported(cls.head, folder, run)
         names = model.config.id2label
@@ -233,7 +299,7 @@ class TokenClassification(PerToken):
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             words = [row[0].split() for row in rows]
             read = [tok(w, is_split_into_words=True, truncation=True, max_length=run.data.max_length) for w in words]
-            batch = batched_inference.padded(read, {"input_ids": int(tok.pad_token_id)})
+            batch = inference.padded(read, {"input_ids": int(tok.pad_token_id)})
             scores, tags = (found.tolist() for found in model(**batch).logits.softmax(-1).max(-1))  # [B, T]
             return [
                 {
@@ -245,7 +311,7 @@ class TokenClassification(PerToken):
                 for i, asked in enumerate(read)
             ]
 
-        return batched_inference.answers(rows, answer)
+        return inference.answers(rows, answer)
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
@@ -270,10 +336,10 @@ def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, nam
     import datasets
 
     columns = options.columns
-    missing_values.present(dataset, columns, split, name)
+    usable_rows.present(dataset, columns, split, name)
     names = getattr(getattr(dataset.features[options.tags], "feature", None), "names", None)
     found = []  # whether there is a word at all; which rows lack words, and which tags
-    for first, part in column_scan.lists(dataset, options.words, options.tags):
+    for first, part in usable_rows.lists(dataset, options.words, options.tags):
         for row, (said, marked) in enumerate(part, first):
             if None not in (said, marked) and not (
                 isinstance(said, list) and isinstance(marked, list) and len(said) == len(marked)
@@ -289,7 +355,7 @@ def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, nam
         raise RunError(f"task.words: the {split} split of {name} holds no words")
     columns_lacking = ((options.words, [w for _, w, _ in found]), (options.tags, [t for *_, t in found]))
     lacks = {key: (column, np.concatenate(part)) for key, (column, part) in zip(columns, columns_lacking, strict=True)}
-    whole = missing_values.without(dataset, lacks, split, name, drop)
+    whole = usable_rows.without(dataset, lacks, split, name, drop)
 
     def converted(rows: dict[str, list]) -> dict[str, list]:
         words = [[str(word) for word in said] for said in rows[options.words]]
@@ -304,7 +370,7 @@ def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, nam
 
 
 def _tags(dataset: Dataset) -> set[str]:
-    return {tag for _, part in column_scan.lists(dataset, "tags") for tags in part for tag in tags}
+    return {tag for _, part in usable_rows.lists(dataset, "tags") for tags in part for tag in tags}
 
 
 def _nothing(value: Any, names: list[str] | None = None) -> bool:

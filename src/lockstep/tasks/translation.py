@@ -1,4 +1,14 @@
-"""Translation with any model that `AutoModelForSeq2SeqLM` knows, pretrained or from scratch with its own tokenizers.
+"""What tasks share that write one text for another: their keys, pairs of texts, and the tokens of both.
+
+In: rows of a data set, with two columns of texts or one of {language: text}. Out: columns `source` and `target`, and of
+these `input_ids`, `target_ids` and the target as a text, `reference`.
+
+BLEU and chrF as functions of sums: what sacrebleu counts in each sentence is added up, over ranks too.
+
+In: what a model wrote, and references. Out: counts of n-grams and lengths; from their sums, the scores that sacrebleu
+gives for the gathered corpus. Needs the extra `lockstep-train[translation]`.
+
+Translation with any model that `AutoModelForSeq2SeqLM` knows, pretrained or from scratch with its own tokenizers.
 
 In: pairs of texts: a `translation` column as the Hub has it, or two columns. Out: loss and perplexity per target token,
 BLEU and chrF of what the model writes, all from sums.
@@ -6,22 +16,23 @@ BLEU and chrF of what the model writes, all from sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import lm_documents, tokenizer
-from lockstep.data.tokens import Columns, Prepared
-from lockstep.tasks import length_curves
+from lockstep.data import lm_documents, source, tokenizer, usable_rows
+from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.stream import Stream
+from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import Generates, GivesPredictions, Predicts, Streams
-from lockstep.tasks.metric_arrays import listed
-from lockstep.tasks.models import bleu, heads, seq2seq_data
-from lockstep.tasks.models.seq2seq_data import WritingOptions as WritingOptions
+from lockstep.tasks.models import heads
+from lockstep.tasks.own_metrics import listed
 from lockstep.tasks.per_token import TokenLosses
 from lockstep.tasks.task import Forward, Generate
 from lockstep.tasks.text_task import Arrays, Encoder, TextData
@@ -31,7 +42,172 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.data.batch import MicroBatch, Sums
-    from lockstep.tasks.models.decoding import Decoding
+    from lockstep.tasks.models.inference import Decoding
+
+
+PAIR = "translation"  # the Hub's column of {language: text}
+
+
+class WritingOptions(BaseModel):
+    """The keys of tasks that write one text for another."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    source: str = Field("source", description="column of the source text, or its language in a translation column")
+    target: str = Field("target", description="column of the target text, or its language in a translation column")
+    prefix: str = Field("", description="put before every source text, as T5 wants it")
+    tokenizers: Literal["shared", "separate"] = Field(
+        "shared", description="trained ones: one for both languages, or one each (marian)"
+    )
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the training loss")
+    loss_chunk: Annotated[int, Field(ge=1, strict=True)] | Literal["liger"] | None = Field(
+        None,
+        description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
+        "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch",
+    )
+    target_length: int | None = Field(
+        None, ge=1, description="tokens of a target, and of what is written, at most; default: data.max_length"
+    )
+    beams: int = Field(1, ge=1, description="of the search that writes texts; 1: greedy")
+    samples: int = Field(3, ge=0, description="texts to show after each evaluation, with what is written for them")
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Key of the run file -> the column that it names, or the language in a column of translations."""
+        return {"task.source": self.source, "task.target": self.target}
+
+
+def pairs(dataset: Dataset, options: WritingOptions, split: str, name: str, drop: bool) -> Dataset:
+    """The two sides as columns `source` and `target`. Errors: `RunError`."""
+    sides = {"source": options.source, "target": options.target}
+    if PAIR in dataset.column_names and not {options.source, options.target} <= set(dataset.column_names):
+        dataset = dataset.select_columns([PAIR]).flatten()
+        languages = [column.removeprefix(f"{PAIR}.") for column in dataset.column_names]
+        for key, language in sides.items():
+            if language not in languages:
+                raise RunError(
+                    f"task.{key}: the {split} split of {name} has no language {language!r}; it has "
+                    f"{', '.join(languages)}"
+                )
+        sides = {key: f"{PAIR}.{language}" for key, language in sides.items()}
+    dataset = usable_rows.texts(dataset, {f"task.{key}": column for key, column in sides.items()}, split, name, drop)
+    if options.source == options.target:
+        raise RunError(f"task.target: {options.target!r} is the source already")
+    wanted = dataset.select_columns([*sides.values(), *(c for c in dataset.column_names if c == source.SOURCE)])
+    return wanted.rename_columns({column: key for key, column in sides.items() if column != key})
+
+
+def tokenizers(run: Run, train: Dataset | Stream, hashed: str, options: WritingOptions) -> Path:
+    """The folder of both. The caller holds the lock. `hashed` stands for the texts. Errors: `RunError`."""
+
+    def batches(*columns: str) -> Iterator[list[str]]:
+        def of(some: Dataset) -> Iterator[list[str]]:
+            for start in range(0, len(some), 1000):
+                rows = some[start : start + 1000]
+                yield [text for column in columns for text in rows[column]]
+
+        return train.texts(of) if isinstance(train, Stream) else of(train)
+
+    targets = tokenizer.of_targets(run)
+    if targets is not None:  # of a model that was trained with two, whatever task.tokenizers says
+        return tokenizer.pair(tokenizer.prepare(run, batches("source"), hashed), targets)
+    if options.tokenizers == "shared":
+        return tokenizer.prepare(run, batches("source", "target"), hashed, generative=True)
+    if run.tokenizer.train is None:
+        raise RunError(
+            "task.tokenizers: separate ones are trained (set tokenizer.train), or come with the model, the second one "
+            f"in its folder {tokenizer.TARGET}/; {run.tokenizer.source or run.model.source or 'a new model'} has none: "
+            "leave this out"
+        )
+    trained = partial(tokenizer.prepare, run, generative=True)
+    sources = trained(batches("source"), f"{hashed} source")
+    return tokenizer.pair(sources, trained(batches("target"), f"{hashed} target", of_target=True))
+
+
+def target_tokenizer(run: Run, folder: Path, shared: Any) -> Any:
+    """That of the targets, in the folder of `tokenizers`, where they have one of their own."""
+    own = folder / tokenizer.TARGET
+    return tokenizer.load(str(own), run.model.trust_remote_code) if own.is_dir() else shared
+
+
+def encoder_of(
+    run: Run, folder: str, options: WritingOptions
+) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
+    """What makes tokens of pairs, and what these are."""
+    import datasets
+
+    sources: Any = tokenizer.load(folder, run.model.trust_remote_code)
+    targets = target_tokenizer(run, Path(folder), sources)
+    numbers = datasets.List(datasets.Value("int32"))
+    text = datasets.Value("string")
+    features = datasets.Features({"input_ids": numbers, "target_ids": numbers, "reference": text})
+    limit = {"truncation": True, "max_length": run.data.max_length, "return_attention_mask": False}
+
+    def closed(rows: list[list[int]], known: Any) -> list[list[int]]:
+        """A target without any token could not be learned: it has its end token at least."""
+        end = lm_documents.end_of(known)
+        return [row or [end if end is not None else known.pad_token_id] for row in rows]
+
+    def encoder(rows: dict[str, list]) -> dict[str, list]:
+        asked = sources([options.prefix + text for text in rows["source"]], **limit)["input_ids"]
+        told = targets(text_target=rows["target"], **limit | {"max_length": most(run, options)})["input_ids"]
+        ids = {"input_ids": closed(asked, sources), "target_ids": closed(told, targets)}
+        return ids | {"reference": rows["target"]}
+
+    return encoder, features
+
+
+def most(run: Run, options: WritingOptions) -> int:
+    """Tokens of a target."""
+    return options.target_length or run.data.max_length
+
+
+SIZES = {"bleu": 10, "chrf": 18}  # lengths, matches and totals of 1- to 4-grams; three counts of 1- to 6-grams
+
+
+def check(tokenizer: str) -> None:
+    """Errors: `RunError`, when sacrebleu or one of its tokenizers is not there."""
+    if importlib.util.find_spec("sacrebleu") is None:
+        raise RunError(
+            "task.bleu: sacrebleu is not installed: pip install 'lockstep-train[translation]', or set task.bleu=false"
+        )
+    from sacrebleu.metrics.bleu import BLEU
+
+    if tokenizer not in BLEU.TOKENIZERS:
+        raise RunError(
+            f"task.bleu_tokenizer: sacrebleu has no tokenizer {tokenizer!r}; it has {', '.join(BLEU.TOKENIZERS)}"
+        )
+    try:
+        BLEU(tokenize=tokenizer)
+    except (ImportError, RuntimeError, OSError) as error:  # some need packages or models of their own
+        raise RunError(f"task.bleu_tokenizer: {tokenizer}: {' '.join(str(error).split())}") from error
+
+
+class Overlap:
+    """The statistics of one BLEU and one chrF2, both with sacrebleu's defaults but for BLEU's tokenizer."""
+
+    names = tuple(SIZES)  # of the sums
+    scored = ("bleu", "chrf")
+
+    def __init__(self, tokenizer: str) -> None:
+        from sacrebleu.metrics.bleu import BLEU
+        from sacrebleu.metrics.chrf import CHRF
+
+        self._metrics: dict[str, Any] = {"bleu": BLEU(tokenize=tokenizer, force=True), "chrf": CHRF()}
+
+    def sums(self, written: list[str], references: list[str]) -> dict[str, np.ndarray]:
+        """Counts over these sentences: int64, of the `SIZES`."""
+        found = {name: np.zeros(size, dtype=np.int64) for name, size in SIZES.items()}
+        for name, metric in self._metrics.items() if written else ():
+            found[name] += np.sum(metric._extract_corpus_statistics(written, [references]), axis=0, dtype=np.int64)
+        return found
+
+    def scores(self, sums: Sums) -> dict[str, float]:
+        """BLEU and chrF2, from 0 to 100; none where the counts are not among the sums."""
+        return {
+            name: float(metric._compute_score_from_stats([int(count) for count in sums[name]]).score)
+            for name, metric in self._metrics.items()
+            if name in sums
+        }
 
 
 _WORDS = "by_words"
@@ -53,7 +229,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     default_model = "google-t5/t5-small"
     small_model = "marian"
     cache_name = ("translation",)
-    within = seq2seq_data.PAIR
+    within = PAIR
     row_is_example = True
     pipeline = "translation"
     display_keys: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
@@ -67,8 +243,8 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     def overlap_of(cls, options: Any) -> Any:
         """What scores the texts that are written, by `sums` and `scores`; None: nothing does. Errors: `RunError`."""
         if options.bleu:
-            bleu.check(options.bleu_tokenizer)
-        return bleu.Overlap(options.bleu_tokenizer) if options.bleu else None
+            check(options.bleu_tokenizer)
+        return Overlap(options.bleu_tokenizer) if options.bleu else None
 
     @classmethod
     def prepare(cls, run: Run) -> Prepared:
@@ -81,7 +257,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def usable(cls, rows: Dataset, options: WritingOptions, split: str, name: str, drop: bool) -> Dataset:
-        return seq2seq_data.pairs(rows, options, split, name, drop)
+        return pairs(rows, options, split, name, drop)
 
     @classmethod
     def compared(cls, options: WritingOptions) -> tuple[list[str], list[str]]:
@@ -90,9 +266,9 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     @classmethod
     def prepare_tokenizer(cls, data: TextData, hashed: str) -> Path:
         if data.rows is None:
-            return seq2seq_data.tokenizers(data.run, data.splits["train"], hashed, data.options)
+            return tokenizers(data.run, data.splits["train"], hashed, data.options)
         content = data.rows.content if data.run.tokenizer.train else ""
-        return seq2seq_data.tokenizers(data.run, data.rows, content, data.options)
+        return tokenizers(data.run, data.rows, content, data.options)
 
     @classmethod
     def check(cls, data: TextData, folder: Path, tok: Any) -> None:
@@ -104,7 +280,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
-        return seq2seq_data.encoder_of(run, folder, cls.options_of(run))
+        return encoder_of(run, folder, cls.options_of(run))
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -112,7 +288,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         from lockstep.tasks.models import model_configs
 
         super().__init__(run, prepared)
-        self.target_tokenizer = seq2seq_data.target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
+        self.target_tokenizer = target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
         self.entries = _entries(run, self.tokenizer, self.target_tokenizer)
         self.unpadded = self.padded_because is None
         self.starts_from_first = model_configs.load_config(run).model_type in model_configs.FROM_FIRST_TOKEN
@@ -154,12 +330,12 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     def _overlaps(self, written: list[str], wanted: list[str]) -> dict[str, np.ndarray]:
         """What the scores of texts are made of, in bins by the words of the references: [bins, ...] each."""
         words = [len(text.split()) for text in wanted]
-        place = length_curves.bin_of(words)
+        place = own_metrics.bin_of(words)
         of_bins = [
             self.overlap.sums(*([texts[i] for i in np.flatnonzero(place == b)] for texts in (written, wanted)))
-            for b in range(len(length_curves.BINS))
+            for b in range(len(own_metrics.BINS))
         ]
-        return {_WORDS: length_curves.binned(words)} | {
+        return {_WORDS: own_metrics.binned(words)} | {
             name: np.stack([of[name] for of in of_bins]) for name in of_bins[0]
         }
 
@@ -171,7 +347,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         def score(name: str, b: int) -> float:
             return float(self.overlap.scores({key: sums[key][b] for key in self.overlap.names})[name])
 
-        lines = {name: length_curves.curve(sums[_WORDS], partial(score, name)) for name in self.overlap.scored}
+        lines = {name: own_metrics.curve(sums[_WORDS], partial(score, name)) for name in self.overlap.scored}
         return {"plots": [{"title": ", ".join(lines), "x": "words of the reference", "lines": lines}]}
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -204,7 +380,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     def usage(self) -> str:
         """transformers has no pipeline for translation any more."""
         target = 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_REPO")\n'
-        written, most = "tokenizer", seq2seq_data.most(self.run, self.options)
+        written, longest = "tokenizer", most(self.run, self.options)
         if self.target_tokenizer is not self.tokenizer:
             target += 'targets = AutoTokenizer.from_pretrained("PATH_OR_REPO", subfolder="target")\n'
             written = "targets"
@@ -212,7 +388,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
             "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer\n\n"
             f'{target}model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_REPO")\n'
             f'ids = tokenizer("{self.options.prefix}some text", return_tensors="pt")["input_ids"]\n'
-            f"tokens = model.generate(ids, num_beams={self.options.beams}, max_new_tokens={most})\n"
+            f"tokens = model.generate(ids, num_beams={self.options.beams}, max_new_tokens={longest})\n"
             f"{written}.decode(tokens[0], skip_special_tokens=True)"
         )
 
@@ -222,11 +398,11 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return options.beams == 1 or not (options.samples or cls.overlap_of(options) or run.metrics)
 
     def _decoding(self) -> Decoding:
-        from lockstep.tasks.models.decoding import Decoding
+        from lockstep.tasks.models.inference import Decoding
 
         pad, end = int(self.target_tokenizer.pad_token_id), lm_documents.end_of(self.target_tokenizer)
         start = int(self.entries["decoder_start_token_id"])
-        return Decoding(seq2seq_data.most(self.run, self.options), pad, end, start, self.options.beams)
+        return Decoding(most(self.run, self.options), pad, end, start, self.options.beams)
 
     def _written(self, tokens: Tensor) -> list[str]:
         found = self.target_tokenizer.batch_decode(tokens.tolist(), skip_special_tokens=True)
@@ -240,26 +416,22 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The `translation`, or what else is written."""
-        from lockstep.tasks.models import batched_inference, models
-        from lockstep.tasks.models.decoding import Decoding, by_transformers
+        from lockstep.tasks.models import inference, models
+        from lockstep.tasks.models.inference import Decoding, by_transformers
 
         options = cls.options_of(run)
         model, sources = models.exported(cls.head, folder, run)
-        targets = seq2seq_data.target_tokenizer(run, folder, sources)
-        most, start = run.data.max_length, model.config.decoder_start_token_id
-        how = Decoding(
-            seq2seq_data.most(run, options), targets.pad_token_id, lm_documents.end_of(targets), start, options.beams
-        )
+        targets = target_tokenizer(run, folder, sources)
+        limit, start = run.data.max_length, model.config.decoder_start_token_id
+        how = Decoding(most(run, options), targets.pad_token_id, lm_documents.end_of(targets), start, options.beams)
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
-            read = [sources(options.prefix + row[0], truncation=True, max_length=most) for row in rows]
-            tokens = by_transformers(
-                model, batched_inference.padded(read, {"input_ids": int(sources.pad_token_id)}), how
-            )
+            read = [sources(options.prefix + row[0], truncation=True, max_length=limit) for row in rows]
+            tokens = by_transformers(model, inference.padded(read, {"input_ids": int(sources.pad_token_id)}), how)
             written = targets.batch_decode(tokens.tolist(), skip_special_tokens=True)
             return [{cls.answer: text.strip()} for text in written]
 
-        return batched_inference.answers(rows, answer)
+        return inference.answers(rows, answer)
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
@@ -304,7 +476,7 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
     from lockstep.tasks.models import model_configs, models
 
     key = "task.target_length" if (options.target_length or 0) > run.data.max_length else "data.max_length"
-    models.check(run, heads.SEQ2SEQ, max(run.data.max_length, seq2seq_data.most(run, options)), key, use_cache=False)
+    models.check(run, heads.SEQ2SEQ, max(run.data.max_length, most(run, options)), key, use_cache=False)
     known = model_configs.load_config(run).to_dict()
     known_to = tokenizer.load(str(folder), run.model.trust_remote_code)
     two = (folder / tokenizer.TARGET).is_dir() or getattr(known_to, "separate_vocabs", False)
@@ -313,6 +485,7 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
             f"model.source: {run.model.source} has a vocabulary of its own for targets, and no tokenizer for it was "
             f"found in {tokenizer.TARGET}/ beside its tokenizer: targets would be read with the tokenizer of sources"
         )
+    check_start(run)
     if "num_layers" in known and known.get("num_decoder_layers", 0) > known["num_layers"]:
         raise RunError(
             f"model.config: transformers cannot decode with {known['num_decoder_layers']} decoder layers on "
@@ -322,4 +495,21 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
         raise RunError(
             f"task.tokenizers: a {run.model.type or 'pretrained'} model has one vocabulary for both languages; use "
             "shared ones, or model.type: marian"
+        )
+
+
+def check_start(run: Run) -> None:
+    """Errors: `RunError` where a pretrained T5Gemma names two tokens that its decoder starts from."""
+    from lockstep.tasks.models import model_configs
+
+    config = model_configs.load_config(run)
+    if run.model.source is None or config.model_type not in model_configs.FROM_FIRST_TOKEN:
+        return
+    start, own = getattr(config, "decoder_start_token_id", None), config.decoder.bos_token_id
+    start = config.bos_token_id if start is None else start
+    if start != own:
+        raise RunError(
+            f"model.source: the decoder of this {config.model_type} starts from token {start} where it writes, and "
+            f"from {own} where transformers trains it (decoder.bos_token_id of its config); set "
+            f"model.config.decoder_start_token_id={own}, or give its config.json one token for both"
         )

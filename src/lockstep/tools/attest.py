@@ -21,7 +21,7 @@ from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.launchers import start
-from lockstep.tools.replay import again, first_wrong, replayed, start_of
+from lockstep.tools.diff import again, first_wrong, replayed, start_of
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of, scores_of
 from lockstep.training import fingerprints
@@ -288,7 +288,7 @@ def _of_steps(
     seed: int | None,
 ) -> str | None:
     """Random stretches, computed again."""
-    from lockstep.training.replaying import FOUND
+    from lockstep.training.replaying import REPLAY
 
     steps, draw = then["steps"], random.Random(seed)
     begins = sorted({0, *(each["step"] for each in then["checkpoints"])} - {steps})
@@ -308,7 +308,7 @@ def _of_steps(
         with replayed(run, output, step, begin) as (status, folder):
             if status:
                 return f"steps {begin + 1} to {step} could not be computed again (status {status})"
-            found = json.loads((folder / FOUND).read_text(encoding="utf-8"))
+            found = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
         if found["from"] != begin:
             return f"the checkpoint of step {begin} cannot be used: {'; '.join(found['notes'])}"
         if (wrong := first_wrong(found["steps"], fingerprints.skips(run))) is not None:

@@ -21,6 +21,7 @@ from lockstep.checkpoint.folder import placed
 from lockstep.checkpoint.manifest import (
     Manifest,
     averaged,
+    best_first,
     broken,
     changed_code,
     differing_keys,
@@ -28,10 +29,9 @@ from lockstep.checkpoint.manifest import (
     name_of,
     newest_first,
 )
-from lockstep.checkpoint.progress import best_first
 from lockstep.config.errors import DONE, FAILED
 from lockstep.config.run import Run, RunError, keep, load, replace_text
-from lockstep.data.tokens import Prepared
+from lockstep.data.arrow_cache import Prepared
 from lockstep.launchers import start
 from lockstep.launchers.processes import output_lock
 from lockstep.track.console import Console, error

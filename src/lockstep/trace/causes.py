@@ -122,6 +122,11 @@ def of_loss(one: Losses, other: Losses, ours: Sequence[Step], theirs: Sequence[S
             return (
                 f"the loss is {name} times what it should be: {_why_factor(way, len(other.each), other.micro_batches)}"
             )
+    if (divided := _divided(targets[0], sum(n for s in ours for n in s.micro or ()), ratio)) is not None:
+        return (
+            f"the loss is divided by another number: by {divided[1]}, where the step has {divided[0]} targets "
+            "(a count of other examples, or of padding)"
+        )
     if (len(theirs), other.micro_batches) != (len(ours), one.micro_batches) and _batch_norm(theirs):
         return f"batch norm computes statistics of each rank's or micro-batch's own examples: {SYNC}"
     if not one.equal_counts or not other.equal_counts:
@@ -141,6 +146,19 @@ def of_loss(one: Losses, other: Losses, ours: Sequence[Step], theirs: Sequence[S
         "random numbers (dropout, augmentation) differ between the runs, or the loss function, or inputs that no hash "
         "sees, such as a mask"
     )
+
+
+def _divided(targets: int | None, examples: int, ratio: float) -> tuple[int, int] | None:
+    """(targets, what their losses were divided by) where the mean came out as `ratio` times the right one: a whole
+    number that is not the number of targets. Models of the next token leave out one target of each example. None: it is
+    no whole number to five digits, so that it means nothing."""
+    if not targets or not math.isfinite(ratio) or ratio <= 0:
+        return None
+    for count in (targets, targets - examples):
+        near = round(count / ratio)
+        if 0 < near < 2000 and near != count and abs(count / ratio / near - 1) < 1e-5:
+            return count, near
+    return None
 
 
 def _left_out(records: Sequence[Step]) -> int:

@@ -20,7 +20,7 @@ from lockstep.trace import causes
 from lockstep.trace.errors import TraceError
 from lockstep.trace.losses import Losses, agreeing, losses_of
 from lockstep.trace.matching import match
-from lockstep.trace.merge import Whole, merged, merged_buffers, merged_start
+from lockstep.trace.merge import Whole, difference, merged, merged_buffers, merged_start
 from lockstep.trace.ranks import data_ranks, examples_of
 from lockstep.trace.read import Trace
 
@@ -233,8 +233,27 @@ def _loss(pair: _Pair, limit: float) -> tuple[float | None, tuple[Losses, Losses
     how, apart = agreeing(one, other, limit)
     if how is None:
         text = f"the loss: {one.summed:.8g} in the reference, {other.summed:.8g} here"
-        raise _Parted("loss", (text,), causes.of_loss(one, other, *pair.records(), stochastic=_stochastic(pair)))
+        raise _Parted(
+            "loss",
+            (text, *_first_module(pair, limit)),
+            causes.of_loss(one, other, *pair.records(), stochastic=_stochastic(pair)),
+        )
     return apart, (one, other, how)
+
+
+def _first_module(pair: _Pair, limit: float) -> list[str]:
+    """At `--level modules`: the first module whose output differs, where a rank of both computed outputs of the same
+    shapes from the same examples in the same order. Sketches of outputs do not add up over other cuts of a batch."""
+    for one, other in zip(*pair.records(), strict=False):
+        alike = one.raw.get("modules_of") == other.raw.get("modules_of") and one.examples == other.examples
+        if not one.modules or not alike:
+            continue
+        for (name, x), (_, y) in zip(one.modules, other.modules, strict=True):
+            apart = difference(x, y)
+            if apart is None or not apart <= SAFETY * limit:
+                by = "" if apart is None or math.isnan(apart) else f" by {apart:.2g}"
+                return [f"the first module whose output differs: {name}{by}"]
+    return []
 
 
 def _stochastic(pair: _Pair) -> bool:

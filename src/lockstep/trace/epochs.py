@@ -21,12 +21,16 @@ def findings(trace: Trace) -> Iterator[Row]:
     yield from _set_epoch(trace)
     yield from _counts(trace)
     yield from _evaluations(trace)
+    yield from _workers(trace)
 
 
 def _passes(rank: Rank) -> dict[str, Mapping[str, Any]]:
     """Passes that ended while steps were recorded, by name, with what they began with."""
     last = {o: max(steps) + 1 for o, steps in rank.steps.items()}
-    ended = {r["loader"] for r in rank.passed if all(n <= last.get(o, 0) for o, n in enumerate(r["steps"]))}
+    cut = rank.ended is None or any(n > last.get(o, 0) for o, n in enumerate(rank.ended["steps"]))
+    ended = {  # of a trace that was cut off, not the last one: a loader that reads ahead ends before its last step
+        r["loader"] for r in rank.passed if all(n + cut <= last.get(o, 0) for o, n in enumerate(r["steps"]))
+    }
     return {record["loader"]: record for record in rank.loaders if record["loader"] in ended}
 
 
@@ -162,3 +166,21 @@ def _evaluation(trace: Trace, pairs: Sequence[tuple[Mapping[str, Any], Mapping[s
         )
         return ("evaluation-twice", text, cause)
     return None
+
+
+def _workers(trace: Trace) -> Iterator[Row]:
+    """Workers of one pass whose generator of random numbers began in the same state and was drawn from."""
+    for rank in trace.ranks[:1]:
+        alike: Counter[tuple[str, str, str]] = Counter()
+        for worker in rank.workers:
+            for name, (before, after) in worker["generators"].items():
+                if before != after:
+                    alike[(worker["loader"], name, before)] += 1
+        for (_, name, _), count in alike.items():
+            if count > 1:
+                cause = (
+                    "seed it in worker_init_fn from torch.initial_seed(), which is another one in each worker and "
+                    "epoch, or draw from torch"
+                )
+                yield ("same-workers", f"{count} workers of a loader draw the same random numbers from {name}", cause)
+                return

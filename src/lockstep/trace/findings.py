@@ -130,9 +130,13 @@ def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], apar
     )
     if len(names) > 0.9 * every:
         ddp = any("DistributedDataParallel" in m["wrappers"] for r in trace.ranks for m in r.models)
+        fsdp = any(m.get("fsdp") for r in trace.ranks for m in r.models)
         cause = (
             "the forward goes around the DDP wrapper (model.module), or the step's backward runs under no_sync"
             if ddp
+            else "FSDP does not reduce over these ranks: a mesh with sharding groups of one rank, or a forward that "
+            "goes around the wrapper"
+            if fsdp
             else "gradients are not reduced over ranks: the model that is called is not wrapped in DDP or FSDP"
         )
         return Finding("not-reduced", what, cause, step)

@@ -45,7 +45,7 @@ def _layouts(trace: Trace, optimizer: int):  # type: ignore[no-untyped-def]
 
 def model_parallel(trace: Trace, optimizer: int) -> list[int]:
     """Dimensions of the mesh along which the model is cut, and not the data. A mesh without FSDP cuts the model."""
-    mesh = next((layout.mesh for _, layout in _layouts(trace, optimizer) if layout.mesh), None)
+    mesh = next((layout.mesh for _, layout in _layouts(trace, optimizer) if layout.mesh), None)  # of all dimensions
     if mesh is None:
         return []
     names = mesh["names"] or [""] * len(mesh["sizes"])
@@ -75,7 +75,24 @@ def data_ranks(trace: Trace, optimizer: int) -> list[Rank]:
 
 
 def _examples(step: Step) -> list[str]:
-    return list(step.examples or [])
+    """Of a step. A micro-batch that went through the model once more than backward ran does not count again: pipelines
+    ask a stage for its shapes that way."""
+    examples, micro = list(step.examples or []), list(step.micro or [])
+    spare = len(micro) - (step.backwards or 0)
+    if spare <= 0 or not step.backwards or sum(micro) != len(examples):
+        return examples
+    found: list[str] = []
+    seen: set[tuple[str, ...]] = set()
+    at = 0
+    for size in micro:
+        part = tuple(examples[at : at + size])
+        at += size
+        if part in seen and spare:
+            spare -= 1
+            continue
+        seen.add(part)
+        found += part
+    return found
 
 
 def examples_of(trace: Trace, optimizer: int, step: int) -> list[str]:

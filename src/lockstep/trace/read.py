@@ -168,6 +168,7 @@ class Rank:
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
     skipped: list[Mapping[str, Any]] = field(default_factory=list)
     errors: list[Mapping[str, Any]] = field(default_factory=list)
+    workers: list[Mapping[str, Any]] = field(default_factory=list)  # of data loaders
     ended: Mapping[str, Any] | None = None
 
     @property
@@ -228,6 +229,8 @@ def read(folder: Path) -> Trace:
     ):  # of a rank that was started again, the longest
         last[rank.number] = rank
     chosen = tuple(last[number] for number in sorted(last))
+    for rank in (r for r in ranks if not r.steps and r.number in last):  # workers write files of their own
+        last[rank.number].workers += rank.workers
     return Trace(folder, about, chosen, len(trained) - len(chosen))
 
 
@@ -284,6 +287,7 @@ def _take(rank: Rank, kind: str, record: Mapping[str, Any]) -> None:
             "evaluation": rank.evaluations,
             "skipped": rank.skipped,
             "error": rank.errors,
+            "worker": rank.workers,
         }
         lists.get(kind, []).append(record)
 

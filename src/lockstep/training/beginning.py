@@ -1,20 +1,38 @@
 """The beginning of a rank: print the opening lines, try a step and the end, load the newest checkpoint.
 
-In: a session, and the console. Out: the state to go on from, and how the run compares with a plain computation.
+In: a session, and the console. Out: the state to go on from, and how the run compares with a plain computation; or an
+error that would otherwise have come after hours. The dry run leaves no trace: it takes the longest examples, a
+checkpoint's memory, an evaluation, samples and the export.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.export import try_export
+from lockstep.config.errors import BAD
+from lockstep.config.run import RunError
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import facts as start_facts
 from lockstep.distributed.event_log import launched_by
 from lockstep.distributed.randomness import UNCOVERED, own_generators
+from lockstep.distributed.system_metrics import keep_freed_memory
 from lockstep.strategies.engines import side_effects
-from lockstep.track.console import Console
-from lockstep.training import plain_causes, plain_check
-from lockstep.training.dry_run import enough_room, try_a_step, try_the_end
-from lockstep.training.model_stats import remarks
+from lockstep.strategies.strategy import NotFinite, Strategy
+from lockstep.tasks.models.inference import Decoding
+from lockstep.track.console import Console, error
+from lockstep.training import plain_check
+from lockstep.training.errors import not_finite
+from lockstep.training.evaluation import evaluate_with_tables, generate_samples
+from lockstep.training.model_stats import evaluated_at_once, remarks
 from lockstep.training.session import Session
 from lockstep.training.summary import facts
 from lockstep.training.train_state import TrainState
@@ -35,7 +53,7 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
     try_a_step(session, lambda: try_the_end(session))
     if names := strategy.effects.per_process:  # several processes were refused
         console.note(side_effects.one_process(names))
-    compared = plain_check.check(session, plain_causes.cause)
+    compared = plain_check.check(session, plain_check.cause)
     console.facts({"compared": compared})
     ACTIVITY.at("looking for a checkpoint")
     if world.is_main:
@@ -56,3 +74,94 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
         **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside),
     )
     return state, compared
+
+
+EXPORTED_TWICE = 100_000_000  # parameters up to which an export is tried before training: a second or two
+
+
+def try_a_step(session: Session, then: Callable[[], None] = lambda: None) -> None:
+    """Try the longest examples before the first step, and `then` what else takes memory. Ends the process, with advice,
+    where memory does not suffice. Errors: `TrainingFailed` for a loss or gradient that is no number."""
+    run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
+    keep_freed_memory()  # not before: building a model frees what no step asks for again
+    batch = feed.longest().to(world.device)
+    try:
+        strategy.dry_run(batch, then)
+    except NotFinite as caught:
+        when = "before step 0, tried with the longest examples of the training split"
+        raise not_finite(caught, feed, batch.ids, when) from caught
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as caught:
+        text = " ".join(str(caught).split())
+        if not isinstance(caught, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in text:
+            raise
+        error(
+            f"rank {world.rank} of {world.size} on {world.host}: memory does not suffice for the longest examples (a "
+            f"step of {run.batch_size} in {run.micro_batches} micro-batches): {text[:200]}\nUse more micro_batches, a "
+            f"smaller batch_size or data.max_length, precision=bf16, or a strategy that shares out the model (fsdp2)",
+            world.log,
+        )
+        sys.stderr.flush()
+        os._exit(BAD)  # the others wait in a collective: the launcher ends them
+
+
+def try_the_end(session: Session) -> None:
+    """Try everything that comes after the first step: a checkpoint's memory, evaluation of the longest examples,
+    samples, and an export unless the model is large. A mistake in a task of one's own is found here and not after
+    hours; nothing is left behind. Collective."""
+    session.checkpoints.dry_run(session.averaged)
+    try:
+        _tried(session)
+    except Exception as caught:
+        caught.add_note(f"({ACTIVITY.name}, tried before training: it would have failed after it)")
+        raise
+
+
+def export_bytes(strategy: Strategy) -> int:
+    """About what an export takes on the disk."""
+    model = strategy.run.model
+    return (strategy.trained_count if model.adapter else strategy.parameter_count) * (
+        2 if model.dtype == "bfloat16" else 4
+    )
+
+
+def _tried(session: Session) -> None:
+    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+    checkpoints = session.checkpoints
+
+    def briefly(inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
+        return strategy.generate(inputs, replace(how, new_tokens=min(2, how.new_tokens)))
+
+    scores: dict[str, dict[str, float]] = {}
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+        for split in (split for split in ("validation", "test") if split in task.splits):
+            columns = task.splits[split]
+            longest = columns.longest(evaluated_at_once(run))
+            scores[split], tables = evaluate_with_tables(run, world, task, strategy, columns, longest, generate=briefly)
+            json.dumps(tables)
+        if run.checkpoint.best:
+            checkpoints.is_best(scores["validation"])
+        ACTIVITY.at("trying samples")
+        generate_samples(task, strategy, world, briefly)
+        ACTIVITY.at("trying the export")
+        checkpoints.room.export = export_bytes(strategy)
+        weights = strategy.exported() if strategy.parameter_count <= EXPORTED_TWICE else None
+        if weights is not None:
+            try:
+                checkpoints.room.export = try_export(run, task, weights, scores)
+            except OSError as caught:  # such as a full disk, which training may outlast
+                checkpoints.say(f"the export could not be tried: {caught}")
+
+
+def enough_room(session: Session, step: int) -> list[str]:
+    """Notes for the user on the disk of OUTPUT before training goes on after `step` updates. Collective. Errors:
+    `RunError`, on every rank, where it has no room for what the run writes."""
+    room, feed, notes = session.checkpoints.room, session.feed, list[str]()
+    fault = None
+    if session.world.is_main:
+        try:
+            notes = room.check(step, feed.total, session.checkpoints.every, session.world.size)
+        except RunError as caught:
+            fault = str(caught)
+    if (fault := session.world.broadcast(fault)) is not None:
+        raise RunError(fault)
+    return notes

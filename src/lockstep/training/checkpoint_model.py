@@ -17,7 +17,7 @@ from lockstep.checkpoint.manifest import broken, read_manifest
 from lockstep.checkpoint.storage import Files
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
-from lockstep.data import origin
+from lockstep.data import hub
 from lockstep.data.cache import cached
 from lockstep.data.prepare import prepare
 from lockstep.strategies.optimizers import optimizer as optimizers
@@ -28,7 +28,7 @@ from lockstep.tasks.task import Task
 def fetch(run: Run) -> None:
     """See that the model is there, where `model.source` names a checkpoint. Errors: `RunError`."""
     for source in {run.model.source, run.tokenizer.source} - {None}:
-        output, checkpoint = origin.parts(Path(str(source)).expanduser())
+        output, checkpoint = hub.parts(Path(str(source)).expanduser())
         if checkpoint is not None and (output / "run.yaml").is_file():
             exported_checkpoint(output, checkpoint, run.model.trust_remote_code)
 
@@ -66,7 +66,7 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
         aside.mkdir(parents=True)
         task.write(aside, names)
 
-    return cached(origin.of_checkpoint(checkpoint), make)
+    return cached(hub.of_checkpoint(checkpoint), make)
 
 
 def evaluated(run: Run, files: Files, weights: dict[str, Tensor]) -> dict[str, Tensor]:

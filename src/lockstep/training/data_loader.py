@@ -18,11 +18,9 @@ import numpy as np
 import torch
 
 from lockstep.config.run import Run
-from lockstep.data import shard_cache
+from lockstep.data import remote
 from lockstep.data.batch import MicroBatch, StepBatch
-from lockstep.data.micro_batches import by_chance
-from lockstep.data.mixture import MixedOrder, MixedShards
-from lockstep.data.order import ByLength, ByShard, Order, total_steps
+from lockstep.data.order import ByLength, ByShard, MixedOrder, MixedShards, Order, by_chance, total_steps
 from lockstep.data.streamed import Streamed, Unreadable
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
@@ -105,7 +103,7 @@ class StepLoader:
         """One step's batch: every rank cuts the same micro-batches and collates its own, or takes those that workers
         have `made`."""
         if isinstance(self.columns, Streamed) and isinstance(self.order, ByShard | MixedShards):
-            behind = self.order.behind(step, shard_cache.AHEAD) if self.columns.elsewhere else []
+            behind = self.order.behind(step, remote.AHEAD) if self.columns.elsewhere else []
             self.columns.hold(self.order.near(step), behind)
         return self._batch(step, self.order.step(step), made)
 

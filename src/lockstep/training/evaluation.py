@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from lockstep.config.run import Run, RunError
+from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import Sums
-from lockstep.data.tokens import Columns
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import Generates, GivesPredictions
-from lockstep.tasks.models.decoding import Decoding
+from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
 from lockstep.training.errors import EvaluationInterrupted
 from lockstep.training.model_stats import evaluated_at_once, validation_rows

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.run import Run, RunError, load, overrides_of
-from lockstep.data import origin
+from lockstep.data import hub
 from lockstep.distributed.world import World
 from lockstep.tasks.abilities import Calibrates
 from lockstep.tasks.models import adapters
@@ -24,7 +24,7 @@ from lockstep.training.session import build_session, join_ranks
 def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Run, Path]:
     """The run of an output folder, with overrides, and its export; of one of its checkpoints what an export of it is,
     in the cache. Errors: `RunError`."""
-    output, checkpoint = origin.parts(folder)
+    output, checkpoint = hub.parts(folder)
     if not (output / "run.yaml").is_file():
         raise RunError(f"{output} is not the output folder of a run: it has no run.yaml")
     export = output / "export"
@@ -90,7 +90,7 @@ def evaluate(output: Path, split: str | None, overrides: list[str]) -> int:
     """Print the metrics of a split (default: validation, and test where there is one). Returns the exit status."""
     source, of_splits = scores(output, split, overrides)
     console = Console(True)
-    console.facts({"model": str(output if origin.parts(output)[1] else output / "export"), "data": source})
+    console.facts({"model": str(output if hub.parts(output)[1] else output / "export"), "data": source})
     metrics = next(iter(of_splits.values()))
     rows = [[metric, *(f"{values[metric]:,.6g}" for values in of_splits.values())] for metric in metrics]
     console.table("scores", ["", *of_splits], rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.checkpoint.progress import score_of
+from lockstep.checkpoint.manifest import score_of
 from lockstep.tasks.abilities import Calibrates
 from lockstep.track.console import Console
 from lockstep.training.errors import EvaluationInterrupted

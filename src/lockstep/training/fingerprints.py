@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.checkpoint.state_hash import StateHash
+from lockstep.checkpoint.storage import StateHash
 from lockstep.config.run import Run
 from lockstep.data.batch import StepResult
 from lockstep.distributed.world import World

@@ -7,7 +7,7 @@ rank. Each hook is idempotent for `state.step`: where the loss of a rank breaks 
 from __future__ import annotations
 
 from lockstep.distributed.activity import ACTIVITY
-from lockstep.distributed.profiling import Profiler
+from lockstep.distributed.step_timer import Profiler
 from lockstep.training.evaluation import evaluate_during_training
 from lockstep.training.sdc_check import SdcCheck
 from lockstep.training.session import Session

@@ -14,10 +14,9 @@ from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.strategy import NotFinite
 from lockstep.training.data_loader import stopping
 from lockstep.training.errors import CorruptionDetected, not_finite
-from lockstep.training.eviction import evict
 from lockstep.training.hooks import Hooks
 from lockstep.training.rebalance import LoadBalancer
-from lockstep.training.sdc_check import SdcCheck
+from lockstep.training.sdc_check import SdcCheck, evict
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
 

@@ -18,16 +18,15 @@ from lockstep.config import plugins
 from lockstep.config.optim import drawn
 from lockstep.config.run import Run, RunError
 from lockstep.data import stream
+from lockstep.data.arrow_cache import Columns, Prepared, examples_in
 from lockstep.data.splitting import left_out, warnings
 from lockstep.data.streamed import Streamed
-from lockstep.data.tokens import Columns, Prepared, examples_in
-from lockstep.distributed.memory import capacity
+from lockstep.distributed.system_metrics import capacity
 from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.abilities import ChoosesByMemory
-from lockstep.strategies.exact.optim import state_bytes
-from lockstep.strategies.exact.param_groups import ParamGroupSpec, assigned, freeze
+from lockstep.strategies.exact.optim import ParamGroupSpec, assigned, freeze, state_bytes
 from lockstep.strategies.strategy import strategy_class
-from lockstep.tasks.models import inert_entries, quantized
+from lockstep.tasks.models import config_checks, quantized
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
 
@@ -139,7 +138,7 @@ def remarks(run: Run, prepared: Prepared) -> list[str]:
     """Notes on a run's data and on the entries of its model's config, which stop nothing. Errors: `RunError` when the
     cache cannot be written."""
     head = plugins.find("tasks", run.task.name).head  # type: ignore[attr-defined]
-    return [*too_few(run, prepared), *warnings(prepared.facts), *inert_entries.notes(run, head)]
+    return [*too_few(run, prepared), *warnings(prepared.facts), *config_checks.notes(run, head)]
 
 
 def units(feed: StepLoader) -> str:

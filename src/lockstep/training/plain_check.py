@@ -1,12 +1,12 @@
-"""Before the first step: loss and gradient of a few examples, by the run's own path and by a plain one.
+"""The comparison before the first step: loss and gradient of a few examples, by the run's own path and by a plain one.
+
+In: a session, and the raw rows that were kept when its data were prepared. Out: what is said of it, or an error that
+has both numbers and names the option that makes the difference: options are switched off one by one. The plain path is
+`lockstep.plain`: the rows, the model's tokenizer, a padded batch, and a model of transformers whose tensors are the
+run's own, so that no second model is in memory. Nothing is left behind: no gradient, no number drawn, no file.
 
 How far both may be apart is measured by the plain path: in float32 by weights whose last bit is another, in half
 precision by what half precision makes of the plain path itself.
-
-In: a session, and the raw rows that were kept when its data were prepared. Out: what is said of it, or an error that
-has both numbers and names the option that makes the difference. The plain path is `lockstep.plain`: the rows, the
-model's tokenizer, a padded batch, and a model of transformers whose tensors are the run's own, so that no second model
-is in memory. Nothing is left behind: no gradient, no number drawn, no file.
 """
 
 from __future__ import annotations
@@ -30,14 +30,108 @@ from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
+from lockstep.strategies.engines import blocks
 from lockstep.strategies.engines.accelerated import Accelerated
-from lockstep.strategies.engines.writes import preserved
+from lockstep.strategies.engines.side_effects import preserved
+from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
+from lockstep.training import plain_sides
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.plain_measures import drawn_examples, masked, perturb_, without_dropout
 from lockstep.training.plain_sides import Elsewhere, OtherTokens, PlainFailed, Sides, device_of, plain_path, sides_of
 from lockstep.training.session import Session
+
+_NEW_WEIGHTS = ("model.adapter", "model.quantization")  # without them the model has others
+
+
+def cause(sides: Sides, strategy: Strategy) -> str:
+    """Describe the option that makes the difference."""
+    if sides.task.own_model:
+        return (
+            "Your own functions, called as they are written, compute something else than the run: look at task.loss "
+            "(a mean or a sum over targets?), task.targets and task.collate"
+        )
+    if (text := _of_examples(sides)) is not None:
+        return text
+    try:
+        anew = not differences(_sides(sides, "", sides.run.model_dump(mode="json")), strategy)
+    except Exception:  # a model that cannot be built a second time
+        anew = False
+    if anew:
+        return (
+            "A model that is built anew from the same run file computes what transformers does: something has changed "
+            "this one since it was built"
+        )
+    tried = []
+    for key, values in _without(sides.run, sides.task):
+        try:
+            agrees = not differences(_sides(sides, key, values), strategy)
+        except Exception:  # the run cannot be without it
+            continue
+        tried.append(key)
+        if agrees:
+            return f"The option that makes the difference is {key}: without it both are equal"
+    rest = f" It is none of {', '.join(tried)}: each was switched off by itself." if tried else ""
+    return f"No option of the run file makes the difference.{rest} Look at the loss, the labels and the model's family"
+
+
+def _of_examples(sides: Sides) -> str | None:
+    """Where the tokens of an example are others already; None: they are not."""
+    if len(sides.examples) != len(sides.at):
+        return f"The examples are others: {len(sides.at)} here, {len(sides.examples)} by the model's tokenizer alone"
+    if "input_ids" not in sides.columns.names:
+        return None
+    tokens = sides.columns.ragged("input_ids")
+    for place, example in zip(sides.at.tolist(), sides.examples, strict=True):
+        own, plain = tokens.row(place).tolist(), example.get("input_ids")
+        if isinstance(plain, list) and plain and isinstance(plain[0], int) and own != plain:
+            return (
+                f"The tokens of example {place} are others already: {str(own[:12])[:-1]}, ...] here, "
+                f"{str(plain[:12])[:-1]}, ...] by the model's tokenizer alone (data.max_length, tokenizer, the cache)"
+            )
+    return None
+
+
+def _without(run: Run, task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Keys that may make a difference, each with the run file without it."""
+
+    def other(section: str, key: str, value: Any) -> tuple[str, dict[str, Any]]:
+        values: dict[str, Any] = run.model_dump(mode="json")
+        values[section][key] = value
+        return f"{section}.{key}", values
+
+    if run.data.padding != "batch" and task.padded_because is None:
+        yield other("data", "padding", "batch")
+    if run.task.options.get("loss_chunk") is not None:
+        yield other("task", "loss_chunk", None)
+    for key in blocks.KEYS:
+        if getattr(run.model, key):
+            yield other("model", key, False)
+    if run.model.quantization is not None:
+        yield other("model", "quantization", None)
+    if run.model.adapter:
+        yield other("model", "adapter", {})
+    if run.model.dtype != "float32":
+        yield other("model", "dtype", "float32")
+    yield other("model", "attention", None if run.model.attention else "eager")
+
+
+def _sides(sides: Sides, key: str, values: dict[str, Any]) -> Sides:
+    """Both sides of the run without an option. Its weights are the same, where the option leaves them alone."""
+    run = Run.model_validate(values)
+    task = type(sides.task)(run, sides.task.prepared)
+    if key in _NEW_WEIGHTS or sides.run.model.dtype != "float32":
+        model: nn.Module = make_model(task).to(plain_sides.device_of(sides.model))
+    else:
+        model = task.model(empty=True)
+        plain_sides.with_tensors_of(model, sides.model)
+    blocks.prepare(run, model)
+    job = plain_sides.job_of(run, task)
+    plain = plain_sides.plain_model(job, model.train()) if key in _NEW_WEIGHTS else sides.plain
+    job.reference = plain
+    return replace(sides, run=run, task=task, model=model, plain=plain, job=job)
+
 
 EXAMPLES = 3  # that are computed together, at most
 FACTOR = 10.0  # times what a change of a weight's last bit comes to, or half precision by itself, may differ

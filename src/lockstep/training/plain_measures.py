@@ -43,9 +43,9 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def perturb_(model: nn.Module, precision: str) -> None:
+def perturb_(model: nn.Module, precision: str, seed: int = 0) -> None:
     """Every weight one step up or down, at random, among the numbers that are computed with: a bfloat16 has 8 bits."""
-    draw, unit = torch.Generator().manual_seed(0), 2.0**-23 if precision == "fp32" else 2.0**-9
+    draw, unit = torch.Generator().manual_seed(seed), 2.0**-23 if precision == "fp32" else 2.0**-9
     for parameter in model.parameters():
         signs = torch.where(torch.rand(parameter.shape, generator=draw) < 0.5, 1.0, -1.0).to(parameter)
         parameter.mul_(1 + signs * unit)

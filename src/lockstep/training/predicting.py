@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, aside_of
 from lockstep.config.sections import DataSection
-from lockstep.data import annotated, compressed, row_files, source, tables
+from lockstep.data import annotated, file_formats, row_files, source
 from lockstep.tasks.abilities import Predicts
 from lockstep.track.console import Console
 from lockstep.training.exported_model import finished
@@ -108,14 +108,14 @@ def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]
         raise RunError(f"predict: {word} is a file that cannot be read: its name must end in {row_files.READ}")
     if ending == ".txt" and layout == "rows":
         try:
-            lines = b"".join(compressed.blocks(path, "predict")).decode(run.data.encoding).splitlines()
+            lines = b"".join(file_formats.blocks(path, "predict")).decode(run.data.encoding).splitlines()
         except UnicodeError as error:
             raise RunError(f"predict: {word} cannot be read as {run.data.encoding}: {error}") from None
         return [row_of(line, columns, f"{word}, line {n}") for n, line in enumerate(lines, 1)]
     reading = ["encoding"]
     if layout != "rows":
         reading += ["layout", "columns"]
-    elif ending in tables.SEPARATORS:
+    elif ending in file_formats.SEPARATORS:
         reading += ["separator", "quote"]
     section = DataSection.model_validate({"train": word} | {key: getattr(run.data, key) for key in reading})
     data = source.load(section, run.seed).splits["train"]

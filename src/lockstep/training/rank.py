@@ -30,13 +30,12 @@ from lockstep.config.run import Run, RunError, keep, led_away, load, replace_tex
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import EventLog
-from lockstep.distributed.failure import lost_contact, tell_failure
 from lockstep.distributed.job_record import TRAIN
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.signals import end_by_signal
 from lockstep.distributed.system_metrics import SystemMetrics
-from lockstep.distributed.watchdog import Watchdog
+from lockstep.distributed.watchdog import Watchdog, lost_contact, tell_failure
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task

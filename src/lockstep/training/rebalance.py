@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
 from lockstep.config.run import RunError
-from lockstep.config.sections import SDC_CHECK_STRATEGIES
 from lockstep.data.batch import StepBatch
 from lockstep.data.streamed import Unreadable
 from lockstep.strategies.exact.reduction import Shares, even
 from lockstep.strategies.native import Native
+from lockstep.training.resolve import WHOLE_COPIES
 from lockstep.training.session import Session
 
 PAYS = 0.10  # of the time of computing: what other shares must be expected to save
@@ -44,8 +44,7 @@ class LoadBalancer:
         self._tokens, self._seconds = 0, 0.0
         if self._every and not isinstance(session.strategy, Native):
             raise RunError(
-                f"launch.rebalance_every: {session.run.strategy.name} takes parts of this model; it takes "
-                f"{SDC_CHECK_STRATEGIES}"
+                f"launch.rebalance_every: {session.run.strategy.name} takes parts of this model; {WHOLE_COPIES}"
             )
 
     def steps(self, after: int, ends: Callable[[Unreadable], None]) -> Iterator[StepBatch]:

@@ -16,15 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.data.batch import StepBatch
-from lockstep.distributed.memory import measured
 from lockstep.distributed.randomness import own_generators
+from lockstep.distributed.system_metrics import measured
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
-from lockstep.training import plain_steps
-from lockstep.training.dry_run import try_a_step
+from lockstep.training import plain_sides
+from lockstep.training.beginning import try_a_step
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import Job
 from lockstep.training.session import Session, build_session, join_ranks
@@ -86,7 +86,7 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
     dtypes = writer.dtypes()
     writer.recorder.gradients.clear()
     if int(plain):
-        plain_steps.record_session(session, int(plain))
+        plain_sides.record_session(session, int(plain))
     seconds, held = _cost(session, int(timed))
     rate = run.batch_size / seconds if seconds else None
     bits, rounding = strategy.gives_bits(run), strategy.rounding(run)

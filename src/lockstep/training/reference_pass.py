@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from lockstep.checkpoint.manifest import candidates
 from lockstep.config.run import Run, RunError, aside_of
-from lockstep.data.tokens import Prepared
+from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, check_output, load
+from lockstep.config.sections import LaunchSection
 from lockstep.strategies.engines import zero_agreement
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
-    from lockstep.data.tokens import Prepared
+    from lockstep.data.arrow_cache import Prepared
     from lockstep.distributed.world import World
     from lockstep.strategies.strategy import Strategy
     from lockstep.tasks.task import Task
@@ -48,6 +49,14 @@ class Starter(Protocol):
     """A launcher, as far as a run is resolved for it."""
 
     submits: ClassVar[bool]
+
+    @classmethod
+    def fewest_machines(cls, launch: LaunchSection) -> int | None:
+        """The fewest machines that a job goes on with after one was taken out; None: none can be."""
+
+    @classmethod
+    def loses_ranks(cls, launch: LaunchSection) -> bool:
+        """Whether a job on one machine goes on without single ranks, as far as its keys say."""
 
     def check(self, run: Run, plan: Any) -> None:
         """Refuse what can be found wrong before anything is started. Errors: `RunError`."""
@@ -114,7 +123,7 @@ class Job:
     @classmethod
     def load(cls, text: str) -> Job:
         """The job that `dump` wrote. Errors: `RunError` when its classes cannot be imported."""
-        from lockstep.data.tokens import Prepared
+        from lockstep.data.arrow_cache import Prepared
 
         values: dict[str, Any] = json.loads(text)
         run = load(None, [], values["run"], "the job")
@@ -173,9 +182,9 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
         tracker.check()
     from lockstep.checkpoint import remote_sync
     from lockstep.strategies.engines import blocks
-    from lockstep.tasks.models import attention
+    from lockstep.tasks.models import model_configs
 
-    attention.check(run, machine.like_this_one)
+    model_configs.check(run, machine.like_this_one)
     task: Any = plugins.find("tasks", run.task.name)
     if task.chunks_loss:
         from lockstep.tasks.models import chunked_loss
@@ -191,7 +200,7 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
 def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     """The class that does the work, after each of its parts has refused what it cannot do. `processes`: 0 where they
     are not known. Errors: `RunError`."""
-    from lockstep.strategies.exact import averaging, masters
+    from lockstep.strategies.exact import averaging, held_state
     from lockstep.strategies.optimizers import optimizer as optimizers
     from lockstep.strategies.strategy import Strategy, WeightFormats, strategy_class
     from lockstep.tasks.abilities import Generates
@@ -200,12 +209,15 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     strategy = strategy_class(run)
     if not processes:
         return strategy
+    _refuse_features(run, strategy)
     formats = strategy.weight_formats
     optimizers.check(run, strategy.flat_parts)
-    masters.check(run, WeightFormats.BFLOAT16 in formats, WeightFormats.BFLOAT16_ALONE in formats)
+    held_state.check_masters(run, WeightFormats.BFLOAT16 in formats, WeightFormats.BFLOAT16_ALONE in formats)
     quantized.check(run, WeightFormats.FOUR_BITS in formats)
     averaging.check(run, strategy.flat_parts)
     strategy.check(run, processes)
+    beside = ["peft"] * bool(run.model.adapter) + ["bitsandbytes"] * bool(run.model.quantization)
+    plugins.refuse_old(["torch", "transformers", "tokenizers", *strategy.needs, *beside])
     task: Any = plugins.find("tasks", run.task.name)
     if strategy.generate is Strategy.generate and issubclass(task, Generates) and not task.decodes_greedily(run):
         raise RunError(
@@ -213,6 +225,55 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
             "or let nothing be written (task.samples=0, task.bleu=false)"
         )
     return strategy
+
+
+WHOLE_COPIES = "it takes a strategy whose ranks hold the whole model each, such as ddp, or fsdp2 with gather: step"
+
+
+def launcher_class(run: Run) -> type[Starter]:
+    """The class of the launcher that the run file names. Errors: `PluginError`."""
+    cls: Any = plugins.find("launchers", run.launch.name)
+    return cls
+
+
+def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
+    """Refuse the check for silent data corruption, rebalancing and copies in memory where this strategy or launcher
+    cannot. What depends on the memory of the machines is refused once it is known. Errors: `RunError`."""
+    from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery
+    from lockstep.strategies.native import Native
+
+    check, launch, name = run.sdc_check, run.launch, run.strategy.name
+    later = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
+    parts = not later and not issubclass(strategy, Native)
+    if check.every and check.on_difference == "evict":
+        launcher = launcher_class(run)
+        if launcher.fewest_machines(launch) is None and not launcher.loses_ranks(launch):
+            raise RunError(
+                "sdc_check.on_difference: evict goes on without what was wrong, which takes launch.name=torchrun with "
+                "launch.machines as fewest:most and launch.on_rank_failure=restart, or, on one machine, "
+                "launch.on_rank_failure=continue under local or torchrun; "
+                f"launch.name={launch.name} is not given so: take stop or retry"
+            )
+    if check.every and parts:
+        raise RunError(
+            f"sdc_check.every: {name} holds parts of the model with these options, and what a rank computed cannot be "
+            f"computed again by another; {WHOLE_COPIES}"
+        )
+    if launch.rebalance_every and parts:
+        raise RunError(
+            f"launch.rebalance_every: {name} holds parts of the model with these options, and its ranks work on "
+            f"micro-batches together, or on as many each; {WHOLE_COPIES}"
+        )
+    if launch.rebalance_every and not run.strategy.exact:
+        raise RunError(
+            "launch.rebalance_every: without strategy.exact other shares are other bits; set strategy.exact=true"
+        )
+    if launch.replicate_every and issubclass(strategy, ShardedRecovery) and not strategy.supports_reshard:
+        raise RunError(
+            f"launch.replicate_every: under these options {name} leaves its engine to Accelerate, which lockstep does "
+            "not form anew within a process, so a lost rank starts the job again; leave it out, or use "
+            "strategy.name=fsdp2"
+        )
 
 
 def _output(run: Run, scope: Scope) -> tuple[str, ...]:

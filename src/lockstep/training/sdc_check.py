@@ -1,39 +1,46 @@
-"""`guard`: a processor, a memory or a link that changes bits in silence is found in the step in which it does.
+"""`sdc_check`: a processor, a memory or a link that changes bits in silence is caught in the step in which it does.
 
 In: a step that is about to be trained. Out: the same result, or, before anything is updated, which micro-batch, which
-ranks and which hosts did not come to the same bits.
+ranks and which hosts did not come to the same bits, and which ranks leave (`sdc_check.on_difference`).
 
 At every `sdc_check.every`-th step one micro-batch, drawn from seed and step, is computed twice: by the rank whose it
 is, as part of the step, and by the next one (where there is one rank, by itself). Their gradients must have the same
 bits; no tolerance is needed, because a micro-batch has the same bits wherever it runs. A third computation decides who
-was wrong, and `eviction.py` what follows. At these steps the weights of all ranks are compared, too; before every
-checkpoint the weights and, where all hold it, the state of the optimizer: what a run goes on from is what its ranks
-agreed on. It takes strategies that hold a whole copy of the model.
+was wrong. At these steps the weights of all ranks are compared, too; before every checkpoint the weights and, where all
+hold it, the state of the optimizer: what a run goes on from is what its ranks agreed on. It takes strategies that hold
+a whole copy of the model.
+
+It takes three to tell who is wrong: three machines where machines leave (torchrun with `launch.machines` as
+fewest:most), three ranks on one machine (`launch.on_rank_failure: continue`). With two, the one that is wrong every
+time would decide against the other.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.state_hash import summed
+from lockstep.checkpoint.storage import summed
+from lockstep.config.errors import EXCLUDED, FAILED, HALTED
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import SDC_CHECK_STRATEGIES
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
+from lockstep.distributed.event_log import launched_by
 from lockstep.distributed.sharded import local
 from lockstep.strategies.exact.reduction import even
 from lockstep.strategies.native import Native
 from lockstep.strategies.observer import StepObserver, WholeGradient, listening
-from lockstep.training.errors import CorruptionDetected
-from lockstep.training.eviction import decide_eviction
+from lockstep.training.errors import CorruptionDetected, Regroup, TrainingFailed
+from lockstep.training.resolve import WHOLE_COPIES, launcher_class
 from lockstep.training.session import Session
+from lockstep.training.train_state import TrainState
 
 
 class SdcCheck:
@@ -44,9 +51,7 @@ class SdcCheck:
         self._run, self._world, self._feed = session.run, session.world, session.feed
         self._session, self.retried = session, 0  # steps that were computed once more
         if not isinstance(session.strategy, Native):
-            raise RunError(
-                f"sdc_check.every: {self._run.strategy.name} takes parts of this model; it takes {SDC_CHECK_STRATEGIES}"
-            )
+            raise RunError(f"sdc_check.every: {self._run.strategy.name} takes parts of this model; {WHOLE_COPIES}")
         self._strategy = session.strategy
         if self._strategy.statistics.names:
             raise RunError(
@@ -211,3 +216,71 @@ class GradientHash(StepObserver):
 def _hashed(tensors: list[Tensor]) -> str:
     sums = np.array([int(summed(each)) for each in tensors], dtype=np.int64)
     return hashlib.blake2b(sums.tobytes(), digest_size=8).hexdigest()
+
+
+def decide_eviction(
+    run: Run, hosts: Sequence[str], wrong: Collection[int], voters: Collection[int]
+) -> tuple[str, list[int]]:
+    """Decide which ranks to evict. `wrong`: ranks that were outvoted (empty if undecided); `voters`: ranks that
+    computed; `hosts`: those of all ranks. Returns a message and the ranks to evict."""
+    if run.sdc_check.on_difference != "evict":
+        return "take that machine out", []
+    least, kind = launcher_class(run).fewest_machines(run.launch), "machines"
+    places: Sequence[object] = hosts
+    if least is None:
+        least, kind, places = 1, "ranks", range(len(hosts))
+    out = {places[rank] for rank in wrong}
+    names = ", ".join(sorted(hosts[rank] if kind == "machines" else f"rank {rank}" for rank in wrong))
+    if not out or len({places[rank] for rank in voters}) < 3:
+        return f"nobody is taken out: it takes computations by three {kind} to tell which of them is wrong", []
+    if len(set(places)) - len(out) < least:
+        return f"{names} is not taken out, because launch.machines wants at least {least}", []
+    return (
+        f"{names} is taken out, and the job goes on without it",
+        [rank for rank in range(len(hosts)) if places[rank] in out],
+    )
+
+
+def check_eviction(run: Run, why: str | None) -> None:
+    """Machines, or ranks, can be taken out of this job. `why`: why single ranks cannot be lost here. Errors:
+    `RunError`, before the first step."""
+    if run.sdc_check.on_difference != "evict" or not run.sdc_check.every:
+        return
+    how = launched_by(run)
+    if launcher_class(run).fewest_machines(run.launch) is None and why is not None:
+        raise RunError(f"sdc_check.on_difference: evict cannot take a rank out here ({why}); take stop or retry")
+    if how != f"launcher {run.launch.name}":
+        raise RunError(
+            f"sdc_check.on_difference: evict takes lockstep's own launcher, and this job was started by {how}; take "
+            "stop "
+            "or retry, or start it as `lockstep train`"
+        )
+
+
+def evict(
+    session: Session, state: TrainState, caught: CorruptionDetected, agrees: Callable[[int], bool]
+) -> TrainingFailed | Regroup:
+    """Carry out what follows a difference in the step after `state`. `agrees`: whether all ranks hold the same state.
+    Returns the error that this rank raises: `Regroup` where it goes on in the same process. Collective."""
+    run, world, out, step = session.run, session.world, caught.leaves, state.step
+    left = [rank for rank in range(world.size) if rank not in out]
+    single = launcher_class(run).fewest_machines(run.launch) is None
+    names = sorted({f"rank {rank}" if single else world.hosts[rank] for rank in out})
+    session.journal.event("guard", step, weights_agree=caught.sound, ranks=world.size, ranks_out=out, out=names)
+    if out and single:
+        if world.rank == left[0]:
+            session.checkpoints.say(str(caught))
+        return TrainingFailed(str(caught), EXCLUDED, True) if world.rank in out else Regroup()
+    checkpoints = session.checkpoints
+    if caught.sound and step and agrees(step):
+        checkpoints.settle()
+        if checkpoints.newest != step:
+            checkpoints.save(step, session.averaged, state=state.state_dict())
+            checkpoints.settle()
+    if world.is_main or (world.rank in out and world.local_rank == 0):
+        for host in names:
+            job_record.note_eviction(run.folder, host, step + 1)
+    status = EXCLUDED if world.rank in out else FAILED
+    if not out and job_record.restarts_left():
+        status = HALTED
+    return TrainingFailed(str(caught), status, bool(out))

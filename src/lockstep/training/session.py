@@ -13,12 +13,12 @@ from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run
 from lockstep.distributed.consistency_check import agree
 from lockstep.distributed.event_log import EventLog
-from lockstep.distributed.memory import tensor_bytes
 from lockstep.distributed.randomness import seed_libraries
+from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.abilities import ShardedRecovery
-from lockstep.strategies.engines import compiled
+from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.averaging import Averaged
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
@@ -103,7 +103,7 @@ def build_session(
     seed_libraries(run.seed)  # for a task whose `model` draws weights by itself
     if not later:
         strategy.build(task)
-        compiled.warm_up(run, strategy, task)
+        blocks.warm_up(run, strategy, task)
         reference_pass.provide(whole, world, task, strategy, prepared, trained)
     feed = StepLoader(run, task, () if later else strategy.own_micro_batches(), world.device)
     every = feed.interval(run.checkpoint.every)

@@ -17,8 +17,8 @@ from lockstep.config import plugins
 from lockstep.config.optim import REVISION, learning_rate
 from lockstep.config.run import Run
 from lockstep.config.user_code import is_own
+from lockstep.data.arrow_cache import Prepared
 from lockstep.data.order import Order
-from lockstep.data.tokens import Prepared
 from lockstep.training.data_loader import StepLoader
 
 # Keys of which a step knows its learning rate only.

@@ -18,12 +18,12 @@ import transformers
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.errors import STOPPED
-from lockstep.data.tokens import Prepared
-from lockstep.distributed import memory
+from lockstep.data.arrow_cache import Prepared
+from lockstep.distributed import system_metrics
 from lockstep.distributed.sharded import ShardedState
 from lockstep.distributed.watchdog import Watchdog
 from lockstep.distributed.world import World
-from lockstep.training.dry_run import try_a_step
+from lockstep.training.beginning import try_a_step
 from lockstep.training.loop import train
 from lockstep.training.resolve import Job
 from lockstep.training.session import Session, Sinks, build_session, join_ranks
@@ -133,9 +133,9 @@ def _memory(session: Session) -> RankMemory:
     world, strategy = session.world, session.strategy
     cuda = world.device.type == "cuda"
     peak_device = torch.cuda.max_memory_allocated(world.device) if cuda else 0
-    peak_resident = memory.peak_resident()  # before the look, which takes memory itself
+    peak_resident = system_metrics.peak_resident()  # before the look, which takes memory itself
     batch = session.feed.make(0).to(world.device)
-    with memory.measured(session.bytes_before) as held:
+    with system_metrics.measured(session.bytes_before) as held:
         strategy.train_step(batch, strategy.run.optim.learning_rate)
     name = torch.cuda.get_device_name(world.device) if cuda else "CPU"
     return RankMemory(world.host, name, peak_resident, peak_device, held.at_rest, held.at_update)

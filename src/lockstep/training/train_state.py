@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.checkpoint.progress import Progress, score_of
+from lockstep.checkpoint.manifest import Progress, score_of
 from lockstep.config.run import Run
 from lockstep.data.batch import StepBatch, StepResult
-from lockstep.strategies.exact.scaling import LossScale
+from lockstep.strategies.exact.gradient import LossScale
 from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.throughput import Counts, Meter
 

@@ -21,7 +21,7 @@ from typing import Any
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection, LaunchSection
-from lockstep.data import compressed, text_files
+from lockstep.data import file_formats, row_files
 from lockstep.data.source import given, local_splits, sections
 
 DISTRIBUTION = "lockstep-train"
@@ -78,17 +78,17 @@ def _data_there(section: DataSection, data: str, below: str = "") -> tuple[dict[
 def _row_names(found: list[Path], split: str) -> list[str]:
     """Each file keeps its ending."""
     if len(found) == 1:
-        return [split + compressed.ending(found[0])]
-    return [f"{split}-{i:03d}{compressed.ending(file)}" for i, file in enumerate(found)]
+        return [split + file_formats.ending(found[0])]
+    return [f"{split}-{i:03d}{file_formats.ending(file)}" for i, file in enumerate(found)]
 
 
 def _side_names(found: list[Path], split: str) -> list[str]:
     """Files that are read beside each other keep what they share of their names, and their sides."""
-    stems = list(dict.fromkeys(file.parent / text_files.named(file)[0] for file in found))
+    stems = list(dict.fromkeys(file.parent / row_files.named(file)[0] for file in found))
     names = []
     for file in found:
-        stem, side = text_files.named(file)
-        packing = file.suffix if compressed.is_compressed(file) else ""
+        stem, side = row_files.named(file)
+        packing = file.suffix if file_formats.is_compressed(file) else ""
         names.append(f"{split}-{stems.index(file.parent / stem):03d}.{side}{packing}")
     return names
 

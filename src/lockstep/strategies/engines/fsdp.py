@@ -1,24 +1,141 @@
-"""Help for FSDP: outputs that it does not look into, and weights that a micro-batch does not use.
+"""FSDP from the inside: its options, its blocks, and its reduce-scatter in tree order.
 
-In: a model before and after `fully_shard`. Out: the same model, every gradient of which is reduced, by all ranks in the
-same order; and which weights had one.
+In: a run; a model before and after `fully_shard`. Out: an error that names the key, or which of the two ways of
+`fsdp2.py` a run takes; the same model, every gradient of which is reduced by all ranks in the same order; which weights
+had one.
+
+FSDP puts an autograd node of its own between a block and its inputs, to learn when the block's gradients are there.
+An input that the block uses more than once, and that is used outside of it too (an attention's input that is added to
+its output, what an encoder gives to every layer of a decoder), then has the terms of the block added up first, and not
+in the order of a model without FSDP. So inputs are sealed while FSDP's hooks look at them, and it is given one number
+instead, the gate. Autograd takes, of the nodes whose gradients are there, the one that was made last. The gate's node
+was made before all of the block's, and so comes after all of them, and before what was computed before the block.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
-from lockstep.config.run import RunError
-from lockstep.strategies.exact import masters
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.hardware import share_gpus
+from lockstep.strategies.engines import layers
+from lockstep.strategies.exact import held_state
+from lockstep.strategies.exact.reduce_schedule import links
+from lockstep.strategies.exact.reduction import Exchange, ReductionTree, Scatter, share
+
+if TYPE_CHECKING:
+    from lockstep.distributed.world import World
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STEP, MICRO_BATCH = "step", "micro_batch"
+INSTEAD = f"strategy.options.gather={STEP}, under which every rank has the whole weights, or strategy.name=ddp"
+_GATHER = {STEP: STEP, MICRO_BATCH: MICRO_BATCH, "piece": MICRO_BATCH}
+_FSDP = {  # options that FSDP itself is asked for
+    "replicate",
+    "tensor_parallel",
+    "reshard_after_forward",
+    "cpu_offload",
+    "param_dtype",
+    "reduce_dtype",
+    "blocks",
+}
+
+
+def gather_option(run: Run) -> str | None:
+    """`step` or `micro_batch`; None where it is left to the memory of the machines. Who names an option of FSDP's asks
+    for FSDP; and without `exact` the two add up in other orders, so memory may not decide."""
+    options = run.strategy.options
+    if "gather" in options:
+        return _GATHER.get(str(options["gather"]), MICRO_BATCH)  # `check` refuses what is neither
+    if _FSDP & set(options) or not run.strategy.exact:
+        return MICRO_BATCH
+    return STEP if share_gpus(run) else None
+
+
+def check_options(run: Run, processes: int) -> None:
+    """Errors: `RunError` for what cannot work."""
+    options = run.strategy.options
+    if unknown := set(options) - _FSDP - {"gather"}:
+        raise RunError(
+            f"strategy.options: fsdp2 has no option {', '.join(sorted(unknown))}; it has "
+            f"{', '.join(sorted(_FSDP | {'gather'}))}"
+        )
+    if options.get("gather", STEP) not in list(_GATHER):
+        raise RunError(f"strategy.options.gather: {options['gather']!r} is not {STEP} or {MICRO_BATCH}")
+    if gather_option(run) == STEP and (others := sorted(_FSDP & set(options))):
+        raise RunError(
+            f"strategy.options.{others[0]}: is FSDP's, which gathers for every micro-batch; under gather: {STEP} every "
+            f"rank has the whole weights during a step. Leave it out, or set strategy.options.gather={MICRO_BATCH}"
+        )
+    if gather_option(run) == MICRO_BATCH and share_gpus(run):
+        raise RunError(
+            "launch.processes_per_gpu: FSDP gathers and reduces on streams of its own, which gloo does not keep apart; "
+            f"leave it out, or set strategy.options.gather={STEP} and no option of FSDP's"
+        )
+    own = {"tensor_parallel", "param_dtype", "reduce_dtype"} & set(options)
+    if own and run.model.trained_in_bfloat16:
+        raise RunError(f"strategy.options.{min(own)}: not with model.dtype=bfloat16, which says it; leave one out")
+    _check_ranks(options, processes)
+    _check_kinds(options)
+    if (tensor := options.get("tensor_parallel", 1)) > 1:
+        if layers.own_model(run):
+            raise RunError("strategy.options.tensor_parallel: transformers has no plan for a model of your own")
+        layers.tensor_plan(run, tensor)
+
+
+def policies(run: Run) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """FSDP's own mixed precision: of a block, and of the whole, which returns logits."""
+    if run.model.trained_in_bfloat16:  # shards are the masters; leaves are bfloat16, and are added up in float32
+        return (MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),) * 2
+    param, reduce = (DTYPES.get(str(run.strategy.options.get(key))) for key in ("param_dtype", "reduce_dtype"))
+    logits = torch.float32 if param or reduce else None
+    return MixedPrecisionPolicy(param, reduce), MixedPrecisionPolicy(param, reduce, logits)
+
+
+def _check_ranks(options: dict[str, Any], processes: int) -> None:
+    for key in ("replicate", "tensor_parallel"):
+        if not isinstance(value := options.get(key, 1), int) or isinstance(value, bool) or value < 1:
+            raise RunError(f"strategy.options.{key}: {value!r} is not a positive number of ranks")
+    replicate, tensor = options.get("replicate", 1), options.get("tensor_parallel", 1)
+    if processes % (replicate * tensor):
+        raise RunError(
+            f"strategy.options: {processes} processes cannot be {replicate} replica(s) of a multiple of {tensor} "
+            f"rank(s); choose replicate and tensor_parallel so that their product divides the processes"
+        )
+    if replicate > 1 and replicate * tensor == processes:
+        raise RunError(
+            f"strategy.options.replicate: {replicate} copies on {processes} processes leave nothing to shard; "
+            "use strategy.name=ddp, or fewer copies"
+        )
+    reshard, shards = options.get("reshard_after_forward", True), processes // (replicate * tensor)
+    if not isinstance(reshard, bool) and (not isinstance(reshard, int) or reshard < 1 or shards % reshard):
+        raise RunError(
+            f"strategy.options.reshard_after_forward: {reshard!r} is not true, false, or a number of ranks that "
+            f"divides the {shards} that share the model"
+        )
+
+
+def _check_kinds(options: dict[str, Any]) -> None:
+    for key in ("param_dtype", "reduce_dtype"):
+        if key in options and options[key] not in DTYPES:
+            raise RunError(f"strategy.options.{key}: {options[key]!r} is not one of {', '.join(DTYPES)}")
+    blocks, offload = options.get("blocks", []), options.get("cpu_offload", False)
+    if not isinstance(blocks, list) or not all(isinstance(name, str) for name in blocks):
+        raise RunError(f"strategy.options.blocks: {blocks!r} is not a list of names of modules")
+    if not isinstance(offload, bool):
+        raise RunError(f"strategy.options.cpu_offload: {offload!r} is not true or false")
+
 
 OTHER_LAYERS = (
     "strategy.name: fsdp2 needs all ranks to run the same layers in the same order, and this model ran others for some "
@@ -197,7 +314,7 @@ def sums_in_float32(model: nn.Module) -> None:
 
     def widen(module: FSDPModule, _: Any) -> None:
         for group in _groups_of(module):
-            masters.sums_in_float32(own for _, own in _unsharded(group))
+            held_state.sums_in_float32(own for _, own in _unsharded(group))
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -225,3 +342,104 @@ def cuts(tensor: Tensor) -> int:
     assert isinstance(tensor, DTensor)
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
+
+
+class _Sealed:
+    """The arguments of a block. No dataclass: FSDP looks into those."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+
+
+def gate(block: nn.Module) -> None:
+    """Seal the inputs of a block that is wrapped already; Accelerate leaves some as they are."""
+    if not isinstance(block, FSDPModule):
+        return
+    gates: list[Tensor] = []  # of the forward that is under way
+
+    def seal(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        device = next(block.parameters()).device
+        return (_Sealed(args, kwargs), torch.full((), -0.0, device=device, requires_grad=True)), {}
+
+    def unseal(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        sealed, number = args
+        gates.append(number)
+        return sealed.args, sealed.kwargs
+
+    def close(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Every output that has a gradient, plus minus zero, which is the same bits for every number. All of them: an
+        input that is handed on (T5's position biases) would otherwise wake FSDP again when the block is through."""
+        number = gates.pop()
+        leaves, spec = _pytree.tree_flatten(output)
+        leaves = [x + number if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
+        return _pytree.tree_unflatten(leaves, spec)
+
+    fsdp = next(iter(block._forward_pre_hooks))  # it has put its own before all others
+    block.register_forward_pre_hook(unseal, prepend=True, with_kwargs=True)
+    hooks: Any = block._forward_pre_hooks  # an OrderedDict, whatever its annotation says
+    hooks.move_to_end(fsdp, last=False)
+    block.register_forward_pre_hook(seal, prepend=True, with_kwargs=True)
+    block.register_forward_hook(close, prepend=True)
+
+
+class ShardedRanks(Protocol):
+    """The interface of a strategy that cuts its weights into shards: its ranks, and where it is in a step."""
+
+    run: Run
+    world: World
+    mesh: Any  # the DeviceMesh
+    replica: int  # of this rank
+    replicas: int
+    shard: int  # of this rank, within its replica
+    shards: int
+    turn: int  # of the step: each rank runs one micro-batch a turn
+    last: bool  # whether this turn is the step's last one
+
+    def axis(self, name: str) -> str:
+        """The dimension of the mesh that is called so."""
+
+
+class TreeScatter(ReduceScatter):
+    """FSDP's reduce-scatter of one block, in tree order: every rank receives its slice of each rank's leaf and adds
+    them up where the tree says. What FSDP gets back is zero, until the last turn's: the sum of all leaves."""
+
+    def __init__(self, strategy: ShardedRanks) -> None:
+        self.strategy = strategy
+
+    def start(self, leaves: int) -> None:
+        self.tree, self.calls = ReductionTree(leaves), 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        ours = self.strategy
+        self.calls += 1
+        block = share(self.tree.leaves, ours.replica, ours.replicas)
+        first = block.start + ours.turn * ours.shards
+        turn = range(first, min(first + ours.shards, block.stop))
+        layout = (*(((0, leaf),) for leaf in turn), *((),) * (ours.shards - len(turn)))
+        how = links(ours.run, ours.world, group)
+        scatter = Scatter(self.tree.leaves, ours.shard, ours.shards, group, how, layout)
+        slots = input_tensor.view(ours.shards, -1)  # [W, N]
+        scatter.submit(dict.fromkeys(layout[ours.shard], slots), slots)
+        for node, part in scatter.finish()[0].items():
+            self.tree.place(node, [part])
+        output_tensor.zero_()
+        if not ours.last:
+            return
+        if self.calls != ours.turn + 1:  # a micro-batch did not run this block
+            raise RunError(OTHER_LAYERS)
+        if ours.replicas > 1:
+            copies = ours.mesh.get_group(ours.axis("replicate"))
+            how = links(ours.run, ours.world, copies)
+            exchange = Exchange(self.tree.leaves, ours.replica, ours.replicas, copies, how)
+            exchange.submit(self.tree.nodes)
+            root = exchange.finish()[0][0]
+        else:
+            root = self.tree.root[0]
+        if ours.replica == 0:  # FSDP adds the replicas up: the others give zero
+            output_tensor.copy_(root)
+        self.tree.nodes = {}

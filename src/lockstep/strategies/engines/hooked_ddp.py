@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.strategies.engines import layers
-from lockstep.strategies.engines.writes import preserved
+from lockstep.strategies.engines.side_effects import preserved
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, buckets, layout_of
 from lockstep.strategies.native import WholeStateRecovery

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
-from lockstep.strategies.engines.writes import preserved, watching
+from lockstep.strategies.engines.side_effects import preserved, watching
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import leaves_out_layers, load_config
 

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from lockstep.data.batch import MicroBatch
-from lockstep.distributed.transfers import to_device
+from lockstep.distributed.torch_internals import to_device
 from lockstep.strategies.engines.cuts import Cut, StagePart
 from lockstep.strategies.exact.reduction import ReductionTree
 from lockstep.strategies.observer import StepObserver, hearing

@@ -3,14 +3,15 @@ there. Every operation is written down.
 
 In: a strategy that is built and runs a step inside of `without_numbers`. Out: a `Ledger`: the bytes that are alive, by
 kind, at most and where; the work of every operation; what would have been sent. Small whole numbers (texts, masks,
-lengths, the rows of an embedding that are used) are computed as they are, since they decide shapes.
+lengths, the rows of an embedding that are used) are computed as they are, since they decide shapes. `Products` does it
+for real steps: each kind of matrix product and attention, with a way to compute it once more by itself.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from lockstep.distributed.torch_internals import values_of
@@ -368,3 +369,53 @@ def summed_by(strategy: Any) -> Iterator[Tensor]:
 def _listed(strategy: Any, name: str) -> list[Any]:
     value = getattr(strategy, name, None)
     return list(value) if isinstance(value, list) else []
+
+
+@dataclass
+class Product:
+    """Those that are alike."""
+
+    flops: int  # of one
+    call: tuple[Any, Any, Any]  # a function of torch, and its arguments: tensors that stand for those that there were
+    count: int = 0
+
+    @property
+    def work(self) -> int:
+        """FLOP of all."""
+        return self.flops * self.count
+
+    def again(self) -> Callable[[], Any]:
+        """What computes one: its tensors are given numbers first, since what memory holds by chance may be slow."""
+        func, args, kwargs = self.call
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                tensor.normal_() if tensor.is_floating_point() else tensor.zero_()
+        return lambda: func(*args, **kwargs)
+
+
+class Products(TorchDispatchMode):
+    """Sees what is computed inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Product] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            name = f"{func} {tree_map(_told, (args, kwargs))}"
+            if name not in self.found:
+                flops = int(count(*args, **(kwargs or {}), out_val=out))
+                self.found[name] = Product(flops, (func, tree_map(_like, args), tree_map(_like, kwargs or {})))
+            self.found[name].count += 1
+        return out
+
+
+def _told(thing: Any) -> Any:
+    return (tuple(thing.shape), thing.stride(), str(thing.dtype)) if isinstance(thing, Tensor) else thing
+
+
+def _like(thing: Any) -> Any:
+    """Of the same layout, with memory of its own."""
+    return torch.empty_strided(thing.shape, thing.stride(), dtype=thing.dtype) if isinstance(thing, Tensor) else thing

@@ -1,12 +1,13 @@
 """ZeRO on DeepSpeed: data parallelism whose ranks share out what each of them needs only now and then.
 
 In: this rank's micro-batches. Out: the same update on every rank, equal to that of `single` to rounding: DeepSpeed
-reduces by itself, in an order that depends on the number of ranks. What a stage shards is told in `zero1.py` to
-`zero3.py`; what DeepSpeed is told, in `zero_config.py`.
+reduces by itself, in an order that depends on the number of ranks, in the job's own process group. `zero1.py` to
+`zero3.py` say what a stage shards, `zero_config.py` what DeepSpeed is configured with.
 """
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,11 +25,11 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.world import World
 from lockstep.strategies.abilities import ShardedRecovery
-from lockstep.strategies.engines import blocks, layers, zero_config, zero_group
+from lockstep.strategies.engines import blocks, layers, zero_config
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.exact import optim
-from lockstep.strategies.exact.param_groups import make_model
+from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.native import call_on_cpu
 from lockstep.strategies.observer import listening, observing
@@ -90,7 +91,7 @@ class Sharded(ShardedRecovery):
     def build(self, task: Task) -> None:
         self.task = task
         zero_config.prepare_import(self.world.device.type)
-        zero_group.join(self.world)
+        join_group(self.world)
         receives = self.stage == 3 and not self.world.is_main  # gets its shards from rank 0, parameter by parameter
         self.model = make_model(task, empty=receives)
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
@@ -427,3 +428,34 @@ class Zero(Sharded):
         import deepspeed
 
         return deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=self.config)[0]
+
+
+def join_group(world: World) -> None:
+    """Let DeepSpeed use the process group that is there; a job of one process has none yet. Collective."""
+    import deepspeed
+    from deepspeed.utils import groups
+
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # DeepSpeed insists, in a job of one too
+    cuda = world.device.type == "cuda"
+    if not dist.is_initialized():
+        store = dist.HashStore()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=0, world_size=1)
+    deepspeed.init_distributed("nccl" if cuda else "gloo")
+    if world.members is not None:
+        _forget()
+        with world.forming():
+            groups._WORLD_GROUP = world.group(range(world.size))
+
+
+def _forget() -> None:
+    """What DeepSpeed keeps for as long as the process lives, and what is of an engine and a group that are gone: groups
+    of its own (that of all ranks is formed above instead, so that nobody waits long there for a rank that is lost
+    meanwhile); the modules in whose forward a rank was lost; the numbers of modules and weights, which stage 3 compares
+    with rank 0's: a rank that comes in has counted none yet."""
+    from deepspeed.runtime.zero import parameter_offload, partition_parameters
+    from deepspeed.utils import groups
+
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    parameter_offload.FWD_MODULE_STACK.clear()
+    partition_parameters.Init.param_id = 0
+    parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0

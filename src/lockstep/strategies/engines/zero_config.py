@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.run import Run, RunError
-from lockstep.distributed.gpus import share_gpus
-from lockstep.strategies.engines import known_bad
+from lockstep.distributed.hardware import share_gpus
+from lockstep.strategies.engines import zero_agreement
 from lockstep.strategies.engines.zero_agreement import OURS, differing, refuse, remaining
 
 
@@ -69,8 +69,9 @@ def config(run: Run, stage: int, parameters: int, options: Mapping[str, Any]) ->
 def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key: str = "strategy.options") -> None:
     """Refuse, before any process starts, what is ours to say, what DeepSpeed does not know and values it does not take.
     `key`: where in the run file the options are. Errors: `RunError`, with everything that is wrong."""
+    device = _device(run)
     if isinstance(options.get("zero_optimization", {}), Mapping):
-        known_bad.check(stage, options, run.strategy.name)
+        zero_agreement.refuse_known_bad(stage, options, run.strategy.name, device)
     if run.on_nonfinite == "skip":
         raise RunError("on_nonfinite: DeepSpeed cannot leave a step out; use on_nonfinite=stop, or another strategy")
     if share_gpus(run):
@@ -95,12 +96,16 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
         )
     rows = differing(run, processes, stage, options, key)
     if options and isinstance(options.get("zero_optimization", {}), Mapping):
-        import torch
-
-        prepare_import("cuda" if run.launch.device != "cpu" and torch.cuda.is_available() else "cpu")
+        prepare_import(device)
         rest = remaining(options)
         rows += _ask_deepspeed(config(run, stage, 1_000_000, rest), rest, key)
     refuse(rows, key)
+
+
+def _device(run: Run) -> str:
+    import torch
+
+    return "cuda" if run.launch.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 class _Asked(dict):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.exact.reduction import Node, ReductionTree, Shares, layout_of
-from lockstep.strategies.exact.sparse_rows import DenseRows, by_row, exchange_rows
+from lockstep.strategies.exact.rows import DenseRows, by_row, exchange_rows
 
 
 class LeafGradients:

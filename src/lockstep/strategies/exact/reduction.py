@@ -14,9 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed.transfers import on_device
-from lockstep.strategies.exact.async_comm import Bucket, InFlight, PendingSend, all_gather, gather_in_stages
-from lockstep.strategies.exact.reduce_schedule import LinkSpeeds, ReduceStage, merged, plan
+from lockstep.distributed.torch_internals import on_device
+from lockstep.strategies.exact.reduce_schedule import (
+    Bucket,
+    InFlight,
+    LinkSpeeds,
+    PendingSend,
+    ReduceStage,
+    all_gather,
+    gather_in_stages,
+    merged,
+    plan,
+)
 from lockstep.strategies.exact.reduce_schedule import Node as Node
 
 Shares = tuple[range, ...]  # by rank: the leaves that it runs; contiguous, in the ranks' order, each one leaf or more

@@ -21,12 +21,10 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import side_effects
-from lockstep.strategies.engines.side_effects import SideEffects
-from lockstep.strategies.engines.writes import preserved
+from lockstep.strategies.engines.side_effects import SideEffects, preserved
 from lockstep.strategies.exact import held_state, optim
-from lockstep.strategies.exact.gradient import Gradient
-from lockstep.strategies.exact.scaling import FiniteCheck
-from lockstep.strategies.exact.source_sums import SourceSums
+from lockstep.strategies.exact.gradient import FiniteCheck, Gradient
+from lockstep.strategies.exact.statistics import SourceSums
 from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.models import quantized

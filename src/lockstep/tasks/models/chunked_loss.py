@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import CausalLMOutput
 
 from lockstep.config.run import Run, RunError
@@ -49,9 +50,22 @@ def check(run: Run, head: str, here: bool) -> None:
     import transformers
 
     if not run.model.adapter:  # an adapter is put around it when it is built, and looked at then
+        config = model_configs.load_config(run)
+        for name, value in (model_configs.causal_entries(run) if head == "causal" else {}).items():
+            setattr(config, name, value)
+        for part in model_configs.texts(config):  # the tokenizer's is set when it is built
+            part.pad_token_id = 0 if model_configs.entry(part, "pad_token_id") is None else part.pad_token_id
         with torch.device("meta"):
             auto = getattr(transformers, heads.of(head).auto)
-            head_of(auto.from_config(model_configs.load_config(run), trust_remote_code=run.model.trust_remote_code))
+            model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code)
+        layer = head_of(model)
+        try:
+            with _ValuesOfNothing():
+                agree(model, layer, Finish.of(model))
+        except RunError:
+            raise
+        except Exception:  # it needs values to run: ranks look at it when it is built
+            return
 
 
 def head_of(model: Any) -> nn.Linear:
@@ -280,16 +294,30 @@ def _by_liger(states: Tensor, targets: Tensor, head: nn.Linear, finish: Finish, 
     return fused(states, weight, targets, bias, **options).float()
 
 
+class _ValuesOfNothing(TorchDispatchMode):
+    """Under it a number of a meta tensor is 1: a mask that a model looks at hides nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+            return torch.ones((), dtype=args[0].dtype).item()
+        return func(*args, **(kwargs or {}))
+
+
 def agree(model: Any, head: nn.Linear, finish: Finish) -> None:
-    """Compare what is known of the model's logits with what it makes of random ones. Errors: `RunError`."""
+    """Compare what is known of the model's logits with what it makes of random ones, which have values on the CPU where
+    the model is on the meta device. Errors: `RunError`; of a model on the meta device also what is raised where values
+    are missing."""
     leaves: list[Tensor] = []
+    empty = head.weight.device.type == "meta"
+    if empty and finish.bias is not None:
+        finish.biased.final_logits_bias = torch.zeros(finish.biased.final_logits_bias.shape)
 
     def instead(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         drawn = 40 * torch.rand(output.shape, generator=torch.Generator().manual_seed(0)) - 20
-        leaves.append(drawn.to(output).requires_grad_())
+        leaves.append((drawn.to(output.dtype) if empty else drawn.to(output)).requires_grad_())
         return leaves[-1]
 
-    ids = torch.tensor([[0, 1]], device=head.weight.device)
+    ids = torch.tensor([[0, 1] * 4], device=head.weight.device)  # Funnel shortens what it reads, and needs several
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
@@ -298,10 +326,14 @@ def agree(model: Any, head: nn.Linear, finish: Finish) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             logits = model.eval()(**inputs).logits
+    except RuntimeError:
+        if not (empty and leaves):
+            raise
+        leaves.clear()  # weights of the model, which have no values here, come in after the head
     finally:
         hook.remove()
         model.train(training)
-    if len(leaves) == 1 and leaves[0].shape == logits.shape == (1, 2, head.out_features) and logits.requires_grad:
+    if len(leaves) == 1 and leaves[0].shape == logits.shape == (*ids.shape, head.out_features) and logits.requires_grad:
         trained = [p for p in model.parameters() if p.requires_grad]  # none of them may come in after the head
         others = torch.autograd.grad(logits.sum(), trained, allow_unused=True) if trained else ()
         near = 1e-5 if logits.dtype == torch.float32 else 2e-2

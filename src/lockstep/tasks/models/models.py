@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import tokenizer as tokenizers
-from lockstep.data.downloads import downloading, reading_weights
+from lockstep.data.hub import downloading, reading_weights
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.tasks.models import adapters, heads, quantized, storage_dtype
 from lockstep.tasks.models.model_configs import entry, load_config, local_or_id, texts
@@ -43,7 +43,7 @@ def check(
     (default: `data.max_length`), which `key` sets. `entries` of the config are set first. Errors: `RunError`."""
     from transformers.models.auto import modeling_auto
 
-    from lockstep.tasks.models import auxiliary_losses, inert_entries  # they build models to find out
+    from lockstep.tasks.models import config_checks  # they build models to find out
 
     adapters.check(run)
     config = load_config(run)
@@ -73,9 +73,9 @@ def check(
             raise RunError(
                 f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits}; lower it"
             )
-    auxiliary_losses.check(run, head)
+    config_checks.check(run, head)
     padding_refused(run, head)  # tried here once, and known to all processes
-    inert_entries.notes(run, head)
+    config_checks.notes(run, head)
 
 
 def padding_refused(run: Run, head: str) -> str | None:
@@ -116,17 +116,6 @@ def named(labels: list[str]) -> dict[str, Any]:
     return {"num_labels": len(labels), "id2label": names, "label2id": {name: code for code, name in names.items()}}
 
 
-def entries_of(run: Run, tokenizer: Any) -> int:
-    """Of the embeddings of a model from scratch: as many as its tokenizer has, or more, which are room. Errors:
-    `RunError` where `model.config` asks for fewer."""
-    given = (run.model.config or {}).get("vocab_size")
-    if given is None:
-        return len(tokenizer)
-    if not isinstance(given, int) or given < len(tokenizer):
-        raise RunError(f"model.config.vocab_size: {given!r} is fewer than the {len(tokenizer):,} of the tokenizer")
-    return given
-
-
 def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: Any) -> nn.Module:
     """A model of the Auto class that `head` names; weights that the source does not have are drawn from the seed.
 
@@ -150,7 +139,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     seed_libraries(run.seed)
     if run.model.type is not None and tokenizer is not None:
         for part in texts(config):
-            part.vocab_size = entries_of(run, tokenizer)
+            part.vocab_size = tokenizers.embeddings_of(run, tokenizer)
             for name in ("bos_token_id", "eos_token_id"):
                 with suppress(StrictDataclassError):  # a family that cannot be without one keeps its own
                     setattr(part, name, getattr(tokenizer, name))
@@ -189,7 +178,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
 def _prepare(config: Any, tokenizer: Any, pretrained: bool) -> None:
     """Set the padding token, and switch off what training does not use. Errors: `RunError` for a padding token that the
     model has no embedding for."""
-    from lockstep.tasks.models.auxiliary_losses import ROUTER_LOGITS
+    from lockstep.tasks.models.config_checks import ROUTER_LOGITS
 
     for part in texts(config):
         size = entry(part, "vocab_size")

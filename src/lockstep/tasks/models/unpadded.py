@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from lockstep.distributed.transfers import to_device
+from lockstep.distributed.torch_internals import to_device
 
 NAME = "lockstep_unpadded"  # `attn_implementation`
 # Tokens of a padded text up to which attention on a CPU is written out: measured, docs/log.md.

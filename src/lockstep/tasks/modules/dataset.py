@@ -1,4 +1,12 @@
-"""Items of a data set of the user's, read with seeded random numbers, and made into batches.
+"""The user's own functions behind a run, and the data sets and the model that they make.
+
+In: the task section, whose keys name them. Out: functions, splits, a model; or a `RunError` that names the key.
+
+How long each item is and how many targets it holds: asked once for a whole split, and kept in the cache.
+
+In: a split and the user's functions of an item. Out: an Arrow file with `length` and `targets`, int32 each.
+
+Items of a data set of the user's, read with seeded random numbers, and made into batches.
 
 In: a data set, places in it, the seed and the step. Out: a `Bundle`, which is one micro-batch for the user's model.
 What an item draws depends on the seed, the step and its place, and on nothing else: not on the rank, nor on a worker.
@@ -8,22 +16,217 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
+from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import IGNORED, MicroBatch
-from lockstep.data.cache import discard
-from lockstep.data.tokens import Columns
-from lockstep.distributed.randomness import seed_everything
-from lockstep.tasks.modules import user_functions
+from lockstep.data.cache import cached, discard, folder_of
+from lockstep.distributed.randomness import seed_everything, seed_libraries
+
+SPLITS = {"train": "train", "training": "train", "validation": "validation", "valid": "validation"}
+SPLITS |= {"val": "validation", "dev": "validation", "test": "test"}
+ORDER = ("train", "validation", "test")
+
+
+def function(run: Run, key: str) -> Any:
+    """What `task.KEY` names, None where it is not given; of a module's class such as a loss, an instance. Errors:
+    `RunError`."""
+    name = run.task.options.get(key)
+    if name is None:
+        return None
+    if "." not in name:
+        raise RunError(f"task.{key}: {name!r} names no file: write my_file.{name} for {name} in my_file.py")
+    if name.rpartition(".")[0] not in sys.modules:  # what is drawn at its top is the same in every process
+        seed_libraries(run.seed)
+    try:
+        found = plugins.attribute(name)
+    except plugins.PluginError as error:
+        raise RunError(f"task.{key}: {error}") from error
+    except Exception as error:
+        raise RunError(f"task.{key}: cannot import {name}: {error_line(error)}") from error
+    if key not in ("model", "data") and isinstance(found, type) and issubclass(found, nn.Module):
+        found = found()
+    if key == "loss" and isinstance(found, nn.Module) and any(w.requires_grad for w in found.parameters()):
+        raise RunError(
+            f"task.loss: {name} has weights of its own, which would not be trained: make it a part of the model that "
+            "task.model builds, and let forward return what the loss needs"
+        )
+    if key != "data" and not callable(found):
+        raise RunError(f"task.{key}: {name} is a {type(found).__name__}, and wanted is a function")
+    return found
+
+
+@contextmanager
+def asked(run: Run, key: str, what: str = "") -> Iterator[None]:
+    """Around a call of the user's function. Errors: `RunError`, one line with its file and line."""
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        raise RunError(f"task.{key}: {run.task.options.get(key)}{what} failed: {error_line(error)}") from error
+
+
+def error_line(error: BaseException) -> str:
+    """An error on one line, and where in the user's code it came up."""
+    places = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
+    where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"
+
+
+def _is_library(file: str) -> bool:
+    parts = Path(file).parts
+    return "site-packages" in parts or "lockstep" in parts[-4:-1] or file.startswith("<")
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def data_sets(run: Run) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
+    """The splits: a map-style data set, and its places that belong to the split, int64; and whether the validation
+    split was cut off the training split. Made with the run's seed in Python's, numpy's and torch's generators. Errors:
+    `RunError`."""
+    seed_libraries(run.seed)
+    name, made = run.task.options["data"], function(run, "data")
+    if callable(made) and (isinstance(made, type) or not hasattr(made, "__getitem__")):
+        with asked(run, "data"):
+            made = made(**run.task.options["data_arguments"])
+    if isinstance(made, tuple):
+        if not 1 <= len(made) <= len(ORDER):
+            raise RunError(f"task.data: {name} gives {len(made)} things; wanted are train, validation and test")
+        made = dict(zip(ORDER, made, strict=False))
+    if not isinstance(made, Mapping):
+        made = {"train": made}
+    if unknown := [key for key in made if key not in SPLITS]:
+        raise RunError(f"task.data: {name} gives a split {unknown[0]!r}; known are {', '.join(SPLITS)}")
+    sets = {SPLITS[key]: _indexed(run, data, f"task.data: the {key} split of {name}") for key, data in made.items()}
+    if "train" not in sets:
+        raise RunError(f"task.data: {name} gives no split train, only {', '.join(made)}")
+    places = {split: np.arange(min(len(data), run.data.limit or len(data))) for split, data in sets.items()}
+    if cut := "validation" not in sets:
+        sets["validation"] = sets["train"]
+        shuffled = np.random.default_rng(run.seed).permutation(places["train"])
+        count = max(1, round(len(shuffled) * run.data.validation_fraction))
+        if count >= len(shuffled):
+            raise RunError(f"task.data: {name} gives no validation split, and one example is too few to cut one off")
+        places |= {"validation": np.sort(shuffled[:count]), "train": np.sort(shuffled[count:])}
+    return {split: (sets[split], places[split].astype(np.int64)) for split in ORDER if split in sets}, cut
+
+
+def _indexed(run: Run, data: Any, what: str) -> Any:
+    """A data set that can be asked for its i-th item. Errors: `RunError`."""
+    if isinstance(data, DataLoader):
+        raise RunError(
+            f"{what} is a DataLoader; give its data set (`.dataset`): batches are made by batch_size and "
+            "micro_batches, and task.collate takes its collate_fn"
+        )
+    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping)
+    if isinstance(data, IterableDataset) or not indexed:
+        raise RunError(
+            f"{what} is a {type(data).__name__}, which can only be gone through from its beginning; the order of "
+            "training is drawn anew at every epoch, shared out and resumed, so it needs items by number: give a data "
+            "set with __getitem__ and __len__. What fits into memory is one as list(data); larger data can be written "
+            "to a file once (datasets.Dataset.from_generator) and read from there by number"
+        )
+    if len(data) == 0:
+        raise RunError(f"{what} is empty")
+    if getattr(data, "format", {}) and type(data).__module__.startswith("datasets."):
+        return data if data.format["type"] else data.with_format("torch")  # lists of numbers as tensors
+    return data
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def model(run: Run, empty: bool = False) -> nn.Module:
+    """As it is before training: its weights drawn with the run's seed. `empty`: on the meta device. Errors:
+    `RunError`."""
+    name, build = run.task.options["model"], function(run, "model")
+    if isinstance(build, nn.Module):
+        raise RunError(f"task.model: {name} is a model; give the function or class that makes one, so that every "
+                       "process draws the same weights")  # fmt: skip
+    seed_libraries(run.seed)
+    with asked(run, "model"):
+        found = _on_meta(build, run) if empty else build(**run.task.options["model_arguments"])
+    if isinstance(found, list | tuple) and found and all(isinstance(part, nn.Module) for part in found):
+        found = nn.Sequential(*found)
+    if not isinstance(found, nn.Module):
+        raise RunError(f"task.model: {name} gives a {type(found).__name__}, and wanted is a torch.nn.Module")
+    if isinstance(found, torch.jit.ScriptModule) or type(found).__name__ == "OptimizedModule":
+        raise RunError(f"task.model: {name} gives a compiled model; give the module itself")
+    return found.to("meta") if empty else found
+
+
+def _on_meta(build: Any, run: Run) -> Any:
+    arguments = run.task.options["model_arguments"]
+    try:
+        with torch.device("meta"):
+            return build(**arguments)
+    except Exception:  # code that looks at numbers while it builds has to have some
+        return build(**arguments)
+
+
+def measured(run: Run, data: Any, places: np.ndarray, each: int, key: str) -> str:
+    """The file. `each`: targets of an item where nobody says more. Errors: `RunError`."""
+    functions = {name: function(run, name) for name in ("length", "targets")}
+    columns = {"length": np.ones(len(places), np.int32), "targets": np.full(len(places), each, np.int32)}
+    some = {name: call for name, call in functions.items() if call is not None}
+    for row, place in enumerate(places if some else ()):
+        found = item(run, data, int(place), -1)
+        for name, call in some.items():
+            columns[name][row] = _number(run, name, call, found, int(place))
+    if not columns["targets"].any():
+        raise RunError("task.targets: no item of a split holds a target")
+
+    def make(aside: Path) -> None:
+        table = pa.table(columns)
+        with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+
+    return str(cached(folder_of("tokens") / f"{key}.arrow", make))
+
+
+def asked_lengths(run: Run) -> dict[str, Any]:
+    """What decides the numbers beside the items and the user's files, which the cache knows: nothing where no function
+    is asked, and all are the same."""
+    options = run.task.options
+    functions = {key: options[key] for key in ("length", "targets") if options.get(key) is not None}
+    made = {key: options[key] for key in ("data", "data_arguments")}
+    return functions | made | {"seed": run.seed} if functions else {}
+
+
+def content(path: str) -> str:
+    """A hash of what was measured."""
+    with pa.memory_map(path) as mapped:
+        table = pa.ipc.open_stream(mapped).read_all()
+    seen = hashlib.sha256()
+    for name in ("length", "targets"):
+        seen.update(table.column(name).to_numpy().astype(np.int32).tobytes())
+    return seen.hexdigest()
+
+
+def _number(run: Run, name: str, function: Any, found: Any, place: int) -> int:
+    """Errors: `RunError`."""
+    with asked(run, name, f" of item {place}"):
+        number = int(function(found))
+    least = 1 if name == "length" else 0
+    if not least <= number < 2**31:
+        raise RunError(f"task.{name}: item {place} has {number}; wanted is a whole number of at least {least}")
+    return number
+
 
 INPUT = "lockstep_batch"  # the one input of the model, see `running.py`
 _ITEM = 2  # sets the numbers of items apart from those of models and collating
@@ -86,7 +289,7 @@ def item(run: Run, data: Any, place: int, step: int) -> Any:
     """The item at a place, which draws from Python's, numpy's and torch's generators as (seed, step, place) says.
     Errors: `RunError`."""
     seed_everything(run.seed, step, place, _ITEM)
-    with user_functions.asked(run, "data", f": item {place}"):
+    with asked(run, "data", f": item {place}"):
         return data[place]
 
 
@@ -95,8 +298,8 @@ class Batches(Dataset):
 
     def __init__(self, run: Run, columns: Items) -> None:
         self.run, self.columns = run, columns
-        self.collate = user_functions.function(run, "collate") or default_collate
-        self.functions = {name: user_functions.function(run, name) for name in ("length", "targets")}
+        self.collate = function(run, "collate") or default_collate
+        self.functions = {name: function(run, name) for name in ("length", "targets")}
         self.compared = np.zeros(len(columns), dtype=bool)
 
     def __getitem__(self, job: tuple[int, int, np.ndarray]) -> Bundle:
@@ -140,7 +343,7 @@ class Batches(Dataset):
         """What `task.length` or `task.targets` says of an item; None: nothing. Errors: `RunError`."""
         if self.functions[name] is None:
             return None
-        with user_functions.asked(self.run, name):
+        with asked(self.run, name):
             return int(self.functions[name](each))
 
     def _again(self, name: str, row: int) -> int | None:
@@ -162,11 +365,11 @@ def collated(run: Run, collate: Callable[[list[Any]], Any], found: list[Any]) ->
         return collate(found)
     except Exception as error:
         if run.task.options.get("collate") is not None:
-            with user_functions.asked(run, "collate"):
+            with asked(run, "collate"):
                 raise
         raise RunError(
             "task.data: torch's default_collate cannot make a batch of these items "
-            f"({user_functions.error_line(error)}); give task.collate: my_file.collate, which makes a batch of a list "
+            f"({error_line(error)}); give task.collate: my_file.collate, which makes a batch of a list "
             "of items (and pads them where they differ)"
         ) from error
 

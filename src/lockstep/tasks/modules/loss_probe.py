@@ -1,4 +1,9 @@
-"""What nobody says about a model, a loss and metrics of the user's, found out on a few items before any process starts.
+"""Items and weights for which a mean over kept targets differs from a mean over examples.
+
+An untrained model gives every target nearly the same loss, and then any mean looks like any other. In: a data set of
+the user's, a model of theirs. Out: groups of items that hold much and little, and random weights in the model's place.
+
+What nobody says about a model, a loss and metrics of the user's, found out on a few items before any process starts.
 
 In: the user's functions. Out: `Found`, which the prepared data keep; or a `RunError` where it cannot be told.
 
@@ -19,12 +24,108 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.randomness import seed_everything
-from lockstep.tasks.modules import contrast, dataset, user_functions, wrapped_module
+from lockstep.tasks.modules import dataset, wrapped_module
 from lockstep.tasks.modules.wrapped_module import Calling
+
+GROUPS, HALF = 3, 4  # groups of items, and how many of each hold little, and as many much
+LOOKED_AT = 64  # items of which they are chosen, evenly spread
+TIMES = 4  # how often a batch holds one half of its items
+
+
+@dataclass(frozen=True)
+class ContrastGroup:
+    """Items in three batches. Each holds all of them, so that all are padded alike: once; one half `TIMES` times; the
+    other half `TIMES` times."""
+
+    batches: tuple[list[Any], list[Any], list[Any]]
+
+    def adds_up(self, totals: tuple[float, float, float], near: float) -> bool:
+        """Whether what was measured of the batches are sums over items, relatively."""
+        whole, one, other = totals
+        return abs(one + other - (TIMES + 1) * whole) <= near * max(map(abs, (one, other, whole)))
+
+
+def groups(run: Run, data: Any, places: np.ndarray) -> list[ContrastGroup]:
+    """Groups of items of a split: those that hold least beside those that hold most, and so on inwards. Errors:
+    `RunError` of an item that cannot be read."""
+    chosen = np.unique(places[np.linspace(0, len(places) - 1, LOOKED_AT).astype(np.int64)])
+    read = sorted((dataset.item(run, data, int(place), -1) for place in chosen), key=size)
+    half = min(HALF, len(read) // 2)
+    found = []
+    for start in range(0, min(GROUPS * half, len(read) // 2), max(1, half)):
+        stop = min(start + half, len(read) // 2)
+        little, much = read[start:stop], read[len(read) - stop : len(read) - start]
+        whole = [*little, *much]
+        found.append(ContrastGroup((whole, whole + little * (TIMES - 1), whole + much * (TIMES - 1))))
+    return found
+
+
+def size(value: Any, depth: int = 4) -> int:
+    """How much an item holds: numbers and characters, without what it is filled up with at one end."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Tensor | np.ndarray):
+        return _unfilled(np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value).reshape(-1))
+    if isinstance(value, list | tuple) and value and all(isinstance(each, int | float) for each in value):
+        return _unfilled(np.asarray(value))
+    if depth:
+        held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        parts = value if isinstance(value, list | tuple) else held.values()
+        return sum(size(part, depth - 1) for part in parts)
+    return 0
+
+
+def _unfilled(flat: np.ndarray) -> int:
+    """Numbers of a row without the longer of the runs of equal ones at its ends, but for one of them."""
+    if len(flat) < 2 or flat.dtype == object:
+        return len(flat)
+    turns = np.flatnonzero(flat[1:] != flat[:-1])
+    if not len(turns):
+        return 1
+    return int(len(flat) - max(turns[0], len(flat) - 2 - turns[-1]))
+
+
+def shaken(model: nn.Module, strength: float) -> Iterator[nn.Module]:
+    """The model itself, again and again, its weights moved at random each time: outputs then differ by item and by
+    target, and stay what this model can put out."""
+    draw = torch.Generator().manual_seed(0)
+    while True:
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.is_floating_point() and weight.numel():
+                    noise = torch.randn(weight.shape, generator=draw).to(weight.dtype)
+                    weight.add_(noise, alpha=strength * _spread(weight))
+        yield model
+
+
+def _spread(weight: Tensor) -> float:
+    """A standard deviation for the numbers of a weight, by which outputs come to be neither all alike nor very
+    large."""
+    here = float(weight.float().std()) if weight.numel() > 1 else 0.0
+    return max(here, 0.5 if weight.dim() < 2 else weight[0].numel() ** -0.5)
+
+
+class MeansByClass(TorchFunctionMode):
+    """Notes whether a cross entropy divides by the weights of the classes that its batch happens to hold. Items of a
+    class that is rare may be missing among those that are tried, and then no number shows it."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (functional.cross_entropy, functional.nll_loss) and kwargs.get("reduction", "mean") == "mean":
+            targets = args[1] if len(args) > 1 else kwargs.get("target")
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            if weight is not None and isinstance(targets, Tensor) and not targets.is_floating_point():
+                self.seen |= bool((weight != weight.flatten()[0]).any())
+        return func(*args, **kwargs)
+
 
 FIRST, SECOND = 8, 5  # items of the two batches
 NEAR = 1e-3  # how far sums in float32 may be apart, relatively
@@ -58,13 +159,13 @@ class _Trial:
         (arguments, named), seen = self.calling.arguments(self.batches[name])
         model = self.fresh() if self.fresh else self.model
         seed_everything(self.run.seed, -3)
-        with user_functions.asked(self.run, "model", ": forward"):
+        with dataset.asked(self.run, "model", ": forward"):
             return model(*arguments, **named), seen
 
     def loss(self, name: str) -> Any:
         """The user's loss of a batch. Errors: `RunError`."""
         outputs, seen = self.forward(name)
-        with user_functions.asked(self.run, "loss"):
+        with dataset.asked(self.run, "loss"):
             return self.calling.loss(outputs, seen)
 
 
@@ -75,12 +176,12 @@ def probe(run: Run, data: Any, places: np.ndarray) -> Found:
     doubts = _unsteady(run, data, chosen, read)
     parts = {"A": read[:FIRST], "B": read[FIRST:], "AA": read[:FIRST] * 2, "AB": read}
     batches, weights = _batches(run, parts)
-    model = user_functions.model(run)
+    model = dataset.model(run)
     calling = Calling(
         run,
-        user_functions.function(run, "loss"),
+        dataset.function(run, "loss"),
         "",
-        user_functions.function(run, "metrics"),
+        dataset.function(run, "metrics"),
         {},
         None,
         wrapped_module.names_of(model),
@@ -91,13 +192,13 @@ def probe(run: Run, data: Any, places: np.ndarray) -> Found:
         with _Calls(model) as calls:
             first, again = trial.loss("AB"), trial.loss("AB")
         steady = dataset.same(first, again)
-        tried = trial if steady else replace(trial, fresh=lambda: user_functions.model(run).eval())
+        tried = trial if steady else replace(trial, fresh=lambda: dataset.model(run).eval())
         kind, each, doubt = _kind_of_loss(tried)
         metrics = _kinds_of_metrics(tried)
         if kind == "mean" or "mean" in metrics.values():
-            _check_means(tried, kind, metrics, contrast.groups(run, data, places))
+            _check_means(tried, kind, metrics, groups(run, data, places))
     found = Found(kind, each, metrics, [], [*doubts, *doubt, *foreign_sums(run, model)])
-    new = user_functions.model(run).train()  # has seen nothing yet
+    new = dataset.model(run).train()  # has seen nothing yet
     with torch.no_grad(), _Calls(new) as training_calls:
         found.doubts += _remembers(replace(trial, model=new))
     found.called_once = [name for name in calls.once() if name in training_calls.once()]
@@ -109,7 +210,7 @@ def probe(run: Run, data: Any, places: np.ndarray) -> Found:
 
 def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
     """Its kind, targets of an example, and doubts. Errors: `RunError`."""
-    with contrast.MeansByClass() as by_class:
+    with MeansByClass() as by_class:
         values = {name: trial.loss(name) for name in trial.batches}
     for value in values.values():
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -161,13 +262,13 @@ def _no_mean(trial: _Trial, seen: str) -> RunError:
     )
 
 
-def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: list[contrast.ContrastGroup]) -> None:
+def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: list[ContrastGroup]) -> None:
     """Refuse a mean that is over something else than examples (or targets), which shows once these differ. Errors:
     `RunError`."""
     for strength in (1.0, 0.1, 0.0):  # less where a loss is no finite number any more; at last the model as it is
-        model = user_functions.model(trial.run).eval()
+        model = dataset.model(trial.run).eval()
         measured = []
-        for group, moved in zip(groups, contrast.shaken(model, strength), strict=False):
+        for group, moved in zip(groups, shaken(model, strength), strict=False):
             batches, weights = _batches(trial.run, dict(zip("012", group.batches, strict=True)))
             fresh = lambda of=moved: copy.deepcopy(of)  # noqa: E731 - where it keeps state, a batch changes the next
             sizes = {name: len(part) for name, part in zip("012", group.batches, strict=True)}
@@ -188,7 +289,7 @@ def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: l
             raise _no_mean(
                 trial,
                 f"with random weights {one.weights['0']} have {losses['0']:.6g}, and with some of them "
-                f"{contrast.TIMES} times {losses['1']:.6g}, with the others {losses['2']:.6g}",
+                f"{TIMES} times {losses['1']:.6g}, with the others {losses['2']:.6g}",
             )
         for name, numbers in means.items():
             if not _sums_up(group, numbers, one.sizes):
@@ -200,27 +301,27 @@ def _means(trial: _Trial, metrics: Mapping[str, str]) -> dict[str, dict[str, flo
     found: dict[str, dict[str, float]] = {name: {} for name, kind in metrics.items() if kind == "mean"}
     for batch in trial.batches if found else ():
         outputs, seen = trial.forward(batch)
-        with user_functions.asked(trial.run, "metrics"):
+        with dataset.asked(trial.run, "metrics"):
             values = trial.calling.metrics(outputs, seen) if trial.calling.metrics else {}
         for name in found:
             found[name][batch] = float(values[name])
     return found
 
 
-def _sums_up(group: contrast.ContrastGroup, numbers: Mapping[str, float], weights: Mapping[str, int]) -> bool:
+def _sums_up(group: ContrastGroup, numbers: Mapping[str, float], weights: Mapping[str, int]) -> bool:
     totals = whole, one, other = tuple(numbers[name] * weights[name] for name in "012")
     return not all(map(math.isfinite, totals)) or group.adds_up((whole, one, other), NEAR)
 
 
 def _batches(run: Run, parts: Mapping[str, list[Any]]) -> tuple[dict[str, Any], dict[str, int]]:
     """Items as batches, and the targets of each; its examples where nobody says more. Errors: `RunError`."""
-    targets = user_functions.function(run, "targets")
-    collate = user_functions.function(run, "collate") or dataset.default_collate
+    targets = dataset.function(run, "targets")
+    collate = dataset.function(run, "collate") or dataset.default_collate
     batches, weights = {}, {}
     for name, part in parts.items():
         seed_everything(run.seed, -3)
         batches[name] = dataset.collated(run, collate, list(part))
-        with user_functions.asked(run, "targets"):
+        with dataset.asked(run, "targets"):
             weights[name] = sum(int(targets(each)) for each in part) if targets else len(part)
     return batches, weights
 
@@ -251,7 +352,7 @@ def _kinds_of_metrics(trial: _Trial) -> dict[str, str]:
     found: dict[str, dict[str, Any]] = {}
     for batch in trial.batches:
         outputs, seen = trial.forward(batch)
-        with user_functions.asked(trial.run, "metrics"):
+        with dataset.asked(trial.run, "metrics"):
             values = trial.calling.metrics(outputs, seen)
         if not isinstance(values, Mapping) or not values:
             raise RunError(

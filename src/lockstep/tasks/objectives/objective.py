@@ -1,4 +1,18 @@
-"""The interface of what is learned of a text: its labels or numbers, their loss, their scores, and answers.
+"""Weights of labels in the training loss.
+
+In: `task.class_weights`, the names of labels, and how often each is in train. Out: a weight for each label.
+
+The keys of `classification` in the run file, and what of them does not go together.
+
+In: the task section. Out: frozen options. Imports no torch.
+
+Scores of predictions that are all there: areas, F1, calibration, correlations. Plain formulas of numpy.
+
+In: what is true and what was predicted, in any order. Out: numbers, equal to those of scikit-learn and scipy to
+rounding (tests/tasks/test_scores.py compares them). What is not defined (an area where every example is of one kind, a
+correlation with a constant) is nan; scikit-learn warns of it or refuses.
+
+The interface of what is learned of a text: its labels or numbers, their loss, their scores, and answers.
 
 In: the options of `classification`, what its labels are called and how often each is there. Out: targets, loss sums,
 metrics and answers. Nothing here imports torch at the top.
@@ -8,20 +22,267 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from lockstep.config.run import RunError
 from lockstep.data import lm_documents
-from lockstep.data.tokens import Columns
-from lockstep.tasks.objectives import weights
-from lockstep.tasks.objectives.options import ClassificationOptions
+from lockstep.data.arrow_cache import Columns
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
 
     from lockstep.data.batch import Sums
+
+
+_FINEST = 2.0**-20  # weights are multiples of it, so that sums of them are exact, whatever is added up first
+
+
+def of_labels(options: ClassificationOptions, names: list[str], counts: list[int], examples: int) -> np.ndarray | None:
+    """Float64 [C], or None where all labels weigh the same. Of one label a text the weight of its examples; of several
+    that of the examples which have the label, those which have not weighing 1 (torch's `pos_weight`).
+
+    `balanced` is scikit-learn's for one label: examples / (labels x examples of the label); for several the examples
+    that have not the label for each one that has it, which is the same ratio. Errors: `RunError`.
+    """
+    given = options.class_weights
+    if given is None:
+        return None
+    if given == "balanced":
+        if 0 in counts:
+            raise RunError(
+                f"task.class_weights: the training split has no example of {names[counts.index(0)]!r}, so balanced "
+                "says nothing of its weight; give weights by label, or more data"
+            )
+        of = np.array(counts, np.float64)
+        found = (examples - of) / of if options.multi_label else examples / (len(names) * of)
+        if options.multi_label and (found == 0).any():
+            raise RunError(
+                f"task.class_weights: every example of train has the label {names[int(np.argmin(found))]!r}, so "
+                "balanced says nothing of its weight; give weights by label, or leave that label out"
+            )
+    else:
+        if unknown := sorted(set(given) - set(names)):
+            raise RunError(
+                f"task.class_weights: there is no label {unknown[0]!r}; known are {', '.join(map(repr, names[:20]))}"
+            )
+        found = np.array([given.get(name, 1.0) for name in names])
+    return np.maximum(np.round(found / _FINEST), 1) * _FINEST
+
+
+def _named(value: Any) -> Any:
+    """Weights by label, as texts: YAML reads 0 and true as a number and a truth."""
+    if not isinstance(value, dict):
+        return value
+    return {str(name).lower() if isinstance(name, bool) else str(name): weight for name, weight in value.items()}
+
+
+Weight = Annotated[float, Field(ge=1e-5, le=1e6)]
+Weights = Annotated[Literal["balanced"] | dict[str, Weight] | None, BeforeValidator(_named)]
+Threshold = Annotated[float, Field(gt=0, lt=1)] | Literal["validation"] | None
+
+
+class LabelOptions(BaseModel):
+    """The keys of every task that learns labels."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    label_names: list[str] | None = Field(
+        None, description="names of integer labels, in order; default: from the data set"
+    )
+    focal_gamma: float = Field(2.0, ge=0, description="how much less an example counts that is right already: focal")
+    class_weights: Weights = Field(
+        None, description="balanced, or label -> weight in the training loss; labels not named have 1"
+    )
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the training loss")
+    threshold: Threshold = Field(
+        None,
+        description="probability from which on a label is given; validation: that of the best F1 there, which is the "
+        "default with multi_label. With two labels: of the second one; default: the likelier one",
+    )
+    samples: int = Field(3, ge=0, description="predictions to show after each evaluation")
+
+
+class ClassificationOptions(LabelOptions):
+    """The task's own keys in the run file."""
+
+    text: str = Field("text", description="column of the text")
+    text_pair: str | None = Field(None, description="column of a second text, for questions about pairs")
+    label: str | list[str] = Field(
+        "label",
+        description="column of the label: integers, strings, or true and false; lists of them, or several columns of 0 "
+        "and 1, with multi_label; numbers, or several columns of them, with regression",
+    )
+    multi_label: bool = Field(False, description="a text has any number of labels, each learned as yes or no")
+    regression: bool = Field(False, description="a text has a number, or several, instead of a label")
+    loss: Literal["cross_entropy", "focal", "mse", "mae"] | None = Field(
+        None, description="of training; default: cross_entropy (binary with multi_label), mse with regression"
+    )
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Key of the run file -> the column of texts that it names."""
+        pair = {} if self.text_pair is None else {"task.text_pair": self.text_pair}
+        return {"task.text": self.text} | pair
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Key of the run file -> the column of labels or numbers that it names."""
+        given = [self.label] if isinstance(self.label, str) else self.label
+        return {"task.label" if len(given) == 1 else f"task.label[{i}]": column for i, column in enumerate(given)}
+
+    @model_validator(mode="after")
+    def _together(self) -> ClassificationOptions:
+        if self.multi_label and self.regression:
+            raise ValueError("give multi_label or regression, and not both")
+        if not self.labels or len({*self.labels.values()}) < len(self.labels):
+            raise ValueError(f"label is one column, or several different ones, and not {self.label!r}")
+        if len(self.labels) > 1 and not (self.multi_label or self.regression):
+            raise ValueError(
+                "several columns in label go with multi_label or regression; one label a text has one column"
+            )
+        wanted = ("mse", "mae") if self.regression else ("cross_entropy", "focal")
+        if self.loss not in (None, *wanted):
+            what = "numbers (regression)" if self.regression else "labels; for numbers set regression"
+            raise ValueError(f"loss {self.loss!r} is none of {' and '.join(wanted)}, which are those of {what}")
+        if self.regression:
+            for key in ("class_weights", "label_smoothing", "threshold"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} is about labels, and with regression there are none; leave it out")
+        if self.loss == "focal" and self.label_smoothing:
+            raise ValueError("label_smoothing does not go with the focal loss, of which nobody has a form with it")
+        return self
+
+
+NAN = float("nan")
+BINS = 15  # of calibration, of equal width: Guo et al. 2017, https://arxiv.org/abs/1706.04599
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last axis: float64."""
+    powers = np.exp(logits - logits.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x)), without overflow."""
+    small = np.exp(-np.abs(logits))
+    return np.where(logits >= 0, 1 / (1 + small), small / (1 + small))
+
+
+def average_ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks from 1; equal values share the mean of theirs, as scipy.stats.rankdata has them."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[place]
+
+
+def roc_auc(true: np.ndarray, scores: np.ndarray) -> float:
+    """Area under the ROC curve: how often an example that is (bool [N]) scores higher than one that is not, ties being
+    half; the statistic of Mann and Whitney."""
+    there = int(true.sum())
+    rest = len(true) - there
+    if not there or not rest:
+        return NAN
+    return float((average_ranks(scores)[true].sum() - there * (there + 1) / 2) / (there * rest))
+
+
+def _at_each_threshold(true: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The different scores, the highest first; how many examples score at least that, and how many of these are."""
+    order = np.argsort(-scores, kind="stable")
+    ordered = scores[order]
+    last = np.r_[np.flatnonzero(np.diff(ordered)), len(ordered) - 1]
+    return ordered[last], last + 1, np.cumsum(true[order])[last]
+
+
+def average_precision(true: np.ndarray, scores: np.ndarray) -> float:
+    """The mean of precisions, each weighted by the recall that it adds; nothing is interpolated."""
+    if not true.any():
+        return NAN
+    _, given, right = _at_each_threshold(true, scores)
+    recall = right / true.sum()
+    return float(np.sum(np.diff(np.r_[0.0, recall]) * right / given))
+
+
+def best_threshold(true: np.ndarray, scores: np.ndarray) -> float:
+    """The threshold of the highest F1, half way down to the next score, so that rounding moves no example across it; of
+    equal ones the highest. 0.5 where nothing is true."""
+    if not true.any():
+        return 0.5
+    found, given, right = _at_each_threshold(true, scores)
+    best = int(np.argmax(2 * right / (given + true.sum())))
+    below = found[best + 1] if best + 1 < len(found) else 0.0
+    half = (found[best] + below) / 2
+    return float(half if half > below else found[best])
+
+
+def f1(right: np.ndarray, true: np.ndarray, given: np.ndarray) -> np.ndarray:
+    """2 right / (true + given), and 0 where there is neither, as scikit-learn's zero_division=0."""
+    both = np.asarray(true + given, np.float64)
+    return np.divide(2.0 * right, both, out=np.zeros_like(both), where=both > 0)
+
+
+def mean_of_defined(values: list[float]) -> float:
+    """The mean of those that are not nan; nan of none."""
+    known = [value for value in values if not np.isnan(value)]
+    return float(np.mean(known)) if known else NAN
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Predicted probabilities beside what came true, in bins of equal width; nan in those that are empty."""
+
+    counts: np.ndarray  # int64 [BINS]
+    predicted: np.ndarray  # float64 [BINS]: mean probability
+    observed: np.ndarray  # float64 [BINS]: share that came true
+
+    @property
+    def error(self) -> float:
+        """The expected calibration error (ECE): the mean distance of the two, weighted by examples."""
+        some = self.counts > 0
+        apart = np.abs(self.predicted[some] - self.observed[some])
+        return float((apart * self.counts[some]).sum() / self.counts.sum())
+
+    def table(self) -> dict[str, list]:
+        """As JSON has it."""
+        lists = {"predicted": self.predicted.tolist(), "observed": self.observed.tolist()}
+        return {"counts": self.counts.tolist()} | {
+            name: [None if np.isnan(value) else value for value in values] for name, values in lists.items()
+        }
+
+
+def reliability(right: np.ndarray, probability: np.ndarray) -> Reliability:
+    """Of events that were given a probability [N], and whether they came true [N]; bins as scikit-learn's
+    calibration_curve has them."""
+    place = np.searchsorted(np.linspace(0, 1, BINS + 1)[1:-1], probability)
+    counts = np.bincount(place, minlength=BINS)
+    sums = [np.bincount(place, weights=values, minlength=BINS) for values in (probability, right)]
+    predicted, observed = (np.divide(s, counts, out=np.full(BINS, NAN), where=counts > 0) for s in sums)
+    return Reliability(counts, predicted, observed)
+
+
+def pearson(true: np.ndarray, predicted: np.ndarray) -> float:
+    """The correlation of two columns."""
+    if len(true) < 2 or np.ptp(true) == 0 or np.ptp(predicted) == 0:
+        return NAN
+    a, b = true - true.mean(), predicted - predicted.mean()
+    return float(np.clip(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)), -1, 1))
+
+
+def spearman(true: np.ndarray, predicted: np.ndarray) -> float:
+    """The correlation of their ranks."""
+    return pearson(average_ranks(true), average_ranks(predicted))
+
+
+def r2(true: np.ndarray, predicted: np.ndarray) -> float:
+    """The share of the variance that is explained; below 0 for what is worse than the mean; nan where there is none to
+    explain."""
+    if len(true) < 2 or np.ptp(true) == 0:  # the mean of equal numbers is not always that number
+        return NAN
+    total = float(((true - true.mean()) ** 2).sum())
+    return 1 - float(((true - predicted) ** 2).sum()) / total if total else NAN
 
 
 class LabelCodes(Protocol):
@@ -46,7 +307,7 @@ class Objective(ABC):
     def __init__(self, options: ClassificationOptions, names: list[str], counts: list[int], examples: int) -> None:
         """`counts`: of each label in the `examples` of train."""
         self.options, self.names = options, names
-        self.weights = weights.of_labels(options, names, counts, examples) if counts else None
+        self.weights = of_labels(options, names, counts, examples) if counts else None
         self._weights_there: Tensor | None = None
 
     # -- before any process ------------------------------------------------------------------------------------------
@@ -142,7 +403,6 @@ class Objective(ABC):
 
     def threshold(self, true: np.ndarray, probabilities: np.ndarray, chosen: float | None) -> float | None:
         """The one that holds for a split: given, chosen before, or the best one here."""
-        from lockstep.tasks.objectives.scores import best_threshold
 
         if not self.chooses_threshold:
             return self.fixed_threshold

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from lockstep.config.run import Run, RunError, keep
-from lockstep.distributed.processor import available_cores, processor
+from lockstep.distributed.hardware import available_cores, processor
 from lockstep.launchers import start
 from lockstep.tools.bench.bench import resolved
 from lockstep.tools.bench.rates import ENGINES, ENGINES_ON, NOT_THE_ENGINES, Rates, read, with_strategy

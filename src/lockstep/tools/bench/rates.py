@@ -29,8 +29,8 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import fsdp_config
-from lockstep.strategies.engines.products import Product, Products
+from lockstep.strategies.engines import fsdp
+from lockstep.strategies.engines.simulated import Product, Products
 from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
 from lockstep.tools.planner.fake_world import middle
@@ -44,7 +44,7 @@ SIZES = (2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes that an opera
 MESSAGES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)  # bytes that all ranks exchange or gather
 LEAST_S = 0.02  # of a sample
 ENGINES: Mapping[str, dict[str, Any]] = {
-    "fsdp2": {"name": "fsdp2", "options": {"gather": fsdp_config.MICRO_BATCH}},
+    "fsdp2": {"name": "fsdp2", "options": {"gather": fsdp.MICRO_BATCH}},
     "pipeline": {"name": "pipeline", "options": {}},
 }
 ENGINES_ON = 2  # processes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.config.run import Run
-from lockstep.strategies.engines import fsdp_config
+from lockstep.strategies.engines import fsdp
 from lockstep.strategies.exact.reduction import share
 from lockstep.tools.planner.devices import Device
 from lockstep.tools.planner.fake_world import Simulated
@@ -92,7 +92,7 @@ def computed(run: Run, ranks: int, of: Simulated, device: Device) -> dict[str, f
 
 def engine_of(run: Run) -> str:
     """As device files name what has much code of its own for each layer or stage."""
-    together = run.strategy.name == "fsdp2" and fsdp_config.gather(run) == fsdp_config.MICRO_BATCH
+    together = run.strategy.name == "fsdp2" and fsdp.gather_option(run) == fsdp.MICRO_BATCH
     return run.strategy.name if together or run.strategy.name == "pipeline" else ""
 
 

@@ -28,7 +28,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies import native
 from lockstep.strategies.engines import pipelining, simulated
 from lockstep.strategies.engines.simulated import ENGINE, GRADIENTS, Ledger, Peak
-from lockstep.strategies.exact.param_groups import freeze
+from lockstep.strategies.exact.optim import freeze
 from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader

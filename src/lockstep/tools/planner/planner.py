@@ -64,7 +64,7 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
     task: Task = task_class(run, prepare(run, task_class))
     found = strategy_class(run)
     if issubclass(found, ChoosesByMemory) and found.needs_memory_to_resolve(run):
-        from lockstep.strategies.exact.param_groups import freeze
+        from lockstep.strategies.exact.optim import freeze
 
         sizes = counts(freeze(run, task.model(empty=True)))
         run = found.resolve_options(run, processes, *sizes, int(device.memory_bytes))

@@ -19,12 +19,17 @@ class Tracing:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)  # who asks whether torch is there does not import it yet
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module
 
         def exec_module(module):  # type: ignore[no-untyped-def]
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             load(module)
             start()
 

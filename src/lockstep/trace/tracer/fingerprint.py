@@ -20,6 +20,7 @@ sketches, and b = f * a gives sketch(b) = f * sketch(a) to rounding.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -278,22 +279,42 @@ def _ranges(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]
         yield room.reshape(-1), start + a * stride
 
 
+@dataclass(frozen=True)
+class _Scratch:
+    """Room for a chunk's numbers. New tensors of this size cost more than what is computed with them: the allocator
+    gives their pages back each time."""
+
+    integers: Tensor  # int64 [ROWS * p]
+    doubles: Tensor  # float64 [ROWS * p]
+    floats: Tensor  # float32 [ROWS * p]
+
+
+@functools.lru_cache(maxsize=16)
+def _scratch(p: int, device: torch.device, thread: int) -> _Scratch:
+    kinds = (torch.int64, torch.float64, torch.float32)
+    return _Scratch(*(torch.empty(ROWS * p, dtype=kind, device=device) for kind in kinds))
+
+
 def _add(flat: Tensor, chunk: int, begin: int, p: int, sums: tuple[Tensor, Tensor, Tensor | None]) -> None:
     total, square, buckets = sums
+    n = flat.numel()
     signs, odd = _tables(p, flat.device)
-    products = _bits(flat)
-    if flat.device.type == "cpu":
-        product = torch.dot(products, odd[begin : begin + flat.numel()])
-    else:
-        product = (products * odd[begin : begin + flat.numel()]).sum()
+    scratch = _scratch(p, flat.device, threading.get_ident())
+    bits = scratch.integers[:n].copy_(flat.view(_INTEGERS[flat.element_size()]))
+    weights = odd[begin : begin + n]
+    product = torch.dot(bits, weights) if flat.device.type == "cpu" else (bits * weights).sum()
     total.add_(product * _chunk_number(chunk))
     numbers = _numbers(flat)
-    double = numbers.double()
+    double = scratch.doubles[:n].copy_(numbers)
     square.add_(torch.dot(double, double))
     if buckets is None:
         return
-    lead, tail = begin % p, -(begin + flat.numel()) % p
-    signed = numbers * signs[begin : begin + flat.numel()]
-    if lead or tail:
-        signed = torch.cat([signed.new_zeros(lead), signed, signed.new_zeros(tail)])
-    buckets.add_(signed.view(-1, p).sum(0, dtype=torch.float64) * _chunk_signs(p, chunk, flat.device))
+    lead, tail = begin % p, -(begin + n) % p
+    if numbers.dtype == torch.float64:
+        room = numbers.new_empty(lead + n + tail)
+    else:
+        room = scratch.floats[: lead + n + tail]
+    room[:lead] = 0
+    torch.mul(numbers, signs[begin : begin + n], out=room[lead : lead + n])
+    room[lead + n :] = 0
+    buckets.add_(room.view(-1, p).sum(0, dtype=torch.float64) * _chunk_signs(p, chunk, flat.device))

@@ -7,17 +7,19 @@ its like, schedulers' `step`, `DataLoader.__iter__`. Hooks of torch: before and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from . import fsdp1, workers
 from .fingerprint import measure, whole
 from .placement import is_plain_tensor, plain_name
 from .recorder import Recorder, generators
@@ -59,6 +61,15 @@ class Hooks:
         _wrap_loader(self)
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
+
+    @contextlib.contextmanager
+    def clipping(self) -> Iterator[None]:
+        """A clipping that is recorded already: what it calls inside is not another one."""
+        _THREAD.clipping = True
+        try:
+            yield
+        finally:
+            _THREAD.clipping = False
 
     # -- optimizers --------------------------------------------------------------------------------------------------
 
@@ -104,6 +115,7 @@ def _wrap_call(hooks: Hooks) -> None:
             return original(module, *args, **kwargs)
         if next(module.parameters(), None) is None:
             return original(module, *args, **kwargs)
+        hooks.guarded(fsdp1.install, hooks)
         hooks.guarded(recorder.entered, module, args, kwargs)
         _THREAD.depth = 1
         try:
@@ -176,11 +188,8 @@ def _wrap_clipping(hooks: Hooks) -> None:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             value = kwargs.get(limit, args[0] if args else None)
             record = hooks.guarded(recorder.clipping, parameters, name, value)
-            _THREAD.clipping = True
-            try:
+            with hooks.clipping():
                 result = original(parameters, *args, **kwargs)
-            finally:
-                _THREAD.clipping = False
             if record is not None and is_plain_tensor(result) and not result.is_cuda:
                 record["norm"] = float(result)
             return result
@@ -259,7 +268,15 @@ def _wrap_loader(hooks: Hooks) -> None:
 
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
-        iterator = original(self)
+        own = getattr(self, "worker_init_fn", None)
+        watched = hooks.guarded(_watched, hooks, self)
+        if watched is not None:
+            self.worker_init_fn = watched  # while the workers are started
+        try:
+            iterator = original(self)
+        finally:
+            if watched is not None:
+                self.worker_init_fn = own
         if hooks.recorder is not None:
             hooks.guarded(_began, hooks.recorder, self, iterator)
             if type(iterator) not in wrapped:
@@ -268,6 +285,14 @@ def _wrap_loader(hooks: Hooks) -> None:
         return iterator
 
     kind.__iter__ = iterate  # type: ignore[method-assign]
+
+
+def _watched(hooks: Hooks, loader: Any) -> Any:
+    recorder = hooks.recorder
+    assert recorder is not None
+    number = getattr(loader, "lockstep_number", recorder.loaders + 1)
+    name = f"{number}.{getattr(loader, 'lockstep_passes', 0)}"
+    return workers.watched(loader, recorder.write, name)
 
 
 def _wrap_next(hooks: Hooks, kind: Any) -> None:

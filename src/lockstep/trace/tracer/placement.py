@@ -18,17 +18,29 @@ WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 
 class Part:
     """A rank's part of a parameter, or of its gradient, that an engine keeps in a flat tensor of its own. Stands for
-    the parameter `source` where the recorder reads an optimizer's parameters."""
+    the parameter `source` where the recorder reads an optimizer's parameters. `name`: where `source` is a flat tensor
+    of several parameters."""
 
-    def __init__(self, source: Tensor, tensor: Tensor, block: Block, grad: Part | None = None) -> None:
-        self.source, self.tensor, self.block, self.grad = source, tensor, block, grad
+    def __init__(
+        self, source: Tensor, tensor: Tensor, block: Block, grad: Part | None = None, name: str | None = None
+    ) -> None:
+        self.source, self.tensor, self.block, self.grad, self.name = source, tensor, block, grad, name
         self.shape, self.dtype, self.device = block.shape, tensor.dtype, tensor.device
         self.requires_grad = source.requires_grad
 
 
-def key(parameter: Any) -> int:
-    """What names are kept by."""
-    return id(parameter.source) if isinstance(parameter, Part) else id(parameter)
+def key(parameter: Any) -> Any:
+    """What parameters are told apart by, also where several are parts of one flat tensor."""
+    if not isinstance(parameter, Part):
+        return id(parameter)
+    return id(parameter.source) if parameter.name is None else (id(parameter.source), parameter.name)
+
+
+def name_of(parameter: Any, names: dict[int, str]) -> str | None:
+    """`names`: by `id`, of models' parameters."""
+    if isinstance(parameter, Part):
+        return parameter.name or names.get(id(parameter.source))
+    return names.get(id(parameter))
 
 
 def plain_name(name: str) -> str:
@@ -40,9 +52,13 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in parts if part not in WRAPPERS[1:])
 
 
+DTENSOR = ("torch.distributed.tensor", "torch.distributed._tensor")  # the second one until torch 2.4
+
+
 def is_dtensor(tensor: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    kinds = (getattr(sys.modules.get(name), "DTensor", None) for name in DTENSOR)
+    kind = next((k for k in kinds if k is not None), None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local(tensor: Any) -> tuple[Tensor, Block, str]:
@@ -153,6 +169,17 @@ def stochastic(root: nn.Module) -> list[str]:
         ):
             found.append(plain_name(name) or type(module).__name__)
     return found
+
+
+def deciding(root: nn.Module) -> list[nn.Module]:
+    """The modules whose `training` decides whether a model trains: those that compute something else then, else the
+    innermost of wrappers. A wrapper's own flag may say something else than its model's (Lightning around DDP)."""
+    found = [m for m in root.modules() if isinstance(m, BATCH_NORM) or (isinstance(m, DROPOUT) and m.p > 0)]
+    if found:
+        return found
+    while [name for name, _ in root.named_children()] in [[w] for w in WRAPPERS]:
+        root = next(root.children())
+    return [root]
 
 
 def has_stochastic(root: nn.Module) -> bool:

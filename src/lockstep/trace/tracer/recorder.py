@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import placement
+from . import fsdp1, placement
 from .fingerprint import Block, measure, width_of
 from .inputs import Seen, seen
 from .settings import Settings
@@ -88,6 +88,7 @@ class Recorder:
         self.perturbed = False
         self.loaders = 0
         self._names: tuple[dict[int, str], dict[str, int], list[list[str]]] = ({}, {}, [])
+        self._deciding: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
         self._layouts = 0
         self._before: dict[int, list[Tensor]] = {}
 
@@ -104,9 +105,8 @@ class Recorder:
             self._evaluated(module, batch)
             return
         self.root(module)
-        self.since.training = (
-            module.training if self.since.training is None else self.since.training and module.training
-        )
+        training = self.trains(module)
+        self.since.training = training if self.since.training is None else self.since.training and training
         if batch is not None:
             self.since.seen.append(batch)
 
@@ -126,17 +126,23 @@ class Recorder:
                 name=type(module).__name__,
                 wrappers=placement.kinds_of(module),
                 fsdp=placement.is_fsdp(module),
-                training=module.training,
+                training=self.trains(module),
                 stochastic=placement.has_stochastic(module),
             )
 
+    def trains(self, module: nn.Module) -> bool:
+        """Whether a model that is called is in training mode."""
+        if module not in self._deciding:
+            self._deciding[module] = [weakref.ref(m) for m in placement.deciding(module)]
+        return any(m.training for ref in self._deciding[module] if (m := ref()) is not None)
+
     def _evaluated(self, module: nn.Module, batch: Seen | None) -> None:
-        name = type(module).__name__
+        name, training = type(module).__name__, self.trains(module)
         now = self.evaluation
-        if now is None or (now.root, now.loader, now.training) != (name, self.loader, module.training):
+        if now is None or (now.root, now.loader, now.training) != (name, self.loader, training):
             self.end_evaluation()
             active = placement.stochastic(module)
-            now = self.evaluation = Evaluation(name, self.loader, module.training, active[:20])
+            now = self.evaluation = Evaluation(name, self.loader, training, active[:20])
         if batch is not None:
             now.count += len(batch.hashes)
             if now.count <= HASHES:
@@ -191,7 +197,7 @@ class Recorder:
 
     def clipping(self, parameters: list[Tensor], how: str, limit: Any) -> dict[str, Any]:
         """Before gradients are clipped. The record is completed by the caller with `norm`."""
-        grads = [p for p in parameters if p.grad is not None]
+        grads = [p for p in self.parts(parameters) if p.grad is not None]
         clip: dict[str, Any] = {"how": how, "limit": _number(limit), "backwards": self.since.backwards}
         clip["of"] = len(grads)
         if self.since.scale is not None and self.since.scale != 1.0 and not self.since.unscaled:
@@ -200,7 +206,7 @@ class Recorder:
         if self.measures(self._next_step()) and grads:
             parts = [placement.local(p.grad) for p in grads]
             found = measure([t for t, _, _ in parts], [b for _, b, _ in parts])
-            self.since.clipped = {id(p): v for p, v in zip(grads, found, strict=True)}
+            self.since.clipped = {placement.key(p): v for p, v in zip(grads, found, strict=True)}
         return clip
 
     def scheduled(self, name: str, by: str) -> None:
@@ -223,6 +229,11 @@ class Recorder:
         self.steps.append(0)
         return len(self.optimizers) - 1
 
+    def parts(self, parameters: Iterable[Any]) -> list[Any]:
+        """What stands for parameters: themselves, or the parts that a rank's shard holds of them."""
+        roots = [r for ref in self.roots if (r := ref()) is not None]
+        return [part for parts in fsdp1.expanded(parameters, roots) for part in parts]
+
     def names(self, fresh: bool = False) -> tuple[dict[int, str], dict[str, int], list[list[str]]]:
         if fresh or not self._names[0]:
             self._names = placement.named_parameters([r for ref in self.roots if (r := ref()) is not None])
@@ -235,7 +246,8 @@ class Recorder:
         if self.settings.steps is not None and step >= self.settings.steps:
             self.flush()
             return {"number": number, "skip": True}
-        parameters = [(p, g) for g, group in enumerate(optimizer.param_groups) for p in group["params"]]
+        groups_ = enumerate(optimizer.param_groups)
+        parameters = [(p, g) for g, group in groups_ for p in self.parts(group["params"])]
         layout = self._layout_of(optimizer, number, parameters)
         groups = [options_of(group) for group in optimizer.param_groups]  # a scheduler changes them after the step
         here: dict[str, Any] = {"number": number, "layout": layout, "parameters": parameters, "groups": groups}
@@ -261,7 +273,7 @@ class Recorder:
         grads = [placement.local(params[i].grad) for i in present]
         known = self.since.clipped
         again = self.since.clips and not any(c.get("early") for c in self.since.clips)
-        here["clipped"] = [known.get(id(params[i])) for i in present] if again else []
+        here["clipped"] = [known.get(placement.key(params[i])) for i in present] if again else []
         need = not here["clipped"] or any(v is None for v in here["clipped"])
         here["grads"] = measure([t for t, _, _ in grads], [b for _, b, _ in grads], sketch=need)
         here["present"] = present
@@ -282,7 +294,9 @@ class Recorder:
         vectors: dict[str, list[Tensor]] = {}
         if "grads" in here:
             vectors = self._measured(optimizer, here, record)
-        self.last_grads[number] = _held(p for p, _ in here["parameters"])
+        sources = (getattr(p, "source", p) for p, _ in here["parameters"])
+        own = (p if p.grad is not None else q for p, (q, _) in zip(sources, here["parameters"], strict=True))
+        self.last_grads[number] = _held(own)
         self.zeroed[number] = not self.last_grads[number]
         self.pending.append(Pending(record, vectors, self.since))
         self.steps[number] += 1
@@ -295,7 +309,7 @@ class Recorder:
         names, _, _ = self.names()
         outside = {}
         held = {
-            placement.key(p)
+            id(getattr(p, "source", p))
             for ref in self.optimizers
             if (o := ref()) is not None
             for g in o.param_groups
@@ -364,9 +378,10 @@ class Recorder:
     ) -> tuple[list[Tensor], list[tuple[int, str]]]:
         tensors, blocks, names = [], [], []
         for i, (p, _) in enumerate(parameters):
-            for name, value in (optimizer.state.get(p) or {}).items():
-                if isinstance(value, Tensor) and value.shape == p.shape and value.numel() > 1:
+            for name, value in (optimizer.state.get(getattr(p, "source", p)) or {}).items():
+                if isinstance(value, Tensor) and value.shape == _local_shape(p) and value.numel() > 1:
                     tensor, block, _ = placement.local(value)
+                    block = p.block if isinstance(p, placement.Part) else block
                     tensors.append(tensor)
                     blocks.append(block)
                     names.append((i, str(name)))
@@ -387,7 +402,7 @@ class Recorder:
         signature = (
             *((placement.key(p), p.dtype, tuple(p.shape), p.device) for p, _ in parameters),
             tuple(map(tuple, ties)),
-            tuple(names.get(placement.key(p)) for p, _ in parameters),
+            tuple(placement.name_of(p, names) for p, _ in parameters),
         )
         if known is not None and known.signature == signature:
             return known
@@ -398,8 +413,8 @@ class Recorder:
             _, block, partial = placement.local(p)
             rows.append(
                 {
-                    "name": names.get(placement.key(p)) or f"?{type(optimizer).__name__}{number}.{i}",
-                    "held": placement.key(p) in names,
+                    "name": placement.name_of(p, names) or f"?{type(optimizer).__name__}{number}.{i}",
+                    "held": id(getattr(p, "source", p)) in names,
                     "shape": list(block.shape),
                     "offset": list(block.offset),
                     "size": list(block.size),
@@ -411,7 +426,8 @@ class Recorder:
                     "partial": partial,
                 }
             )
-        mesh = next((m for p, _ in parameters if (m := placement.mesh_of(p)) is not None), None)
+        meshes = [m for p, _ in parameters if (m := placement.mesh_of(p)) is not None]
+        mesh = max(meshes, key=lambda m: len(m["sizes"]), default=None)  # a layer may lie on a part of the mesh alone
         roots = [type(r).__name__ for ref in self.roots if (r := ref()) is not None]
         self.write(
             "layout",
@@ -588,6 +604,11 @@ def _same(parameter: Any, grad: Any, version: int) -> Tensor | None:
     return g if p is not None and g is not None and p.grad is g and _version(g) == version else None
 
 
+def _local_shape(parameter: Any) -> torch.Size:
+    """What a state of its optimizer has as its shape where it holds a number for each element."""
+    return parameter.tensor.shape if isinstance(parameter, placement.Part) else parameter.shape
+
+
 def _version(tensor: Any) -> int:
     if placement.is_dtensor(tensor):
         tensor = tensor.to_local()
@@ -596,6 +617,8 @@ def _version(tensor: Any) -> int:
 
 def written(parameter: Any) -> tuple[int, int]:
     """What changes where a parameter's values do: its count of writes, and its address."""
+    if isinstance(parameter, placement.Part):
+        parameter = parameter.tensor
     plain = isinstance(parameter, Tensor) and not placement.is_dtensor(parameter)
     return _version(parameter), parameter.data_ptr() if plain else 0
 

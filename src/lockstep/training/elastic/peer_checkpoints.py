@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint.storage import Background, place_of, share_out
-from lockstep.distributed.sharded import local
-from lockstep.distributed.tensor_slices import TensorSlice
+from lockstep.distributed.sharded import TensorSlice, local
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
 

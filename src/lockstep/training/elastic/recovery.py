@@ -34,18 +34,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint.state_hash import summed
+from lockstep.checkpoint.storage import summed
 from lockstep.config.errors import STOPPED
 from lockstep.distributed.activity import ACTIVITY
-from lockstep.distributed.failure import lost_contact
 from lockstep.distributed.membership import Generation
 from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.sharded import Given
-from lockstep.distributed.watchdog import Watchdog
+from lockstep.distributed.watchdog import Watchdog, lost_contact
 from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.native import WholeStateRecovery
 from lockstep.strategies.strategy import Strategy
-from lockstep.training import eviction
+from lockstep.training import sdc_check
 from lockstep.training.elastic.reshard import Resharder
 from lockstep.training.errors import Regroup, TrainingFailed
 from lockstep.training.session import Session
@@ -61,7 +60,7 @@ def recovery_for(
     why = (
         unsupported_reason(session) if members else "it takes launch.name=local, torchrun, or slurm with ranks=elastic"
     )
-    eviction.check(run, why)
+    sdc_check.check_eviction(run, why)
     if members is not None and why is None:
         return Recovery(session, state, watch, moved)
     if run.launch.on_rank_failure == "continue" and session.world.size > 1:

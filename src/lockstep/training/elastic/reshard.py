@@ -13,11 +13,9 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint.state_hash import StateHash, hashed, summed
-from lockstep.checkpoint.storage import held_here
+from lockstep.checkpoint.storage import StateHash, hashed, held_here, summed
 from lockstep.config.run import Run, RunError
-from lockstep.distributed.sharded import local
-from lockstep.distributed.tensor_slices import Incomplete, PeerReader, SliceMap
+from lockstep.distributed.sharded import Incomplete, PeerReader, SliceMap, local
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.exact.averaging import Averaged

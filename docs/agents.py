@@ -1,0 +1,81 @@
+"""AGENTS.md and the site's llms.txt, made of pages that people read.
+
+In: CONTRIBUTING.md, docs/how-it-works.md, docs/index.md. Out: `agents()`, the text of AGENTS.md, which
+`python docs/agents.py` writes; `llms()`, the text of llms.txt (https://llmstxt.org), which `docs/site.py` adds.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
+
+
+def agents() -> str:
+    """The text of AGENTS.md: how to check a change, where things are, which files commands write, the house rules."""
+    return "\n\n".join(
+        [
+            "# For coding agents",
+            "Written by `python docs/agents.py` from CONTRIBUTING.md and docs/how-it-works.md: change those.",
+            "lockstep trains transformers on any number of processes with the same bits. A result that is wrong in\n"
+            "silence is the worst defect there is: prefer a refusal, before any process starts, that names the key\n"
+            "and what to do.",
+            "## How to check",
+            _block("CONTRIBUTING.md", "Setting up and checking", "```sh", "```\n") + "```",
+            "One test: `.venv/bin/python -m pytest tests/launchers/test_lock.py -k NAME`. Set `OMP_NUM_THREADS=1`. A\n"
+            "change to numerics needs a control that fails without it.",
+            "## Where things are",
+            _block("docs/how-it-works.md", "The rooms", "| in `", "\n\n"),
+            "## Files that commands write",
+            _section("CONTRIBUTING.md", "Files that commands write"),
+            "## House rules",
+            _section("CONTRIBUTING.md", "House rules") + "\n",
+        ]
+    )
+
+
+def llms(address: str = "") -> str:
+    """The text of llms.txt: every page of docs/index.md, with the question it answers. `address`: the site's, with a
+    slash at its end."""
+    rows = re.findall(
+        r"^\| \[[^\]]+\]\(([^)]+)\) \| (.+) \|$", (ROOT / "docs/index.md").read_text(encoding="utf-8"), re.M
+    )
+    pages = [(place, answer) for place, answer in rows if not place.startswith("..")]
+    lines = [
+        f"- [{place.removesuffix('.md')}]({address}{place.removesuffix('.md')}.html): {answer}"
+        for place, answer in pages
+    ]
+    return "\n".join(
+        [
+            "# lockstep",
+            "",
+            "> Distributed training of transformers that gives the same weights, bit for bit, on one process or many;",
+            "> `lockstep verify` and `lockstep trace` find training that is wrong in silence.",
+            "",
+            "## Documentation",
+            "",
+            *lines,
+            "",
+        ]
+    )
+
+
+def _section(page: str, title: str) -> str:
+    """The text below a heading, with links as they are from the repository's root."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    body = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0].strip()
+    home = posixpath.dirname(page)
+    return LINK.sub(lambda link: posixpath.normpath(posixpath.join(home, link[1])), body)
+
+
+def _block(page: str, title: str, begin: str, end: str) -> str:
+    """A part of a section, from where `begin` stands to where `end` does."""
+    rest = begin + (_section(page, title) + "\n\n").partition(begin)[2]
+    return rest[: rest.index(end, len(begin))].strip() + ("\n" if begin.startswith("```") else "")
+
+
+if __name__ == "__main__":
+    (ROOT / "AGENTS.md").write_text(agents(), encoding="utf-8")

@@ -1,0 +1,645 @@
+"""Files that end in .gz, .bz2, .xz or .zst: what is in them, a block at a time, and no more than is plausible.
+
+In: a local file of any name. Out: its bytes, unpacked where its name says so, or a `RunError` that names the file and
+how far it could be read.
+
+Whether a data file can be read as what its name says, and which line is at fault where it cannot.
+
+In: a local file and the encoding of texts. Out: nothing, or a `RunError` that names key, file, line and what to do.
+
+Tables in .csv and .tsv files: the separator, the quotes, and rows that do not fit the header.
+
+In: a file, and `data.separator`, `data.quote`, `data.columns` where they are given. Out: a `Dialect`, the rows as
+Python's csv module reads them, and what the columns hold; or a `RunError` that names file, line and row.
+
+Quotes are those of RFC 4180. A file whose rows fit the header only where quotes are letters like others is not quoted.
+A file that can be read in both ways, with other rows, is refused.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import csv
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import lzma
+import os
+import re
+import shutil
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import error_messages as messages
+from lockstep.config.run import RunError
+from lockstep.config.sections import DataSection
+from lockstep.data.cache import cache_folder, locked
+
+ENDINGS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
+BLOCK = 2**20  # bytes read at a time
+_SMALL = 2**16
+MOST = 1000  # times its own size that a file may unpack to, if that is
+LARGE = 2**30  # bytes or more
+
+
+def is_compressed(file: Path) -> bool:
+    """Whether its name says that it is compressed."""
+    return file.suffix.lower() in ENDINGS
+
+
+def plain(file: Path) -> Path:
+    """What it would be called unpacked."""
+    return file.with_suffix("") if is_compressed(file) else file
+
+
+def ending(file: Path) -> str:
+    """All of its ending: .jsonl, or .jsonl.gz."""
+    return plain(file).suffix + (file.suffix if is_compressed(file) else "")
+
+
+def opened(file: Path) -> Any:
+    """The bytes that are in it, for reading from the beginning. Errors: those of the library that unpacks."""
+    kind: Any = ENDINGS.get(file.suffix.lower())
+    if kind == "zstd":
+        import pyarrow as pa
+
+        return pa.CompressedInputStream(pa.OSFile(str(file)), "zstd")
+    readers: dict[str | None, Any] = {None: open, "gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
+    return readers[kind](file, "rb")
+
+
+def blocks(file: Path, key: str) -> Iterator[bytes]:
+    """Read the unpacked bytes a block at a time. Errors: `RunError` for a file that cannot be read, that is cut off or
+    damaged, and for one of which implausibly much would come."""
+    total, lines = 0, 1
+    try:
+        size = file.stat().st_size
+        with opened(file) as stream:
+            # What comes before the place where a file is cut off is given out first; of zstd all is lost that is read
+            # together with it.
+            while block := stream.read1(_SMALL if file.suffix.lower() == ".zst" else BLOCK):
+                total += len(block)
+                if is_compressed(file) and total > max(LARGE, MOST * size):
+                    raise RunError(
+                        f"{key}: {file} has {size:,} bytes and unpacks to more than {total / 2**30:,.1f} GiB, which "
+                        "looks like a mistake or a trap; unpack it if it is meant"
+                    )
+                yield block
+                lines += block.count(b"\n")
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if not is_compressed(file):
+            raise RunError(f"{key}: cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
+        raise RunError(
+            f"{key}: cannot unpack {file} beyond line {lines:,} ({ENDINGS[file.suffix.lower()]}: "
+            f"{getattr(error, 'strerror', None) or str(error) or type(error).__name__}): it is cut off or damaged, or "
+            "is no such file; fetch or write it again"
+        ) from None
+
+
+@contextmanager
+def unpacked(files: list[Path], key: str) -> Iterator[list[Path]]:
+    """Unpack compressed files into the cache, for as long as they are read; plain files stay. They have the same paths
+    and times whenever they are unpacked: what `datasets` keeps of a file is found by these. Errors:
+    `RunError`; one that is raised meanwhile names the file as it was given."""
+    if not any(map(is_compressed, files)):
+        yield files
+        return
+    known = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    name = hashlib.sha256(repr(known).encode()).hexdigest()[:24]
+    with ExitStack() as stack:
+        stack.enter_context(locked(f"unpacked-{name}"))
+        folder = cache_folder() / "unpacked" / name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        there = {
+            file: folder / f"{i:05d}-{plain(file).name}" if is_compressed(file) else file
+            for i, file in enumerate(files)
+        }
+        for file, to in there.items():
+            if to is not file:
+                _unpack(file, to, key)
+        try:
+            yield [there[file] for file in files]
+        except RunError as error:
+            said = str(error)
+            for file, to in there.items():
+                said = said.replace(str(to), str(file))
+            raise RunError(said) from error
+
+
+def _unpack(file: Path, to: Path, key: str) -> None:
+    """Errors: `RunError`."""
+    try:
+        with open(to, "wb") as out:
+            for block in blocks(file, key):
+                out.write(block)
+        os.utime(to, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
+    except OSError as error:
+        raise RunError(
+            f"{key}: cannot unpack {file} into {to.parent}: {error.strerror or error}; make room, or set "
+            "LOCKSTEP_CACHE to another folder"
+        ) from error
+
+
+BINARY = (".parquet", ".arrow")  # endings of files that are no text
+# How compressed files begin: `datasets` would unpack them whatever they are called, to any size.
+_PACKED = {
+    "gzip": (0, b"\x1f\x8b"),
+    "bzip2": (4, b"1AY&SY"),
+    "xz": (0, b"\xfd7zXZ\x00"),
+    "zstd": (0, b"\x28\xb5\x2f\xfd"),
+    "zip": (0, b"PK\x03\x04"),
+    "lz4": (0, b"\x04\x22\x4d\x18"),
+}
+
+
+def check(file: Path, key: str, encoding: str) -> None:
+    """Refuse what is compressed and not called so, what is not text of this encoding, and a file that would fill the
+    disk.
+
+    Reads the whole file. Errors: `RunError`."""
+    parts = blocks(file, key)
+    start = next(parts, b"")
+    if file.suffix in BINARY:
+        return _check_unpacked(file, key) if file.suffix == ".parquet" else None
+    for name, (place, mark) in _PACKED.items():
+        if start.startswith(mark, place):
+            found = "holds another compressed file" if is_compressed(file) else "is compressed"
+            endings = {kind: ending for ending, kind in ENDINGS.items()}
+            mend = f"call it {plain(file).name}{endings[name]}, or unpack it" if name in endings else "unpack it"
+            raise RunError(f"{key}: {file} {found} ({name}), whatever its name says: {mend}")
+    return _check_text(file, key, encoding, itertools.chain([start], parts))
+
+
+def codec(encoding: str) -> str:
+    """The encoding, without the mark that a file in UTF-8 may begin with."""
+    return "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
+
+
+def text_of(file: Path, encoding: str) -> str:
+    """The text of a file that was found readable, with its ends of lines as they are on Unix."""
+    text = b"".join(blocks(file, "data")).decode(codec(encoding))
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _check_text(file: Path, key: str, encoding: str, blocks: Iterator[bytes]) -> None:
+    decoder, line, guess = codecs.getincrementaldecoder(encoding)(), 1, None
+    try:
+        for number, block in enumerate(blocks):
+            guess = guess if number else _looks_like(block[:4096])
+            line += decoder.decode(block).count("\n")
+        decoder.decode(b"", final=True)
+        if guess is None or codecs.lookup(guess).name[:6] == codecs.lookup(encoding).name[:6]:
+            return
+        reason = "it decodes, but as zeros between letters"
+    except UnicodeError as error:
+        line += str(getattr(error, "object", b"")[: getattr(error, "start", 0)], "latin-1").count("\n")
+        reason = f"line {line}: {getattr(error, 'reason', error)}"
+    others = f"{guess}: it begins as that does" if guess else "cp1252, latin-1, utf-16, or what it was written in"
+    raise RunError(
+        f"{key}: {file} is not text in {encoding.upper() if encoding == 'utf-8' else encoding} ({reason}): set "
+        f"data.encoding ({others}), or convert the file"
+    )
+
+
+def _looks_like(start: bytes) -> str | None:
+    """The encoding of two or four bytes a letter that a file begins in, or None."""
+    for mark, name in ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")):
+        if start.startswith(mark):
+            return name
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    even, odd = start[::2].count(0), start[1::2].count(0)
+    if max(even, odd) * 4 > len(start):
+        return "utf-16-le" if odd > even else "utf-16-be"
+    return None
+
+
+def _check_unpacked(file: Path, key: str) -> None:
+    """What a Parquet file unpacks to is estimated from its metadata and the first rows of each group of rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    size, unpacked = file.stat().st_size, 0.0
+    try:
+        parquet = pq.ParquetFile(file)
+        for group in range(parquet.metadata.num_row_groups):
+            told = parquet.metadata.row_group(group)
+            first = next(parquet.iter_batches(batch_size=16, row_groups=[group]), None)
+            rows = first.nbytes / len(first) * told.num_rows if first is not None and len(first) else 0
+            unpacked += max(rows, told.total_byte_size)
+    except (pa.ArrowException, OSError):
+        return  # its reader says what is wrong with it
+    if unpacked >= LARGE and unpacked > MOST * size:
+        raise RunError(
+            f"{key}: {file} has {size:,} bytes and unpacks to about {unpacked / 2**30:,.1f} GiB, "
+            f"{unpacked / size:,.0f} times as much, which looks like a mistake or a trap; if it is "
+            "meant, write it as .jsonl or .csv"
+        )
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+LEVELS = 200  # of lists and mappings in each other; pyarrow's reader ends the process at some ten thousand
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?')
+_OTHERS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def check_levels(file: Path, key: str) -> None:
+    """Refuse a .json or .jsonl file, not compressed, with a line that is nested more than `LEVELS` deep. Errors:
+    `RunError`."""
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.count(b"[") + line.count(b"{") <= LEVELS:
+                continue
+            depth = 0
+            for mark in _STRINGS.sub(b"", line).translate(None, _OTHERS):
+                depth += 1 if mark in b"[{" else -1
+                if depth > LEVELS:
+                    raise RunError(f"{key}: {file}, line {number}: nested more than {LEVELS} levels deep")
+
+
+def json_rows(file: Path, encoding: str) -> list[dict[str, Any]]:
+    """The rows of a .json or .jsonl file. Errors: `ValueError`, which says what is wrong and on which line."""
+    text = file.read_bytes().decode(codec(encoding))
+    if text.lstrip()[:1] == "[":
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {error.lineno}, column {error.colno}: {_said(error)}") from None
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        for number, row in enumerate(rows):
+            _check_row(row, f"row {number}")
+        return rows
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number}, column {error.colno}: {_said(error)}: {_shown(line)}") from None
+            except RecursionError:
+                raise ValueError(f"line {number}: nested too deeply") from None
+            except ValueError as error:  # a number of 5,000 digits
+                raise ValueError(f"line {number}: {str(error).partition(';')[0]}") from None
+            _check_row(rows[-1], f"line {number}")
+    return rows
+
+
+def _check_row(row: Any, place: str) -> None:
+    if not isinstance(row, dict):
+        raise ValueError(f"{place} holds {messages.kind(row)}; wanted is a mapping of columns on each line")
+
+
+def _said(error: json.JSONDecodeError) -> str:
+    return error.msg[:1].lower() + error.msg[1:]
+
+
+def _shown(line: str) -> str:
+    line = line.strip()
+    return repr(line if len(line) <= 80 else f"{line[:77]}...")
+
+
+SEPARATORS = {".csv": ",", ".tsv": "\t"}  # ending -> what separates cells, unless data.separator says otherwise
+NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+QUOTES = {"double": '"', "single": "'", "none": ""}
+BATCH = 10_000  # rows that the reader of `datasets` gives types to together
+VERSION = 1  # of how tables are read
+_NUMBER = re.compile(
+    r"\s*[+-]?((?P<whole>[0-9]+)|([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf|infinity)\s*", re.A | re.I
+)
+_EXCEL = re.compile(r'"?sep=."?')
+_TRUTHS = ("true", "True", "TRUE", "false", "False", "FALSE")
+
+csv.field_size_limit(2**31 - 1)  # texts may be books
+
+
+class Misfit(RunError):
+    """Rows that are not those of a table with this separator and these quotes, from a line on."""
+
+    def __init__(self, said: str, line: int = 0) -> None:
+        super().__init__(said)
+        self.line = line
+
+
+class TwoWays(Misfit):
+    """Rows that are those of a table with quotes and without, and not the same."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What separates the cells of a table, and what stands around those that hold a separator (empty: nothing)."""
+
+    separator: str
+    quote: str
+
+    def reader(self, lines: Iterator[str]) -> Any:
+        """Python's, which raises `csv.Error` for quotes that do not follow RFC 4180."""
+        if self.quote:
+            return csv.reader(lines, delimiter=self.separator, quotechar=self.quote, strict=True)
+        return csv.reader(lines, delimiter=self.separator, quoting=csv.QUOTE_NONE, quotechar=None)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options for pandas' reader. No first column is ever taken for an index."""
+        quotes = {"quotechar": self.quote} if self.quote else {"quoting": csv.QUOTE_NONE}
+        return {"sep": self.separator, "index_col": False, "keep_default_na": False, **quotes}
+
+
+class _Lines:
+    """The lines of a file, with their ends; knows whether one held a quote. Errors: `Misfit`."""
+
+    def __init__(self, file: Path, encoding: str, quote: str) -> None:
+        self.file, self.encoding, self.quote = file, encoding, quote
+        self.quoted, self.doubled, self.last = False, False, ""
+
+    def __iter__(self) -> Iterator[str]:
+        with io.TextIOWrapper(opened(self.file), codec(self.encoding), newline="") as text:
+            for number, line in enumerate(text, 1):
+                if number == 1 and _EXCEL.fullmatch(line.strip()):
+                    raise Misfit(
+                        f"{self.file}, line 1: {line.strip()!r} is for Excel; take it out, and set data.separator", 1
+                    )
+                if "\0" in line:
+                    raise Misfit(f"{self.file}, line {number:,}: a zero byte stands in the row; take it out", number)
+                if (self.quote or '"') in line:
+                    self.quoted, self.doubled = True, self.doubled or '""' in line
+                self.last = line
+                yield line
+
+
+def rows(file: Path, encoding: str, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
+    """The line that each row begins in, and its cells; blank lines are left out. Errors: `Misfit`."""
+    return _rows(_Lines(file, encoding, dialect.quote), dialect)
+
+
+def _rows(lines: _Lines, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
+    reader = dialect.reader(iter(lines))
+    while True:
+        start = reader.line_num + 1
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise Misfit(
+                f"{lines.file}, line {start:,}: {_quoting(str(error), dialect.quote)}: {_shown_tables([lines.last])}. "
+                "A quote within quotes is doubled; data.quote: none reads quotes as letters",
+                start,
+            ) from None
+        if row is None:
+            return
+        if len(row) > 1 or (row and row[0].strip(" \t")) or (row and dialect.quote and dialect.quote in lines.last):
+            yield start, row
+
+
+def _quoting(said: str, quote: str) -> str:
+    if "unexpected end" in said:
+        return f"a cell begins with {quote} there and does not end before the file does"
+    return f"something stands between the {quote} at the end of a cell and the next separator" if quote else said
+
+
+@dataclass
+class Table:
+    """What a file holds with some dialect."""
+
+    dialect: Dialect
+    names: list[str]
+    rows: int = 0
+    quoted: bool = False  # whether a quote stands anywhere in it
+    doubled: bool = False  # whether two stand beside each other
+    kinds: list[set[str]] = field(default_factory=list)  # of each column: i, f, b, t for whole, decimal, truth, text
+    begins: list[set[str]] = field(default_factory=list)  # the same of the first rows
+    needless: bool = False  # whether quotes stand around cells that do not need them, beside such without quotes
+    wrapped: bool = False  # whether quotes stand around most texts of a column
+    escaped: bool = False  # whether quotes within quotes have a backslash
+
+
+def table(file: Path, key: str, data: DataSection) -> Table:
+    """A file whose columns have names. Errors: `RunError`, also where two names are the same."""
+    found = scanned(file, key, data)
+    for place, name in enumerate(found.names):
+        if name and name in found.names[:place]:
+            raise RunError(
+                f"{key}: {file}: columns {found.names.index(name) + 1} and {place + 1} are both called {name!r}; give "
+                "each a name of its own"
+            )
+    return found
+
+
+def scanned(file: Path, key: str, data: DataSection) -> Table:
+    """The dialect of a file, and what the whole file holds with it. Errors: `RunError`."""
+    separator = data.separator or SEPARATORS[plain(file).suffix]
+    try:
+        if data.quote is not None:
+            return _scan(file, data, Dialect(separator, QUOTES[data.quote]))
+        return _found(file, data, separator)
+    except Misfit as error:
+        raise RunError(f"{key}: {error}") from None
+
+
+def _found(file: Path, data: DataSection, separator: str) -> Table:
+    """With the quotes that the file has. Errors: `Misfit`."""
+    quoted, bare = Dialect(separator, '"'), Dialect(separator, "")
+    try:
+        found = _scan(file, data, quoted)
+    except Misfit as error:
+        try:
+            other = _scan(file, data, bare)
+        except Misfit as later:
+            raise max(error, later, key=lambda each: each.line) from None  # the way that fits for longer is meant
+        if other.escaped:
+            raise Misfit(
+                f'{error}. Quotes within quotes seem to have a backslash (\\"); write them doubled ("")'
+            ) from None
+        if other.wrapped:  # a file with quotes, in which something is wrong with one
+            raise error from None
+        return other
+    tabs = plain(file).suffix == ".tsv"
+    if not found.quoted or (len(found.names) < 2 and not tabs):  # of one column any line is a row without quotes
+        return found
+    try:
+        other = _scan(file, data, bare)
+    except Misfit:
+        return found
+    if other.rows == found.rows:
+        return other if other.needless and tabs else found
+    if other.names[0].startswith('"') or (other.doubled and len(found.names) < 2):
+        return found
+    raise TwoWays(
+        f"{file} can be read in two ways: {found.rows:,} rows where quotes stand around cells, some of them of several "
+        f"lines, and {other.rows:,} where quotes are letters. Set data.quote: double, or none"
+    )
+
+
+def _scan(file: Path, data: DataSection, dialect: Dialect) -> Table:
+    """All rows, looked at. Errors: `Misfit` for the first that does not fit."""
+    lines = _Lines(file, data.encoding, dialect.quote)
+    found = Table(dialect, list(data.columns or ()))
+    batch: list[list[str]] = []
+    marks: list[Counter[str]] = []
+    for line, row in _rows(lines, dialect):
+        if not found.names:
+            found.names = row
+            continue
+        if len(row) != len(found.names):
+            raise Misfit(_misfit(file, line, row, found, data), line)
+        batch.append(row)
+        found.rows += 1
+        if len(batch) == BATCH:
+            _look(batch, found, marks)
+            batch = []
+    if batch:
+        _look(batch, found, marks)
+    found.quoted, found.doubled = lines.quoted, lines.doubled
+    found.needless = any(seen["quoted"] and seen["plain"] for seen in marks)
+    found.wrapped = any(seen["quoted"] + seen["needed"] > seen["plain"] for seen in marks)
+    return found
+
+
+def _misfit(file: Path, line: int, row: list[str], found: Table, data: DataSection) -> str:
+    """What is said of a row that is wider or narrower than the header."""
+    wanted = "data.columns names" if data.columns else "the header has"
+    separator = found.dialect.separator
+    called = NAMES.get(separator, repr(separator))
+    alone = found.names[0] if len(found.names) == 1 else ""
+    other = next((mark for mark in NAMES if mark != separator and mark in alone), None)
+    if alone.startswith("#"):
+        how = f"The first line seems to be a comment, {alone[:40]!r}: take it out"
+    elif other is not None:
+        how = f"The header seems to be separated by {NAMES[other]}: set data.separator"
+    elif len(row) == 1 and row[0].lstrip().startswith("#"):
+        how = "Take comments out"
+    elif len(row) == len(found.names) + 1 and not row[-1]:
+        how = f"It ends with a separator and the header does not: end both with one, or none ({called})"
+    else:
+        how = f"A cell that holds {called} stands between double quotes"
+        how += "; a file with a text on each line is called .txt" if alone else ""
+    widths = f"the row has {len(row)} column(s), and {wanted} {len(found.names)}"
+    return f"{file}, line {line:,}: {widths}: {_shown_tables(row)}. {how}"
+
+
+def _shown_tables(row: list[str]) -> str:
+    text = " | ".join(" ".join(cell.split()) for cell in row)
+    return repr(text if len(text) <= 100 else f"{text[:97]}...")
+
+
+def _look(batch: list[list[str]], found: Table, marks: list[Counter[str]]) -> None:
+    """Take down what the cells of each column are."""
+    first = not found.kinds
+    if first:
+        found.kinds = [set() for _ in found.names]
+        marks += [Counter() for _ in found.names]
+    for place, cells in enumerate(zip(*batch, strict=True)):
+        if len(found.kinds[place]) < 4:
+            found.kinds[place] |= set(map(_kind, cells))
+        if not found.dialect.quote:
+            found.escaped = found.escaped or any(cell.startswith('"') and '\\"' in cell for cell in cells)
+            marks[place].update(map(_mark, cells))
+    if first:
+        found.begins = [set(kinds) for kinds in found.kinds]
+
+
+def _mark(cell: str) -> str:
+    """Whether quotes that a cell does not need stand around it, or none around a text."""
+    if len(cell) > 1 and cell[0] == cell[-1] == '"':
+        return "needed" if '"' in cell[1:-1] or len(cell) == 2 else "quoted"
+    return "plain" if cell and _kind(cell) == "t" else "empty"
+
+
+def _kind(cell: str) -> str:
+    """i, f, b or t: what pandas makes of a column of such cells."""
+    if cell[:1].isalpha() and cell[:1] not in "tTfFiI":
+        return "t"
+    if cell in _TRUTHS:
+        return "b"
+    found = _NUMBER.fullmatch(cell)
+    return "t" if found is None else "i" if found["whole"] else "f"
+
+
+def converters(tables: list[Table]) -> dict[str, Callable[[str], Any]]:
+    """Column -> how to read its cells, where pandas, which looks at some rows at a time, would take some of a column's
+    for something else than others."""
+    kinds: dict[str, set[str]] = {}
+    begins: dict[str, set[str]] = {}
+    for each in tables:
+        for name, seen, first in zip(each.names, each.kinds, each.begins, strict=False):
+            kinds.setdefault(name, set()).update(seen)
+            begins.setdefault(name, first)
+    found: dict[str, Callable[[str], Any]] = {}
+    for name, seen in kinds.items():
+        if seen == {"i", "f"} and begins[name] == {"i"}:
+            found[name] = float
+        elif len(seen) > 1 and seen != {"i", "f"}:
+            found[name] = str
+    return found
+
+
+# -- which dialect ---------------------------------------------------------------------------------------------------
+
+
+def detected(file: Path, data: DataSection, known: Callable[[str], bool]) -> list[dict[str, str]]:
+    """The values of `separator` and `quote` with which all rows of a file, or else nearly all, have as many columns, at
+    least two; the likeliest first, {} for what its ending says. `known`: whether a text is what columns are called."""
+    usual = SEPARATORS[plain(file).suffix]
+    marks = [usual, *(mark for mark in NAMES if mark != usual)] if data.separator is None else [data.separator]
+    good: list[tuple[bool, dict[str, str]]] = []
+    for mark in marks:
+        given = {} if mark == usual else {"separator": mark}
+        if (found := _quotes(file, data, mark)) is not None:
+            quote, names = found
+            good.append((not any(map(known, names)), given | quote))
+    if good or len(marks) == 1:
+        return [keys for _, keys in sorted(good, key=lambda each: each[0])]
+    likely = [mark for mark in marks if _is_likely(file, data, mark, known)]
+    return [{"separator": likely[0]}] if likely and likely[0] != usual else []
+
+
+def _quotes(file: Path, data: DataSection, separator: str) -> tuple[dict[str, str], list[str]] | None:
+    """The value of `quote` with which all rows have as many columns, at least two, and the first row."""
+    for quote in ("double", "single", "none") if data.quote is None else (data.quote,):
+        try:
+            if len(next(rows(file, data.encoding, Dialect(separator, QUOTES[quote])), (0, []))[1]) < 2:
+                continue
+            if quote == "double":
+                found = _found(file, data, separator)
+            else:
+                found = _scan(file, data, Dialect(separator, QUOTES[quote]))
+        except TwoWays:
+            return {}, []  # whoever reads it says so
+        except Misfit:
+            continue
+        if quote != "double" or data.quote is not None or not _all_single(file, data, found):
+            return {} if quote == "double" else {"quote": quote}, found.names
+    return None
+
+
+def _is_likely(file: Path, data: DataSection, separator: str, known: Callable[[str], bool]) -> bool:
+    """Whether the first row has names of columns, or nearly all of the first rows as many columns, at least two."""
+    widths: Counter[int] = Counter()
+    try:
+        for _, row in itertools.islice(rows(file, data.encoding, Dialect(separator, '"')), BATCH):
+            if not widths and len(row) > 1 and any(map(known, row)):
+                return True
+            widths[len(row)] += 1
+    except Misfit:
+        pass
+    return any(width > 1 and count > 0.9 * widths.total() for width, count in widths.items())
+
+
+def _all_single(file: Path, data: DataSection, found: Table) -> bool:
+    """Whether a column's cells all stand between single quotes, its name among them."""
+    columns: list[bool] = []
+    for _, row in rows(file, data.encoding, found.dialect):
+        alone = [len(cell) > 1 and cell[0] == cell[-1] == "'" for cell in row]
+        columns = alone if not columns else [a and b for a, b in zip(columns, alone, strict=False)]
+        if not any(columns):
+            return False
+    return found.rows > 0 and any(columns)

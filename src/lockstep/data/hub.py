@@ -1,0 +1,274 @@
+"""What went wrong with the Hub, in a sentence: the libraries that speak to it wrap its answers in long ones.
+
+In: an exception of huggingface_hub, datasets or transformers. Out: a sentence that says what to do, and whether trying
+again may help. Imports huggingface_hub only when called.
+
+Where a model comes from that lockstep has trained: `model.source` may be an output folder, or a checkpoint in one.
+
+In: a path as it is written. Out: the folder that `from_pretrained` loads. Imports no torch.
+
+How much has come of what the Hub is asked for, for whoever shows where the program is.
+
+In: a Hub id, and `with` around the call that loads it. Out: `ACTIVITY`, twice a second. What comes is seen from
+outside, as files that grow in the Hub's cache: the libraries' own bars draw over one another and over ours.
+
+Shards of the Hub's, at one commit: what a stream reads must stay as it is until the run is over, and after.
+
+In: a `data` section with `stream`. Out: the same with addresses that name a commit; a repository's name becomes the
+address of it, and its splits the files that `datasets` finds in it. Asks the Hub.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.config.data_sources import address_of, is_address
+from lockstep.config.run import RunError
+from lockstep.config.sections import DataSection
+from lockstep.data.cache import cache_folder
+from lockstep.distributed.activity import ACTIVITY
+
+# Answers that say "not now": time-outs, conflicts of two commits, too many requests, and the Hub's own failures.
+_AGAIN = (408, 409, 412, 425, 429, 500, 502, 503, 504)
+_STATUS = {
+    401: "it does not accept the token (401): HF_TOKEN is wrong or has expired",
+    402: "it wants to be paid for this (402)",
+    403: "the token may not do this (403): it needs the permission, or the repository's owner must give access",
+    413: "it says that a file is too large (413)",
+    429: "it says that there were too many requests (429)",
+}
+
+
+def explained(error: BaseException, revision: str | None = None) -> str:
+    """One sentence about a failure. `revision`: what was asked for."""
+    from huggingface_hub import constants, errors
+
+    for each in _chain(error):
+        if isinstance(each, errors.GatedRepoError):
+            return "it is gated: ask for access on its page, and set HF_TOKEN to a token of the account that has it"
+        if isinstance(each, errors.RevisionNotFoundError):
+            return f"it has no revision {revision!r}" if revision else "it has no such revision"
+        if isinstance(each, errors.RepositoryNotFoundError):
+            return "the Hub has no such repository, or it is private and HF_TOKEN is not a token that may read it"
+        if isinstance(each, errors.OfflineModeIsEnabled):
+            return "HF_HUB_OFFLINE is set, and it is not in the cache"
+    if (status := status_of(error)) is not None:
+        if status in _STATUS:
+            return _STATUS[status]
+        said = next((e for e in _chain(error) if isinstance(e, errors.HfHubHTTPError)), error)
+        return f"it answered {status}: {one_line(getattr(said, 'server_message', None) or said)}"
+    if any(_lost(each) for each in _chain(error)):
+        return f"the Hub at {constants.ENDPOINT} cannot be reached: {one_line(list(_chain(error))[-1])}"
+    return one_line(error)
+
+
+def transient(error: BaseException) -> bool:
+    """Whether the same request may succeed later."""
+    status = status_of(error)
+    return status in _AGAIN if status is not None else any(_lost(each) for each in _chain(error))
+
+
+def unreached(error: BaseException) -> bool:
+    """Whether the Hub could not be asked: it, or the network, is not there, or HF_HUB_OFFLINE is set."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    return transient(error) or any(isinstance(each, OfflineModeIsEnabled) for each in _chain(error))
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status that the Hub answered with, if it answered."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    answers = [each.response for each in _chain(error) if isinstance(each, HfHubHTTPError)]
+    return next((int(answer.status_code) for answer in answers if answer is not None), None)
+
+
+def one_line(text: object, most: int = 300) -> str:
+    """A text without line breaks, cut where it gets long."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= most else line[: most - 3] + "..."
+
+
+def _lost(error: BaseException) -> bool:
+    """Whether the connection failed, whichever library says so (huggingface_hub 2 has another httpx than 1)."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return bool(kinds & {"TransportError", "ConnectionError", "TimeoutError"})
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what it was raised from."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+
+
+MANIFEST = "manifest.json"
+
+
+def parts(given: Path) -> tuple[Path, Path | None]:
+    """The output folder, and the checkpoint if a path names one (`OUTPUT/checkpoints/step-N`, or `.../latest`)."""
+    if given.parent.name == "checkpoints":
+        return given.parent.parent, given.resolve() if given.is_symlink() else given
+    return given, None
+
+
+def of_checkpoint(checkpoint: Path) -> Path:
+    """Where in the cache the model of a checkpoint lies, as an export of it; it may not be there yet."""
+    return cache_folder() / "models" / hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+
+
+def model_folder(source: str, key: str = "model.source") -> str:
+    """What `model.source` or `tokenizer.source` names: of an output folder its export, of a checkpoint its model in the
+    cache, anything else as it is. Errors: `RunError` for a run that has no export."""
+    path = Path(source).expanduser()
+    output, checkpoint = parts(path)
+    if checkpoint is not None and (checkpoint / MANIFEST).is_file():
+        return str(of_checkpoint(checkpoint))
+    if not (path / "run.yaml").is_file() or (path / "config.json").is_file():
+        return source
+    if not (path / "export" / "config.json").is_file():
+        raise RunError(
+            f"{key}: the run of {output} is not finished, and has no export; name one of its checkpoints, for example "
+            f"{output}/checkpoints/latest, or finish it"
+        )
+    return str(path / "export")
+
+
+@contextmanager
+def downloading(source: str, kind: Literal["model", "dataset"]) -> Iterator[None]:
+    """While the Hub is asked for `source`; nothing is said of a local folder."""
+    place = ACTIVITY.name
+    if Path(source).is_dir():
+        ACTIVITY.at(f"reading {source}")
+        yield
+        ACTIVITY.at(place)
+        return
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE) / f"{kind}s--{source.replace('/', '--')}" / "blobs"
+    before, over = _bytes_in(folder), threading.Event()
+    ACTIVITY.at(f"loading {source}")
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            if (come := _bytes_in(folder) - before) > 0:
+                ACTIVITY.at(f"downloading {source}, {come / 1e6:,.1f} MB so far")
+
+    watcher = threading.Thread(target=watch, name="lockstep-download", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+        ACTIVITY.at(place)
+
+
+def _bytes_in(folder: Path) -> int:
+    """Of all files of a repository in the Hub's cache, whole or growing."""
+    total = 0
+    with suppress(OSError):
+        for file in folder.iterdir():
+            with suppress(OSError):  # renamed meanwhile
+                total += file.stat().st_size
+    return total
+
+
+@contextmanager
+def reading_weights(source: str) -> Iterator[None]:
+    """Errors: `RunError` in place of what libraries raise of files of weights that are damaged, or hold more than
+    weights."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except Exception as error:
+        held = isinstance(error, pickle.UnpicklingError)
+        if not held and not isinstance(error, SafetensorError | EOFError) and "PytorchStreamReader" not in str(error):
+            raise
+        text = f"they are damaged ({' '.join(str(error).split())[:160] or type(error).__name__})"
+        text = "a pickle of more than tensors is not loaded, because it may run code" if held else text
+        raise RunError(
+            f"model.source: the weights of {source} cannot be read: {text}. Fetch them again, or save the model as "
+            "safetensors where it can be trusted"
+        ) from error
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_KEYS = ("source", "train", "validation", "test")
+
+
+def addresses(data: DataSection) -> DataSection:
+    """With a commit in each address of the Hub. Errors: `RunError`."""
+    commits: dict[str, str] = {}
+
+    def at(value: Any) -> Any:
+        if isinstance(value, list):
+            return [at(each) for each in value]
+        if not is_address(value) or not value.lower().startswith("hf://"):
+            return value
+        try:
+            address = address_of(value)
+        except ValueError as error:
+            raise RunError(f"data.train: {error}") from None
+        repository, _, revision = address.place.removeprefix("datasets/").partition("@")
+        if _COMMIT.fullmatch(revision):
+            return value
+        if address.place not in commits:
+            commits[address.place] = _commit(repository, revision or None, value)
+        path = f"/{address.path}" if address.path else ""
+        return f"hf://datasets/{repository}@{commits[address.place]}{path}" + "/" * value.endswith("/")
+
+    return data.model_copy(update={key: at(getattr(data, key)) for key in _KEYS})
+
+
+def repository(data: DataSection, usual: dict[str, tuple[str, ...]]) -> DataSection:
+    """One whose `source` is a repository's name, with its address and files. `usual`: names that splits have. Errors:
+    `RunError`."""
+    import datasets
+
+    assert data.source is not None
+    commit = _commit(data.source, data.revision, data.source)
+    root = f"hf://datasets/{data.source}@{commit}"
+    try:
+        files = datasets.load_dataset_builder(data.source, data.config, revision=commit).config.data_files or {}
+    except Exception as error:  # whatever the Hub and the network raise; a configuration to choose; code to run
+        raise RunError(f"data.source: {data.source}: {explained(error, commit)}") from None
+    found: dict[str, Any] = {}
+    for split, names in usual.items():
+        given = getattr(data, split)
+        name = next((name for name in ([given] if given is not None else names) if name in files), None)
+        if name is None and given is not None:
+            raise RunError(f"data.{split}: {data.source} has no split {given!r}; it has {', '.join(map(str, files))}")
+        if name is None:
+            continue
+        if other := next((str(each) for each in files[name] if not str(each).startswith(f"{root}/")), None):
+            raise RunError(
+                f"data.stream: {data.source} has its rows elsewhere ({other}); name the shards in data.train"
+            )
+        found[split] = [str(each).removeprefix(f"{root}/") for each in files[name]]
+    if "train" not in found:
+        raise RunError(f"data.train: {data.source} has no split called train; it has {', '.join(map(str, files))}")
+    return data.model_copy(update={"source": root, "config": None, "revision": None} | found)
+
+
+def _commit(repository: str, revision: str | None, what: str) -> str:
+    """The commit that a branch or a tag names now. Errors: `RunError`."""
+    from huggingface_hub import HfApi
+
+    try:
+        return str(HfApi().dataset_info(repository, revision=revision).sha)
+    except Exception as error:  # whatever the Hub, the network and the library between raise
+        raise RunError(
+            f"data.source: {what} is no local file or folder, and the Hub was asked: {explained(error, revision)}"
+        ) from None

@@ -1,0 +1,537 @@
+"""A column of a data set read a part at a time: what is asked of all its rows holds no more of them than that.
+
+In: a data set and the name of a column. Out: its values by parts, as Arrow has them or as Python does.
+
+Columns within columns, by dotted paths: answers.text.0 of a mapping of lists, conversation.0.content of a list of
+mappings.
+
+In: a data set and a path. Out: what stands there in each row, null where a row has nothing there; or a `RunError` that
+says what there is instead.
+
+Rows that lack what is to be learned from: refused, or left out and counted where `data.drop_missing` says so.
+
+In: a split and the columns that a task reads, by their keys in the run file. Out: the same split, whole in each of
+them, or a `RunError` that says where something is missing, how often, and what to do.
+
+How many tokens texts have, which `min_tokens` and `max_tokens` of `data.filter` ask before anything is encoded.
+
+In: a run, and a column of a data set. Out: a number for each row, as the run's tokenizer makes them of the whole text,
+special tokens among them; from the cache where it has counted the same texts before.
+
+Which rows of what was read are used, and in which split: `data.filter` and `data.split_column`.
+
+In: the splits of a data set and the `data` section. Out: the same splits, or those that a column tells apart, and how
+many rows of each were left out; or a `RunError` that says what a column holds instead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from lockstep.config.data_sources import Condition, Scalar
+from lockstep.config.run import Run, RunError
+from lockstep.config.sections import DataSection
+from lockstep.data import tokenizer
+from lockstep.data.arrow_cache import VERSION, Columns, content, digest, encode
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+ROWS = 10_000  # of a part
+_NEW = "read-by-parts"  # given, for what is only read: `datasets` would pickle functions and hash them to make one
+
+
+def arrays(dataset: Dataset, column: str) -> Iterator[pa.ChunkedArray]:
+    """The column in parts, as Arrow holds it."""
+    held = dataset.select_columns([column], new_fingerprint=_NEW)
+    held.set_format("arrow")  # of this copy; `with_format` would make another one
+    for start in range(0, len(held), ROWS):
+        yield held[start : start + ROWS].column(0)
+
+
+def lists(dataset: Dataset, *columns: str) -> Iterator[tuple[int, list[Any]]]:
+    """Parts of a column as Python's values, or of several as tuples of them, each with the number of its first row."""
+    held = dataset.select_columns(list(dict.fromkeys(columns)), new_fingerprint=_NEW)
+    held.set_format(None)
+    for start in range(0, len(held), ROWS):
+        part = held[start : start + ROWS]
+        one = [part[column] for column in columns]
+        yield start, one[0] if len(one) == 1 else list(zip(*one, strict=True))
+
+
+def numbers(dataset: Dataset, column: str) -> np.ndarray:
+    """A column of whole numbers without nulls: as small in memory as Arrow holds it."""
+    parts = [np.asarray(part.combine_chunks()) for part in arrays(dataset, column)]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def plain(dataset: Dataset, column: str) -> bool:
+    """Whether Arrow holds whole numbers or texts in it, and nothing that Python would see otherwise."""
+    kind = dataset.features[column]
+    dtype = str(getattr(kind, "dtype", None))
+    return type(kind).__name__ in ("Value", "ClassLabel") and dtype.startswith(
+        ("string", "large_string", "int", "uint")
+    )
+
+
+def distinct(dataset: Dataset, column: str) -> set[Any]:
+    """What a column holds, each once."""
+    found: set[Any] = set()
+    if plain(dataset, column):
+        for part in arrays(dataset, column):
+            found.update(pc.unique(part).to_pylist())
+    else:
+        for _, values in lists(dataset, column):
+            found.update(values)
+    return found
+
+
+def rows_where(dataset: Dataset, column: str, told: Callable[[pa.ChunkedArray], Any]) -> np.ndarray:
+    """What `told` says of each row by parts: bool [rows]."""
+    found = [np.asarray(told(part)) for part in arrays(dataset, column)]
+    return np.concatenate([np.empty(0, bool), *found])
+
+
+_ROWS = 10_000  # looked at together
+
+
+def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -> Dataset:
+    """Add a column for each path that `columns` (by their keys in the run file) names and that leads into a
+    column which is there. Errors: `RunError`."""
+    import datasets
+
+    for key, path in columns.items():
+        found = _parted(dataset, path)
+        if found is None:
+            continue
+        root, parts = found
+        told = _Told(key, path, split, name)
+        feature = _feature(dataset, root, parts, told)
+
+        def reached(table: pa.Table, told: _Told = told, parts: tuple[str, ...] = parts, kind: Any = feature) -> Any:
+            column = _reach(pa.chunked_array(table.column(0).chunks).combine_chunks(), parts, told)
+            return pa.table({told.path: column}, schema=datasets.Features({told.path: kind}).arrow_schema)
+
+        inner = dataset.select_columns([root]).with_format("arrow")
+        only = inner.map(
+            reached,
+            batched=True,
+            batch_size=_ROWS,
+            remove_columns=[root],
+            features=datasets.Features({path: feature}),
+            load_from_cache_file=False,
+        )
+        dataset = datasets.concatenate_datasets([dataset, only.with_format(None)], axis=1)
+    return dataset
+
+
+def values(dataset: Dataset, key: str, path: str, split: str, name: str) -> Iterator[pa.Array]:
+    """What a column, or a path, holds, some rows at a time. Errors: `RunError`, also where there is no such column."""
+    found = (path, ()) if path in dataset.column_names else _parted(dataset, path)
+    if found is None:
+        raise RunError(
+            f"{key}: the {split} split of {name} has no column {path!r}; it has {', '.join(dataset.column_names)}"
+        )
+    root, parts = found
+    column = dataset.select_columns([root]).with_format("arrow")
+    for start in range(0, len(dataset), _ROWS):
+        yield _reach(column[start : start + _ROWS].column(0).combine_chunks(), parts, _Told(key, path, split, name))
+
+
+def _parted(dataset: Dataset, path: str) -> tuple[str, tuple[str, ...]] | None:
+    """The column that a path begins with, by its longest name, and the parts that lead into it; None where the whole is
+    a column, or none is."""
+    if path in dataset.column_names:
+        return None
+    parts = path.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        if (root := ".".join(parts[:count])) in dataset.column_names:
+            return root, tuple(parts[count:])
+    return None
+
+
+def within(path: str, value: Any) -> str:
+    """What of a value that is no text might be meant, for the end of a message."""
+    steps = [path]
+    while isinstance(value, list | dict) and value:
+        steps.append("0" if isinstance(value, list) else str(next(iter(value))))
+        value = value[0] if isinstance(value, list) else value[steps[-1]]
+    return f"; what is in it is named like {'.'.join(steps)}" if len(steps) > 1 and isinstance(value, str) else ""
+
+
+class _Told:
+    """Where a path was given, for messages."""
+
+    def __init__(self, key: str, path: str, split: str, name: str) -> None:
+        self.key, self.path, self.split, self.name = key, path, split, name
+
+    def wrong(self, parts: tuple[str, ...], why: str) -> RunError:
+        """`parts`: what of the path is left to go."""
+        before = self.path.removesuffix("." + ".".join(parts)) if parts else self.path
+        return RunError(f"{self.key}: {self.path}: {before!r} of the {self.split} split of {self.name} {why}")
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _reach(column: pa.Array, parts: tuple[str, ...], told: _Told) -> pa.Array:
+    """Follow a path into an Arrow array. Errors: `RunError`."""
+    for place, part in enumerate(parts):
+        rest, kind = parts[place:], column.type
+        if pa.types.is_struct(kind):
+            names = [kind.field(i).name for i in range(kind.num_fields)]
+            if part not in names:
+                raise told.wrong(rest, f"has no {part!r}; it has {', '.join(names)}")
+            column = pc.struct_field(column, [names.index(part)])
+        elif _is_list(kind):
+            if not part.removeprefix("-").isdigit():
+                within = ".".join([told.path.removesuffix("." + ".".join(rest)), "0", *rest])
+                raise told.wrong(rest, f"holds lists: say which of their items, for example {within} (-1: the last)")
+            column = _item(column, int(part))
+        elif pa.types.is_null(kind):
+            return column
+        else:
+            what = "values of different kinds" if isinstance(kind, pa.BaseExtensionType) else f"{kind}s"
+            raise told.wrong(rest, f"holds {what}, in which there is no {part!r}")
+    return column
+
+
+def _item(lists: pa.Array, place: int) -> pa.Array:
+    """The item of each list at a place, from its end where that is negative; null where a list is too short."""
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    starts = np.cumsum(lengths) - lengths  # in what `flatten` gives, which leaves out null lists
+    there = lengths >= (place + 1 if place >= 0 else -place)
+    at = starts + (place if place >= 0 else lengths + place)
+    return pc.list_flatten(lists).take(pa.array(np.where(there, at, 0), mask=~there))
+
+
+def _feature(dataset: Dataset, root: str, parts: Iterable[str], told: _Told) -> Any:
+    """The type of what a path leads to, as `datasets` has it: names of labels are kept."""
+    from datasets.features.features import generate_from_arrow_type
+
+    feature: Any = dataset.features[root]
+    for part in parts:
+        inner = getattr(feature, "feature", None)
+        feature = feature.get(part) if isinstance(feature, dict) else inner
+    if feature is None or isinstance(feature, dict):
+        sample = dataset.select_columns([root]).with_format("arrow")[:1].column(0).combine_chunks()
+        return generate_from_arrow_type(_reach(sample, tuple(parts), told).type)
+    return feature
+
+
+class NothingLeft(RunError):
+    """Every row lacks something, and such rows are left out."""
+
+
+def present(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -> None:
+    """Every column is there. Errors: `RunError`."""
+    for key, column in columns.items():
+        if column not in dataset.column_names:
+            raise RunError(
+                f"{key}: the {split} split of {name} has no column {column!r}; it has {', '.join(dataset.column_names)}"
+            )
+
+
+def complete(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, drop: bool) -> Dataset:
+    """The rows that have something in every column: not null, no empty or blank text, no label -1 of a data set that
+    names its labels. Errors: `RunError` when there are others and `drop` is not set, or no row is left."""
+    return without(
+        dataset, {key: (column, lacking(dataset, column)) for key, column in columns.items()}, split, name, drop
+    )
+
+
+def without(
+    dataset: Dataset, lacks: Mapping[str, tuple[str, np.ndarray]], split: str, name: str, drop: bool
+) -> Dataset:
+    """The rows that lack nothing; `lacks` is column and bool [rows] by key. Errors: as those of `complete`."""
+    lacks = {key: found for key, found in lacks.items() if found[1].any()}
+    if not lacks:
+        return dataset
+    if not drop:
+        told = [_describe(dataset, key, *found, split, name) for key, found in lacks.items()]
+        raise RunError("\n  ".join(["columns lack something in some rows:", *told] if len(told) > 1 else told))
+    kept = np.flatnonzero(~np.logical_or.reduce([rows for _, rows in lacks.values()]))
+    if len(kept) == 0:
+        columns = " and ".join(repr(column) for column, _ in lacks.values())
+        raise NothingLeft(f"data.drop_missing: no row of the {split} split of {name} has something in {columns}")
+    return dataset.select(kept)
+
+
+def texts(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, drop: bool) -> Dataset:
+    """The rows whose columns all hold a text. Errors: `RunError` when a column is not there or holds something else,
+    and as those of `complete`."""
+    present(dataset, columns, split, name)
+    dataset = complete(dataset, columns, split, name, drop)
+    for key, column in columns.items():
+        if getattr(dataset.features[column], "dtype", None) not in ("string", "large_string"):
+            parts = lists(dataset, column)
+            bad = next((first + i for first, part in parts for i, v in enumerate(part) if not isinstance(v, str)), None)
+            if bad is not None:
+                raise RunError(
+                    f"{key}: column {column!r} of the {split} split must hold texts; row {bad} holds "
+                    f"{str(dataset[bad][column])[:80]}{within(column, dataset[bad][column])}"
+                )
+    return dataset
+
+
+def left_out(read: Mapping[str, Dataset], kept: Mapping[str, Dataset]) -> dict[str, Any]:
+    """The fact, for those who read about the run, of how many rows of each split were left out, or all of one whose
+    labels are hidden; nothing where none."""
+    fewer = {split: len(rows) - len(kept.get(split, ())) for split, rows in read.items()}
+    found = {split: count for split, count in fewer.items() if count}
+    return {"left_out": found} if found else {}
+
+
+def lacking(dataset: Dataset, column: str) -> np.ndarray:
+    """Whether each row has nothing in a column: bool [rows]."""
+    named = getattr(dataset.features[column], "names", None)
+
+    def told(values: pa.ChunkedArray) -> np.ndarray:
+        found = pc.is_null(values, nan_is_null=True)
+        if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+            found = pc.or_(found, pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True))
+        elif named:
+            found = pc.or_(found, pc.fill_null(pc.equal(values, -1), True))
+        return np.from_dlpack(found.combine_chunks().cast(pa.uint8())).astype(bool)
+
+    return rows_where(dataset, column, told)
+
+
+def _describe(dataset: Dataset, key: str, column: str, lacks: np.ndarray, split: str, name: str) -> str:
+    first = int(np.flatnonzero(lacks)[0])
+    return (
+        f"{key}: column {column!r} of the {split} split of {name} must hold something in every row, and has none in "
+        f"{int(lacks.sum())} of {len(lacks)} (row {first} holds {repr(dataset[first][column])[:60]}): fill it in, or "
+        "set data.drop_missing=true to leave such rows out"
+    )
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Counts by the run's tokenizer. The caller holds the lock of its preparation."""
+
+    run: Run
+    targets: frozenset[str] = frozenset()  # columns that the tokenizer of targets is for, where that is another one
+
+    @classmethod
+    def of(cls, run: Run, targets: Iterable[str] = ()) -> TokenCounts:
+        """`targets`: columns of what a model is to write, also within the Hub's column of translations."""
+        return cls(run, frozenset(name for target in targets for name in (target, f"translation.{target}")))
+
+    def renamed(self, rename: Mapping[str, str]) -> TokenCounts:
+        """For a source that calls the task's columns otherwise."""
+        return replace(self, targets=frozenset(rename.get(target, target) for target in self.targets))
+
+    def __call__(self, dataset: Dataset, path: str, split: str, name: str) -> np.ndarray:
+        """Of each row: int32, -1 where it has no text. Errors: `RunError`."""
+        import datasets
+
+        if self.run.tokenizer.train is not None:
+            raise RunError(
+                f"data.filter: {path}: the tokenizer (tokenizer.train) is trained on the texts that the filter leaves, "
+                "so it cannot count their tokens before; give tokenizer.source, or min_words, max_words instead"
+            )
+        column = added(dataset, {"data.filter": path}, split, name).select_columns([path])
+        dtype = getattr(column.features[path], "dtype", None)
+        if dtype not in ("string", "large_string"):
+            told = f"{dtype} values" if dtype else "lists or mappings"
+            raise RunError(
+                f"data.filter: {path}: the {split} split of {name} holds {told} there; tokens are counted in texts"
+            )
+        wanted = path in self.targets
+        apart = tokenizer.of_targets(self.run) if wanted else None
+        folder = apart or tokenizer.prepare(self.run, iter(()), "")
+        tok: Any = tokenizer.load(str(folder), self.run.model.trust_remote_code)
+
+        def encoder(rows: dict[str, list]) -> dict[str, list]:
+            texts = [text or "" for text in rows[path]]
+            given = {"text_target" if wanted else "text": texts}
+            found = tok(**given, return_attention_mask=False, verbose=False)["input_ids"]
+            return {"tokens": [-1 if text is None else len(n) for text, n in zip(rows[path], found, strict=True)]}
+
+        key = digest("tokens of texts", VERSION, content(column, [path]), folder.name, wanted)
+        features = datasets.Features({"tokens": datasets.Value("int32")})
+        return np.asarray(Columns(encode(column, encoder, features, key)).flat("tokens"))
+
+
+Wanted = Scalar | list[Scalar] | Condition
+
+
+# -- by conditions ---------------------------------------------------------------------------------------------------
+
+
+def filtered(
+    splits: dict[str, Dataset], data: DataSection, name: str, tokens: TokenCounts | None
+) -> tuple[dict[str, Dataset], dict[str, int]]:
+    """The rows for which every condition of `data.filter` holds, and how many others each split had. `tokens`: counts
+    them, where there is a tokenizer. Errors: `RunError`, also where a split has none left."""
+    found, fewer = {}, {}
+    for split, dataset in splits.items():
+        masks, kept = holding(dataset, data, split, name, tokens)
+        if len(dataset) and not kept.any():
+            each = ", ".join(f"{_told(data.filter[c])} of {c!r} in {mask.sum():,}" for c, mask in masks.items())
+            raise RunError(f"data.filter: no row of the {split} split of {name} is left; of {len(dataset):,}: {each}")
+        fewer[split] = int(len(dataset) - kept.sum())
+        found[split] = dataset.select(np.flatnonzero(kept)) if fewer[split] else dataset
+    return found, {split: count for split, count in fewer.items() if count}
+
+
+def holding(
+    dataset: Dataset, data: DataSection, split: str, name: str, tokens: TokenCounts | None
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Whether each condition of `data.filter`, by its column, holds for each row, and whether all do: bool [rows].
+    Errors: `RunError`."""
+    masks = {c: _mask(dataset, c, wanted, split, name, tokens) for c, wanted in data.filter.items()}
+    return masks, np.logical_and.reduce([np.ones(len(dataset), dtype=bool), *masks.values()])
+
+
+def _told(wanted: Wanted) -> str:
+    if isinstance(wanted, Condition):
+        return "{" + ", ".join(f"{key}: {value}" for key, value in wanted.given.items()) + "}"
+    return repr(wanted)
+
+
+def _mask(dataset: Dataset, path: str, wanted: Wanted, split: str, name: str, tokens: TokenCounts | None) -> np.ndarray:
+    """Whether a condition holds for each row: bool [rows]. A row that has nothing there is left out."""
+    names = getattr(dataset.features.get(path), "names", None)
+    parts = [np.empty(0, dtype=bool)]
+    for column in values(dataset, "data.filter", path, split, name):
+        try:
+            holds = _holds(_with_names(column, names), wanted)
+        except _Unlike as error:
+            raise RunError(f"data.filter: {path}: the {split} split of {name} holds {error}") from None
+        parts.append(pc.fill_null(holds, False).to_numpy(zero_copy_only=False))
+    mask = np.concatenate(parts)
+    if not isinstance(wanted, Condition) or not wanted.counts_tokens or len(mask) == 0:
+        return mask
+    if tokens is None:
+        raise RunError(f"data.filter: {path}: this task has no tokenizer that counts tokens; give min_words, max_words")
+    counts = tokens(dataset, path, split, name)
+    least, most = wanted.min_tokens or 0, np.inf if wanted.max_tokens is None else wanted.max_tokens
+    return mask & (counts >= least) & (counts <= most)
+
+
+class _Unlike(ValueError):
+    """A condition that makes no sense for what a column holds."""
+
+
+def _with_names(column: pa.Array, names: list[str] | None) -> pa.Array:
+    """Labels that a data set names, as these names."""
+    if names is None:
+        return column
+    return pa.array(names).take(pc.if_else(pc.greater_equal(column, 0), column, pa.scalar(None, column.type)))
+
+
+def _holds(column: pa.Array, wanted: Wanted) -> pa.Array:
+    """Bool [rows], null where the column is. Errors: `_Unlike`."""
+    if not isinstance(wanted, Condition):
+        return _among(column, wanted if isinstance(wanted, list) else [wanted])
+    found = [pc.is_valid(column)]
+    for key, value in wanted.given.items():
+        if key.endswith("_tokens"):
+            continue  # of all rows at once, by `_mask`
+        if key == "none_of":
+            found.append(pc.invert(_among(column, value)))
+        else:
+            measured = _measured(column, key.partition("_")[2])
+            found.append((pc.greater_equal if key.startswith("min") else pc.less_equal)(measured, value))
+    return reduce(pc.and_, found)
+
+
+def _among(column: pa.Array, values: list[Scalar]) -> pa.Array:
+    kind = column.type
+    if pa.types.is_null(kind):
+        return pa.nulls(len(column), pa.bool_())
+    for value in values:
+        told = {bool: "true or false", str: "a text"}.get(type(value), "a number")
+        if told != _kind(kind):
+            quoted = ": put it between quotes" if _kind(kind) == "a text" else ""
+            raise _Unlike(f"{_several(kind)} there, and {value!r} is {told}{quoted}")
+    if any(isinstance(value, float) for value in values):
+        column = column.cast(pa.float64())
+    try:
+        found = pc.is_in(column, value_set=pa.array(values).cast(column.type))
+    except pa.ArrowInvalid as error:  # a number that the column's type has no room for
+        raise _Unlike(f"{kind} there: {error}") from None
+    return pc.if_else(pc.is_null(column), pa.scalar(None, pa.bool_()), found)
+
+
+def _measured(column: pa.Array, what: str) -> pa.Array:
+    """Numbers as they are, or lengths of texts and lists: null where there is nothing."""
+    kind = column.type
+    if pa.types.is_null(kind):
+        return pa.nulls(len(column), pa.int64())
+    listed = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if what == "words" and listed:
+        return pc.list_value_length(column)
+    if (_kind(kind) == "a text") != bool(what) or _kind(kind) not in ("a text", "a number"):
+        fits = {"": "min and max are for numbers", "words": "words are counted in texts and lists"}
+        raise _Unlike(f"{_several(kind)} there; {fits.get(what, 'characters are counted in texts')}")
+    if what == "words":
+        trimmed = pc.utf8_trim_whitespace(column)
+        counts = pc.list_value_length(pc.utf8_split_whitespace(trimmed))
+        return pc.if_else(pc.equal(trimmed, ""), pa.scalar(0, counts.type), counts)
+    return pc.utf8_length(column) if what else column
+
+
+def _kind(kind: pa.DataType) -> str:
+    if pa.types.is_boolean(kind):
+        return "true or false"
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return "a text"
+    return "a number" if pa.types.is_integer(kind) or pa.types.is_floating(kind) else str(kind)
+
+
+def _several(kind: pa.DataType) -> str:
+    return {"true or false": "true and false", "a text": "texts", "a number": "numbers"}.get(_kind(kind), str(kind))
+
+
+# -- by a column -----------------------------------------------------------------------------------------------------
+
+
+def told_apart(
+    splits: dict[str, Dataset], data: DataSection, name: str, usual: dict[str, tuple[str, ...]]
+) -> dict[str, Dataset]:
+    """The splits that `data.split_column` tells apart. `usual`: what splits are called. Errors: `RunError`."""
+    assert data.split_column is not None
+    if list(splits) != ["train"]:
+        raise RunError(
+            f"data.split_column: {name} has {' and '.join(splits)} already; give all rows in data.source or data.train "
+            "alone, or leave data.split_column out"
+        )
+    train, column = splits["train"], data.split_column
+    names = getattr(train.features.get(column), "names", None)
+    known = {word: split for split, words in usual.items() for word in words}
+    order, others, first = list(usual), Counter[Any](), None
+    places = [np.empty(0, dtype=np.int8)]  # of each row's split in `order`
+    there: list[Any] = []  # values that are known
+    for part in values(train, "data.split_column", column, "train", name):
+        in_part = _with_names(part, names).to_pylist()
+        to = {value: known.get(str(value).strip().lower()) for value in set(in_part)}
+        there += sorted({str(value) for value in to if to[value]} - set(there))
+        unknown = [row for row, value in enumerate(in_part) if to[value] is None]
+        if unknown and first is None:
+            first = sum(map(len, places)) + unknown[0], in_part[unknown[0]]
+        others.update(in_part[row] for row in unknown)
+        places.append(np.array([order.index(to[v] or "train") for v in in_part], dtype=np.int8))
+    if first is not None:
+        raise RunError(
+            f"data.split_column: column {column!r} of {name} says {first[1]!r} in {others[first[1]]:,} row(s), the "
+            f"first is row {first[0]:,}; known are {', '.join(known)}. To leave other rows out: data.filter: "
+            f"{{{column}: [{', '.join(there) or 'train'}]}}"
+        )
+    split_of = np.concatenate(places)
+    found = {split: np.flatnonzero(split_of == place) for place, split in enumerate(order)}
+    if len(found["train"]) == 0:
+        raise RunError(f"data.split_column: {column!r} of {name} says train in no row")
+    return {split: train.select(rows) for split, rows in found.items() if len(rows)}

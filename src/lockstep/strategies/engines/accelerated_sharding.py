@@ -1,0 +1,133 @@
+"""Sharding as Accelerate applies it: `strategy.options.fsdp` and `strategy.options.deepspeed` of hf_accelerate.
+
+In: this rank's micro-batches. Out: the same update. The difference from `fsdp2.py` is who shards and who wraps the
+optimizer; the difference from `zero.py` is who makes the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lockstep.config.plugins import require
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.world import World
+from lockstep.strategies.engines import layers, zero_config
+from lockstep.strategies.engines.accelerated import Accelerated, accelerator, only, prepared
+from lockstep.strategies.engines.zero import Sharded
+from lockstep.strategies.exact.optim import ParamGroupSpec
+from lockstep.strategies.fsdp2 import FSDP2
+from lockstep.strategies.strategy import WeightFormats
+
+
+class AcceleratedFSDP2(Accelerated, FSDP2):
+    """`strategy.options.fsdp`: the fields of Accelerate's `FullyShardedDataParallelPlugin`."""
+
+    weight_formats = WeightFormats.NONE
+    supports_reshard = False  # Accelerate keeps its state for the whole process
+
+    @classmethod
+    def check(cls, run: Run, processes: int) -> None:
+        key = "strategy.options.fsdp"
+        section = only(run, "fsdp")
+        if layers.own_model(run):
+            raise RunError(f"{key}: Accelerate knows no layers of a model of your own; use strategy.name=fsdp2")
+        require(cls.needs, key)
+        layers.check_layers(run, "FSDP2 through Accelerate")
+        from accelerate import FullyShardedDataParallelPlugin
+
+        known = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
+        # FSDP1's, and what the run file or this file says
+        known -= {"sharding_strategy", "use_orig_params", "sync_module_states", "backward_prefetch", "param_init_fn"}
+        known -= {"forward_prefetch", "limit_all_gathers", "state_dict_type", "state_dict_config", "fsdp_version"}
+        known -= {"optim_state_dict_config", "cpu_ram_efficient_loading", "auto_wrap_policy"}
+        if unknown := set(section) - known:
+            raise RunError(
+                f"{key}: Accelerate's plug-in for FSDP2 has no option {', '.join(sorted(unknown))}; it has "
+                f"{', '.join(sorted(known))}"
+            )
+        if shared := layers.sharing_embeddings(run):
+            raise RunError(
+                f"{key}: Accelerate's FSDP2 cannot shard embeddings whose weights {', '.join(shared)} holds, too; use "
+                "strategy.name=fsdp2, which can"
+            )
+        if processes == 1:
+            raise RunError(f"{key}: Accelerate shards over several processes only, this job has one; use hf_accelerate")
+
+    @classmethod
+    def needs_memory_to_resolve(cls, run: Run) -> bool:
+        return False
+
+    @classmethod
+    def gives_bits(cls, run: Run) -> bool:
+        own = "mixed_precision_policy" in run.strategy.options["fsdp"]
+        return run.strategy.exact and run.precision != "bf16" and not own  # in bf16 Accelerate gathers bf16 weights
+
+    @classmethod
+    def rounding(cls, run: Run) -> float:
+        return 0.1 if run.precision == "bf16" else 1e-4
+
+    def apply_shards(self, treated: Mapping[str, ParamGroupSpec]) -> None:
+        from accelerate import FullyShardedDataParallelPlugin
+        from accelerate.utils import DistributedType
+
+        section = dict(self.run.strategy.options["fsdp"])
+        embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+        # Accelerate 1.15 shards this one by itself, and would shard it twice inside of a block
+        inner = [b for b in self.blocks if embedding not in b.modules()]
+        section.setdefault("transformer_cls_names_to_wrap", sorted({type(b).__name__ for b in inner}))
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, **section
+        )
+        self.accelerator = accelerator(self.run, self.world, [], fsdp_plugin=plugin)
+        assert self.accelerator.distributed_type == DistributedType.FSDP, self.accelerator.distributed_type
+        self.model, self.optimizer = prepared(self.accelerator, self.model, self.make_stepper(treated))
+
+
+class AcceleratedZero(Accelerated, Sharded):
+    """DeepSpeed ZeRO as Accelerate starts it.
+
+    Boundary, backward and step are called on the engine itself: Accelerate's wrapper steps inside of backward, which
+    leaves no moment to set the rate in.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("accelerate", "deepspeed")  # type: ignore[assignment]
+
+    @classmethod
+    def check(cls, run: Run, processes: int) -> None:
+        key = "strategy.options.deepspeed"
+        section = only(run, "deepspeed")
+        require(cls.needs, key)
+        layers.check_layers(run, "DeepSpeed")
+        if section.get("zero_stage") not in (1, 2, 3):
+            raise RunError(f"{key}.zero_stage: 1, 2 or 3 is needed, it is {section.get('zero_stage')!r}")
+        options = {k: v for k, v in section.items() if k != "zero_stage"}
+        zero_config.check(run, processes, section["zero_stage"], options, key)
+
+    @classmethod
+    def stage_of(cls, run: Run) -> int:
+        return int(run.strategy.options["deepspeed"]["zero_stage"])
+
+    def __init__(self, run: Run, world: World) -> None:
+        super().__init__(run, world)
+        self.stage = self.stage_of(run)
+
+    def options(self) -> Mapping[str, Any]:
+        return {k: v for k, v in self.run.strategy.options["deepspeed"].items() if k != "zero_stage"}
+
+    def start_engine(self) -> Any:
+        from accelerate import DeepSpeedPlugin, InitProcessGroupKwargs
+        from accelerate.utils import DistributedType
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        backend = "nccl" if self.world.device.type == "cuda" else "gloo"
+        # Not `cpu=True`: with it Accelerate silently takes plain DDP.
+        handlers = [InitProcessGroupKwargs(backend=backend)]
+        plugin = DeepSpeedPlugin(hf_ds_config=self.config)
+        self.accelerator = accelerator(self.run, self.world, handlers, cpu=False, deepspeed_plugin=plugin)
+        assert self.accelerator.distributed_type == DistributedType.DEEPSPEED, self.accelerator.distributed_type
+        engine, _ = self.accelerator.prepare(self.model, self.optimizer)
+        self.optimizer = engine.optimizer.optimizer  # ours still
+        unset_hf_deepspeed_config()  # or transformers would shard models that rank 0 makes alone, for the export
+        return engine

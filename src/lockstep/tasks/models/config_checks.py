@@ -1,0 +1,351 @@
+"""Entries of `model.config` that change nothing: dropout of a family that has none, a classifier's in a language model.
+
+In: a run, and the head of its model. Out: a note for each such entry. Small models tell: one of the run's config, and
+others that differ in the entry alone, are drawn from one seed and run on the same examples, in evaluation and in
+training. The answer is kept in the cache. Switches, rates and texts are tried; sizes are not, as some count for long
+texts only.
+
+Terms that a model of transformers adds to the cross entropy of its logits when it is given labels: the loss of the
+routers of a mixture of experts, and others. Lockstep computes none of them, so configs that ask for one are refused.
+
+In: a run, and the head of its model. Out: nothing, or a `RunError` that names the entry of the config. A trial on a
+small model of the same config finds the term, as in `padding.py`; the answer is kept in the cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedConfig
+
+from lockstep.config.run import Run, RunError
+from lockstep.tasks.models import heads, model_configs, padding, small_models
+
+# Entries that lockstep sets itself, with what decides about them. `vocab_size` of a model from scratch adds room.
+SET_HERE = {
+    "pad_token_id": "the tokenizer decides",
+    "use_cache": "it is off while training, and on in the export",
+    "num_labels": "the task decides",
+    "id2label": "the task decides",
+    "label2id": "the task decides",
+    "transformers_version": "the installed version decides",
+}
+OF_SCRATCH = {"bos_token_id": "the tokenizer decides", "eos_token_id": "the tokenizer decides"}
+# Parts of names of entries that may count for texts or numbers larger than those of a trial.
+CONDITIONAL = ("max", "min", "limit", "clip", "clamp", "cap", "position", "window", "chunk", "token_id", "rope")
+DROPOUT = "drop"
+OTHER_RATES = (0.0, 0.9)  # of dropout
+# Entries of which something is said already, or that more than the model itself reads; `output_router_logits` is
+# refused where it acts.
+NOT_TRIED = {*SET_HERE, *OF_SCRATCH, "model_type", "problem_type", "is_encoder_decoder", "output_router_logits"}
+
+
+def notes(run: Run, head: str | None) -> list[str]:
+    """What to say of entries that change nothing, or that became other values. `head`: None for a model that is not of
+    transformers. Errors: `RunError` when the cache cannot be written."""
+    if head is None or not run.model.config or not heads.of(head).reads_texts:
+        return []
+    config = model_configs.load_config(run)
+    entries = dict(_flat(run.model.config, config))
+    known = SET_HERE | (OF_SCRATCH if run.model.type is not None else {})
+    said = [
+        f"model.config.{path} has no effect: {known[name]}"
+        for path in entries
+        if (name := path.rpartition(".")[2]) in known
+    ]
+    if not type(config).__module__.startswith("transformers."):
+        return said
+    for path, value in entries.items():
+        made = _at(config, path)
+        if isinstance(value, bool | int | float) and isinstance(made, bool | int | float) and made != value:
+            said.append(f"model.config.{path}: {value} became {made}, as the config of {config.model_type} has it")
+    if any(_is_tried(path, value) for path, value in entries.items()):
+        without = run.model_copy(update={"model": run.model.model_copy(update={"adapter": {}})})
+        given = hashlib.sha256(json.dumps(entries, sort_keys=True, default=str).encode()).hexdigest()
+        found = padding.kept_trial(without, head, config, inert, given)
+        said += [f"model.config.{path} has no effect on this {config.model_type}" for path in (found or "").split()]
+    return said
+
+
+def inert(run: Run, head: str, config: Any) -> str | None:
+    """Paths of the run's entries that change nothing, with blanks between them; None: every one that can be tried
+    does."""
+    with torch.random.fork_rng([]):
+        entries = [(path, value) for path, value in _flat(run.model.config, config) if _is_tried(path, value)]
+        return " ".join(path for path, value in entries if not acts(run, head, path, value)) or None
+
+
+def acts(run: Run, head: str, path: str, value: Any) -> bool:
+    """Whether another value of an entry makes another model, or other outputs; also where that cannot be tried."""
+    seen: bytes | None = None
+    compared = False
+    for other in (value, *others(run, path, value)):
+        try:
+            print_ = _print(run, head, path, other)
+        except Exception:  # a value that does not fit the others, or a model that cannot be tried
+            if seen is None:
+                return True
+            continue
+        if seen is None:
+            seen = print_
+        elif print_ != seen:
+            return True
+        else:
+            compared = True
+    return not compared
+
+
+def others(run: Run, path: str, value: Any) -> Iterator[Any]:
+    """Other values of an entry: that of the config without it, and such as would show a rate or a switch."""
+    usual = _at(model_configs.load_config(_with(run, path, None)), path)
+    if usual != value and usual is not None:
+        yield usual
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int | float):
+        rates = OTHER_RATES if DROPOUT in path else (value * 2 + 0.1, value * 100 + 7.0)
+        yield from (type(usual)(rate) if isinstance(usual, int) else rate for rate in rates if rate != value)
+
+
+def _print(run: Run, head: str, path: str, value: Any) -> bytes:
+    """A hash of the weights of a small model with this value of an entry, and of what it computes. Errors: whatever a
+    model raises that cannot be tried."""
+    config = model_configs.load_config(_with(run, path, {"value": value}))
+    for wanted in small_models.smaller(config, head):
+        if head.endswith("classification"):
+            wanted.num_labels = 3
+        try:
+            return _computed(small_models.small(run, head, wanted, run.model.attention), head)
+        except Exception as error:
+            failure = error
+    raise failure
+
+
+def _computed(model: nn.Module, head: str) -> bytes:
+    seen = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        seen.update(f"{name} {tuple(tensor.shape)}".encode())
+        seen.update(tensor.detach().double().numpy().tobytes())
+    for training in (False, True):
+        for batch in small_models.BATCHES[:2]:
+            torch.manual_seed(0)
+            with torch.no_grad():
+                outputs = model.train(training)(**small_models.examples(head, *batch))[0]
+            seen.update(outputs.double().numpy().tobytes())
+    return seen.digest()
+
+
+def _with(run: Run, path: str, other: Mapping[str, Any] | None) -> Run:
+    """The run with another value of an entry; None: without the entry."""
+
+    def changed(entries: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+        first, *rest = names
+        if rest:
+            return {**entries, first: changed(entries[first], rest)}
+        left = {key: value for key, value in entries.items() if key != first}
+        return left if other is None else left | {first: other["value"]}
+
+    entries = changed(run.model.config, path.split("."))
+    return run.model_copy(update={"model": run.model.model_copy(update={"config": entries})})
+
+
+def _flat(entries: Mapping[str, Any], config: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Entries by path, those of a config within the config one by one."""
+    for key, value in entries.items():
+        part = model_configs.entry(config, key)
+        if isinstance(part, PreTrainedConfig) and isinstance(value, Mapping):
+            yield from _flat(value, part, f"{at}{key}.")
+        else:
+            yield f"{at}{key}", value
+
+
+def _at(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = model_configs.entry(config, name)
+    return config
+
+
+def _is_tried(path: str, value: Any) -> bool:
+    """Whether a trial can tell of an entry that it changes nothing."""
+    name = path.rpartition(".")[2]
+    if name in NOT_TRIED or any(part in name for part in CONDITIONAL):
+        return False
+    return isinstance(value, bool | float | str) or (type(value) is int and DROPOUT in name)
+
+
+# Parts of the names of entries that decide about a term.
+HINTS = ("loss", "router", "aux", "coef", "smooth", "eps", "ngram", "mtp", "nextn")
+ROUTER_LOGITS = "output_router_logits"  # the entry that asks for the loss of the routers, in all families
+CLASSES = 3
+SHARPER = 20.0  # logits of fresh weights are nearly equal, and a term that is made of them nearly nothing
+NEAR = 1e-5  # how far two losses may be apart, relative to the cross entropy
+IGNORED = -100  # transformers' label for a token without a target
+
+LossPair = tuple[float, tuple[float, ...]]  # the loss, and the cross entropies that it may be
+
+
+def check(run: Run, head: str) -> None:
+    """Refuse a config whose model adds a term to its loss. Errors: `RunError`."""
+    if head == "embedding":  # it has no loss of its own
+        return
+    if head == "classification" and "problem_type" in (run.model.config or {}):
+        raise RunError(
+            "model.config.problem_type: the task says what is learned; leave it out, and set task.multi_label: true or "
+            "task.regression: true, or neither for one label a text"
+        )
+    without = run.model_copy(update={"model": run.model.model_copy(update={"adapter": {}})})  # adapters add no term
+    refusal = padding.kept_trial(without, head, model_configs.load_config(run), auxiliary_term)
+    if refusal is not None:
+        raise RunError(f"model.config.{refusal}")
+
+
+def auxiliary_term(run: Run, head: str, config: Any) -> str | None:
+    """What to do about a term that models of this config add; None: they add none. The text follows `model.config.`. A
+    config of which no small model can be made is judged by `ROUTER_LOGITS` alone."""
+    with torch.random.fork_rng([]):
+        for wanted in small_models.smaller(config, head):
+            try:
+                losses = loss_pairs(run, head, wanted)
+            except Exception:  # entries that do not fit each other any more, or inputs that the model does not take
+                continue
+            return None if agree(losses) else _advice(run, head, wanted, losses)
+    for path, part in _parts(config):
+        if model_configs.entry(part, ROUTER_LOGITS) is True:
+            return _refusal(config, {f"{path}{ROUTER_LOGITS}": False}, "")
+    return None
+
+
+def loss_pairs(run: Run, head: str, config: Any) -> list[LossPair]:
+    """The loss that a small model gives for labels of two batches, in evaluation and in training, each beside the cross
+    entropies of the logits of the same forward. Errors: `ValueError` for a loss that is no number."""
+    config = copy.deepcopy(config)
+    if head.endswith("classification"):
+        config.num_labels = CLASSES
+        config.problem_type = "single_label_classification"
+    model: Any = small_models.small(run, head, config, None)
+    pairs = []
+    with torch.no_grad():
+        if (last := model.get_output_embeddings()) is not None:
+            last.weight *= SHARPER
+        for training, batch in product((False, True), small_models.BATCHES[:2]):
+            inputs = small_models.examples(head, *batch)
+            labels = labels_of(head, inputs)
+            torch.manual_seed(0)
+            outputs = model.train(training)(**inputs, **labels)
+            pairs.append((float(outputs.loss), cross_entropies(head, outputs, labels)))
+    if not all(math.isfinite(number) for loss, means in pairs for number in (loss, *means)):
+        raise ValueError("losses that are no numbers")
+    return pairs
+
+
+def labels_of(head: str, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Labels of examples, under the names that transformers' models take them by."""
+    ids, lengths = inputs["input_ids"], inputs["attention_mask"].sum(1)
+    if head == "classification":
+        return {"labels": torch.arange(len(ids)) % CLASSES}
+    if head == "question_answering":
+        return {"start_positions": lengths // 3, "end_positions": lengths // 2}
+    if head == "token_classification":
+        ids = ids % CLASSES
+    mask = inputs["attention_mask"]
+    if head == "seq2seq":
+        ids, mask = inputs["decoder_input_ids"], inputs["decoder_attention_mask"]
+    return {"labels": ids.masked_fill(mask == 0, IGNORED)}
+
+
+def cross_entropies(head: str, outputs: Any, labels: Mapping[str, Tensor]) -> tuple[float, ...]:
+    """The mean over targets, for each way in which a head's labels may belong to its logits: decoders that were made
+    for an encoder (BART) take labels as the next tokens already."""
+    if head == "question_answering":
+        ends = (outputs.start_logits, labels["start_positions"]), (outputs.end_logits, labels["end_positions"])
+        return (sum(float(cross_entropy(logits.float(), wanted)) for logits, wanted in ends) / 2,)
+    logits, wanted = outputs.logits.float(), labels["labels"]
+    means = [float(cross_entropy(logits.flatten(0, -2), wanted.flatten(), ignore_index=IGNORED))]
+    if head == "causal":
+        means.append(float(cross_entropy(logits[:, :-1].flatten(0, -2), wanted[:, 1:].flatten(), ignore_index=IGNORED)))
+    return tuple(means)
+
+
+def agree(pairs: list[LossPair]) -> bool:
+    """Whether the losses are cross entropies of one kind, but for rounding."""
+    kinds = zip(*(means for _, means in pairs), strict=True)
+    losses = [loss for loss, _ in pairs]
+    return any(all(_near(loss, mean) for loss, mean in zip(losses, means, strict=True)) for means in kinds)
+
+
+def _near(loss: float, mean: float) -> bool:
+    return abs(loss - mean) <= NEAR * abs(mean)
+
+
+def _advice(run: Run, head: str, config: Any, pairs: list[LossPair]) -> str:
+    """The refusal, naming the entry without which the loss is the cross entropy, found by changing one at a time."""
+    loss, means = next((loss, means) for loss, means in pairs if not _near(loss, means[-1]))
+    seen = f" (in a trial the loss is {loss:.4f}, the cross entropy {means[-1]:.4f})"
+    every: dict[str, Any] = {}
+    for path, value in _candidates(config):
+        if _silent(run, head, config, {path: value}):
+            return _refusal(config, {path: value}, seen)
+        every[path] = value
+    if every and _silent(run, head, config, every):
+        return _refusal(config, every, seen)
+    return (
+        f"model_type: {config.model_type} adds a term to the cross entropy that lockstep leaves out{seen}; take another"
+    )
+
+
+def _refusal(config: Any, entries: Mapping[str, Any], seen: str) -> str:
+    """The text behind `model.config.`, of the entries that would do."""
+    (path, value), *others = entries.items()
+    given = json.dumps(_read(config, path))
+    more = "".join(f", model.config.{name}: {json.dumps(each)}" for name, each in others)
+    return (
+        f"{path}: {given} adds a term to the loss of {config.model_type} that lockstep does not compute{seen}; set "
+        f"model.config.{path}: {json.dumps(value)}{more}"
+    )
+
+
+def _candidates(config: Any) -> Iterator[tuple[str, Any]]:
+    """Entries that may decide about a term, by path, and the value that may take it away: switches before numbers."""
+    named = [
+        (path + name, value)
+        for path, part in _parts(config)
+        for name, value in vars(part).items()
+        if any(hint in name for hint in HINTS)
+    ]
+    yield from ((path, not value) for path, value in named if isinstance(value, bool))
+    yield from ((path, type(value)(0)) for path, value in named if type(value) in (int, float) and value)
+
+
+def _parts(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """A config and all within it, each with the path to its entries."""
+    yield path, config
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(value, f"{path}{name}.")
+
+
+def _read(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = model_configs.entry(config, name)
+    return config
+
+
+def _silent(run: Run, head: str, config: Any, entries: Mapping[str, Any]) -> bool:
+    """Whether a config with these entries adds no term."""
+    other = copy.deepcopy(config)
+    for path, value in entries.items():
+        *outer, name = path.split(".")
+        setattr(_read(other, ".".join(outer)) if outer else other, name, value)
+    try:
+        return agree(loss_pairs(run, head, other))
+    except Exception:
+        return False

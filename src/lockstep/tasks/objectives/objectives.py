@@ -1,0 +1,513 @@
+"""One label a text: cross-entropy, smoothed or focal, weighted by label; accuracy, F1, ROC AUC and calibration.
+
+In: a column of integers, strings, or true and false. Out: what `objective.py` says.
+
+Several labels a text, or none: binary cross-entropy of each, smoothed or focal, weighted; F1, average precision.
+
+In: a column of lists of labels, or several columns of 0 and 1. Out: what `objective.py` says. The loss of an example is
+the mean over labels of theirs, as transformers' BCEWithLogitsLoss has it.
+
+A number a text, or several: squared or absolute error; Pearson, Spearman, R2.
+
+In: columns of numbers, or a column of lists of them. Out: what `objective.py` says. The loss of an example is the mean
+over its numbers, as torch's MSELoss and L1Loss have it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.config.run import RunError
+from lockstep.data import labels, usable_rows
+from lockstep.data.arrow_cache import Columns
+from lockstep.tasks.objectives import objective
+from lockstep.tasks.objectives.objective import ClassificationOptions, LabelCodes, Objective
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor
+
+    from lockstep.data.batch import Sums
+
+
+MOST_CLASSES = 100  # of which a table of true against predicted labels is counted
+
+
+class OneLabel(Objective):
+    """A text is of one of several classes."""
+
+    problem = "single_label_classification"
+    metric_names = ("loss", "accuracy", "macro_f1", "f1", "threshold", "roc_auc", "ece")
+
+    def __init__(self, options: ClassificationOptions, names: list[str], counts: list[int], examples: int) -> None:
+        super().__init__(options, names, counts, examples)
+        if options.threshold is not None and len(names) != 2:
+            raise RunError(
+                f"task.threshold: of two labels the second one's, and there are {len(names)} ({', '.join(names[:5])}"
+                f"{', ...' if len(names) > 5 else ''}); leave it out, or set task.multi_label"
+            )
+
+    # -- before any process ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def readable(cls, dataset: Dataset, options: ClassificationOptions) -> Dataset:
+        return labels.readable(dataset, options.labels["task.label"])
+
+    @classmethod
+    def codes(cls, splits: dict[str, Dataset], options: ClassificationOptions, name: str) -> LabelCodes:
+        return labels.codes_of(splits, options.labels["task.label"], options.label_names, name)
+
+    @classmethod
+    def feature(cls) -> Any:
+        import datasets
+
+        return datasets.Value("int64")
+
+    @classmethod
+    def cut(cls, codes: Any, train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
+        """Seeded, and every class in proportion."""
+        of_rows = codes.of_all(train)
+        chosen = []
+        random = np.random.default_rng(seed)
+        for code in np.unique(of_rows):
+            rows = random.permutation(np.flatnonzero(of_rows == code))
+            chosen.append(rows[: round(len(rows) * share)])
+        held = np.sort(np.concatenate(chosen))
+        rest = np.setdiff1d(np.arange(len(of_rows)), held)
+        if len(held) == 0 and round(len(of_rows) * share) > 0:
+            raise RunError(
+                f"task.label: {len(np.unique(of_rows))} distinct labels in {len(of_rows)} rows: no label has enough of "
+                f"them to cut a share of {share:g} off ({key}). Is task.label the column meant? If so, give "
+                f"data.{key.partition('_')[0]}, or a larger data.{key}"
+            )
+        if len(held) == 0 or len(rest) == 0:
+            raise RunError(f"data.{key}: {share:g} of {len(of_rows)} examples leaves one of the splits empty")
+        return train.select(rest), train.select(held)
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def targets(self, columns: Columns, rows: np.ndarray) -> np.ndarray:
+        return columns.flat("label")[rows].astype(np.int64)  # [B]
+
+    def count(self, columns: Columns, rows: np.ndarray) -> float:
+        if self.weights is None:
+            return len(rows)
+        counts = np.bincount(columns.flat("label")[rows], minlength=len(self.names))
+        return float((counts * self.weights).sum())  # of multiples of 2^-20: exact
+
+    def targets_in_batch(self, targets: Tensor) -> float:
+        found = targets[targets >= 0]
+        return len(found) if self.weights is None else float(self.weights[found.cpu().numpy()].sum())
+
+    def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
+        from torch.nn.functional import cross_entropy
+
+        if self.options.loss == "focal":
+            return self._focal(logits, targets)
+        return cross_entropy(  # IGNORED targets count for nothing
+            logits,
+            targets,
+            self.weights_at(logits),
+            reduction="sum",
+            label_smoothing=self.options.label_smoothing,
+        )
+
+    def _focal(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """-(1 - p)^gamma log p of the true label: Lin et al. 2017, https://arxiv.org/abs/1708.02002. By logarithms of
+        both, so that its gradient is finite where p is 1."""
+        from torch.nn.functional import one_hot
+
+        real = targets >= 0
+        true = one_hot(targets.clamp(min=0), len(self.names)).bool()  # [B, C]
+        whole = logits.logsumexp(-1)
+        own = logits.masked_fill(~true, 0.0).sum(-1) - whole  # log p
+        others = logits.masked_fill(true, float("-inf")).logsumexp(-1) - whole  # log (1 - p)
+        losses = -(self.options.focal_gamma * others).exp() * own  # [B]
+        weight = self.weights_at(logits)
+        if weight is not None:
+            losses = losses * weight[targets.clamp(min=0)]
+        return losses.masked_fill(~real, 0.0).sum()
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def score(self, logits: Tensor, targets: Tensor) -> Sums:
+        from torch.nn.functional import cross_entropy
+
+        real = targets >= 0
+        return self._counts(targets[real], logits[real].argmax(dim=-1)) | {
+            "loss": cross_entropy(logits, targets, reduction="sum").double(),
+            "examples": real.sum().double(),
+            "predictions": logits,
+            "labels": targets,
+        }
+
+    def _counts(self, targets: Tensor, predicted: Tensor) -> Sums:
+        """What decisions come to, [B] each."""
+        import torch
+        from torch.nn.functional import one_hot
+
+        classes = len(self.names)
+        known, guessed = one_hot(targets, classes).double(), one_hot(predicted, classes).double()  # [B, C]
+        table = {"confusion": known.T @ guessed} if classes <= MOST_CLASSES else {}  # [C, C]: true, predicted
+        return table | {
+            "right": (targets == predicted).sum().double(),
+            "of_class": one_hot(targets, classes).sum(0).double(),  # [C]
+            "predicted": one_hot(predicted, classes).sum(0).double(),  # [C]
+            "right_of_class": (one_hot(targets, classes) * (targets == predicted)[:, None])
+            .sum(0)
+            .to(torch.float64),  # [C]
+        }
+
+    def metrics(self, sums: Sums, threshold: float | None) -> dict[str, float]:
+        """Macro F1 is the mean over classes that occur or are predicted of 2 right / (true + predicted), as
+        scikit-learn's. ROC AUC is of the second of two labels, else the mean of each label against all others. ECE is
+        that of the likeliest label. `f1`, where there is a threshold, is the second label's."""
+        sums, found, used = self._decided(sums, threshold)
+        count = float(sums["examples"])
+        both = sums["of_class"] + sums["predicted"]
+        f1 = 2 * sums["right_of_class"][both > 0] / both[both > 0]
+        told = {
+            "loss": float(sums["loss"]) / count,
+            "accuracy": float(sums["right"]) / count,
+            "macro_f1": float(f1.mean()),
+        }
+        if used is not None:
+            told |= {"f1": float(2 * sums["right_of_class"][1] / max(float(both[1]), 1.0)), "threshold": used}
+        if found is None:
+            return told
+        probabilities, true = found
+        if not np.isfinite(probabilities).all():
+            return told | {"roc_auc": objective.NAN, "ece": objective.NAN}
+        of_labels = range(1, 2) if len(self.names) == 2 else range(len(self.names))
+        areas = [objective.roc_auc(true == code, probabilities[:, code]) for code in of_labels]
+        return told | {"roc_auc": objective.mean_of_defined(areas), "ece": _reliability(probabilities, true).error}
+
+    def _decided(
+        self, sums: Sums, threshold: float | None
+    ) -> tuple[Sums, tuple[np.ndarray, np.ndarray] | None, float | None]:
+        """The sums, with decisions by the threshold where there is one; probabilities and labels, where they were
+        gathered; and the threshold."""
+        import torch
+
+        if "predictions" not in sums:
+            return sums, None, None
+        probabilities, true = self.metric_inputs(sums)
+        if self.options.threshold is None or not np.isfinite(probabilities).all():
+            return sums, (probabilities, true), None
+        used = self.threshold(true == 1, probabilities[:, 1], threshold)
+        decided = torch.from_numpy((probabilities[:, 1] >= used).astype(np.int64))
+        return sums | self._counts(torch.from_numpy(true), decided), (probabilities, true), used
+
+    def tables(self, sums: Sums, threshold: float | None) -> dict[str, Any]:
+        sums, found, _ = self._decided(sums, threshold)
+        told: dict[str, Any] = {}
+        if "confusion" in sums:
+            told["confusion"] = {"labels": self.names, "counts": sums["confusion"].long().tolist()}
+        if found is not None and np.isfinite(found[0]).all():
+            told["reliability"] = {"of": "the likeliest label"} | _reliability(*found).table()
+        return told
+
+    def metric_inputs(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
+        return objective.softmax(sums["predictions"].double().numpy()), sums["labels"].numpy()  # [N, C], [N]
+
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
+        true = np.arange(2 * len(self.names)) % len(self.names)
+        logits = np.random.default_rng(0).normal(size=(len(true), len(self.names)))
+        return objective.softmax(logits), true
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
+        """`label`, its `score`, and the `scores` of all labels, which add up to 1."""
+        found = []
+        probabilities = objective.softmax(logits.double().cpu().numpy())  # as `given`: a threshold decides the same
+        for row, best in zip(probabilities.tolist(), logits.argmax(-1).tolist(), strict=True):
+            if threshold is not None:
+                best = int(row[1] >= threshold)
+            scored = dict(zip(self.names, row, strict=True))
+            found.append({"label": self.names[best], "score": row[best], "scores": scored})
+        return found
+
+    @classmethod
+    def format_answer(cls, answer: Mapping[str, Any]) -> str:
+        ordered = sorted(answer["scores"].items(), key=lambda entry: (entry[0] != answer["label"], -entry[1]))[:3]
+        return ", ".join(f"{label} {chance:.3f}" for label, chance in ordered)
+
+    def short_answer(self, answer: Mapping[str, Any]) -> str:
+        return str(answer["label"])
+
+    def format_target(self, targets: Tensor) -> str:
+        return self.names[int(targets)]
+
+
+def whole_numbers(dataset: Dataset, column: str) -> Dataset:
+    """Turn labels that are texts of whole numbers into integers: as they would have been, had none been
+    missing."""
+    import datasets
+
+    if isinstance(dataset[0][column], str) and all(
+        re.fullmatch("-?[0-9]+", label) for label in usable_rows.distinct(dataset, column)
+    ):
+        return dataset.cast_column(column, datasets.Value("int64"))
+    return dataset
+
+
+def _reliability(probabilities: np.ndarray, true: np.ndarray) -> objective.Reliability:
+    """Of the likeliest label."""
+    return objective.reliability(probabilities.argmax(-1) == true, probabilities.max(-1))
+
+
+class SeveralLabels(Objective):
+    """Each label is a question of yes or no."""
+
+    problem = "multi_label_classification"
+    metric_names = ("loss", "micro_f1", "macro_f1", "average_precision", "roc_auc", "ece", "threshold")
+
+    # -- before any process ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def codes(cls, splits: dict[str, Dataset], options: ClassificationOptions, name: str) -> LabelCodes:
+        return labels.list_codes_of(splits, list(options.labels.values()), options.label_names, name)
+
+    @classmethod
+    def feature(cls) -> Any:
+        import datasets
+
+        return datasets.List(datasets.Value("int32"))
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def targets(self, columns: Columns, rows: np.ndarray) -> np.ndarray:
+        found = np.zeros((len(rows), len(self.names)), np.int64)  # [B, C]
+        for place, row in enumerate(rows):
+            found[place, columns.ragged("label").row(int(row))] = 1
+        return found
+
+    def count(self, columns: Columns, rows: np.ndarray) -> float:
+        return len(rows) * len(self.names)
+
+    def targets_in_batch(self, targets: Tensor) -> float:
+        return int((targets >= 0).sum())
+
+    def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
+        from torch.nn.functional import logsigmoid
+
+        smoothing = self.options.label_smoothing
+        losses = _each(logits, targets, smoothing, self.weights_at(logits))  # [B, C]
+        if self.options.loss == "focal":  # (1 - p of what is true)^gamma, by its logarithm: Lin et al. 2017
+            side = 2 * targets.clamp(min=0).to(logits.dtype) - 1
+            losses = losses * (self.options.focal_gamma * logsigmoid(-side * logits)).exp()
+        return losses.masked_fill(targets < 0, 0.0).sum()
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def score(self, logits: Tensor, targets: Tensor) -> Sums:
+        real = (targets >= 0).all(-1)
+        return {
+            "loss": _each(logits, targets).masked_fill(targets < 0, 0.0).double().sum(),
+            "examples": real.sum().double(),
+            "predictions": logits,
+            "labels": targets,
+        }
+
+    def metrics(self, sums: Sums, threshold: float | None) -> dict[str, float]:
+        """Micro F1 counts all decisions together, macro F1 is the mean over labels, of 0 where one neither occurs nor
+        is given. Average precision and ROC AUC are means over the labels of which the split has examples that have
+        it and (ROC AUC) others that have not. ECE is that of all labels together."""
+        loss = float(sums["loss"]) / (float(sums["examples"]) * len(self.names))
+        probabilities, true = self.metric_inputs(sums)
+        if not np.isfinite(probabilities).all():
+            return dict.fromkeys(self.metric_names, objective.NAN) | {"loss": loss}
+        used = self._used(probabilities, true, threshold)
+        right, there, given = _counts(probabilities >= used, true)
+        areas = [objective.roc_auc(true[:, code] == 1, probabilities[:, code]) for code in range(len(self.names))]
+        return {
+            "loss": loss,
+            "micro_f1": float(objective.f1(right.sum(), there.sum(), given.sum())),
+            "macro_f1": float(objective.f1(right, there, given).mean()),
+            "average_precision": objective.mean_of_defined(_average_precisions(probabilities, true)),
+            "roc_auc": objective.mean_of_defined(areas),
+            "ece": objective.reliability(true.ravel(), probabilities.ravel()).error,
+            "threshold": used,
+        }
+
+    def _used(self, probabilities: np.ndarray, true: np.ndarray, chosen: float | None) -> float:
+        found = self.threshold(true.ravel() == 1, probabilities.ravel(), chosen)
+        assert found is not None, "of several labels there is always a threshold"
+        return found
+
+    def tables(self, sums: Sums, threshold: float | None) -> dict[str, Any]:
+        probabilities, true = self.metric_inputs(sums)
+        if not np.isfinite(probabilities).all():
+            return {}
+        used = self._used(probabilities, true, threshold)
+        right, there, given = _counts(probabilities >= used, true)
+        found = objective.reliability(true.ravel(), probabilities.ravel())
+        return {
+            "labels": {
+                "names": self.names,
+                "threshold": used,
+                "examples": there.tolist(),
+                "given": given.tolist(),
+                "right": right.tolist(),
+                "average_precision": [
+                    None if np.isnan(each) else each for each in _average_precisions(probabilities, true)
+                ],
+            },
+            "reliability": {"of": "each label"} | found.table(),
+        }
+
+    def metric_inputs(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
+        return objective.sigmoid(sums["predictions"].double().numpy()), sums["labels"].numpy()  # [N, C] each
+
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
+        code, row = np.arange(len(self.names)), np.arange(8)[:, None]
+        true = (code + row) % 3 % 2  # every label has some and lacks some
+        return objective.sigmoid(np.random.default_rng(0).normal(size=true.shape)), true
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def chooses_threshold(self) -> bool:
+        return self.options.threshold in (None, "validation")
+
+    def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
+        """`labels`, the likeliest first, and the `scores` of all."""
+        found = []
+        for row in objective.sigmoid(
+            logits.double().cpu().numpy()
+        ).tolist():  # as `given`: a threshold decides the same
+            scored = dict(zip(self.names, row, strict=True))
+            given = [name for name, chance in scored.items() if chance >= (0.5 if threshold is None else threshold)]
+            found.append({"labels": sorted(given, key=lambda name: -scored[name]), "scores": scored})
+        return found
+
+    @classmethod
+    def format_answer(cls, answer: Mapping[str, Any]) -> str:
+        given = ", ".join(f"{name} {answer['scores'][name]:.3f}" for name in answer["labels"])
+        best = max(answer["scores"], key=answer["scores"].__getitem__)
+        return given or f"none (likeliest {best} {answer['scores'][best]:.3f})"
+
+    def format_target(self, targets: Tensor) -> str:
+        return ", ".join(name for name, has in zip(self.names, targets.tolist(), strict=True) if has) or "none"
+
+
+def _each(logits: Tensor, targets: Tensor, smoothing: float = 0.0, weight: Tensor | None = None) -> Tensor:
+    """The loss of each label of each example: [B, C]. Smoothed, what is true is so to 1 - smoothing / 2."""
+    from torch.nn.functional import binary_cross_entropy_with_logits
+
+    true = targets.clamp(min=0).to(logits.dtype) * (1 - smoothing) + smoothing / 2
+    return binary_cross_entropy_with_logits(logits, true, pos_weight=weight, reduction="none")
+
+
+def _counts(decided: np.ndarray, true: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each label: examples that have it and were given it, that have it, that were given it."""
+    return (decided & (true == 1)).sum(0), true.sum(0), decided.sum(0)
+
+
+def _average_precisions(probabilities: np.ndarray, true: np.ndarray) -> list[float]:
+    return [objective.average_precision(true[:, code] == 1, probabilities[:, code]) for code in range(true.shape[1])]
+
+
+_DRAWN = 500  # examples of a scatter, at most
+
+
+class RegressionObjective(Objective):
+    """The logits are the numbers."""
+
+    problem = "regression"
+    metric_names = ("loss", "pearson", "spearman", "r2", "mse", "mae")
+
+    # -- before any process ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def codes(cls, splits: dict[str, Dataset], options: ClassificationOptions, name: str) -> LabelCodes:
+        return labels.number_codes_of(splits, list(options.labels.values()), options.label_names, name)
+
+    @classmethod
+    def feature(cls) -> Any:
+        import datasets
+
+        return datasets.List(datasets.Value("float64"))
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def targets(self, columns: Columns, rows: np.ndarray) -> np.ndarray:
+        """Float64 [B, 1 + C]: 0, which tells an example from none (IGNORED may well be a number), and its numbers."""
+        numbers = [columns.ragged("label").row(int(row)) for row in rows]
+        return np.concatenate([np.zeros((len(rows), 1)), np.stack(numbers)], axis=1)
+
+    def count(self, columns: Columns, rows: np.ndarray) -> float:
+        return len(rows) * len(self.names)
+
+    def targets_in_batch(self, targets: Tensor) -> float:
+        return int((targets[:, 0] == 0).sum()) * len(self.names)
+
+    def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return _errors(logits, targets, squared=self.options.loss != "mae").sum()
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def score(self, logits: Tensor, targets: Tensor) -> Sums:
+        return {
+            "examples": (targets[:, 0] == 0).sum().double(),
+            "predictions": logits,
+            "labels": targets[:, 1:],
+        }
+
+    def metrics(self, sums: Sums, threshold: float | None) -> dict[str, float]:
+        """Of several numbers the means over them."""
+        predicted, true = self._columns(sums)
+        apart = predicted - true
+        errors = {"mse": float(np.square(apart).mean()), "mae": float(np.abs(apart).mean())}
+        told = {"loss": errors[self.options.loss or "mse"]}
+        for name, formula in (("pearson", objective.pearson), ("spearman", objective.spearman), ("r2", objective.r2)):
+            each = [formula(true[:, n], predicted[:, n]) for n in range(true.shape[1])]
+            told[name] = objective.mean_of_defined(each) if np.isfinite(predicted).all() else objective.NAN
+        return told | errors
+
+    def tables(self, sums: Sums, threshold: float | None) -> dict[str, Any]:
+        predicted, true = self._columns(sums)
+        if not np.isfinite(predicted).all():
+            return {}
+        some = np.unique(np.linspace(0, len(true) - 1, _DRAWN).astype(np.int64))  # evenly spread, in order
+        scatter: dict[str, Any] = {"names": self.names, "examples": len(true)}
+        return {"scatter": scatter | {"true": true[some].T.tolist(), "predicted": predicted[some].T.tolist()}}
+
+    def _columns(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
+        """Predicted and true: float64 [N, C]."""
+        return sums["predictions"].double().numpy(), sums["labels"].double().numpy()
+
+    def metric_inputs(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
+        predicted, true = self._columns(sums)
+        return (predicted[:, 0], true[:, 0]) if len(self.names) == 1 else (predicted, true)
+
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
+        predicted, true = np.random.default_rng(0).normal(size=(2, 8, len(self.names)))
+        return (predicted[:, 0], true[:, 0]) if len(self.names) == 1 else (predicted, true)
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
+        """`value`, or `values` by name where there are several."""
+        rows = [dict(zip(self.names, row, strict=True)) for row in logits.tolist()]
+        return [{"values": row} if len(row) > 1 else {"value": next(iter(row.values()))} for row in rows]
+
+    @classmethod
+    def format_answer(cls, answer: Mapping[str, Any]) -> str:
+        if "value" in answer:
+            return f"{answer['value']:.4g}"
+        return ", ".join(f"{name} {value:.4g}" for name, value in answer["values"].items())
+
+    def format_target(self, targets: Tensor) -> str:
+        return ", ".join(f"{value:.4g}" for value in targets[1:].tolist())
+
+
+def _errors(logits: Tensor, targets: Tensor, squared: bool) -> Tensor:
+    """Of each number: [B, C]; 0 where there is no example."""
+    apart = logits - targets[:, 1:].to(logits.dtype)
+    return (apart.square() if squared else apart.abs()).masked_fill(targets[:, :1] != 0, 0.0)

@@ -1,0 +1,289 @@
+"""What one machine has: probes of cores, memory, devices, packages, disks, tokens and caches.
+
+In: this machine, and a folder to write to. Out: facts by section, as JSON has them. Each probe is bounded in time and
+none can bring the caller down: what may crash (torch, its drivers) runs in a process of its own, the rest in threads
+that are left behind when they hang. No token is read further than to see that it is there.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from lockstep.distributed.hardware import available_cores, processor
+
+Facts = dict[str, Any]
+
+# What trains, in the order of how much depends on it.
+PACKAGES = (
+    *("lockstep-train", "torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy", "huggingface-hub"),
+    *("accelerate", "deepspeed", "peft", "sacrebleu", "tensorboard", "wandb", "mlflow", "trackio"),
+    *("ray", "boto3", "kubernetes"),
+)
+PROGRAMS = ("torchrun", "accelerate", "sbatch", "srun", "ray", "kubectl", "docker", "nvidia-smi")
+TOKENS = (
+    *("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"),
+    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "RAY_AUTH_TOKEN"),
+)
+_SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "glusterfs", "fuse", "9p", "afs")
+_WRITE_BYTES = 64 * 2**20
+_BLOCK_BYTES = 4 * 2**20
+
+# Runs in a process of its own and prints one line of JSON: a driver that crashes takes only this process with it.
+_TORCH = """
+import json, time, torch, torch.distributed as dist
+threads = torch.get_num_threads()
+torch.set_num_threads(1)  # the speed of a core; threads that wait for each other take long on a busy machine
+cuda = torch.cuda.is_available()
+def gflops(device, dtype):
+    a = torch.randn(512, 512, device=device).to(dtype)
+    best = 0.0
+    for _ in range(4):
+        if device == "cuda": torch.cuda.synchronize()
+        start = time.perf_counter()
+        float((a @ a)[0, 0])
+        best = max(best, 2 * 512**3 / (time.perf_counter() - start) / 1e9)
+    return round(best)
+found = {
+    "version": torch.__version__, "threads": threads,
+    "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
+    "backends": [n for n in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{n}_available")()],
+    "core_gflops": {"fp32": gflops("cpu", torch.float32), "bf16": gflops("cpu", torch.bfloat16)},
+    "cuda": torch.version.cuda, "hip": torch.version.hip,
+    "devices": [
+        {"name": p.name, "memory_gb": round(p.total_memory / 2**30, 1), "capability": f"{p.major}.{p.minor}"}
+        for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if cuda else 0))
+    ],
+}
+if cuda:
+    found["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    found["gpu_gflops"] = {"fp32": gflops("cuda", torch.float32), "bf16": gflops("cuda", torch.bfloat16)}
+print(json.dumps(found))
+"""
+
+
+def bounded(probe: Callable[[], Facts], seconds: float) -> Facts:
+    """What a probe finds, or `{"failed": why}`. It never raises, and returns when the time is over."""
+    found: list[Facts] = []
+
+    def work() -> None:
+        try:
+            found.append(probe())
+        except BaseException as error:  # a probe may meet anything, and the others go on
+            found.append({"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
+
+    thread = threading.Thread(target=work, name="lockstep-probe", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return dict(found[0]) if found else {"failed": f"no answer in {seconds:g} s"}
+
+
+def probe(folder: Path, seconds: float = 60.0) -> dict[str, Facts]:
+    """Every section. `folder`: where checkpoints would go; `seconds`: bound of the slowest probe."""
+    sections: Mapping[str, tuple[Callable[[], Facts], float]] = {
+        "machine": (machine, 5),
+        "memory": (memory, 5),
+        "torch": (lambda: torch_facts(seconds), seconds + 5),
+        "packages": (packages, 10),
+        "programs": (programs, 5),
+        "network": (network, 8),
+        "folder": (lambda: file_system(folder), 20),
+        "tokens": (tokens, 5),
+        "caches": (caches, 5),
+    }
+    return {name: bounded(each, limit) for name, (each, limit) in sections.items()}
+
+
+# -- one section each ------------------------------------------------------------------------------------------------
+
+
+def machine() -> Facts:
+    """Processor, system, and the cores that this process may use."""
+    found: Facts = {
+        "host": socket.gethostname(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "processor": processor(),
+        "cores": available_cores(),
+        "cores_of_machine": os.cpu_count(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+    }
+    if (quota := _cpu_quota()) is not None:
+        found["cores_by_quota"] = quota
+    if sys.platform != "win32":
+        import resource
+
+        found["open_files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return found
+
+
+def memory() -> Facts:
+    """Host memory in GiB, and what a container may use of it."""
+    sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if "kB" in line}
+    found: Facts = {}
+    for name, key in (("total_gb", "MemTotal"), ("available_gb", "MemAvailable"), ("swap_gb", "SwapTotal")):
+        if key in sizes:
+            found[name] = _gb(sizes[key])
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        limit = "".join(_lines(path)).strip()
+        if limit.isdigit() and int(limit) < sizes.get("MemTotal", 0):
+            found["limit_gb"] = _gb(int(limit))
+    if Path("/dev/shm").is_dir():
+        found["shared_memory_gb"] = _gb(shutil.disk_usage("/dev/shm").free)
+    return found
+
+
+def torch_facts(seconds: float) -> Facts:
+    """torch, its backends and devices, and how fast they multiply (GFLOP/s)."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no answer in {seconds:g} s"}
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        return {"failed": f"ended with {done.returncode}: {said[-1][:200] if said else 'nothing was said'}"}
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def packages() -> Facts:
+    """Versions of what is installed; nothing is imported."""
+    return {name: version(name) for name in PACKAGES}
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def programs() -> Facts:
+    """Where launchers are: beside this Python, or on the PATH."""
+    beside = Path(sys.executable).parent
+    path = f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {name: shutil.which(name, path=path) for name in PROGRAMS}
+
+
+def network() -> Facts:
+    """Whether the host's own name resolves, which gloo and torchrun need, and whether the Hub can be reached."""
+    host = socket.gethostname()
+    found: Facts = {"host_resolves": bounded(lambda: {"at": socket.gethostbyname(host)}, 3).get("at")}
+    found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME")
+    found["interfaces"] = [name for _, name in socket.if_nameindex()]
+    endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    place = (endpoint.hostname or "", endpoint.port or (443 if endpoint.scheme == "https" else 80))
+
+    def connect() -> Facts:
+        with socket.create_connection(place, timeout=3):
+            return {"reached": True}
+
+    found["hub"] = f"{endpoint.scheme}://{endpoint.netloc.rpartition('@')[2]}"
+    found["hub_reachable"] = bool(bounded(connect, 4).get("reached"))
+    found["offline"] = os.environ.get("HF_HUB_OFFLINE", "0")
+    return found
+
+
+def file_system(folder: Path, seconds: float = 3.0) -> Facts:
+    """How fast a checkpoint could be written (with fsync) and read, in MB/s; and what a sync costs, in ms.
+
+    Writes at most 64 MiB for at most so many seconds, to a file that is removed again.
+    """
+    found: Facts = {"path": str(folder.resolve()), "type": _kind_of(folder)}
+    found["shared"] = bool(found["type"]) and str(found["type"]).startswith(_SHARED)
+    found["free_gb"] = _gb(shutil.disk_usage(folder).free)
+    path = folder / f".lockstep-doctor-{socket.gethostname()}-{os.getpid()}"
+    block, written = os.urandom(_BLOCK_BYTES), 0
+    try:
+        begin = time.perf_counter()
+        with open(path, "wb", buffering=0) as file:
+            while written < _WRITE_BYTES and time.perf_counter() - begin < seconds:
+                written += file.write(block)
+            os.fsync(file.fileno())
+            found["write_mb_s"] = round(written / 1e6 / (time.perf_counter() - begin))
+            again = time.perf_counter()
+            file.write(b"x")
+            os.fsync(file.fileno())
+            found["sync_ms"] = round((time.perf_counter() - again) * 1e3, 2)
+        begin, read = time.perf_counter(), 0
+        with open(path, "rb", buffering=0) as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # from the disk, not from memory
+            while (got := len(file.read(_BLOCK_BYTES))) and time.perf_counter() - begin < seconds:
+                read += got
+        found["read_mb_s"] = round(read / 1e6 / (time.perf_counter() - begin))
+    finally:
+        path.unlink(missing_ok=True)
+    return found
+
+
+def tokens() -> Facts:
+    """Which secrets are set, never what they are."""
+    found: Facts = {name: bool(os.environ.get(name)) for name in TOKENS}
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    found["Hub login"] = (home / "token").is_file()
+    return found
+
+
+def caches() -> Facts:
+    """Where downloads and tokens of data go, and how much room there is (GiB)."""
+    from lockstep.data.cache import cache_folder
+
+    places = {
+        "lockstep": cache_folder(),
+        "huggingface": Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser(),
+    }
+    found: Facts = {}
+    for name, place in places.items():
+        there = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+        found[name] = {
+            "path": str(place),
+            "free_gb": _gb(shutil.disk_usage(there).free),
+            "writable": os.access(there, os.W_OK),
+        }
+    return found
+
+
+# -- small parts -----------------------------------------------------------------------------------------------------
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _gb(size: int) -> float:
+    return round(size / 2**30, 1)
+
+
+def _cpu_quota() -> float | None:
+    """Cores that a container may use by its quota."""
+    words = " ".join(_lines("/sys/fs/cgroup/cpu.max")).split()
+    return round(int(words[0]) / int(words[1]), 2) if len(words) == 2 and words[0].isdigit() else None
+
+
+def _kind_of(folder: Path) -> str | None:
+    """The file system's type, from the longest mount point that holds the folder."""
+    place, best = str(folder.resolve()), ("", None)
+    for line in _lines("/proc/mounts"):
+        _, mount, kind, *_ = line.split()
+        inside = place == mount or place.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best[0]):
+            best = (mount, kind)  # type: ignore[assignment]
+    return best[1]

@@ -1,0 +1,96 @@
+"""Generators of random numbers in the worker processes of a data loader: whether workers draw the same numbers.
+
+In: a data loader whose pass begins. Out: a record of each worker at its end, with hashes of the states of generators
+at its beginning and at its end: torch's, numpy's and Python's own, and those that its data set holds. Workers that are
+forked alone: nothing has to be pickled then.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import pickle
+import random
+import sys
+import zlib
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+
+LOOKED_AT = 300  # objects of a data set
+
+
+def watched(loader: Any, write: Callable[..., None], name: str) -> Any:
+    """What the loader's `worker_init_fn` is to be for a pass that begins; None: its workers cannot be watched."""
+    context = loader.multiprocessing_context
+    method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
+    if loader.num_workers < 2 or method != "fork" or isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return None  # workers over a stream may shuffle it alike on purpose, and take a share each
+    return functools.partial(_begin, loader.worker_init_fn, write, name)
+
+
+def _begin(init: Any, write: Callable[..., None], loader: str, number: int) -> None:
+    """In a worker, as its `worker_init_fn`. An error of this file stays here."""
+    if init is not None:
+        init(number)
+    info = torch.utils.data.get_worker_info()
+    if info is None:
+        return
+    try:
+        before = states(info.dataset)
+        Finalize(None, _end, (write, loader, number, info.dataset, before), exitpriority=100)
+    except Exception as error:
+        write("error", text=f"{type(error).__name__}: {error}", stack="")
+
+
+def _end(write: Callable[..., None], loader: str, number: int, data: Any, before: dict[str, str]) -> None:
+    after = states(data)
+    rows = {name: [state, after[name]] for name, state in before.items() if name in after}
+    write("worker", loader=loader, number=number, generators=rows)
+
+
+def states(data: Any) -> dict[str, str]:
+    """Hashes by name: `torch`, `numpy`, `random`, and `dataset.PATH` of what a data set holds."""
+    found = {"torch": _hash(torch.random.get_rng_state().tolist()), "random": _hash(random.getstate())}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "random"):
+        found["numpy"] = _hash(numpy.random.get_state())
+    seen: set[int] = set()
+    waiting = [("dataset", data, 0)]
+    while waiting and len(seen) < LOOKED_AT:
+        path, value, depth = waiting.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        state = _state(value, numpy)
+        if state is not None:
+            found[path] = _hash(state)
+        elif depth < 4:
+            waiting += [(f"{path}.{key}", inner, depth + 1) for key, inner in _inside(value)]
+    return found
+
+
+def _inside(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, list | tuple) and len(value) <= 16:
+        return [(str(i), inner) for i, inner in enumerate(value)]
+    attributes = getattr(value, "__dict__", None)
+    return list(attributes.items()) if isinstance(attributes, dict) and not isinstance(value, type) else []
+
+
+def _state(value: Any, numpy: Any) -> Any:
+    """Of a generator; None: it is none."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist() if value.device.type == "cpu" else None
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return value.bit_generator.state
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return value.get_state()
+    return None
+
+
+def _hash(state: Any) -> str:
+    return f"{zlib.crc32(pickle.dumps(state)):08x}"

@@ -1,0 +1,171 @@
+"""Public reports of silent faults: where they are, and exhibits that were made from them.
+
+The expected causes of `FROM_REPORTS` were written down before the first run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from museum.exhibit import Exhibit
+
+SITE = "https://github.com/"
+
+
+@dataclass(frozen=True)
+class Report:
+    """`how`: `planted` (a fault of our own that the report's author met, too), `mechanism` (what the report says is
+    wrong, planted in a script of ours), `library` (an installed library, unpatched, used as in the report)."""
+
+    where: str
+    how: str = "planted"
+
+    @property
+    def link(self) -> str:
+        owner, number = self.where.split("#")
+        return f"{SITE}{owner}/issues/{number}"
+
+
+REPORTS = {
+    "no-set-epoch": Report("pytorch/pytorch#31771"),
+    "no-sampler": Report("huggingface/transformers#11254"),
+    "sampler-seed": Report("NVlabs/LongLive#74"),
+    "padded-evaluation": Report("pytorch/pytorch#25162"),
+    "evaluate-in-training-mode": Report("karpathy/nanoGPT#240"),
+    "left-in-evaluation-mode": Report("fartashf/vsepp#4"),
+    "schedule-by-rank": Report("huggingface/transformers#24088", "mechanism"),
+    "untied": Report("facebookresearch/lingua#75", "mechanism"),
+    "untied-later": Report("NVIDIA/Megatron-LM#656"),
+    "clip-own-shard": Report("pytorch/pytorch#170862", "mechanism"),
+    "mean-of-means": Report("huggingface/transformers#34191", "mechanism"),
+    "mean-of-ranks": Report("huggingface/transformers#34242", "mechanism"),
+    "world-forgotten": Report("huggingface/transformers#37474", "mechanism"),
+    "not-divided": Report("huggingface/trl#4935"),
+    "trainer-accumulation": Report("huggingface/trl#5710", "library"),
+    "deepspeed-default-clipping": Report("deepspeedai/DeepSpeed#8068", "library"),
+    "doubled": Report("NVIDIA/Megatron-LM#6660", "mechanism"),
+    "one-zero": Report("pytorch/pytorch#144045", "mechanism"),
+    "second-use": Report("deepspeedai/DeepSpeed#8224", "mechanism"),
+    "one-shard": Report("verl-project/verl#7493", "library"),
+    "same-workers": Report("pytorch/pytorch#5059", "mechanism"),
+    "whole-stream": Report("huggingface/datasets#5360", "mechanism"),
+    "inflated": Report("huggingface/transformers#46775", "mechanism"),
+    "divided-again": Report("modelscope/ms-swift#10117", "mechanism"),
+    "wider-count": Report("huggingface/trl#6024", "mechanism"),
+    "deepspeed-manual-accumulation": Report("allenai/open-instruct#1498", "library"),
+    "accelerate-schedule": Report("huggingface/diffusers#8312", "library"),
+}
+
+# of FROM_REPORTS, what the first run came to
+FIRST_RUN = "10 were named rightly at once, and `wider-count` after its cause was added"
+
+FROM_REPORTS = (
+    Exhibit(
+        "doubled",
+        "the gradient buffer is reduced with itself at each micro-batch",
+        "loop.py",
+        "--fault doubled --accumulate 2 --batch 8",
+        2,
+        "counted twice",
+        "--batch 32",
+    ),
+    Exhibit(
+        "one-zero",
+        "the gradient of one small parameter is zero",
+        "loop.py",
+        "--fault one-zero",
+        1,
+        "only a part",
+        "--batch 16",
+    ),
+    Exhibit(
+        "second-use",
+        "the gradient of a layer that is used twice lacks the second use",
+        "loop.py",
+        "--fault second-use --reuse --batch 16",
+        2,
+        "only a part",
+        "--batch 32 --reuse",
+    ),
+    Exhibit(
+        "one-shard",
+        "FSDP1 with sharding groups of one rank does not reduce over replicas",
+        "loop.py",
+        "--fault one-shard --wrap fsdp1 --original",
+        2,
+        "not-reduced",
+    ),
+    Exhibit(
+        "same-workers",
+        "workers of a loader draw the same noise",
+        "loop.py",
+        "--fault same-workers --workers 2 --batch 32",
+        1,
+        "same-workers",
+    ),
+    Exhibit("whole-stream", "each rank reads the whole stream", "loop.py", "--fault whole-stream", 2, "same-examples"),
+    Exhibit(
+        "inflated",
+        "ranks of a sequence-parallel group divide by their share of the targets",
+        "text.py",
+        "--fault inflated --batch 8",
+        2,
+        "(the number of ranks) times",
+        "--batch 16",
+    ),
+    Exhibit(
+        "divided-again",
+        "a loss that is divided by the step's targets is divided by accumulation, too",
+        "text.py",
+        "--fault divided-again --batch 8 --accumulate 2",
+        1,
+        "divided by the number of micro-batches twice",
+        "--batch 16",
+    ),
+    Exhibit(
+        "wider-count",
+        "the loss is divided by the targets of two steps",
+        "text.py",
+        "--fault wider-count --batch 16",
+        1,
+        "divided by another number",
+        "--batch 16",
+    ),
+    Exhibit(
+        "deepspeed-manual-accumulation",
+        "ZeRO 2 keeps the last backward's gradient where the script accumulates by itself",
+        "sharded.py",
+        "--stage 2 --fault manual-accumulation --batch 8 --accumulate 2",
+        2,
+        "left out",
+        "--batch 32",
+    ),
+    Exhibit(
+        "accelerate-schedule",
+        "a prepared scheduler is stepped once a process, and its length does not count that",
+        "engines.py",
+        "--engine accelerate --batch 4",
+        2,
+        "Accelerate steps a prepared scheduler once a process",
+        "--engine accelerate --batch 8",
+    ),
+)
+
+# What was seen in public scripts that nobody changed (pytorch/examples, accelerate and transformers as fetched on
+# 2026-11-24), on a machine without a GPU where `torch.accelerator` was replaced by the CPU.
+IN_PUBLIC_SCRIPTS = (
+    (
+        "pytorch/examples",
+        "distributed/tensor_parallelism/tensor_parallel_example.py",
+        2,
+        "[not-zeroed] no `zero_grad`: each step adds to the gradients of the steps before",
+    ),
+    (
+        "pytorch/examples",
+        "distributed/FSDP2/example.py",
+        2,
+        "[not-finite] the loss is not a number from step 0 on: after `to_empty` nobody sets the weights of the layers, "
+        "as `Transformer.reset_parameters` leaves them out (reported: "
+        "[#1377](https://github.com/pytorch/examples/issues/1377)); [same-examples] both ranks draw the same batch",
+    ),
+)

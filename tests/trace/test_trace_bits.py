@@ -1,0 +1,65 @@
+"""A traced run has the bits of an untraced one, under each engine, and its standard output. Starts processes."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.harness import lockstep_environment
+from support.places import TESTS
+
+pytestmark = pytest.mark.processes
+
+HERE = Path(__file__).parent
+LOCKSTEP = [sys.executable, "-m", "lockstep"]
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# --even: what pads a partition of ZeRO is not initialized, and the judge would read it
+ENGINES = {  # name: (script, arguments, processes, modules it needs)
+    "plain": ("loop.py", "--batch 32 --dropout 0.1 --evaluate", 1, ()),
+    "scaler": ("loop.py", "--batch 32 --amp float16", 1, ()),
+    "compile": ("loop.py", "--batch 32 --wrap compile", 1, ()),
+    "ddp": ("loop.py", "--batch 8 --accumulate 2 --dropout 0.1", 2, ()),
+    "fsdp2": ("loop.py", "--batch 16 --wrap fsdp", 2, ()),
+    "fsdp1": ("loop.py", "--batch 16 --wrap fsdp1", 2, ()),
+    "fsdp1-original": ("loop.py", "--batch 16 --wrap fsdp1 --original", 2, ()),
+    "accelerate": ("engines.py", "--engine accelerate --batch 4 --accumulate 2", 2, ("accelerate", "transformers")),
+    "trainer": ("engines.py", "--engine trainer --batch 4", 2, ("accelerate", "transformers")),
+    "zero-1": ("sharded.py", "--stage 1 --even", 2, ("deepspeed",)),
+    "zero-2": ("sharded.py", "--stage 2 --even", 2, ("deepspeed",)),
+    "zero-3": ("sharded.py", "--stage 3 --even", 2, ("deepspeed",)),
+}
+QUICK = ("plain", "ddp", "fsdp2")
+
+
+def digests(name: str, folder: Path, *options: str) -> tuple[list[str], str]:
+    """The last line of each rank: steps and a checksum of the weights after each; and standard error."""
+    script, arguments, processes, modules = ENGINES[name]
+    for module in modules:
+        pytest.importorskip(module)
+    words = LAUNCHER if processes > 1 else [sys.executable]
+    words = [*words, str(HERE / "weight_digest.py"), str(TESTS / "museum" / script), *arguments.split()]
+    if options:
+        words = [*LOCKSTEP, "trace", *options, "--", *words]
+    environment = lockstep_environment(folder / "cache") | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    found = re.findall(r"digest \d+ [0-9a-f]{8}", done.stdout)
+    assert len(found) == processes
+    return sorted(found), done.stderr
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ENGINES])
+def test_a_traced_run_has_the_bits_of_an_untraced_one(name: str, tmp_path: Path) -> None:
+    """The control is a run with weights perturbed in their last bit: the judge sees that."""
+    plain, _ = digests(name, tmp_path)
+    assert all(int(line.split()[1]) >= 4 for line in plain)
+    traced, said = digests(name, tmp_path, "-o", "t")
+    assert traced == plain
+    assert "an error of the tracer" not in said
+    assert re.search(r"[1-9]\d* steps of", said)
+    if name == "plain":
+        assert digests(name, tmp_path, "-o", "modules", "--level", "modules")[0] == plain
+        assert digests(name, tmp_path, "-o", "perturbed", "--perturb")[0] != plain

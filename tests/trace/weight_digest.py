@@ -1,0 +1,34 @@
+"""Runs a script and prints, at its end, a checksum of what its optimizers' steps made of the weights: the judge of
+whether a traced run has the bits of an untraced one.
+
+    python weight_digest.py SCRIPT ARGUMENTS ...
+
+It imports torch alone, listens to torch's optimizers, and shares no code with the tracer.
+"""
+
+import atexit
+import ctypes
+import runpy
+import sys
+import zlib
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+DIGEST = {"steps": 0, "weights": 0}
+
+
+def add(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """After a step: the bits of all local tensors of the optimizer."""
+    DIGEST["steps"] += 1
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            part = getattr(parameter.detach(), "_local_tensor", parameter.detach()).contiguous().cpu()
+            content = ctypes.string_at(part.data_ptr(), part.numel() * part.element_size())
+            DIGEST["weights"] = zlib.crc32(content, DIGEST["weights"])
+
+
+register_optimizer_step_post_hook(add)
+atexit.register(lambda: print(f"digest {DIGEST['steps']} {DIGEST['weights']:08x}", flush=True))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
