@@ -66,7 +66,7 @@ def on(source: Path, *overrides: str) -> Run:
 TINY_OF: dict[str, Any] = {"name": "adapted"}
 
 
-def looked_at(run: Run) -> tuple[Task, Strategy, list[plain_check.Difference]]:
+def looked_at(run: Run) -> tuple[Task, Strategy, list[plain_check.PlainDifference]]:
     """A built run, and what differs."""
     task, strategy = build(run, World(run))
     return task, strategy, differences(sides_of(run, task, strategy), strategy)

@@ -25,7 +25,7 @@ from lockstep.track.best import Best
 from lockstep.track.console import Console
 from lockstep.training import fingerprints
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.recording import Recording, Step
+from lockstep.training.recording import RecordedStep, Recording
 from lockstep.training.recording import read as read_recording
 from lockstep.training.throughput import Spikes
 from support.command import bits, lines, train, write
@@ -198,7 +198,7 @@ def test_a_jump_is_told_from_a_wander() -> None:
 def recording(folder: Path, weight: float, loss: float = 1.0, buffer: float = 0.0) -> Path:
     """What a job of one step wrote down for `lockstep verify`, whose last weight, loss and buffer are these."""
     folder.mkdir()
-    step = Step(0, loss, 1.0, 8.0, 8.0)
+    step = RecordedStep(0, loss, 1.0, 8.0, 8.0)
     found = Recording("ddp", 2, True, 0.0, {"loss": 1.0, "r2": math.nan}, [step], {}, None, None, [])
     (folder / "recording.json").write_text(json.dumps(asdict(found)))
     weights = {"weight.w": torch.tensor([1.0, weight]), "weight.b": torch.tensor([buffer])}

@@ -33,7 +33,7 @@ from lockstep.launchers import start
 from lockstep.launchers.processes import accelerate_config
 from lockstep.tools import against_plain
 from lockstep.track.console import Console
-from lockstep.training.recording import Recording, Step, read
+from lockstep.training.recording import RecordedStep, Recording, read
 
 RECORD = "lockstep.training.recording.record"  # the job that every rank does
 DRIFT = 1e-2  # of the whole change: AdamW blows rounding up where a gradient is all but zero
@@ -55,8 +55,8 @@ class Difference:
 class Compared:
     """One step of both jobs."""
 
-    step: Step
-    single: Step
+    step: RecordedStep
+    single: RecordedStep
     gradients: Difference
     changes: Difference
     buffers: Difference  # everything that is kept beside weights that are trained

@@ -49,7 +49,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ExportComparison:
     """The outcome for a person, and whether it is an error."""
 
     text: str
@@ -105,31 +105,31 @@ def _why_not(run: Run, task: Task) -> str:
     return ""
 
 
-def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: torch.device) -> Compared:
+def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: torch.device) -> ExportComparison:
     """The export in a folder beside what was evaluated. Rank 0 only."""
     if expected.why_not:
-        return Compared(f"the export was not compared: {expected.why_not}")
+        return ExportComparison(f"the export was not compared: {expected.why_not}")
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if 2 * size > _memory():
-        return Compared("the export was not compared: this machine has too little memory to load it")
+        return ExportComparison("the export was not compared: this machine has too little memory to load it")
     ACTIVITY.at("comparing the export with the run")
     try:
         job, model = loaded_job(run, task, folder), loaded(run, task, folder).to(device)
     except NotCovered as caught:
-        return Compared(f"the export was not compared: {caught}")
+        return ExportComparison(f"the export was not compared: {caught}")
     except Exception as caught:
-        return Compared(
+        return ExportComparison(
             f"{folder} is written, but from_pretrained does not load it as it should: {_line(caught)}", False
         )
     try:
         losses, rounding = exported_losses(run, task, job, model, expected.places)
         scored = _scored(job, model, expected)
     except NotCovered as caught:
-        return Compared(f"the export was not compared: {caught}")
+        return ExportComparison(f"the export was not compared: {caught}")
     except OtherExamples as caught:
-        return Compared(f"{folder} is written, but {caught}", False)
+        return ExportComparison(f"{folder} is written, but {caught}", False)
     except Exception as caught:
-        return Compared(
+        return ExportComparison(
             f"{folder} is written and was loaded, and the plain computation of its losses fails: {_line(caught)}. "
             "verify.plain=false exports without it",
             False,
@@ -144,7 +144,7 @@ def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: tor
         if not plain_check.relative(theirs, own) <= within and not abs(theirs - own) <= within * _scale(pairs)
     ]
     if wrong:
-        return Compared(
+        return ExportComparison(
             f"{folder} is written, but by from_pretrained, with the tokenizer as it is saved there, examples have "
             f"other losses than in this run: {'; '.join(wrong)}. The checkpoints are sound; the export is not what was "
             "trained: do not use it before this is understood. The same command writes it again",
@@ -153,13 +153,13 @@ def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: tor
     others = [f"{name} {own:.7g} in this run, {theirs:.7g} by the export" for name, own, theirs in scored
               if abs(own - theirs) > SAME_PRECISION * max(1.0, abs(own))]  # fmt: skip
     if others:
-        return Compared(
+        return ExportComparison(
             f"{folder} is written, and gives {len(pairs)} examples the losses of this run, but other scores: "
             f"{'; '.join(others)}. Either this run's evaluations are wrong, or what the field computes of the export",
             False,
         )
     also = f", and all together its {', '.join(name for name, _, _ in scored)}" if scored else ""
-    return Compared(
+    return ExportComparison(
         f"the export, by from_pretrained and with its own tokenizer, gives {len(pairs)} examples the losses of this run"
         f"{also}"
     )

@@ -138,23 +138,23 @@ FACTOR = 10.0  # times what a change of a weight's last bit comes to, or half pr
 
 
 @dataclass(frozen=True)
-class Tolerance:
+class PlainTolerance:
     """Tolerances: relative differences of two correct computations. docs/verify.md has their source."""
 
     loss: float
     gradient: float  # of the norm of the whole gradient
 
-    def at_least(self, measured: Tolerance) -> Tolerance:
+    def at_least(self, measured: PlainTolerance) -> PlainTolerance:
         """Or so many times what was measured, where that is more."""
-        return Tolerance(max(self.loss, FACTOR * measured.loss), max(self.gradient, FACTOR * measured.gradient))
+        return PlainTolerance(max(self.loss, FACTOR * measured.loss), max(self.gradient, FACTOR * measured.gradient))
 
 
-LEAST = Tolerance(1e-5, 1e-4)  # both in float32, whatever rounding comes to
-LEAST_LOW = Tolerance(1e-3, 1e-2)  # the run's own in bfloat16 or float16
+LEAST = PlainTolerance(1e-5, 1e-4)  # both in float32, whatever rounding comes to
+LEAST_LOW = PlainTolerance(1e-3, 1e-2)  # the run's own in bfloat16 or float16
 
 
 @dataclass(frozen=True)
-class Numbers:
+class PlainNumbers:
     """The loss and gradients of a batch, by one path."""
 
     loss: float  # mean over targets, in training mode
@@ -169,7 +169,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PlainDifference:
     """Two numbers that should be the same but for rounding."""
 
     of: str  # which examples
@@ -264,9 +264,9 @@ def first_micro_batch(session: Session) -> np.ndarray:
     return first
 
 
-def differences(sides: Sides, strategy: Strategy) -> list[Difference]:
+def differences(sides: Sides, strategy: Strategy) -> list[PlainDifference]:
     """Differences of more than rounding, over all groups of examples. Errors: `NotCovered`."""
-    differing: list[Difference] = []
+    differing: list[PlainDifference] = []
     inside = isinstance(strategy, Accelerated) and sides.run.precision == "bf16"
     strict = takes_float32(sides.run, sides.task) and not inside
     low = "bfloat16" if sides.run.model.trained_in_bfloat16 else sides.run.precision.replace("fp32", "")
@@ -303,7 +303,7 @@ def takes_float32(run: Run, task: Task) -> bool:
     return run.model.attention in (None, "sdpa", "eager") and not run.model.trained_in_bfloat16
 
 
-def compared(of: str, own: Numbers, plain: Numbers, within: Tolerance) -> list[Difference]:
+def compared(of: str, own: PlainNumbers, plain: PlainNumbers, within: PlainTolerance) -> list[PlainDifference]:
     """What of two computations of the same examples differs by more than that; of weights the one that differs most,
     and only where the whole gradient does not."""
     whole, of_weights = all_of(of, own, plain, within)
@@ -312,31 +312,39 @@ def compared(of: str, own: Numbers, plain: Numbers, within: Tolerance) -> list[D
     return wrong or ([most] if most is not None and most.wrong else [])
 
 
-def apart(a: Numbers, b: Numbers) -> Tolerance:
+def apart(a: PlainNumbers, b: PlainNumbers) -> PlainTolerance:
     """The largest differences of two computations of the same examples."""
     whole, of_weights = all_of("", a, b, LEAST)
     losses = [each.relative for each in whole if "loss" in each.what]
-    return Tolerance(max(losses), max(each.relative for each in [*whole, *of_weights] if "gradient" in each.what))
+    return PlainTolerance(max(losses), max(each.relative for each in [*whole, *of_weights] if "gradient" in each.what))
 
 
-def all_of(of: str, own: Numbers, plain: Numbers, within: Tolerance) -> tuple[list[Difference], list[Difference]]:
+def all_of(
+    of: str, own: PlainNumbers, plain: PlainNumbers, within: PlainTolerance
+) -> tuple[list[PlainDifference], list[PlainDifference]]:
     """Two computations of the same examples beside each other: the numbers of all, and those of each weight."""
     whole = max(plain.norm, 1e-30)
     pairs = [
-        Difference(of, "the number of targets", own.targets, plain.targets, relative(own.targets, plain.targets), 1e-9),
-        Difference(of, "the loss", own.loss, plain.loss, relative(own.loss, plain.loss), within.loss),
-        Difference(of, "the gradient's norm", own.norm, plain.norm, relative(own.norm, plain.norm), within.gradient),
+        PlainDifference(
+            of, "the number of targets", own.targets, plain.targets, relative(own.targets, plain.targets), 1e-9
+        ),
+        PlainDifference(of, "the loss", own.loss, plain.loss, relative(own.loss, plain.loss), within.loss),
+        PlainDifference(
+            of, "the gradient's norm", own.norm, plain.norm, relative(own.norm, plain.norm), within.gradient
+        ),
     ]
     if own.evaluated is not None and plain.evaluated is not None:
         size = relative(own.evaluated, plain.evaluated)
-        pairs.append(Difference(of, "the loss in evaluation mode", own.evaluated, plain.evaluated, size, within.loss))
+        pairs.append(
+            PlainDifference(of, "the loss in evaluation mode", own.evaluated, plain.evaluated, size, within.loss)
+        )
     of_weights = []
     for name in dict.fromkeys([*plain.gradient, *own.gradient]):
         (norm, along), (norms, alongs) = (side.gradient.get(name, (0.0, 0.0)) for side in (own, plain))
         size = _apart(norm, norms) / whole
-        of_weights.append(Difference(of, f"the gradient's norm in {name}", norm, norms, size, within.gradient))
+        of_weights.append(PlainDifference(of, f"the gradient's norm in {name}", norm, norms, size, within.gradient))
         turn, what = _apart(along, alongs) / whole, f"the gradient along the weight {name}"
-        of_weights.append(Difference(of, what, along, alongs, turn, within.gradient))
+        of_weights.append(PlainDifference(of, what, along, alongs, turn, within.gradient))
     return pairs, of_weights
 
 
@@ -352,7 +360,7 @@ def relative(a: float, b: float) -> float:
 # -- both paths --------------------------------------------------------------------------------------------------------
 
 
-def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) -> Numbers:
+def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) -> PlainNumbers:
     """Compute them as a step of the run does."""
     task, model, run = sides.task, sides.model, sides.run
     rows = sides.at[list(places)]
@@ -368,7 +376,9 @@ def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) 
     return _numbers(model, loss, targets)
 
 
-def plain_numbers(sides: Sides, places: Sequence[int], precision: AbstractContextManager[Any] | None = None) -> Numbers:
+def plain_numbers(
+    sides: Sides, places: Sequence[int], precision: AbstractContextManager[Any] | None = None
+) -> PlainNumbers:
     """Compute them with transformers and torch alone. Errors: `NotCovered`, `PlainFailed`."""
     count = 0.0
     with plain_path():
@@ -384,7 +394,7 @@ def plain_numbers(sides: Sides, places: Sequence[int], precision: AbstractContex
     with plain_path():
         numbers = _numbers(sides.plain, loss, 1.0)
     per = max(count, 1e-30)
-    return Numbers(
+    return PlainNumbers(
         numbers.loss / per,
         None if numbers.evaluated is None else numbers.evaluated / per,
         count,
@@ -392,7 +402,7 @@ def plain_numbers(sides: Sides, places: Sequence[int], precision: AbstractContex
     )
 
 
-def perturbed_numbers(sides: Sides, places: Sequence[int]) -> Numbers:
+def perturbed_numbers(sides: Sides, places: Sequence[int]) -> PlainNumbers:
     """The plain ones from weights whose last bit is another; the weights are put back."""
     before = {name: p.detach().clone() for name, p in sides.plain.named_parameters()}
     try:
@@ -416,7 +426,9 @@ class Uncast(nn.Module):
             return self.model(**inputs)
 
 
-def half_precision(sides: Sides, groups: Mapping[str, Sequence[int]], plain: Mapping[str, Numbers]) -> Tolerance:
+def half_precision(
+    sides: Sides, groups: Mapping[str, Sequence[int]], plain: Mapping[str, PlainNumbers]
+) -> PlainTolerance:
     """What the run's half precision makes of the plain path, beside its float32: the largest differences of all groups.
     What preferences are compared with, the model before training, stays in float32."""
     job, model = copy.copy(sides.job), sides.plain
@@ -428,7 +440,7 @@ def half_precision(sides: Sides, groups: Mapping[str, Sequence[int]], plain: Map
     pairs = [
         apart(plain_numbers(low, places, torch.autocast(kind, dtype)), plain[name]) for name, places in groups.items()
     ]
-    return Tolerance(max(each.loss for each in pairs), max(each.gradient for each in pairs))
+    return PlainTolerance(max(each.loss for each in pairs), max(each.gradient for each in pairs))
 
 
 def _plain_examples(sides: Sides, places: Sequence[int]) -> list[dict[str, Any]]:
@@ -452,7 +464,7 @@ def _masked(sides: Sides, places: Sequence[int], examples: list[dict[str, Any]])
         ]
 
 
-def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float) -> Numbers:
+def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float) -> PlainNumbers:
     """Loss and gradient in training mode, and loss in evaluation mode, without dropout. Gradients go to no weight:
     hooks on weights do not run. Buffers, such as running statistics, are afterwards what they were: both paths begin
     with the same ones."""
@@ -476,7 +488,7 @@ def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float
             size = float(own.norm())
             gradient[name] = (float(slope.norm()), float((slope * own).sum()) / (size or 1.0))
     mean = None if evaluated is None else float(evaluated) / targets
-    return Numbers(float(total.detach()) / targets, mean, targets, gradient)
+    return PlainNumbers(float(total.detach()) / targets, mean, targets, gradient)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from lockstep.strategies.observer import GradientRecorder, listening
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Generates
 from lockstep.tasks.models import model_configs, quantized
-from lockstep.tasks.models.decoding import Decoding
+from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.module import Module
 from lockstep.tasks.modules.wrapped_module import Adapted
 from lockstep.tasks.task import Task
