@@ -246,7 +246,7 @@ class Learned:
 def _of(rows: Stream, options: ClassificationOptions, others: dict[str, Dataset]) -> Learned:
     """The labels of a stream and of the other splits. Errors: `RunError`."""
     column = options.labels["task.label"]
-    counts = rows.told(partial(labels.count_labels, column=column), "labels", "looking for the labels of the shards")
+    counts = rows.gather(partial(labels.count_labels, column=column), "labels", "looking for the labels of the shards")
     train, examples = labels.merge_counts(counts, column)
     codes = labels.codes_of({"train": train} | others, column, options.label_names, rows.files[0].name)
     return Learned(codes, [examples[value] for value in codes.place])

@@ -148,7 +148,7 @@ class TokenClassification(PerToken):
         if data.rows is None:
             names = sorted(_tags(data.splits["train"]))
         else:
-            of_chunks = data.rows.told(lambda some: sorted(_tags(some)), "tags", "looking for the tags of the shards")
+            of_chunks = data.rows.gather(lambda some: sorted(_tags(some)), "tags", "looking for the tags of the shards")
             names = sorted({tag for tags in of_chunks for tag in tags})
         parts(names)  # refuses tags of no scheme
         return names
@@ -278,11 +278,11 @@ class TokenClassification(PerToken):
         parts = zip(first, [*first[1:], len(ids)], strict=True)
         words = [str(self.tokenizer.decode(ids[a:b], skip_special_tokens=True)).strip() for a, b in parts]
 
-        def told(tags: list[int]) -> str:
+        def described(tags: list[int]) -> str:
             found = sorted(self._entities([tags[place] for place in first]))
             return ", ".join(f"{' '.join(words[a:b])} ({kind})" for a, b, kind in found) or "none"
 
-        return {"text": " ".join(words), "found": told(best), "right": told(targets)}
+        return {"text": " ".join(words), "found": described(best), "right": described(targets)}
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
