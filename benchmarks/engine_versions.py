@@ -53,12 +53,13 @@ CASES: dict[str, list[list[str]]] = {
 }
 BLIND = """import importlib.metadata, sys
 _version = importlib.metadata.version
+REFUSING = ("lockstep.strategies.engines.zero_agreement", "lockstep.config.plugins")
 def version(name):
-    if sys._getframe(1).f_globals.get("__name__") == "lockstep.strategies.engines.zero_agreement":
+    if sys._getframe(1).f_globals["__name__"] in REFUSING:
         raise importlib.metadata.PackageNotFoundError(name)
     return _version(name)
 importlib.metadata.version = version
-"""  # as `sitecustomize`: zero_agreement.py finds no engine whose version it could refuse
+"""  # as `sitecustomize`: zero_agreement.py and plugins.py find no engine whose version they could refuse
 
 
 def asked(package: str) -> Requirement:
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--walk", nargs="*", metavar="PACKAGE", help="the ranges of these, or of all but torch")
     parser.add_argument("--strategies", nargs="+")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="entries of the run file")
-    parser.add_argument("--although-refused", action="store_true", help="switch off the refusals of zero_agreement.py")
+    parser.add_argument("--although-refused", action="store_true", help="switch off what refuses versions")
     parser.add_argument("--with-dependencies", action="store_true", help="pip installs what the version needs, too")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one case")
     parser.add_argument("--out", type=Path)

@@ -43,7 +43,7 @@ from lockstep.trace.tracer import late_imports, recorder  # noqa: E402, F401
 from lockstep.trace.tracer.settings import Settings  # noqa: E402
 from museum.exhibit import Exhibit, Healthy  # noqa: E402
 from museum.exhibits import FAULTS, HEALTHY  # noqa: E402
-from museum.reports import FIRST_RUN, FROM_REPORTS, REPORTS  # noqa: E402
+from museum.reports import FIRST_RUN, FROM_REPORTS, IN_PUBLIC_SCRIPTS, REPORTS  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,11 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
     example = rows[0][0]
     lines += [f"lockstep trace -o a -- {shlex.join(['torchrun', '--nproc-per-node', str(example.processes)])} "]
     lines[-1] += f"tests/museum/{example.script} {example.arguments}"
-    lines += ["python benchmarks/silent_faults.py run --only " + example.name, "```", "", "## Healthy scripts", ""]
+    lines += ["python benchmarks/silent_faults.py run --only " + example.name, "```", ""]
+    lines += ["## Found in public scripts", "", "Unchanged, as they are fetched, with generated data:", ""]
+    lines += ["| repository | script | processes | finding |", "|---|---|---|---|"]
+    lines += [f"| {where} | `{path}` | {n} | {what} |" for where, path, n, what in IN_PUBLIC_SCRIPTS]
+    lines += ["", "## Healthy scripts", ""]
     lines += ["| script | processes | beside | finding |", "|---|---|---|---|"]
     for each, result in healthy:
         side = f"`{each.reference}`" if each.reference else "alone"

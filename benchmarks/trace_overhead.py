@@ -1,9 +1,10 @@
 """What tracing costs: processor time of a step with and without, in turns, and bytes a step.
 
-    python benchmarks/trace_overhead.py [--folder MODEL]     prints two rows of a table
+    python benchmarks/trace_overhead.py [--only MiniLM]     prints the rows of a table
 
 In: a model of MiniLM's size (6 layers of 384, a vocabulary of 30,522; 8 texts of 64 tokens) and the quick start's size
-(2 layers of 64). Out: medians of a step's seconds, and bytes of trace a step.
+(2 layers of 64). Out: medians of a step's seconds, the ratio of the medians and that of the least, and bytes of trace a
+step.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ SIZES = {
 }
 
 
-def measured(sizes: tuple[int, ...], rounds: int, steps: int) -> tuple[float, float, float, int]:
-    """Seconds of the processor a step without and with the tracer, bytes a step, tensors."""
+def measured(sizes: tuple[int, ...], rounds: int, steps: int) -> tuple[list[float], list[float], float, int]:
+    """Seconds of the processor of steps without and with the tracer, bytes a step, tensors."""
     width, layers, heads, words, batch, length = sizes
     config = BertConfig(
         vocab_size=words,
@@ -60,22 +61,33 @@ def measured(sizes: tuple[int, ...], rounds: int, steps: int) -> tuple[float, fl
                 tracer.end()
                 size = sum(f.stat().st_size for f in Path(folder, str(turn)).glob("*.jsonl")) // (steps + 1)
     tensors = sum(1 for _ in model.parameters())
-    return statistics.median(times[False]), statistics.median(times[True]), size, tensors
+    return times[False], times[True], size, tensors
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--only", help="a part of a row's name")
     known = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} thread(s)")
-    print("| model | tensors | seconds a step | traced | times | kB a step |")
-    print("|---|---|---|---|---|---|")
+    print("| model | tensors | seconds a step | traced | times | times, of the least | kB a step |")
+    print("|---|---|---|---|---|---|---|")
     for name, sizes in SIZES.items():
-        plain, traced, size, tensors = measured(sizes, known.rounds, known.steps)
-        print(
-            f"| {name} | {tensors} | {plain:.3f} | {traced:.3f} | {traced / plain:.2f} | {size / 1e3:.0f} |", flush=True
+        if known.only and known.only not in name:
+            continue
+        every, all_traced, size, tensors = measured(sizes, known.rounds, known.steps)
+        plain, traced, least = statistics.median(every), statistics.median(all_traced), min(all_traced) / min(every)
+        row = (
+            name,
+            tensors,
+            f"{plain:.3f}",
+            f"{traced:.3f}",
+            f"{traced / plain:.2f}",
+            f"{least:.2f}",
+            f"{size / 1e3:.0f}",
         )
+        print("| " + " | ".join(map(str, row)) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -170,6 +170,13 @@ def shared() -> Path:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the test's own, in which it runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def nobody_is_left(tmp_path: Path) -> Iterator[None]:
     """Whatever the test did, no process of its folder outlives it."""
     from support.command import kill, processes_in, until

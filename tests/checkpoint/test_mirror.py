@@ -18,19 +18,13 @@ from lockstep.training import publish
 from support.harness import digest
 from support.mirrors import MIRROR, always, copied, job, once
 from support.saving import here, run_in, trained
-from support.store_server import BUCKET, SECRET, Store
+from support.store_server import BUCKET, SECRET, Store, server
+
+__all__ = ["server"]  # fixtures
 
 pytestmark = pytest.mark.extras
 AT = "runs/tiny/checkpoints"
 SHARD = "shard-00001-of-00001.safetensors"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Store]:
-    pytest.importorskip("obstore", reason="needs the extras stores and clouds")
-    pytest.importorskip("moto", reason="needs the extras stores and clouds")
-    with Store() as store:
-        yield store
 
 
 @pytest.fixture

@@ -11,19 +11,13 @@ import pytest
 
 from support.checkpoints import digest
 from support.command import LOCKSTEP, STEPS, ended, kill, processes_in, start, train, until, write
-from support.store_server import BUCKET, SECRET, Asked, Store
+from support.store_server import BUCKET, SECRET, Asked, Store, server
+
+__all__ = ["server"]  # fixtures
 
 pytestmark = [pytest.mark.extras, pytest.mark.processes]
 MIRROR = f"s3://{BUCKET}/runs/job"
 AT = "runs/job/checkpoints"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Store]:
-    pytest.importorskip("obstore", reason="needs the extras stores and clouds")
-    pytest.importorskip("moto", reason="needs the extras stores and clouds")
-    with Store() as store:
-        yield store
 
 
 @pytest.fixture

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
 
 from lockstep.config import plugins
+from lockstep.config.errors import RunError
 from lockstep.strategies.native import Native
 from lockstep.strategies.strategy import Strategy
 
@@ -48,3 +50,12 @@ def test_text_alone_says_what_is_one(text: str, is_plugin: bool, tmp_path: Path)
     public = "_Mine" not in text
     named = any(plugins._inherits(file, name, "Strategy") for name in plugins._classes(file))
     assert named == (is_plugin and public)
+
+
+def test_a_package_older_than_lockstep_was_tried_with_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ["torch>=2.11,<2.14", 'peft>=0.18,<0.22; extra == "peft"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"torch": "2.15.0", "peft": "0.17.1"}[name])
+    plugins.refuse_old(["torch"])  # newer ones are tried at one's own risk
+    with pytest.raises(RunError, match=r"^peft 0\.17\.1 is older than .* pip install 'peft>=0\.18'"):
+        plugins.refuse_old(["torch", "peft"])

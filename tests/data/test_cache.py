@@ -15,15 +15,11 @@ from lockstep.config.run import Run, RunError
 from lockstep.data import cache
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.prepare import prepare
-from support.caches import held, prepared
+from support.caches import held, own_cache, prepared
 from support.harness import tiny
 from support.task_runs import make, write
 
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+__all__ = ["own_cache"]  # fixtures
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from lockstep.data import arrow_cache, source, tokenizer
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
-from support.harness import run_on, tiny
-from support.rows import prepared
+from support.harness import run_on
+from support.rows import prepared, run_of
 
 ROWS = [
     {"text": text, "label": label}
@@ -60,10 +60,6 @@ def messages(count: int, labels: tuple = ("joy", "anger", "fear"), **columns: st
         kind = 0 if i % 2 else 1 if i % 4 else 2
         found.append({text: f"message {i} " + "word " * (i % 7) + f"of {kind}", label: labels[kind % len(labels)]})
     return found
-
-
-def run_of(path: Path, *overrides: str, **values: Any) -> Run:
-    return tiny(*overrides, data={"source": str(path), "max_length": 32}, **values)
 
 
 def decoded(found: Prepared, split: str) -> list[tuple[tuple[int, ...], int]]:

@@ -12,7 +12,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.prepare import prepare
 from lockstep.data.splitting import left_out
-from support.harness import tiny
+from support.rows import run_of
 from support.task_runs import TASKS, rows_of, write
 
 GOOD: dict[str, list[dict]] = {
@@ -31,10 +31,6 @@ LACKING: dict[str, tuple[dict[str, Any], str]] = {
 
 def prepared(run: Run) -> Prepared:
     return prepare(run, plugins.find("tasks", run.task.name))  # type: ignore[type-abstract]
-
-
-def run_of(path: Path, *overrides: str, **values: Any) -> Run:
-    return tiny(*overrides, data={"source": str(path), "max_length": 32}, **values)
 
 
 def save(path: Path, rows: list[dict]) -> Path:

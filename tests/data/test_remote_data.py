@@ -17,7 +17,9 @@ from lockstep.config.sections import DataSection
 from lockstep.data import object_store, remote, source
 from lockstep.data.object_store import Patience, StoreError, Web
 from support.hub_server import Hub
-from support.store_server import BUCKET, Asked, Store
+from support.store_server import BUCKET, Asked, Store, server
+
+__all__ = ["server"]  # fixtures
 
 ROWS = "".join(json.dumps({"text": f"text {i}", "label": i % 2}) + "\n" for i in range(20_000)).encode()
 
@@ -184,14 +186,6 @@ def test_files_of_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 # -- an object store -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Store]:
-    pytest.importorskip("obstore", reason="needs the extras stores and clouds")
-    pytest.importorskip("moto", reason="needs the extras stores and clouds")
-    with Store() as store:
-        yield store
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from lockstep.data.cache import cache_folder
 from lockstep.data.prepare import prepare
 from support.harness import tiny
 from support.marks import slow
+from support.rows import run_of
 from support.task_runs import TASKS, rows_of, write
 
 ROWS: list[dict[str, Any]] = [
@@ -169,10 +170,6 @@ def prepared(run: Run) -> Prepared:
 
 def sizes(found: Prepared) -> dict[str, int]:
     return {split: len(Columns(path)) for split, path in found.splits.items()}
-
-
-def run_of(path: Path, *overrides: str, **values: Any) -> Run:
-    return tiny(*overrides, data={"source": str(path), "max_length": 32}, **values)
 
 
 LABELLED = [{"text": f"word {i}", "label": "joy" if i % 4 else "anger", "language": "en"} for i in range(80)]

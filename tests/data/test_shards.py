@@ -15,17 +15,13 @@ import pytest
 from lockstep.config.run import RunError
 from lockstep.data import arrow_cache, cache, labels, lm_documents, usable_rows
 from lockstep.data.arrow_cache import Columns, Prepared
-from support.caches import held, prepared
+from support.caches import held, own_cache, prepared
 from support.harness import tiny
 from support.task_runs import TASKS, make
 
+__all__ = ["own_cache"]  # fixtures
+
 KINDS = [*sorted(TASKS), "classification"]
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture

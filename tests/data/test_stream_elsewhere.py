@@ -22,9 +22,9 @@ from support.harness import run_on
 from support.hub_server import Hub
 from support.store_server import BUCKET, Asked, Store
 from support.stream_runs import SMALL, batches, content, feed_of, folder, shards, streamed, trained
-from support.web_server import Served
+from support.web_server import Served, web
 
-__all__ = ["folder"]  # fixtures
+__all__ = ["folder", "web"]  # fixtures
 
 RUN = ("batch_size=8", "epochs=2", "steps=null", "seed=3")
 
@@ -34,12 +34,6 @@ def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shard_index, "available_cores", lambda: 1)
     monkeypatch.setattr(object_store.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def web() -> Iterator[Served]:
-    with Served() as served:
-        yield served
 
 
 def on_web(web: Served, folder: Path, *overrides: str) -> Run:

@@ -3,7 +3,6 @@ lie; the same at any number of ranks; and bad sources named."""
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,9 @@ from lockstep.data.streamed import Streamed, Unreadable
 from lockstep.tasks.classification import Classification
 from support.harness import TINY, run_on
 from support.stream_runs import LM, batches, changed, content, examples_of, feed_of, rows_of, task_of, trained, write
-from support.web_server import Served
+from support.web_server import Served, web
+
+__all__ = ["web"]  # fixtures
 
 pytestmark = pytest.mark.slow
 
@@ -233,12 +234,6 @@ def test_the_same_bits_on_one_process_and_two(tmp_path: Path) -> None:
 
 
 # -- elsewhere -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def web() -> Iterator[Served]:
-    with Served() as served:
-        yield served
 
 
 def test_sources_here_and_elsewhere_are_mixed(web: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import DataSection, Run, RunError, load
 from lockstep.data import file_formats, prepare, row_files, source
-from lockstep.tools.init import machine_defaults
-from support.init_runs import LAPTOP, written
+from support.init_runs import here, written
+
+__all__ = ["here"]  # fixtures
 
 TEXTS = [
     "plain words",
@@ -27,13 +28,6 @@ TEXTS = [
     "NA",
     "été | über",
 ]
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: LAPTOP))
-    return tmp_path
 
 
 def read(**keys: object) -> list[dict]:

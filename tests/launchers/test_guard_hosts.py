@@ -4,7 +4,6 @@ not let in again. Three network namespaces that share OUTPUT."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,15 @@ from lockstep.cli import main
 from lockstep.config.errors import EXCLUDED
 from lockstep.track.report.history import lines_of
 from support import hosts
-from support.host_jobs import QUICK, STEPS, alone, bits, torchrun, write
+from support.host_jobs import QUICK, STEPS, alone, bits, three, torchrun, write
 from support.hosts import Hosts, Job
 from support.marks import long
 
-__all__ = ["alone"]  # a fixture
+__all__ = ["alone", "three"]  # fixtures
+
 
 pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
 EXCLUDE = ("sdc_check.every=1", "sdc_check.on_difference=evict")
-
-
-@pytest.fixture
-def three(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
-    with hosts.hosts(3, tmp_path, cache) as made:
-        yield made
 
 
 def started(three: Hosts, host: int, strategy: str, folder: Path) -> Job:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from support.host_jobs import (
     hold,
     own,
     release,
+    three,
     torchrun,
     two,
     until,
@@ -34,17 +35,10 @@ from support.host_jobs import (
 from support.hosts import Hosts, Job
 from support.places import TESTS_PATH
 
-__all__ = ["alone", "two"]  # fixtures
+__all__ = ["alone", "three", "two"]  # fixtures
 
-__all__ = ["alone"]  # a fixture
 
 pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
-
-
-@pytest.fixture
-def three(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
-    with hosts.hosts(3, tmp_path, cache) as made:
-        yield made
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ bits are those of one process."""
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,29 +22,20 @@ from support.host_jobs import (
     own,
     regrouped,
     release,
+    three,
     torchrun,
+    two,
     until,
     untouched,
     write,
 )
 from support.hosts import Hosts
 
-__all__ = ["alone"]  # a fixture
+__all__ = ["alone", "three", "two"]  # fixtures
+
 
 pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
 BACK = "rank 1 came in, with the state of the others"
-
-
-@pytest.fixture
-def two(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
-    with hosts.hosts(2, tmp_path, cache) as made:
-        yield made
-
-
-@pytest.fixture
-def three(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
-    with hosts.hosts(3, tmp_path, cache) as made:
-        yield made
 
 
 @pytest.mark.processes

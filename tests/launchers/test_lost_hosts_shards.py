@@ -4,25 +4,33 @@ a part is on the other machine, so a rank and then a machine are lost and come b
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support import hosts
 from support.command import each_step_once, finish, step_of
-from support.host_jobs import LOST_S, QUICK, begun, bits, hold, regrouped, release, torchrun, until, untouched, write
+from support.host_jobs import (
+    LOST_S,
+    QUICK,
+    begun,
+    bits,
+    hold,
+    regrouped,
+    release,
+    torchrun,
+    two,
+    until,
+    untouched,
+    write,
+)
 from support.hosts import Hosts
 from support.marks import long
 
+__all__ = ["two"]  # fixtures
+
 pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
 CONTINUE = [*QUICK, "launch.on_rank_failure=continue", "launch.replicate_every=2", "launch.processes=2"]
-
-
-@pytest.fixture
-def two(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
-    with hosts.hosts(2, tmp_path, cache) as made:
-        yield made
 
 
 @pytest.mark.processes

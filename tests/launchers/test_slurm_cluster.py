@@ -35,12 +35,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def job(
     tmp_path: Path, cluster: slurm_cluster.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[str, Path]]:

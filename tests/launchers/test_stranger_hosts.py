@@ -3,28 +3,23 @@ it writes runs, and the job ends with one message; a local job is open to nobody
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support import hosts
 from support.command import LOCKSTEP, step_of
-from support.host_jobs import HELD, PORT, hold, release, until, until_step, write
+from support.host_jobs import HELD, PORT, hold, release, three, until, until_step, write
 from support.hosts import Hosts, Job
 from support.places import TESTS_PATH
+
+__all__ = ["three"]  # fixtures
 
 pytestmark = [*hosts.cluster, pytest.mark.timeout(900)]
 PATH = os.pathsep.join([TESTS_PATH, *filter(None, [os.environ.get("PYTHONPATH")])])
 KEY = "0123456789abcdef0123456789abcdef"
 WITH = {"LOCKSTEP_SECRET": KEY}
 SEES = {"PYTHONPATH": PATH}
-
-
-@pytest.fixture
-def three(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
-    with hosts.hosts(3, tmp_path, cache) as made:
-        yield made
 
 
 def listening(made: Hosts, host: int) -> dict[int, str]:

@@ -150,3 +150,22 @@ FROM_REPORTS = (
         "--engine accelerate --batch 8",
     ),
 )
+
+# What was seen in public scripts that nobody changed (pytorch/examples, accelerate and transformers as fetched on
+# 2026-11-24), on a machine without a GPU where `torch.accelerator` was replaced by the CPU.
+IN_PUBLIC_SCRIPTS = (
+    (
+        "pytorch/examples",
+        "distributed/tensor_parallelism/tensor_parallel_example.py",
+        2,
+        "[not-zeroed] no `zero_grad`: each step adds to the gradients of the steps before",
+    ),
+    (
+        "pytorch/examples",
+        "distributed/FSDP2/example.py",
+        2,
+        "[not-finite] the loss is not a number from step 0 on: after `to_empty` nobody sets the weights of the layers, "
+        "as `Transformer.reset_parameters` leaves them out (reported: "
+        "[#1377](https://github.com/pytorch/examples/issues/1377)); [same-examples] both ranks draw the same batch",
+    ),
+)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.data.arrow_cache import Columns, Prepared
@@ -17,3 +21,9 @@ def held(found: Prepared) -> dict[str, list[list[int]]]:
     """The tokens of every split."""
     splits = {split: Columns(path).ragged("input_ids") for split, path in found.splits.items()}
     return {split: [ids.row(i).tolist() for i in range(len(ids.lengths))] for split, ids in splits.items()}
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"

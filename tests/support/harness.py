@@ -192,3 +192,11 @@ def lockstep_environment(cache: Path) -> dict[str, str]:
 def lean() -> dict[str, str]:
     """Variables with which new interpreters are without DeepSpeed."""
     return {"PYTHONPATH": os.pathsep.join([LEAN, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def works(world: World, run: Run) -> int:
+    """A rank: the exit status of its work."""
+    from lockstep.training.rank import work
+    from lockstep.training.resolve import for_rank
+
+    return work(for_rank(run, world), world)

@@ -124,3 +124,9 @@ def untouched(folder: Path, *jobs: Job) -> None:
 def two(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
     with hosts.hosts(2, tmp_path, cache) as made:
         yield made
+
+
+@pytest.fixture
+def three(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
+    with hosts.hosts(3, tmp_path, cache) as made:
+        yield made

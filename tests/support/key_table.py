@@ -55,6 +55,9 @@ BF16 = ("precision=bf16",)
 LONG = ("optim.warmup_steps=0", "steps=6")
 WSD = ("optim.schedule=wsd", "optim.decay_fraction=0.5")
 EVERY = ("evaluate.every=1",)
+SMALL_OF_ANY = (
+    "model.config={hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, max_position_embeddings: 32}"
+)
 LEARNED = ("steps=40", "optim.learning_rate=5e-3", "fingerprint.every=40")
 LETTERS = ("tokenizer.train=wordpiece", "tokenizer.vocab_size=60")
 
@@ -104,7 +107,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "data.layout": Tried("data.layout=class_folders", "refused", "rows"),
     "data.columns": Tried("data.columns=[text, label]", "refused", "headless"),
     "data.separator": Tried("data.separator=semicolon", "refused", "table"),
-    "data.quote": Tried("data.quote=none", "order weights", "table"),
+    "data.quote": Tried("data.quote=none", "inputs weights", "table"),
     "data.validation_fraction": Tried("data.validation_fraction=0.3", "order weights", "cut"),
     "data.test_fraction": Tried("data.test_fraction=0.2", "order weights", "cut"),
     "data.split_column": Tried("data.split_column=split", "order weights", "cut"),
@@ -125,7 +128,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     # model
     "model.source": Elsewhere("weights", "tasks/test_pretrained.py", "a pretrained model"),
     "model.revision": Elsewhere("weights", "data/test_hub_loading.py", "the Hub"),
-    "model.type": Tried("model.type=bert", "order weights", beside=("model.config={max_position_embeddings: 32}",)),
+    "model.type": Tried("model.type=bert", "order weights", beside=(SMALL_OF_ANY,)),
     "model.config": Tried("model.config.n_layer=1", "weights", quick=True),
     "model.attention": Tried("model.attention=eager", "weights"),
     "model.compile": Elsewhere("weights", "strategies/test_compiled.py", "a C++ compiler"),
@@ -165,7 +168,9 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "optim.ns_steps": Tried("optim.ns_steps=3", "weights", beside=("optim.name=muon",)),
     "optim.lr_adjust": Tried("optim.lr_adjust=original", "weights", beside=("optim.name=muon",)),
     "optim.muon_params": Tried("optim.muon_params=['*attn*']", "weights", beside=("optim.name=muon",)),
-    "optim.average_power": Tried("optim.average_power=2", "weights", beside=("optim.name=schedule_free", *LONG)),
+    "optim.average_power": Tried(
+        "optim.average_power=0.5", "weights", beside=("optim.name=schedule_free", "optim.warmup_steps=3")
+    ),
     # strategy and launch
     "strategy.name": Tried("strategy.name=ddp", "nothing"),
     "strategy.exact": Elsewhere("weights", "strategies/test_strategies.py", "several processes"),

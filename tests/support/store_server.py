@@ -12,11 +12,13 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 BUCKET = "bucket"
 SECRET = "a-secret-key-of-these-tests-4711"
@@ -216,3 +218,11 @@ class _Handler(BaseHTTPRequestHandler):
 def _name(listed: bytes) -> str:
     found = re.search(rb"<Key>(.*?)</Key>", listed)
     return found[1].decode() if found else ""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Store]:
+    pytest.importorskip("obstore", reason="needs the extras stores and clouds")
+    pytest.importorskip("moto", reason="needs the extras stores and clouds")
+    with Store() as store:
+        yield store

@@ -10,7 +10,10 @@ import hashlib
 import re
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
 
 
 class Served:
@@ -67,3 +70,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Silent."""
+
+
+@pytest.fixture
+def web() -> Iterator[Served]:
+    with Served() as served:
+        yield served

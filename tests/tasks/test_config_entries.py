@@ -28,6 +28,12 @@ DEEPSEEK = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "head
 T5 = {"d_model": 32, "num_layers": 1, "d_ff": 32, "d_kv": 8, "num_heads": 2}
 
 
+WITHIN = [(family, "text_config") for family in ("gemma3", "llava", "mistral3", "mllama", "paligemma", "qwen2_vl")]
+WITHIN += [(family, "vision_config") for family in ("clip", "gemma3", "idefics2", "llama4", "qwen3_vl")]
+WITHIN += [("gemma4", "vision_config"), ("gemma4", "audio_config")]  # none, unless entries make one
+WITHIN += [("dia", "decoder_config"), ("llama4", "text_config"), ("siglip", "text_config")]
+
+
 def run_of(family: str, config: dict[str, Any]) -> Run:
     return tiny(model={"type": family, "config": config})
 
@@ -46,6 +52,7 @@ def run_of(family: str, config: dict[str, Any]) -> Run:
         ("gpt2", {"return_dict": False}, "model.config.return_dict: False will not do"),
         ("gpt2", {"n_layer": "two"}, "model.config.n_layer: 'two' will not do"),
         ("t5gemma", {"encoder": {"dropout": 0.1}}, "model.config.encoder: .* has no entry 'dropout'; did you mean"),
+        *((family, {part: {"zzz": 1}}, f"model.config.{part}: .* has no entry 'zzz'") for family, part in WITHIN),
     ],
 )
 def test_an_entry_that_the_class_does_not_know_is_refused(family: str, config: dict[str, Any], said: str) -> None:

@@ -4,21 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.run import Run, load
-from lockstep.distributed.world import World
-from support.harness import run_on
+from lockstep.config.run import load
+from support.harness import run_on, works
 from support.marks import slow
 from support.places import ROOT
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "runs/own").glob("*.yaml"))
 LINES = dict.fromkeys(EXAMPLES, 60) | {"translation": 105}  # with the number words
-
-
-def works(world: World, run: Run) -> int:
-    from lockstep.training.rank import work
-    from lockstep.training.resolve import for_rank
-
-    return work(for_rank(run, world), world)
 
 
 def test_they_are_short() -> None:

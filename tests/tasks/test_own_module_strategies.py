@@ -9,13 +9,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data.prepare import prepare
-from lockstep.distributed.world import World
 from lockstep.strategies.engines import layers
 from lockstep.tasks.module import Module
 from lockstep.training.resolve import resolve_strategy
-from support.harness import run_on
+from support.harness import run_on, works
 from support.marks import slow
 from support.own_modules import MEAN, NET, NET_FUNCTIONS, job
 
@@ -27,13 +26,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     return tmp_path
-
-
-def works(world: World, run: Run) -> int:
-    from lockstep.training.rank import work
-    from lockstep.training.resolve import for_rank
-
-    return work(for_rank(run, world), world)
 
 
 def trained(here: Path, code: str, name: str, ranks: int, *overrides: str, **values: Any) -> dict[str, torch.Tensor]:

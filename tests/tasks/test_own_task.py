@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
-from lockstep.distributed.world import World
 from lockstep.training.summary import digest_of
 from support.contributed import example
-from support.harness import TINY, run_on
+from support.harness import TINY, run_on, works
 from support.marks import slow
 
 pytestmark = pytest.mark.processes
@@ -46,13 +45,6 @@ def job(here: Path, code: str, **values: Any) -> Run:
     config = TINY["model"]["config"] | {"use_cache": False}  # type: ignore[index]  # as Trainer always trains
     run |= {"model": {"type": "gpt2", "config": config}}
     return load(None, [], run | {"tokenizer": {"train": "wordlevel", "vocab_size": 50}} | values)
-
-
-def works(world: World, run: Run) -> int:
-    from lockstep.training.rank import work
-    from lockstep.training.resolve import for_rank
-
-    return work(for_rank(run, world), world)
 
 
 def weights_of(run: Run) -> dict[str, torch.Tensor]:

@@ -16,19 +16,13 @@ from lockstep.config import plugins
 from lockstep.config.run import DataSection, Run, RunError
 from lockstep.data import annotated, conversations, source
 from lockstep.data.prepare import prepare
-from lockstep.tools.init import machine_defaults
 from lockstep.training import predicting
 from support.harness import lockstep_environment
-from support.init_runs import LAPTOP, written
+from support.init_runs import here, written
+
+__all__ = ["here"]  # fixtures
 
 WORDS = ["the", "sun", "went", "down", "over", "my", "house", "again", "until", "nobody", "was", "there"]
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: LAPTOP))
-    return tmp_path
 
 
 def rows(**keys: object) -> list[dict]:

@@ -13,17 +13,11 @@ from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
-from lockstep.tools.init import machine_defaults
-from support.init_runs import LAPTOP, check_arithmetic, written
+from support.init_runs import check_arithmetic, here, written
+
+__all__ = ["here"]  # fixtures
 
 WORDS = ("sad", "happy", "tired", "the", "sun", "went", "down", "over", "my", "house", "again", "until", "nobody")
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: LAPTOP))
-    return tmp_path
 
 
 def texts(count: int, seed: int = 0) -> list[str]:

@@ -8,13 +8,6 @@ import pytest
 from lockstep.cli import main
 from support.moving_scripts import ACCELERATE, DDP, LIGHTNING, NANO, QLORA, TRAINER, moved, refused
 
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 # -- loops -----------------------------------------------------------------------------------------------------------
 
 

@@ -10,13 +10,6 @@ import yaml
 from lockstep.config.optim import learning_rate
 from support.moving_scripts import DPO, QLORA, STOPPING, TRAINER, USUAL, moved, refused
 
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 # -- Trainer ---------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lockstep.trace
-from lockstep.trace import causes
+from lockstep.trace import causes, tracer
 from lockstep.trace.compare import compare
 from lockstep.trace.errors import TraceError
 from lockstep.trace.findings import findings
@@ -22,6 +22,7 @@ from lockstep.trace.read import read, width_of
 from lockstep.trace.tracer import fingerprint, inputs
 from lockstep.trace.tracer.fingerprint import Block, measure, whole
 from lockstep.trace.tracer.placement import is_dtensor, plain_name
+from lockstep.trace.tracer.settings import Settings
 
 ROOM = Path(lockstep.trace.__file__).parent
 
@@ -312,6 +313,38 @@ def test_workers_that_draw_the_same_numbers_are_a_finding(tmp_path: Path, own: b
     trace = read(tmp_path)
     assert len(trace.ranks[0].workers) == 2
     assert [f.code for f in findings(trace)] == (["same-workers"] if own else [])
+
+
+def read_ahead(loader):  # type: ignore[no-untyped-def]
+    """As Accelerate's loaders do: the pass ends before its last batch is used."""
+    iterator = iter(loader)
+    batch = next(iterator)
+    for following in iterator:
+        yield batch
+        batch = following
+    yield batch
+
+
+@pytest.mark.parametrize("steps", [5, None])
+def test_a_pass_that_the_trace_cuts_off_lacks_no_examples(tmp_path: Path, steps: int | None) -> None:
+    """The control leaves out a batch of each pass."""
+    from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+
+    data = TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)))
+    for name in ("right", "wrong"):
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 16, False))
+        tracer.begin(Settings(str(tmp_path / name), steps=steps))
+        for _ in range(2):
+            for i, (x,) in enumerate(read_ahead(loader)):
+                if name == "wrong" and i == 1:
+                    continue
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        tracer.end()
+        assert [f.code for f in findings(read(tmp_path / name))] == (["seen-part"] if name == "wrong" else [])
 
 
 def test_a_divisor_is_named_where_it_is_a_whole_number() -> None:

@@ -16,7 +16,7 @@ from lockstep.strategies.engines import side_effects
 from lockstep.strategies.engines.side_effects import SideEffects
 from lockstep.training.data_loader import StepLoader
 from support import side_effect_modules as modules
-from support.harness import build, digest, run_on
+from support.harness import build, digest, run_on, works
 
 NONE = ["Plain", "FrozenRows", "SwitchedLate", "Queue", "Functional"]
 SEEN = {  # module -> what is seen of its forward, by field
@@ -163,13 +163,6 @@ def test_calls_with_other_tensors_have_the_bits_of_single(gather: str, tmp_path:
 def test_what_no_strategy_can_keep_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"model\(\): "):
         after_steps(run_of(name, tmp_path, "single"), tried=True)
-
-
-def works(world: World, run: Run) -> int:
-    from lockstep.training.rank import work
-    from lockstep.training.resolve import for_rank
-
-    return work(for_rank(run, world), world)
 
 
 def trained(run: Run, ranks: int) -> dict[str, torch.Tensor]:

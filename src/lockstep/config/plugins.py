@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import os
@@ -135,6 +136,29 @@ def require(packages: Sequence[str], key: str, extra: str = "") -> None:
         raise RunError(
             f"{key} needs {package}, which is not installed: pip install 'lockstep-train[{extra or package}]'"
         )
+
+
+def refuse_old(packages: Sequence[str], distribution: str = "lockstep-train") -> None:
+    """Refuse packages that are installed in a version below what lockstep was tried with: pip would not have taken it.
+    The least version is that of the `distribution`'s own metadata. Errors: `RunError`."""
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    try:
+        wanted = [Requirement(line) for line in importlib.metadata.requires(distribution) or ()]
+    except importlib.metadata.PackageNotFoundError:  # lockstep is on a path of its own
+        return
+    for package in packages:
+        try:
+            installed = Version(importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for least in (bound for each in wanted if each.name == package for bound in each.specifier):
+            if least.operator == ">=" and installed < Version(least.version):
+                raise RunError(
+                    f"{package} {installed} is older than lockstep was tried with: pip install '{package}{least}' "
+                    "(docs/engines.md says what earlier versions do)"
+                )
 
 
 # -- what is the user's own ------------------------------------------------------------------------------------------

@@ -626,7 +626,7 @@ def encode(dataset: Dataset, encoder: Callable[[dict[str, list]], dict[str, Any]
 
     def make(rows: range) -> Iterator[tuple[pa.RecordBatch, int]]:
         for _, batch in batches(dataset, rows):
-            found = encoded(batch, encoder, schema)
-            yield found, len(found)
+            examples = encoded(batch, encoder, schema)
+            yield examples, len(examples)
 
     return write_split(key, schema, cuts(dataset), make, "tokenising")

@@ -297,12 +297,12 @@ def lacking(dataset: Dataset, column: str) -> np.ndarray:
     named = getattr(dataset.features[column], "names", None)
 
     def has_nothing(values: pa.ChunkedArray) -> np.ndarray:
-        found = pc.is_null(values, nan_is_null=True)
+        mask = pc.is_null(values, nan_is_null=True)
         if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-            found = pc.or_(found, pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True))
+            mask = pc.or_(mask, pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True))
         elif named:
-            found = pc.or_(found, pc.fill_null(pc.equal(values, -1), True))
-        return np.from_dlpack(found.combine_chunks().cast(pa.uint8())).astype(bool)
+            mask = pc.or_(mask, pc.fill_null(pc.equal(values, -1), True))
+        return np.from_dlpack(mask.combine_chunks().cast(pa.uint8())).astype(bool)
 
     return rows_where(dataset, column, has_nothing)
 

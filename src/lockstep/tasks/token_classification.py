@@ -390,14 +390,14 @@ def _encoder(run: Run, names: list[str], folder: str) -> tuple[Encoder, Features
     features = datasets.Features({"input_ids": numbers, "targets": numbers, "count": datasets.Value("int64")})
 
     def encoder(rows: dict[str, list]) -> dict[str, list]:
-        found = tok(rows["words"], is_split_into_words=True, truncation=True, max_length=run.data.max_length)
+        tokens = tok(rows["words"], is_split_into_words=True, truncation=True, max_length=run.data.max_length)
         targets = []
         for row, tags in enumerate(rows["tags"]):
-            line = [_SKIPPED] * len(found["input_ids"][row])
-            for word, place in first_tokens(found.word_ids(row)).items():
+            line = [_SKIPPED] * len(tokens["input_ids"][row])
+            for word, place in first_tokens(tokens.word_ids(row)).items():
                 line[place] = place_of[tags[word]]
             targets.append(line)
         counts = [sum(tag != _SKIPPED for tag in line) for line in targets]
-        return {"input_ids": found["input_ids"], "targets": targets, "count": counts}
+        return {"input_ids": tokens["input_ids"], "targets": targets, "count": counts}
 
     return encoder, features

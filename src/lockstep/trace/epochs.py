@@ -27,7 +27,10 @@ def findings(trace: Trace) -> Iterator[Row]:
 def _passes(rank: Rank) -> dict[str, Mapping[str, Any]]:
     """Passes that ended while steps were recorded, by name, with what they began with."""
     last = {o: max(steps) + 1 for o, steps in rank.steps.items()}
-    ended = {r["loader"] for r in rank.passed if all(n <= last.get(o, 0) for o, n in enumerate(r["steps"]))}
+    cut = rank.ended is None or any(n > last.get(o, 0) for o, n in enumerate(rank.ended["steps"]))
+    ended = {  # of a trace that was cut off, not the last one: a loader that reads ahead ends before its last step
+        r["loader"] for r in rank.passed if all(n + cut <= last.get(o, 0) for o, n in enumerate(r["steps"]))
+    }
     return {record["loader"]: record for record in rank.loaders if record["loader"] in ended}
 
 

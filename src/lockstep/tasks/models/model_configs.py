@@ -104,9 +104,16 @@ def from_scratch(kind: Any, entries: Mapping[str, Any]) -> Any:
     parts = {k: (dict(specs[k].init_kwargs) if k in specs else {}) | v for k, v in parts.items()}
     wanted = {k: v for k, v in copy.deepcopy(dict(entries) | parts).items() if k != "model_type"}
     try:
-        return kind(**wanted)
+        config = kind(**wanted)
     except _UNFIT as error:
         raise RunError(f"model.config: this will not do: {_line(error)}") from None
+    for name, given in _parts(kind, entries).items():  # a config within it that is none unless entries make it
+        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+            known = {"model_type", *names(type(part)())}
+            for key in given:
+                if key not in known:
+                    raise RunError(_unknown(part, key, known, f"model.config.{name}"))
+    return config
 
 
 def entries_derive(kind: Any, entries: Mapping[str, Any]) -> bool:
