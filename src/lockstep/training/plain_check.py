@@ -28,10 +28,8 @@ from lockstep.data import raw_rows
 from lockstep.data.streamed import Streamed
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
-from lockstep.plain.examples import masked
-from lockstep.plain.losses import batch_loss, without_dropout
+from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
-from lockstep.plain.train import perturb_
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.engines.accelerated import Accelerated
 from lockstep.strategies.engines.side_effects import preserved
@@ -40,6 +38,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.training import plain_sides
 from lockstep.training.errors import TrainingFailed
+from lockstep.training.plain_measures import drawn_examples, masked, perturb_, without_dropout
 from lockstep.training.plain_sides import Elsewhere, OtherTokens, PlainFailed, Sides, device_of, plain_path, sides_of
 from lockstep.training.session import Session
 
@@ -48,6 +47,11 @@ _NEW_WEIGHTS = ("model.adapter", "model.quantization")  # without them the model
 
 def cause(sides: Sides, strategy: Strategy) -> str:
     """Describe the option that makes the difference."""
+    if sides.task.own_model:
+        return (
+            "Your own functions, called as they are written, compute something else than the run: look at task.loss "
+            "(a mean or a sum over targets?), task.targets and task.collate"
+        )
     if (text := _of_examples(sides)) is not None:
         return text
     try:
@@ -219,6 +223,8 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
     except OtherTokens as caught:
         return False, f"before the first step: {caught}"
     except PlainFailed as caught:
+        if session.task.own_model:  # which may ask for more than one item, or for what is there once
+            return True, f"not compared with a plain computation: your code cannot be called again ({caught})"
         return False, (
             f"before the first step: the comparison with a plain computation fails ({caught}), so that nothing is "
             "known of this run's loss. verify.plain=false trains without it; please report this"
@@ -227,15 +233,25 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
         groups = groups_of(sides)
         count = len({place for places in groups.values() for place in places})
         of = "of the first micro-batch and others" if sides.first else "of the training split"
-        return True, (
-            f"loss and gradient of {count} examples {of} equal those of transformers alone, without dropout, to "
-            "rounding"
-        )
+        by = "your own functions, called as they are written" if session.task.own_model else "transformers alone"
+        return True, f"loss and gradient of {count} examples {of} equal those of {by}, without dropout, to rounding"
+    if session.task.own_model and not _repeatable(sides, strategy):
+        return True, "not compared with a plain computation: your code gives other numbers for the same items"
     lines = "\n".join(f"  {difference}" for difference in differing[:6])
+    if session.task.own_model:
+        lines = lines.replace("by transformers alone", "by your own functions alone")
     return False, (
         f"before the first step, without dropout:\n{lines}\n{causes(sides, strategy)}\nNothing was trained. If you "
         "know better: verify.plain=false trains without this comparison"
     )
+
+
+def _repeatable(sides: Sides, strategy: Strategy) -> bool:
+    """Whether the run's own path gives the same numbers twice."""
+    with preserved(sides.model, strategy.effects.written):
+        places = next(iter(groups_of(sides).values()))
+        one, other = (own_numbers(sides, places, strategy.autocast(False)) for _ in range(2))
+    return one == other
 
 
 def first_micro_batch(session: Session) -> np.ndarray:
@@ -364,9 +380,9 @@ def plain_numbers(
     sides: Sides, places: Sequence[int], precision: AbstractContextManager[Any] | None = None
 ) -> PlainNumbers:
     """Compute them with transformers and torch alone. Errors: `NotCovered`, `PlainFailed`."""
-    examples, count = [sides.examples[place] for place in places], 0.0
-    if sides.run.task.name == "masked_language_modeling":
-        examples = _masked(sides, places, examples)
+    count = 0.0
+    with plain_path():
+        examples = _plain_examples(sides, places)
 
     def loss() -> Tensor:
         nonlocal count
@@ -425,6 +441,16 @@ def half_precision(
         apart(plain_numbers(low, places, torch.autocast(kind, dtype)), plain[name]) for name, places in groups.items()
     ]
     return PlainTolerance(max(each.loss for each in pairs), max(each.gradient for each in pairs))
+
+
+def _plain_examples(sides: Sides, places: Sequence[int]) -> list[dict[str, Any]]:
+    """The examples of a group as the plain path makes them."""
+    if sides.run.task.name == "module":
+        return drawn_examples(
+            sides.run, sides.job, "train", sides.at[list(places)].tolist(), (0, 0), device_of(sides.model)
+        )
+    examples = [sides.examples[place] for place in places]
+    return _masked(sides, places, examples) if sides.run.task.name == "masked_language_modeling" else examples
 
 
 def _masked(sides: Sides, places: Sequence[int], examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
