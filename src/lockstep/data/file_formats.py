@@ -2,6 +2,9 @@
 
 In: a path. Out: blocks, lines, rows of JSON, or the columns of a .csv or .tsv file; or an error that names the file and
 the line. Nothing is unpacked that would fill the disk.
+
+Quotes of tables are those of RFC 4180. A file whose rows fit the header only where quotes are letters like others is
+not quoted. A file that can be read in both ways, with other rows, is refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """The Hub: which repository, folder and commit a name stands for, what is downloaded, and what its errors mean.
 
 In: a Hub id or an address. Out: names with a commit, progress of downloads, and errors in a person's words.
+
+A stream reads one commit, so that it stays as it is until the run is over, and after. What is downloaded is seen from
+outside, as files that grow in the Hub's cache: the libraries' own bars draw over one another and over ours.
 """
 
 from __future__ import annotations

@@ -1,6 +1,12 @@
 """Object stores and web servers: listing, reading and writing what an address names.
 
 In: an address (s3://, gs://, az://, https://). Out: sizes, tags, bytes; or a `StoreError` that names the address.
+
+obstore does the requests of stores, with credentials from the environment, and tries again by itself what a store
+answers with 5xx or not at all. Of all libraries that speak to the three it is one wheel without dependencies that would
+pin others' versions (s3fs holds botocore to single releases), it keeps no listing, and works without Python's lock,
+beside training. Web servers, and data sets of the Hub (hf://datasets/USER/REPO/file, HF_TOKEN where it is set), are
+read by the standard library; a web server has no folders to list.
 """
 
 from __future__ import annotations

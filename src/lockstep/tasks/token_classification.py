@@ -2,6 +2,10 @@
 
 In: a column of lists of words and one of lists of tags. Out: loss, accuracy, and precision, recall and F1 of whole
 entities, all from sums.
+
+Tags may be of every scheme there is: IOB1, IOB2, IOE1, IOE2, IOBES, BILOU, BMES, BMEWO. Their letters do not
+contradict each other: a word is the first (B), inside (I, M), the last (E, L), or all (S, U, W) of an entity, and so
+one reading does for all.
 """
 
 from __future__ import annotations

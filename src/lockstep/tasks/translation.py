@@ -2,6 +2,9 @@
 
 In: pairs of texts: a `translation` column as the Hub has it, or two columns. Out: loss and perplexity per target token,
 BLEU and chrF (by sacrebleu) of what the model writes, all from sums.
+
+BLEU and chrF are functions of sums: what sacrebleu counts in each sentence is added up, over ranks too, and gives the
+scores of the gathered corpus. They need the extra `lockstep-train[translation]`.
 """
 
 from __future__ import annotations
