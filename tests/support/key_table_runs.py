@@ -232,7 +232,7 @@ def results(output: Path) -> dict[str, Any]:
         "files": (
             [name for name in names if not re.search(r"log|\.lock|plan", name)],
             [line.get("step") for line in logged],
-            [*weights],
+            [step for step, hashes in weights.items() if hashes[1]],
         ),
         "text": (
             TIMES.sub("", RUN_FILE.sub("", (output / "export" / "README.md").read_text())),
@@ -261,7 +261,8 @@ def same_weights(one: Any, other: Any) -> bool:
     """Whether two runs trained as many steps to the same weights, seen at steps that both tell of."""
     if not isinstance(one, dict):
         return bool(one == other)
-    return max(one) == max(other) and all(one[step] == other[step] for step in one.keys() & other.keys())
+    both = [pair for step in one.keys() & other.keys() for pair in zip(one[step], other[step], strict=True)]
+    return max(one) == max(other) and all(None in pair or pair[0] == pair[1] for pair in both)
 
 
 def alike(one: Any, other: Any) -> bool:
