@@ -74,7 +74,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "micro_batches": Tried("micro_batches=2", "order weights"),
     "precision": Tried("precision=bf16", "weights"),
     "metrics": Tried("metrics=[test_run_file_keys.always_one]", "scores"),
-    "export": Tried("export=best", "export", beside=(*EVERY, "checkpoint.best=-ece", "export=last")),
+    "export": Tried("export=best", "export scores", beside=(*EVERY, "checkpoint.best=-loss", "export=last", "steps=6")),
     # task: classification
     "task.name": Tried("task.name=reward", "refused"),
     "task.text": Tried("task.text=other", "order weights", "rows"),
@@ -192,7 +192,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "evaluate.patience": Tried(
         "evaluate.patience=1",
         "order weights files",
-        beside=(*EVERY, "checkpoint.best=accuracy", "export=last", "steps=3"),
+        beside=(*EVERY, "checkpoint.best=-loss", "export=last", "steps=6"),
     ),
     "evaluate.min_delta": Tried(
         "evaluate.min_delta=9", "order weights files", beside=(*EVERY, "evaluate.patience=1", "export=last")
@@ -202,7 +202,9 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "checkpoint.every": Tried("checkpoint.every=1", "files"),
     "checkpoint.keep": Tried("checkpoint.keep=1", "files", beside=("checkpoint.every=1",)),
     "checkpoint.at": Tried("checkpoint.at=[1]", "files"),
-    "checkpoint.best": Tried("checkpoint.best=-accuracy", "export", beside=(*EVERY, "export=best")),
+    "checkpoint.best": Tried(
+        "checkpoint.best=macro_f1", "export files scores", beside=(*EVERY, "export=best", "steps=6")
+    ),
     "checkpoint.on_failure": Elsewhere("refused", "checkpoint/test_checkpoint_faults.py", "a full disk"),
     "checkpoint.rescue": Elsewhere("files", "checkpoint/test_full_disk.py", "a full disk"),
     "checkpoint.changed_code": Elsewhere("refused", "config/test_user_code.py", "a resumed run"),
@@ -215,7 +217,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "verify.plain": Elsewhere("nothing", "plain/test_plain.py", "a run that is wrong"),
     # track, profile, hub
     "track.to": Elsewhere("files", "track/test_trackers.py", "trackers"),
-    "track.every": Tried("track.every=2", "files"),
+    "track.every": Tried("track.every=3", "files"),
     "track.close_timeout_s": Tried("track.close_timeout_s=1", "nothing"),
     "track.console": Tried("track.console=quiet", "nothing"),
     "profile.steps": Tried("profile.steps=1", "files", beside=("profile.after=0",)),
