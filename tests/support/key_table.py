@@ -234,7 +234,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.tokenizers": Tried("task.tokenizers=separate", "inputs weights", "translation"),
     "task.loss_chunk": Tried("task.loss_chunk=16", "weights", "documents"),
     "task.target_length": Tried("task.target_length=5", "order weights", "translation"),
-    "task.beams": Tried("task.beams=2", "scores", "easy", LEARNED),
+    "task.beams": Tried("task.beams=2", "text", "translation"),
     "task.bleu": Tried("task.bleu=false", "scores", "translation"),
     "task.bleu_tokenizer": Tried("task.bleu_tokenizer=char", "scores", "easy", LEARNED),
     "task.rouge": Elsewhere("scores", "tasks/test_summarization.py", "a task of its own"),
@@ -317,32 +317,6 @@ for tracker, names in TRACKERS.items():
         f"track.{tracker}.{name}": Elsewhere("job", "launchers/test_other_keys.py", needs) for name in names.split()
     }
 
-# Entries that were not seen to hold yet (`pytest -m long tests/config/test_run_file_keys.py`). One that is goes away.
-BY_HAND: set[str] = set()
-BY_HAND |= {*["name", "output", "metrics", "export"]}
-BY_HAND |= {*["task.name", "task.text_pair", "task.label_names", "task.multi_label"]}
-BY_HAND |= {*["task.threshold", "data.source", "data.validation", "data.test"]}
-BY_HAND |= {*["data.layout", "data.separator", "data.quote", "data.filter"]}
-BY_HAND |= {*["data.decontaminate", "data.drop_missing", "data.follow_links", "data.encoding"]}
-BY_HAND |= {*["data.stream_window", "data.stream_cache_gb", "model.type", "model.attention"]}
-BY_HAND |= {*["model.checkpoint_activations", "model.freeze", "tokenizer.vocab_size", "optim.learning_rate"]}
-BY_HAND |= {*["optim.warmup_steps", "optim.min_lr_ratio", "optim.decay_fraction", "optim.decay_shape"]}
-BY_HAND |= {*["optim.groups", "optim.master_weights", "optim.betas", "optim.momentum"]}
-BY_HAND |= {*["optim.d", "optim.nesterov", "optim.lr_adjust", "optim.average_power"]}
-BY_HAND |= {*["strategy.name", "strategy.all_reduce", "launch.max_restarts", "launch.timeout_s"]}
-BY_HAND |= {*["launch.hang_timeout_s", "launch.rebalance_every", "evaluate.every", "evaluate.patience"]}
-BY_HAND |= {*["evaluate.min_delta", "evaluate.limit", "evaluate.batch_size", "checkpoint.every"]}
-BY_HAND |= {*["checkpoint.keep", "checkpoint.at", "checkpoint.best", "sdc_check.every"]}
-BY_HAND |= {*["fingerprint.every", "average.ema", "average.ema_warmup", "average.last"]}
-BY_HAND |= {*["track.every", "track.close_timeout_s", "track.console", "profile.steps"]}
-BY_HAND |= {*["profile.after", "hub.license", "hub.language", "hub.tags"]}
-BY_HAND |= {*["task.tokenizers", "task.beams", "task.bleu", "task.bleu_tokenizer"]}
-BY_HAND |= {*["task.prompt", "task.turns", "task.block_size", "task.attend_across_documents"]}
-BY_HAND |= {*["task.sample_prompt", "task.sample_tokens", "task.temperature", "task.whole_word_mask"]}
-BY_HAND |= {*["task.chosen", "task.beta", "task.reference_batch_size", "task.center"]}
-BY_HAND |= {*["task.question", "task.answer_tokens", "task.anchor", "task.positive"]}
-BY_HAND |= {*["task.negative", "task.similarity_scale"]}
-
 
 def row(key: str, case: Tried | Elsewhere) -> str:
     """A line of the page."""
@@ -352,8 +326,8 @@ def row(key: str, case: Tried | Elsewhere) -> str:
     words = " ".join(f"`{word}`" for word in case.beside if "FOLDER" not in word)
     task = f"task of `{case.kind}`; " if case.kind in OTHER_TASKS else ""
     beside = f"{task}{f'with {words}' if words else ''}".removesuffix("; ").replace("|", "\\|")
-    change, yet = case.change.replace("FOLDER/", "").replace("|", "\\|"), "not yet: " if key in BY_HAND else ""
-    return f"| `{key}` | {changes} | {beside} | {yet}`{change}` |"
+    change = case.change.replace("FOLDER/", "").replace("|", "\\|")
+    return f"| `{key}` | {changes} | {beside} | `{change}` |"
 
 
 def page() -> str:
@@ -367,8 +341,7 @@ This page is made by `PYTHONPATH=tests python -m support.key_table` from the tab
 in nothing else. A key that has an effect only beside another one is tried with it. Where weights differ, exports,
 scores and texts do as well; they are compared where the weights are the same. Keys that change the order, inputs or
 weights alone are tried in three steps of one process, the others in a whole run. Keys that need several processes, a
-network, a cluster or a GPU have tests of their own, which the last column names. "Not yet" marks an entry whose test
-is written and was not seen to hold. A key that is not in the table fails the test.
+network, a cluster or a GPU have tests of their own, which the last column names. A key that is not in the table fails the test.
 
 {words}
 
