@@ -268,7 +268,9 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.conversations": Elsewhere("inputs", "tasks/test_preference.py", "conversations"),
     "task.beta": Tried("task.beta=0.5", "weights", "preference"),
     "task.gamma": Tried("task.gamma=2", "weights", "preference", ("task.loss=simpo",)),
-    "task.reference_batch_size": Tried("task.reference_batch_size=2", "nothing", "preference"),
+    "task.reference_batch_size": Tried(
+        "task.reference_batch_size=2", "inputs", "preference"
+    ),  # last bits of the reference
     "task.center": Tried("task.center=0.1", "weights", "reward"),
     "task.question": Tried("task.question=context", "order weights", "questions", ("data.max_length=64",)),
     "task.context": Elsewhere("inputs", "tasks/test_question_answering.py", "contexts with answers"),
