@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -52,25 +53,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="a file of an earlier call, to compare with")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="", help="cases whose name this regular expression matches: in parts")
     args = parser.parse_args()
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as room:
         run = Path(room, "run.yaml")
         run.write_text(yaml.safe_dump(RUN))
         for name, processes, precision in CASES:
             case = f"{name}@{processes} {precision}"
+            if not re.search(args.only, case):
+                continue
             words = [str(run), f"strategy.name={name}", f"launch.processes={processes}", f"precision={precision}"]
-            found[case] = trained(Path(room, case.replace(" ", "-")), words)
-            print(case, found[case], flush=True)
-        found["quick start"] = trained(Path(room, "quick-start"), ["steps=20"])
-        print("quick start", found["quick start"])
+            hashes[case] = trained(Path(room, case.replace(" ", "-")), words)
+            print(case, hashes[case], flush=True)
+        if re.search(args.only, "quick start"):
+            hashes["quick start"] = trained(Path(room, "quick-start"), ["steps=20"])
+            print("quick start", hashes["quick start"])
     if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        args.out.write_text(json.dumps(hashes, indent=1) + "\n")
     if args.before:
         before = json.loads(args.before.read_text())
-        if other := {case for case in found if found[case] != before[case]}:
+        if other := {case for case in hashes if hashes[case] != before[case]}:
             raise SystemExit(f"other weights than before: {', '.join(sorted(other))}")
-        print(f"the same weights as before: {len(found)} of {len(before)}")
+        print(f"the same weights as before: {len(hashes)} of {len(before)}")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from lockstep.config import plugins
 from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError, overrides_of
 from lockstep.launchers import start
-from lockstep.launchers.extend_run import further
-from lockstep.tools import import_path, notebook
+from lockstep.launchers.start import further
+from lockstep.tools import event_stream, import_path
 from lockstep.tools.event_stream import Event, Following
 from lockstep.tools.subprocess_job import Child
 from lockstep.track.report import history
@@ -73,7 +73,9 @@ def train(
     run = further(run, show or (lambda text: None))
     start.launcher_of(run).plan(run)
     following = Following(run.folder)
-    listening = [each for each in (on_event, notebook.bar(run.checkpoint.best) if show else None) if each is not None]
+    listening = [
+        each for each in (on_event, event_stream.bar(run.checkpoint.best) if show else None) if each is not None
+    ]
 
     def tell(events: Iterable[Event]) -> None:
         for event in events:
@@ -211,7 +213,7 @@ def replay(
     """A step of a run computed again, from the nearest checkpoint before it: a value with `model` (as it was before the
     step), `batch`, `gradients`, `losses` by row, and `same`: whether every fingerprint on the way is the one that was
     written down. The model is built, and its code runs, here. Errors: `RunError`."""
-    from lockstep.tools.replay import opened
+    from lockstep.tools.diff import opened
 
     _begins()
     return opened(_folder(output), step, overrides or {}, processes, strategy)

@@ -51,9 +51,9 @@ def _command(name: str, words: list[str]) -> int:
     warnings.showwarning = _note
     warnings.simplefilter("once", RenamedKey)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings about sockets come with stacks of C++
-    module = importlib.import_module(f"lockstep.tools.commands.{name}")
+    module = importlib.import_module(f"lockstep.tools.commands.{commands.file_of(name)}")
     parser = argparse.ArgumentParser(prog=f"lockstep {name}", description=commands.HELP[name])
-    module.arguments(parser)
+    getattr(module, f"{name}_arguments")(parser)
     if takes_run_file(parser):
         words = run_file.joined(parser, words)
     known, rest = parser.parse_known_args(words)
@@ -64,7 +64,7 @@ def _command(name: str, words: list[str]) -> int:
             known.words, rest = [*known.words, *rest], []  # nor these
         if rest:
             raise RunError(f"unknown argument {rest[0]!r}; see lockstep {name} --help")
-        status = module.main(known)
+        status: int = getattr(module, f"run_{name}")(known)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # `| head` has seen enough

@@ -12,7 +12,7 @@ from lockstep.checkpoint.checkpoint import check_resumable
 from lockstep.config.run import RunError
 from lockstep.data.prepare import prepare
 from lockstep.tasks.classification import Classification
-from lockstep.tools.commands.status import checkpoints, last_metrics
+from lockstep.tools.commands.while_it_runs import checkpoints, last_metrics
 from lockstep.track.jsonl import Jsonl
 from lockstep.track.report import history
 from support.harness import digest, tiny

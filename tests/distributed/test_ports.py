@@ -28,7 +28,7 @@ from lockstep.distributed import rendezvous as stores
 from lockstep.distributed.rendezvous import Sealed, Unreached
 from lockstep.distributed.world import World
 from lockstep.launchers import torchrun
-from lockstep.launchers.processes import elastic_rendezvous_state as meeting_state
+from lockstep.launchers.processes import elastic_rendezvous as meeting_state
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node, _parsed
 from support.harness import run_on, tiny
 

@@ -16,7 +16,7 @@ from lockstep.checkpoint.export import push
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
 from lockstep.distributed import job_record
-from lockstep.launchers.cloud import sbatch
+from lockstep.launchers import slurm
 from lockstep.launchers.slurm import log_of
 from lockstep.training.exported_model import finished
 from support.saving import run_in, trained
@@ -134,7 +134,7 @@ def test_a_link_is_not_pushed(linked: str, theirs: Path, tmp_path: Path, monkeyp
         push(theirs, "user/model", True, print)
 
 
-def job(folder: Path, **values: object) -> sbatch.Job:
+def job(folder: Path, **values: object) -> slurm.Job:
     asked = {
         "name": "run",
         "nodes": 1,
@@ -144,15 +144,13 @@ def job(folder: Path, **values: object) -> sbatch.Job:
         "here": Path("/"),
         "command": ["x"],
     }
-    return sbatch.Job(**(asked | values))  # type: ignore[arg-type]
+    return slurm.Job(**(asked | values))  # type: ignore[arg-type]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["$(touch ran)", "`touch ran`", 'a" ; touch ran; "', "a'; touch ran; '", "$HOME x"])
 def test_a_folder_s_name_runs_nothing_in_an_array_s_file(name: str, tmp_path: Path) -> None:
-    text = sbatch.text_of(
-        job(Path("/data") / name, array=[Path("/data") / name / "run.yaml"], command=["echo", "$run"])
-    )
+    text = slurm.text_of(job(Path("/data") / name, array=[Path("/data") / name / "run.yaml"], command=["echo", "$run"]))
     shown = 'printf "%s\\n" "$LOCKSTEP_FACT" "$run"\n'
     lines = [line for line in text.splitlines() if line.startswith(("export", "runs", "run=", ")", "  "))]
     script = "\n".join(line for line in lines if "scontrol" not in line) + "\n" + shown
@@ -164,10 +162,10 @@ def test_a_folder_s_name_runs_nothing_in_an_array_s_file(name: str, tmp_path: Pa
 
 def test_a_newline_ends_no_line_of_a_job_s_file(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no sbatch file can hold"):
-        sbatch.text_of(job(Path("/data/a\ntouch ran")))
+        slurm.text_of(job(Path("/data/a\ntouch ran")))
     with pytest.raises(RunError, match="no sbatch file can hold"):
-        sbatch.text_of(job(Path("/data"), here=Path("/a\ntouch ran")))
-    assert shlex.split(sbatch.text_of(job(Path("/data/a b"))).splitlines()[1].partition("again by hand:")[2]) == [
+        slurm.text_of(job(Path("/data"), here=Path("/a\ntouch ran")))
+    assert shlex.split(slurm.text_of(job(Path("/data/a b"))).splitlines()[1].partition("again by hand:")[2]) == [
         "sbatch",
         "/data/a b/job.sbatch",
     ]

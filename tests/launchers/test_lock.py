@@ -19,8 +19,7 @@ from lockstep.config.run import Run, RunError, keep
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import Process
 from lockstep.launchers.processes import output_lock
-from lockstep.launchers.processes.output import check_ours
-from lockstep.launchers.processes.output_lock import FILE, Holder, take
+from lockstep.launchers.processes.output_lock import FILE, Holder, check_ours, take
 from support.harness import TINY, tiny
 
 HOLD = """

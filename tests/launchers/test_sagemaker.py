@@ -19,7 +19,7 @@ from lockstep.launchers.cloud import aws
 from lockstep.launchers.cloud.sagemaker_job import STOPPED, fetch, new_lines, state_from
 from lockstep.launchers.cloud.sagemaker_request import check_request, name_of
 from lockstep.launchers.sagemaker import Sagemaker
-from lockstep.tools.commands import logs as logs_command
+from lockstep.tools.commands import while_it_runs as logs_command
 from support.golden import compare
 from support.sagemaker import LAUNCH, RUN, cloud, here, needs, request, run_of
 
@@ -332,4 +332,4 @@ def test_names_fit_and_depend_on_what_is_trained(here: Path) -> None:
     assert name_of(run_of()) == name_of(run_of(instance="ml.m5.4xlarge"))  # its checkpoints are found again
     assert name_of(run_of()) != name_of(load(None, [], RUN | {"seed": 1}))
     assert start.launcher_of(run_of()).submits
-    assert logs_command.main
+    assert logs_command.run_logs

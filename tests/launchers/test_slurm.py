@@ -12,7 +12,7 @@ from lockstep import __version__
 from lockstep.cli import main
 from lockstep.config.run import RunError
 from lockstep.distributed import job_record
-from lockstep.launchers.cloud import sbatch
+from lockstep.launchers import slurm
 from lockstep.launchers.processes import srun
 from lockstep.launchers.slurm import Slurm, array_plan, state_of
 from support import golden
@@ -102,13 +102,13 @@ def test_the_plan_is_printed_and_holds_no_secret(
     ],
 )
 def test_times(text: str, minutes: int) -> None:
-    assert sbatch.minutes_of(text) == minutes
+    assert slurm.minutes_of(text) == minutes
 
 
 @pytest.mark.parametrize("text", ["soon", "4 hours", "1:2:3:4", "0", "", "-1"])
 def test_no_times(text: str) -> None:
     with pytest.raises(ValueError, match="time"):
-        sbatch.minutes_of(text)
+        slurm.minutes_of(text)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

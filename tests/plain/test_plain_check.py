@@ -24,11 +24,13 @@ from lockstep.data import raw_rows
 from lockstep.data.prepare import prepare
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.world import World
+from lockstep.plain import module as plain_module
 from lockstep.plain.rows import NotCovered
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import adapters, chunked_loss, quantized, unpadded
+from lockstep.tasks.modules import wrapped_module
 from lockstep.tasks.task import Task
 from lockstep.training import export_check, plain_check, plain_sides
 from lockstep.training.errors import TrainingFailed
@@ -39,6 +41,7 @@ from lockstep.training.session import build_session, join_ranks
 from support.family_configs import GROUPED
 from support.harness import build, digest, run_on, tiny
 from support.marks import slow
+from support.own_modules import MEAN, NET, NET_FUNCTIONS, TOY, job
 from support.saving import trained
 from support.task_runs import TASKS, make
 
@@ -63,7 +66,7 @@ def on(source: Path, *overrides: str) -> Run:
 TINY_OF: dict[str, Any] = {"name": "adapted"}
 
 
-def looked_at(run: Run) -> tuple[Task, Strategy, list[plain_check.Difference]]:
+def looked_at(run: Run) -> tuple[Task, Strategy, list[plain_check.PlainDifference]]:
     """A built run, and what differs."""
     task, strategy = build(run, World(run))
     return task, strategy, differences(sides_of(run, task, strategy), strategy)
@@ -102,6 +105,25 @@ def blamed(run: Run) -> str:
 )
 def test_a_sound_classifier_passes(overrides: tuple[str, ...]) -> None:
     assert looked_at(tiny(*ONE, *overrides))[2] == []
+
+
+_SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
+_HEADS = {"num_key_value_heads": 2, "max_position_embeddings": 128}
+_TEXT = _SMALL | _HEADS | {"head_dim": 16, "layer_types": ["sliding_attention", "sliding_attention"]}
+FAMILIES = {
+    "ultravbert": {"text_config": _TEXT, "vision_config": _SMALL},  # a part has entries of the family's own
+    "phimoe": _SMALL | _HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2},  # routers draw noise in training
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_a_family_that_was_stopped_without_reason_passes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny(*ONE, f"model.type={family}", f"model.config={json.dumps(FAMILIES[family])}", "data.max_length=16")
+    task, strategy, found = looked_at(run)
+    assert found == []
+    monkeypatch.setattr(type(task), "loss_sum", scaled(type(task).loss_sum))
+    assert differences(sides_of(run, task, strategy), strategy)
 
 
 @pytest.mark.parametrize(
@@ -159,20 +181,20 @@ def test_every_other_task_passes_and_so_does_its_export(kind: str, loss_chunk: i
 def test_a_broken_mask_is_found_and_padding_named(monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny(*ONE)
     build(run, World(run))  # the trial of the family was before
-    monkeypatch.setattr(unpadded.Layout, "_biased", lambda layout, seen: None)
+    monkeypatch.setattr(unpadded.RowMap, "_biased", lambda layout, seen: None)
     assert "data.padding" in blamed(run)
 
 
 def test_a_mask_that_is_a_token_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny(*ONE)
     build(run, World(run))
-    biased = unpadded.Layout._biased
+    biased = unpadded.RowMap._biased
 
     def off(layout: Any, seen: Any) -> Any:
         found = biased(layout, seen)
         return None if found is None else found.roll(-1, -1)
 
-    monkeypatch.setattr(unpadded.Layout, "_biased", off)
+    monkeypatch.setattr(unpadded.RowMap, "_biased", off)
     assert "data.padding" in blamed(run)
 
 
@@ -347,6 +369,45 @@ def test_a_tokenizer_that_an_export_would_not_have_is_refused(tmp_path: Path) ->
     plain_sides.check_tokenizer(gpt2, task, job, examples)
 
 
+# -- a module of the user's --------------------------------------------------------------------------------------------
+
+SUM = TOY.replace("LOSS", "torch.nn.functional.mse_loss(outputs, answers, reduction='sum')")
+EACH = TOY.replace("LOSS", "(outputs - answers).square().mean(-1)")
+MODULES = {"mean": (MEAN, ()), "sum": (SUM, ()), "each": (EACH, ()), "net": (NET, NET_FUNCTIONS)}
+
+
+@pytest.mark.parametrize("kind", ["mean", "net", slow("sum"), slow("each")])
+def test_a_module_is_compared_with_its_own_functions(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one whose items draw, whose batch normalisation remembers, and whose batches are mappings."""
+    monkeypatch.syspath_prepend(tmp_path)
+    code, functions = MODULES[kind]
+    run = job(tmp_path, code, *ONE, functions=functions)
+    assert "equal those of your own functions" in checked(run)[0]
+    summed = wrapped_module.Calling.summed
+    monkeypatch.setattr(wrapped_module.Calling, "summed", lambda self, *a: summed(self, *a) * 1.001)
+    said, why = checked(run)
+    assert not said
+    assert "by your own functions alone" in why
+    assert "task.loss" in why
+
+
+@pytest.mark.parametrize(("twice", "total"), [(1.0, 3.0), (2.0, 1.0), (2**0.5, None)])
+def test_what_a_loss_is_divided_by_shows_in_an_item_twice(
+    twice: float, total: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mean of 1 over 3 targets comes to 3, a sum of 1 to 1; what is neither is not compared."""
+    monkeypatch.setattr(plain_module, "_value", lambda job, model, batch, device: torch.tensor(batch[0]))
+    batch = {"batch": (1.0, 3), "alone": (1.0, 1), "twice": (twice, 2)}
+    if total is None:
+        with pytest.raises(NotCovered, match="neither the mean nor the sum"):
+            plain_module.batch_loss(None, torch.nn.Linear(1, 1), [batch], "cpu")
+    else:
+        value, count = plain_module.batch_loss(None, torch.nn.Linear(1, 1), [batch], "cpu")
+        assert (float(value), count) == (total, 3)
+
+
 # -- what is left behind -----------------------------------------------------------------------------------------------
 
 
@@ -418,6 +479,18 @@ def test_a_sound_adapter_is_exported(export: str, source: Path, tmp_path: Path) 
     assert "3 examples" in compared.text
 
 
+def test_scores_of_an_export_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of scikit-learn on what the export says, beside those of the run's own evaluation."""
+    run = tiny(*ONE)
+    task, found, folder = exported(run, tmp_path)
+    compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
+    assert "all together its accuracy, macro_f1" in compared.text
+    wrong = replace(found, scores=found.scores | {"accuracy": found.scores["accuracy"] / 2 + 0.1})
+    compared = export_check.compare(run, task, wrong, folder, torch.device("cpu"))
+    assert not compared.agrees
+    assert "but other scores: accuracy" in compared.text
+
+
 def other_weight(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["score.weight"] *= 1.1
@@ -466,7 +539,7 @@ def started(world: World, run: Run, broken: bool) -> tuple[str, bool]:
     join_ranks(job, world)
     session = build_session(job, world)
     if broken:
-        unpadded.Layout._biased = lambda layout, seen: None  # type: ignore[method-assign,assignment]
+        unpadded.RowMap._biased = lambda layout, seen: None  # type: ignore[method-assign,assignment]
     try:
         return plain_check.check(session, cause), True
     except TrainingFailed as caught:

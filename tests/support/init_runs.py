@@ -13,9 +13,9 @@ from lockstep.config.run import Run, load
 from lockstep.data.arrow_cache import examples_in
 from lockstep.data.order import Order, total_steps
 from lockstep.data.prepare import prepare
-from lockstep.tools.init import machine_defaults, prompts
+from lockstep.tools.init import questions
 
-LAPTOP = machine_defaults.MachineInfo(cores=2, gpus=0, bf16=False, hub=False)
+LAPTOP = questions.MachineInfo(cores=2, gpus=0, bf16=False, hub=False)
 
 
 FEELINGS = ["sadness", "joy"]
@@ -44,7 +44,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
             raise EOFError
         return left.pop(0)
 
-    monkeypatch.setattr(prompts, "can_ask", lambda: True)
+    monkeypatch.setattr(questions, "can_ask", lambda: True)
     monkeypatch.setattr("builtins.input", answer)
     return asked
 
@@ -71,5 +71,5 @@ def check_arithmetic(path: Path) -> None:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to write to, on a laptop without a network."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: LAPTOP))
+    monkeypatch.setattr(questions.MachineInfo, "look", staticmethod(lambda: LAPTOP))
     return tmp_path

@@ -18,8 +18,9 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks import image_classification
+from lockstep.tools import against_plain
 from lockstep.tools.init import init as starter
-from lockstep.tools.init.machine_defaults import MachineInfo
+from lockstep.tools.init.questions import MachineInfo
 from lockstep.training.predicting import predictions
 from support.harness import run_on, works
 from support.marks import slow
@@ -299,3 +300,16 @@ def wrong_pixels(world: World, run: Run) -> str:
     except TrainingFailed as caught:
         return "found" if "as this run computes it" in str(caught) else str(caught)
     return "nothing"
+
+
+def test_folders_of_classes_are_compared_with_the_plain_reference(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step and by `verify`."""
+    run = job(folders, tmp_path)
+    found = against_plain.differences(run)
+    assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
+    assert {"loss", "accuracy", "macro_f1"} <= {*found.scores}
+    summed: Any = image_classification.ImageClassification.loss_sum
+    monkeypatch.setattr(image_classification.ImageClassification, "loss_sum", lambda self, *a: summed(self, *a) / 2)
+    assert against_plain.differences(run).differences

@@ -15,7 +15,7 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks import own_metrics
 from lockstep.tasks.models.qa_spans import normal
-from lockstep.track.report import predictions
+from lockstep.track.report import panels
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate, evaluate_with_tables
 from support import own_scores
@@ -181,7 +181,7 @@ def test_each_kind_of_entity_has_its_scores(alone: dict, tables: dict) -> None:
     right, given, there = (of_kinds[key][0] for key in ("right", "given", "examples"))
     assert there > 0
     assert alone["token_classification"]["f1"] == (2 * right / (there + given) if there + given else 0.0)
-    (panel,) = predictions.panels({"validation": tables["token_classification"]})
+    (panel,) = panels.panels({"validation": tables["token_classification"]})
     assert panel["labels"]["rows"][0][0] == "ANIMAL"
     assert "F1 of each kind of entity" in panel["labels"]["bars"]
 

@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.distributed.world import World
-from lockstep.tools.doctor import between_ranks, doctor, machine
+from lockstep.tools import doctor, machine_info
 from support.harness import lockstep_environment, run_on
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -23,8 +23,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the seconds that importing torch takes, and without a look at the network."""
-    monkeypatch.setattr(machine, "_TORCH", "print('{}')")
-    monkeypatch.setattr(machine, "network", lambda: {"host_resolves": "127.0.0.1"})
+    monkeypatch.setattr(machine_info, "_TORCH", "print('{}')")
+    monkeypatch.setattr(machine_info, "network", lambda: {"host_resolves": "127.0.0.1"})
 
 
 def report(capfd: pytest.CaptureFixture[str], folder: Path, status: int = 0) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def report(capfd: pytest.CaptureFixture[str], folder: Path, status: int = 0) -> 
 def test_it_says_what_is_here(quick: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = report(capfd, tmp_path)
     assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
-    assert found["packages"]["torch"] == machine.version("torch")
+    assert found["packages"]["torch"] == machine_info.version("torch")
     assert found["memory"]["total_gb"] > 0
     assert all(found["folder"][key] > 0 for key in ("write_mb_s", "read_mb_s", "sync_ms", "free_gb"))
     assert found["problems"] == []
@@ -45,8 +45,8 @@ def test_it_says_what_is_here(quick: None, tmp_path: Path, capfd: pytest.Capture
 
 @pytest.mark.processes
 def test_torch_is_looked_at_in_a_process_of_its_own() -> None:
-    found = machine.torch_facts(200)
-    assert found["version"] == machine.version("torch")
+    found = machine_info.torch_facts(200)
+    assert found["version"] == machine_info.version("torch")
     assert "gloo" in found["backends"]
     assert found["core_gflops"]["fp32"] > 0
 
@@ -79,9 +79,9 @@ def test_tokens_are_seen_and_not_shown(
     ],
 )
 def test_a_torch_that_hangs_or_dies_is_a_line(code: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_TORCH", code)
+    monkeypatch.setattr(machine_info, "_TORCH", code)
     seconds = 0.5 if "sleep" in code else 60
-    found = machine.bounded(lambda: machine.torch_facts(seconds), seconds + 5)
+    found = machine_info.bounded(lambda: machine_info.torch_facts(seconds), seconds + 5)
     assert wanted in found["failed"]
 
 
@@ -93,7 +93,7 @@ def test_a_probe_that_fails_is_a_problem_and_the_others_go_on(
     def broken(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(machine, section, broken)
+    monkeypatch.setattr(machine_info, section, broken)
     found = report(capfd, tmp_path)
     name = "folder" if section == "file_system" else section
     assert [problem for problem in found["problems"] if "Input/output error" in problem] == [
@@ -111,7 +111,7 @@ def test_a_probe_that_hangs_is_left_behind() -> None:
         ended.set()
         return {}
 
-    assert machine.bounded(hangs, 0.1) == {"failed": "no answer in 0.1 s"}
+    assert machine_info.bounded(hangs, 0.1) == {"failed": "no answer in 0.1 s"}
     assert not ended.is_set()
     go.set()
 
@@ -121,7 +121,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert "No space" in machine.bounded(lambda: machine.file_system(tmp_path), 20)["failed"]
+    assert "No space" in machine_info.bounded(lambda: machine_info.file_system(tmp_path), 20)["failed"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -137,7 +137,7 @@ def test_bad_usage(words: list[str], wanted: str, capfd: pytest.CaptureFixture[s
 
 
 def alike(world: World, folder: str) -> dict[str, Any]:
-    return between_ranks.probe(world, Path(folder), seconds=0.1)
+    return doctor.probe(world, Path(folder), seconds=0.1)
 
 
 @pytest.mark.processes
@@ -157,15 +157,15 @@ def one_is_odd(world: World, folder: str) -> dict[str, Any]:
     if world.rank == 1:
         world.host = "other-host"
         os.environ["OMP_NUM_THREADS"] = "7"
-        between_ranks.platform = SimpleNamespace(python_version=lambda: "3.99", system=str, release=str)  # type: ignore[assignment]
-        between_ranks.time = SimpleNamespace(  # type: ignore[assignment]
+        doctor.platform = SimpleNamespace(python_version=lambda: "3.99", system=str, release=str)  # type: ignore[assignment]
+        doctor.time = SimpleNamespace(  # type: ignore[assignment]
             time=lambda: time.time() + 5, time_ns=time.time_ns, perf_counter=time.perf_counter
         )
         folder += "/elsewhere"
         Path(folder).mkdir()
     else:
         world.host = "host"
-    return between_ranks.probe(world, Path(folder), seconds=0.1)
+    return doctor.probe(world, Path(folder), seconds=0.1)
 
 
 @pytest.mark.processes
@@ -202,7 +202,7 @@ def test_under_a_launcher_a_different_version_is_status_1(tmp_path: Path, cache:
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.0.1\n")
     (tmp_path / "rank.py").write_text(
-        "import os, sys\nfrom lockstep.tools.doctor import machine\nfrom lockstep.cli import main\n"
+        "import os, sys\nfrom lockstep.tools import machine_info as machine\nfrom lockstep.cli import main\n"
         "machine._TORCH = \"print('{}')\"\n"
         "if os.environ['RANK'] == '1': sys.path.insert(0, 'fake')\n"
         "status = main(['doctor', '--json', '--device', 'cpu'])\n"
@@ -215,7 +215,7 @@ def test_under_a_launcher_a_different_version_is_status_1(tmp_path: Path, cache:
     found = json.loads(done.stdout)  # one rank speaks
     assert [each["what"] for each in found["ranks"]["differs"]] == ["transformers"]
     sides = found["ranks"]["differs"][0]["sides"]
-    assert [side["value"] for side in sides] == [machine.version("transformers"), "0.0.1"]
+    assert [side["value"] for side in sides] == [machine_info.version("transformers"), "0.0.1"]
     assert [(tmp_path / f"status-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
 
 

@@ -12,7 +12,7 @@ import pytest
 import lockstep
 from lockstep import api
 from lockstep.distributed import job_record
-from lockstep.tools import notebook
+from lockstep.tools import event_stream
 from lockstep.tools.event_stream import Event, Following
 from support.command import TINY
 from support.harness import lockstep_environment
@@ -97,8 +97,8 @@ def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
 # -- in a notebook ---------------------------------------------------------------------------------------------------
 
 
-def shown(*events: Event) -> notebook.Bar:
-    bar = notebook.Bar()
+def shown(*events: Event) -> event_stream.Bar:
+    bar = event_stream.Bar()
     for event in events:
         bar(event)
     return bar
@@ -117,8 +117,8 @@ def test_the_bar_says_how_far_it_is_and_how_good() -> None:
 
 
 def test_there_is_a_bar_in_a_notebook_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert notebook.bar() is None
-    replaced: list[notebook.Bar] = []
+    assert event_stream.bar() is None
+    replaced: list[event_stream.Bar] = []
     handle = SimpleNamespace(update=replaced.append)
     shells: list[tuple[dict[str, Any], bool]] = [({}, False), ({"IPKernelApp": {}}, True)]  # a REPL, a kernel
     for config, there in shells:
@@ -126,7 +126,7 @@ def test_there_is_a_bar_in_a_notebook_and_nowhere_else(monkeypatch: pytest.Monke
         monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
         display = SimpleNamespace(display=lambda what, display_id: handle)
         monkeypatch.setitem(sys.modules, "IPython.display", display)
-        found = notebook.bar()
+        found = event_stream.bar()
         assert (found is not None) is there
     assert found is not None
     found(Event("step", 1, 2, "train", {"loss": 0.5}))

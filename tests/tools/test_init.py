@@ -9,14 +9,14 @@ import pytest
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.tasks.classification import Classification
-from lockstep.tools.init import machine_defaults
+from lockstep.tools.init import questions
 from support.contributed import example
 from support.harness import lockstep_environment
 from support.init_runs import EMOTION, answering, here, jsonl, written
 
 __all__ = ["here"]  # fixtures
 
-SERVER = machine_defaults.MachineInfo(cores=64, gpus=16, bf16=True, hub=True)
+SERVER = questions.MachineInfo(cores=64, gpus=16, bf16=True, hub=True)
 
 
 # rows -> the `task` section that is guessed
@@ -167,7 +167,7 @@ def test_what_cannot_be_is_one_message(
 
 
 def test_a_machine_with_gpus_and_a_network(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: SERVER))
+    monkeypatch.setattr(questions.MachineInfo, "look", staticmethod(lambda: SERVER))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     jsonl(here / "data", EMOTION * 20)
     run = written("--data", "data")
@@ -178,15 +178,15 @@ def test_a_machine_with_gpus_and_a_network(here: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8, 12, 16])
 def test_micro_batches_are_a_power_of_two_with_room_to_grow(processes: int) -> None:
-    here = machine_defaults.MachineInfo(cores=64, gpus=processes, bf16=True, hub=True)
+    here = questions.MachineInfo(cores=64, gpus=processes, bf16=True, hub=True)
     filled = {"batch_size": 1, "micro_batches": 1, "epochs": 3, "task": {"name": "classification"}}
-    found = machine_defaults.with_steps(filled, 10_000, here)
+    found = questions.with_steps(filled, 10_000, here)
     assert found["micro_batches"].bit_count() == 1
     assert 2 * here.processes <= found["micro_batches"] <= found["batch_size"]
 
 
 def test_t5_is_asked_in_its_own_words(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: SERVER))
+    monkeypatch.setattr(questions.MachineInfo, "look", staticmethod(lambda: SERVER))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     jsonl(here / "data", COLUMNS["two languages"][0])
     assert written("--data", "data").task.options["prefix"] == "translate English to German: "

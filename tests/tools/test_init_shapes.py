@@ -16,7 +16,7 @@ from lockstep.config import plugins
 from lockstep.config.run import RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.tasks.models import models
-from lockstep.tools.init import columns, detect_layout, fit, machine_defaults, prompts
+from lockstep.tools.init import columns, detect_layout, questions
 from lockstep.tools.init.init import _unread
 from lockstep.track.console import Console
 from support.harness import lockstep_environment
@@ -90,7 +90,7 @@ def test_files_side_by_side(here: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_without_sacrebleu_there_is_no_bleu(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(machine_defaults.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(questions.importlib.util, "find_spec", lambda name: None)
     jsonl(here / "data", [{"source": f"the house {i}", "target": f"das Haus {i}"} for i in range(40)])
     assert written("--data", "data").task.options["bleu"] is False
     assert "sacrebleu is not installed" in capsys.readouterr().out
@@ -246,7 +246,7 @@ def looked(**kinds: str) -> columns.Look:
     ],
 )
 def test_what_might_be_otherwise_is_a_doubt(kinds: dict[str, str], keys: dict[str, str], doubts: set[str]) -> None:
-    task, found = fit.guess(looked(**kinds))
+    task, found = columns.guess(looked(**kinds))
     assert task == "classification"
     assert keys.items() <= found.keys.items()
     assert set(found.doubts) == doubts
@@ -335,14 +335,14 @@ def test_answers_without_end_are_no_answers() -> None:
         raise RunError(f"{text} will not do")
 
     with pytest.raises(RunError, match="x will not do"):
-        prompts.Prompter(lambda question, default: "x", Console(False)).answer("What?", "", never)
+        questions.Prompter(lambda question, default: "x", Console(False)).answer("What?", "", never)
 
 
 def test_a_question_of_yes_and_no() -> None:
     answers = iter(["perhaps", "Y", "n"])
-    asked = prompts.Prompter(lambda question, default: next(answers), Console(False))
+    asked = questions.Prompter(lambda question, default: next(answers), Console(False))
     assert (asked.sure("?", False), asked.sure("?", True)) == (True, False)
-    assert prompts.Prompter(None, Console(False)).sure("?", True)
+    assert questions.Prompter(None, Console(False)).sure("?", True)
 
 
 def test_rows_are_looked_at_from_beginning_to_end(here: Path) -> None:
@@ -355,7 +355,7 @@ def test_rows_are_looked_at_from_beginning_to_end(here: Path) -> None:
 def test_a_column_that_never_changes_is_in_no_doubt(here: Path) -> None:
     jsonl(here / "data", [{"body": f"t {i}", "lang": "en", "label": i % 3} for i in range(60)])
     found = columns.look(load(None, {}, {"data": {"source": "data"}, "model": {"type": "gpt2"}}).data)
-    assert fit.guess(found) == ("classification", fit.Fit({"text": "body", "label": "label"}))
+    assert columns.guess(found) == ("classification", columns.Fit({"text": "body", "label": "label"}))
 
 
 def test_columns_that_are_read_where_no_key_names_them_are_not_called_unread() -> None:

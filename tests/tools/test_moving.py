@@ -12,7 +12,7 @@ from lockstep.cli import main
 from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
-from lockstep.tools.import_config import axolotl, engines, llama_factory, trainer, trl
+from lockstep.tools.import_config import axolotl, command_line, trainer
 from lockstep.tools.import_config.table import Row, Table
 from support.places import ROOT
 
@@ -20,10 +20,10 @@ PAGE = (ROOT / "docs/coming-from.md").read_text()
 TABLES: dict[str, Table] = {
     "Trainer": trainer.TABLE,
     "axolotl": axolotl.TABLE,
-    "LLaMA-Factory": llama_factory.TABLE,
-    "TRL": trl.TABLE,
-    "Accelerate": engines.ACCELERATE,
-    "DeepSpeed": engines.DEEPSPEED,
+    "LLaMA-Factory": axolotl.LLAMA_FACTORY,
+    "TRL": trainer.TRL,
+    "Accelerate": command_line.ACCELERATE,
+    "DeepSpeed": command_line.DEEPSPEED,
 }
 BLOCKS = re.findall(r"```(yaml|python)\n(.*?)```", PAGE, re.S)
 OURS = {

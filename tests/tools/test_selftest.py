@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.tools.doctor import machine, selftest
+from lockstep.tools import doctor, machine_info
 from support.command import ended, start
 from support.places import TESTS_PATH
 
@@ -17,10 +17,10 @@ from support.places import TESTS_PATH
 QUICK = """
 import sys
 from lockstep.cli import main
-from lockstep.tools.doctor import machine, selftest
-selftest.PRECISIONS = ("fp32",)
-machine._TORCH = "print('{}')"
-machine.network = lambda: {"host_resolves": "127.0.0.1"}
+from lockstep.tools import doctor, machine_info
+doctor.PRECISIONS = ("fp32",)
+machine_info._TORCH = "print('{}')"
+machine_info.network = lambda: {"host_resolves": "127.0.0.1"}
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -57,15 +57,15 @@ def test_each_strategy_is_told_as_it_is(tmp_path: Path, cache: Path) -> None:
 def test_one_that_hangs_is_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    job, limit = selftest._job, 0.5
+    job, limit = doctor._job, 0.5
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
-    monkeypatch.setattr(selftest, "PRECISIONS", ("fp32",))
-    monkeypatch.setattr(machine, "_TORCH", "print('{}')")
-    monkeypatch.setattr(machine, "network", lambda: {"host_resolves": "127.0.0.1"})
+    monkeypatch.setattr(doctor, "PRECISIONS", ("fp32",))
+    monkeypatch.setattr(machine_info, "_TORCH", "print('{}')")
+    monkeypatch.setattr(machine_info, "network", lambda: {"host_resolves": "127.0.0.1"})
     monkeypatch.setattr(
-        selftest, "_job", lambda kind, run, folder: ("", []) if kind == "alone" else job(kind, run, folder)
+        doctor, "_job", lambda kind, run, folder: ("", []) if kind == "alone" else job(kind, run, folder)
     )
-    monkeypatch.setattr(selftest, "LIMIT_S", limit)
+    monkeypatch.setattr(doctor, "LIMIT_S", limit)
     words = ["--page", str(tmp_path / "page.html"), "--device", "cpu", "--strategies", "allreduce"]
     assert main(["doctor", "--selftest", *words]) == 1
     assert "took too long" in capfd.readouterr().out
@@ -76,10 +76,10 @@ def test_gpus_that_are_fewer_are_shared(monkeypatch: pytest.MonkeyPatch) -> None
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert selftest.asked("ddp", "bf16", 5, "auto").launch.processes_per_gpu == 3
-    assert selftest.asked("ddp", "bf16", 5, "auto").micro_batches == 8
-    assert selftest.asked("single", "fp32", 5, "auto").launch.processes == 1
-    assert selftest.asked("ddp", "fp32", 2, "cpu").launch.processes_per_gpu == 1
+    assert doctor.asked("ddp", "bf16", 5, "auto").launch.processes_per_gpu == 3
+    assert doctor.asked("ddp", "bf16", 5, "auto").micro_batches == 8
+    assert doctor.asked("single", "fp32", 5, "auto").launch.processes == 1
+    assert doctor.asked("ddp", "fp32", 2, "cpu").launch.processes_per_gpu == 1
 
 
 @pytest.mark.parametrize(

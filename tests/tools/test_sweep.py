@@ -12,11 +12,9 @@ import yaml
 
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
-from lockstep.tools.sweep import search
-from lockstep.tools.sweep.grid import format_value, parse, product
-from lockstep.tools.sweep.slots import Slots
-from lockstep.tools.sweep.sweep_file import Range, read
-from lockstep.tools.sweep.trial_names import name_of
+from lockstep.tools.sweep import sweep_file
+from lockstep.tools.sweep.sweep import Slots
+from lockstep.tools.sweep.sweep_file import Range, format_value, name_of, parse, product, read
 from support.command import LOCKSTEP, bits, ended, finish, start, until, write
 from support.harness import TINY
 
@@ -177,8 +175,8 @@ def test_names_are_short_distinct_and_the_same_every_time() -> None:
 def test_trials_at_once_share_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = NOTHING | {"over": ["seed=1,2"], "parallel": 2}
     values = TINY | {"launch": {"processes": "auto"}}
-    monkeypatch.setattr("lockstep.tools.sweep.slots.visible", lambda run: ["4", "5", "6", "7"])
-    monkeypatch.setattr("lockstep.tools.sweep.slots.processes_of", lambda run: 4)
+    monkeypatch.setattr("lockstep.tools.sweep.sweep.visible", lambda run: ["4", "5", "6", "7"])
+    monkeypatch.setattr("lockstep.tools.sweep.sweep.processes_of", lambda run: 4)
     slots = Slots(read(None, values, [], options))
     assert slots.keys({"seed": 1}) == {"launch.processes": 2}
     assert [slots.variables(i)["CUDA_VISIBLE_DEVICES"] for i in (0, 1)] == ["4,5", "6,7"]
@@ -228,7 +226,7 @@ def test_a_search_depends_on_its_seed_and_on_what_was_found() -> None:
     def tried(count: int, known: list[Any] | None = None) -> list[Any]:
         found = list(known or [])
         while len(found) < count:
-            keys = search.propose(over, found, 7, more_is_better=False)
+            keys = sweep_file.propose(over, found, 7, more_is_better=False)
             assert 1e-5 <= keys["rate"] <= 1e-1
             assert keys["size"] in (16, 32)
             assert keys["depth"] in (1, 2, 3, 4)
@@ -238,12 +236,12 @@ def test_a_search_depends_on_its_seed_and_on_what_was_found() -> None:
     whole = tried(30)
     assert tried(30, whole[:12]) == whole  # as if it had not been stopped
     assert min(value for _, value in whole) < 1e-3
-    assert search.propose(over, whole, 8, False) != search.propose(over, whole, 7, False)
+    assert sweep_file.propose(over, whole, 8, False) != sweep_file.propose(over, whole, 7, False)
     running = [*whole, ({"rate": 1e-3, "size": 16, "depth": 1}, None)]
-    assert search.propose(over, running, 7, more_is_better=False)
+    assert sweep_file.propose(over, running, 7, more_is_better=False)
 
 
 def test_a_search_tries_both_ends_of_a_range_first() -> None:
-    corners = search.corners({"optim.max_grad_norm": Range(low=-1, high=1), "seed": [1, 2]})
+    corners = sweep_file.corners({"optim.max_grad_norm": Range(low=-1, high=1), "seed": [1, 2]})
     assert {corner["optim.max_grad_norm"] for corner in corners} == {-1, 1}
     assert {corner["seed"] for corner in corners} == {1, 2}

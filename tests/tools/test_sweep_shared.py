@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config.run import load
-from lockstep.tools.sweep import prefixes
+from lockstep.tools.sweep import sweep
 from support.branches import began_at, weights_of
 from support.command import LOCKSTEP, ended, start, until
 from support.harness import TINY
@@ -22,8 +22,8 @@ VALUES = TINY | {"optim": RATE, "micro_batches": 4, "strategy": "single"}
 VALUES |= {"launch": {"device": "cpu", "threads": 1, "processes": 1}}
 
 
-def tree_of(*each: dict[str, Any], **values: Any) -> prefixes.Tree:
-    return prefixes.shared_steps({f"t{i}": load(None, keys, VALUES | values) for i, keys in enumerate(each)})
+def tree_of(*each: dict[str, Any], **values: Any) -> sweep.Tree:
+    return sweep.shared_steps({f"t{i}": load(None, keys, VALUES | values) for i, keys in enumerate(each)})
 
 
 def steps(count: int, decay: int, **keys: Any) -> dict[str, Any]:

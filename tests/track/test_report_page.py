@@ -10,8 +10,8 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.distributed import job_record
-from lockstep.tools.commands import report as command
-from lockstep.track.report import charts, panels, predictions
+from lockstep.tools.commands import while_it_runs as command
+from lockstep.track.report import charts, panels
 from lockstep.track.report.charts import ChartStyle, lines
 from lockstep.track.report.history import read
 from lockstep.track.report.report import Live, write_report
@@ -274,7 +274,7 @@ def test_rates_are_drawn_beside_those_that_are_planned(tmp_path: Path) -> None:
 
 def test_what_a_task_draws_stands_among_its_predictions() -> None:
     plot = {"title": "recall", "x": "texts looked at", "lines": {"recall": [[1, 0.2], [10, 0.7]]}}
-    (panel,) = predictions.panels({"validation": {"plots": [plot]}, "test": {"confusion": {}}})
+    (panel,) = panels.panels({"validation": {"plots": [plot]}, "test": {"confusion": {}}})
     assert panel["split"] == "validation"
     (chart,) = panel["charts"]
     assert "<figcaption>recall</figcaption>" in chart

@@ -18,7 +18,7 @@ from lockstep.config.run import load
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import TRAIN, JobRecord, Process, State
 from lockstep.distributed.world import World
-from lockstep.tools.commands.status import advice, run_of
+from lockstep.tools.commands.while_it_runs import advice, run_and_record
 from lockstep.training.rank import note_end
 from support.command import LOCKSTEP, STEPS, TORCHRUN, bits, ended, saved, start, step_of, train, until, write
 from support.harness import tiny
@@ -231,7 +231,7 @@ def test_advice_is_a_command_that_trains_into_this_folder(tmp_path: Path, monkey
     (folder / "run.yaml").write_text(tiny("output=out").dump())
     for place, output in ((folder, "."), (tmp_path, "a folder"), (tmp_path, str(folder))):
         monkeypatch.chdir(place)
-        run, _ = run_of(output)
+        run, _ = run_and_record(output)
         said = advice(run, State("gone"), False, 7)
         words = shlex.split(said.split("`")[1])
         assert words[:2] == ["lockstep", "train"]
@@ -302,7 +302,7 @@ def test_advice_on_a_run_that_is_done_without_its_last_checkpoint(tmp_path: Path
     (tmp_path / "run.yaml").write_text(tiny(f"output={tmp_path}").dump())
     (tmp_path / "export").mkdir()
     (tmp_path / "export/config.json").write_text("{}")
-    run, _ = run_of(str(tmp_path))
+    run, _ = run_and_record(str(tmp_path))
     said = advice(run, State("done", status=0), False, None)
     assert said.startswith(f"the model is in {tmp_path}/export, its checkpoint is not here")
     assert said.endswith("trains again from the start")

@@ -17,7 +17,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import NotFinite, strategy_class
-from lockstep.tools import attest, diff, golden, replay, verify
+from lockstep.tools import attest, diff, verify
 from lockstep.tools.bench import calibrate
 from lockstep.tools.sweep import sweep
 from lockstep.tools.sweep.sweep_file import read as read_sweep
@@ -25,7 +25,7 @@ from lockstep.track.best import Best
 from lockstep.track.console import Console
 from lockstep.training import fingerprints
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.recording import Recording, Step
+from lockstep.training.recording import RecordedStep, Recording
 from lockstep.training.recording import read as read_recording
 from lockstep.training.throughput import Spikes
 from support.command import bits, lines, train, write
@@ -198,7 +198,7 @@ def test_a_jump_is_told_from_a_wander() -> None:
 def recording(folder: Path, weight: float, loss: float = 1.0, buffer: float = 0.0) -> Path:
     """What a job of one step wrote down for `lockstep verify`, whose last weight, loss and buffer are these."""
     folder.mkdir()
-    step = Step(0, loss, 1.0, 8.0, 8.0)
+    step = RecordedStep(0, loss, 1.0, 8.0, 8.0)
     found = Recording("ddp", 2, True, 0.0, {"loss": 1.0, "r2": math.nan}, [step], {}, None, None, [])
     (folder / "recording.json").write_text(json.dumps(asdict(found)))
     weights = {"weight.w": torch.tensor([1.0, weight]), "weight.b": torch.tensor([buffer])}
@@ -230,22 +230,22 @@ def test_what_is_not_finite_passes_nowhere(
         assert verify.tell(console, *folders) == 1, values
         assert "All is as promised" not in (said := capsys.readouterr().out)
         assert "not finite" in said
-    hashed = list(golden._steps(verified[0], read_recording(verified[0])))
+    hashed = list(verify._steps(verified[0], read_recording(verified[0])))
     assert len(hashed[0]["tensors"]) == 3
     with pytest.raises(RunError, match="is not finite"):
-        list(golden._steps(tmp_path / "1-0", read_recording(tmp_path / "1-0")))
+        list(verify._steps(tmp_path / "1-0", read_recording(tmp_path / "1-0")))
     with pytest.raises(RunError, match="is not finite"):
-        list(golden._steps(tmp_path / "2-0", read_recording(tmp_path / "2-0")))
+        list(verify._steps(tmp_path / "2-0", read_recording(tmp_path / "2-0")))
 
     a, b = (output(tmp_path / name, 1.0, bad) for name in "ab")
     assert diff.diff(a, b, [], look=False) == 1
     assert "step 2: loss or gradient norm is not finite" in " ".join(capsys.readouterr().out.split())
     assert diff.diff(*(output(tmp_path / name, 1.0, 2.0) for name in "cd"), [], look=False) == 0
     good, line = fingerprints.line(1, 1.0, 1.0), fingerprints.line(1, bad, 1.0)
-    assert replay.first_wrong([{"now": good | {"finite": True}, "then": good}]) is None
-    assert "not finite" in str(replay.first_wrong([{"now": line, "then": line}]))  # audit asks this, too
-    assert "not finite" in str(replay.first_wrong([{"now": good | {"finite": False}, "then": good}]))
-    assert replay.first_wrong([{"now": line, "then": line}], skips=True) is None  # a loss scale leaves such steps out
+    assert diff.first_wrong([{"now": good | {"finite": True}, "then": good}]) is None
+    assert "not finite" in str(diff.first_wrong([{"now": line, "then": line}]))  # audit asks this, too
+    assert "not finite" in str(diff.first_wrong([{"now": good | {"finite": False}, "then": good}]))
+    assert diff.first_wrong([{"now": line, "then": line}], skips=True) is None  # a loss scale leaves such steps out
     assert "not finite" in str(attest._of_numbers(a))
     assert attest._of_numbers(tmp_path / "c") is None
 

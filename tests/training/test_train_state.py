@@ -11,7 +11,7 @@ from lockstep.checkpoint.manifest import Manifest
 from lockstep.config.run import Run, load
 from lockstep.data.batch import StepResult
 from lockstep.training.fingerprints import Fingerprints
-from lockstep.training.hooks import Hooks
+from lockstep.training.hooks import StepHooks
 from lockstep.training.train_state import CHECKPOINT, EVALUATION, TrainState
 
 BATCH: Any = SimpleNamespace(examples=4, tokens=40, padded=48, padded_by_chance=60, targets_of=None)
@@ -158,10 +158,10 @@ def test_hooks_have_one_order() -> None:
     assert names == ["Average", "Log", "Profile", "SaveInFlight", "Evaluate", "Checkpoint"]
 
 
-def hooks() -> Hooks:
+def hooks() -> StepHooks:
     world = SimpleNamespace(rank=0, device=torch.device("cpu"))
     session: Any = SimpleNamespace(run=run_of(), world=world, strategy=SimpleNamespace(phases=None))
-    return Hooks(session, state_of(session.run), None)
+    return StepHooks(session, state_of(session.run), None)
 
 
 def test_the_average_follows_a_step_once() -> None:

@@ -353,7 +353,7 @@ class LaunchSection(PluginSection):
     def _copies_have_a_use(self) -> LaunchSection:
         if self.replicate_every and self.on_rank_failure != "continue":
             raise ValueError(
-                "launch.replicate_every: copies are for ranks that go on without a lost one; "
+                "replicate_every: copies are for ranks that go on without a lost one; "
                 "set launch.on_rank_failure=continue"
             )
         return self

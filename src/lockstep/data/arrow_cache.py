@@ -107,7 +107,7 @@ def table_of(path: Path) -> pa.Table:
         return pa.ipc.open_stream(mapped).read_all()
 
 
-class Numbers(np.lib.mixins.NDArrayOperatorsMixin):
+class NumberColumn(np.lib.mixins.NDArrayOperatorsMixin):
     """One number an example, read for the rows that are asked for. Anything else that arrays do is done to all of them
     at once, in memory."""
 
@@ -144,7 +144,7 @@ class Numbers(np.lib.mixins.NDArrayOperatorsMixin):
                 yield first, self._numbers(shard, np.arange(stop - first))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **options: Any) -> Any:
-        return getattr(ufunc, method)(*(np.asarray(g) if isinstance(g, Numbers) else g for g in given), **options)
+        return getattr(ufunc, method)(*(np.asarray(g) if isinstance(g, NumberColumn) else g for g in given), **options)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -179,12 +179,12 @@ class Columns:
         if len(sides) == 1:
             return sides[0].lengths
         if not sides:  # no tokens: every example counts the same
-            return Numbers(self._shards, lambda shard, rows: np.ones(len(rows), dtype=np.int32))
+            return NumberColumn(self._shards, lambda shard, rows: np.ones(len(rows), dtype=np.int32))
 
         def both(shard: int, rows: np.ndarray) -> np.ndarray:
             return np.asarray(sum(side.lengths_in(shard, rows) for side in sides), dtype=np.int32)
 
-        return Numbers(self._shards, both)
+        return NumberColumn(self._shards, both)
 
     @property
     def mean_length(self) -> float:
@@ -203,7 +203,7 @@ class Columns:
 
     def flat(self, name: str) -> Any:
         """A column of one number an example: as an array, of which nothing is read but the rows that are asked for."""
-        return Numbers(self._shards, lambda shard, rows: _numbers(self._shards.column(shard, name))[rows])
+        return NumberColumn(self._shards, lambda shard, rows: _numbers(self._shards.column(shard, name))[rows])
 
     def texts(self, name: str, rows: np.ndarray) -> list[str]:
         """A column of texts, at some rows."""
@@ -223,7 +223,7 @@ class Columns:
 def longest_of(lengths: Any, count: int) -> np.ndarray:
     """Find the longest examples by looking at all lengths, a shard at a time (`Columns.longest`)."""
     rows, found = np.empty(0, np.int64), np.empty(0, np.int64)
-    for first, part in lengths.parts() if isinstance(lengths, Numbers) else [(0, np.asarray(lengths))]:
+    for first, part in lengths.parts() if isinstance(lengths, NumberColumn) else [(0, np.asarray(lengths))]:
         least = int(found[-1]) if len(found) == count else -1
         here = np.flatnonzero(part > least)
         rows, found = np.concatenate([rows, here + first]), np.concatenate([found, part[here]])
@@ -259,7 +259,7 @@ class Ragged:
 
     def __init__(self, shards: Shards, name: str) -> None:
         self._shards, self._name = shards, name
-        self.lengths = Numbers(shards, self.lengths_in)  # int32 [examples]
+        self.lengths = NumberColumn(shards, self.lengths_in)  # int32 [examples]
 
     def lengths_in(self, shard: int, rows: np.ndarray) -> np.ndarray:
         """Of rows that are counted within a shard: int32, same shape."""
@@ -626,7 +626,7 @@ def encode(dataset: Dataset, encoder: Callable[[dict[str, list]], dict[str, Any]
 
     def make(rows: range) -> Iterator[tuple[pa.RecordBatch, int]]:
         for _, batch in batches(dataset, rows):
-            found = encoded(batch, encoder, schema)
-            yield found, len(found)
+            examples = encoded(batch, encoder, schema)
+            yield examples, len(examples)
 
     return write_split(key, schema, cuts(dataset), make, "tokenising")

@@ -241,7 +241,7 @@ class Bucket:
         try:
             self._store: Any = self._opened()
         except Exception as error:  # whatever obstore and boto3 say of configuration
-            raise self._told(error, address) from None
+            raise self._store_error(error, address) from None
 
     def _opened(self) -> Any:
         from obstore import store
@@ -274,7 +274,7 @@ class Bucket:
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise self._told(error, address) from None
+            raise self._store_error(error, address) from None
         return self._object(found)
 
     def inside(self, address: Address) -> list[Object]:
@@ -283,7 +283,7 @@ class Bucket:
             listed = self._calls.list(self._store, prefix=f"{address.path}/" if address.path else None)
             found = [self._object(each) for chunk in listed for each in chunk]
         except Exception as error:
-            raise self._told(error, address) from None
+            raise self._store_error(error, address) from None
         return sorted(found, key=lambda each: each.address.path)
 
     def blocks(self, found: Object, start: int) -> Iterator[Any]:
@@ -295,7 +295,7 @@ class Bucket:
             try:
                 block = self._calls.get(self._store, found.address.path, options=options).bytes()
             except Exception as error:
-                raise self._told(error, found.address) from None
+                raise self._store_error(error, found.address) from None
             yield block
             start += len(block)
             if not len(block):
@@ -306,14 +306,14 @@ class Bucket:
         try:
             return bytes(self._calls.get(self._store, address.path).bytes())
         except Exception as error:
-            raise self._told(error, address) from None
+            raise self._store_error(error, address) from None
 
     def write(self, address: Address, content: bytes) -> None:
         """A small object, at once, and read again. Errors: `StoreError`."""
         try:
             self._calls.put(self._store, address.path, content, use_multipart=False)
         except Exception as error:
-            raise self._told(error, address) from None
+            raise self._store_error(error, address) from None
         if self.read(address) != content:
             raise StoreError(f"{address} does not hold what was written to it", again=True)
 
@@ -324,7 +324,7 @@ class Bucket:
         except FileNotFoundError:
             return
         except Exception as error:
-            raise self._told(error, address) from None
+            raise self._store_error(error, address) from None
 
     def upload(self, file: Path, address: Address, sha256: str) -> None:
         """A file whose hash is known. What is stored is compared with it: its size, and the checksum that the store has
@@ -342,7 +342,7 @@ class Bucket:
         try:
             self._calls.put(self._store, address.path, file, chunk_size=PART, max_concurrency=4)
         except Exception as error:
-            raise self._told(error, address) from None
+            raise self._store_error(error, address) from None
         found = self.find(address)
         if found is None or found.size != size:
             there = "is not there" if found is None else f"has {found.size:,} bytes, and not {size:,}"
@@ -361,7 +361,7 @@ class Bucket:
         tag = found["e_tag"] or found["last_modified"].isoformat()
         return Object(Address(self.address.scheme, self.address.place, found["path"]), int(found["size"]), str(tag))
 
-    def _told(self, error: Exception, address: Address) -> StoreError:
+    def _store_error(self, error: Exception, address: Address) -> StoreError:
         """What a request came to, for a person."""
         said = str(error).split("Debug source")[0]
         kind, where = type(error).__name__, _CREDENTIALS[address.scheme]

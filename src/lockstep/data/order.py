@@ -303,7 +303,7 @@ class MixedOrder(Order):
         phase = next(phase for phase in reversed(self._phases) if phase.step <= step)
         return phase.used + self._of_each(phase, self._place(step) - phase.place)
 
-    def told(self, names: Sequence[str], steps: int) -> str:
+    def summary(self, names: Sequence[str], steps: int) -> str:
         """What of each source so many steps use, for a person. Costs a period at most."""
         used = self.used(steps) if self.weighted else self.sizes * (self._place(steps) / self.examples)
         return "; ".join(

@@ -296,15 +296,15 @@ def lacking(dataset: Dataset, column: str) -> np.ndarray:
     """Whether each row has nothing in a column: bool [rows]."""
     named = getattr(dataset.features[column], "names", None)
 
-    def told(values: pa.ChunkedArray) -> np.ndarray:
-        found = pc.is_null(values, nan_is_null=True)
+    def has_nothing(values: pa.ChunkedArray) -> np.ndarray:
+        mask = pc.is_null(values, nan_is_null=True)
         if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-            found = pc.or_(found, pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True))
+            mask = pc.or_(mask, pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True))
         elif named:
-            found = pc.or_(found, pc.fill_null(pc.equal(values, -1), True))
-        return np.from_dlpack(found.combine_chunks().cast(pa.uint8())).astype(bool)
+            mask = pc.or_(mask, pc.fill_null(pc.equal(values, -1), True))
+        return np.from_dlpack(mask.combine_chunks().cast(pa.uint8())).astype(bool)
 
-    return rows_where(dataset, column, told)
+    return rows_where(dataset, column, has_nothing)
 
 
 def _describe(dataset: Dataset, key: str, column: str, lacks: np.ndarray, split: str, name: str) -> str:
@@ -379,7 +379,9 @@ def filtered(
     for split, dataset in splits.items():
         masks, kept = holding(dataset, data, split, name, tokens)
         if len(dataset) and not kept.any():
-            each = ", ".join(f"{_told(data.filter[c])} of {c!r} in {mask.sum():,}" for c, mask in masks.items())
+            each = ", ".join(
+                f"{_format_condition(data.filter[c])} of {c!r} in {mask.sum():,}" for c, mask in masks.items()
+            )
             raise RunError(f"data.filter: no row of the {split} split of {name} is left; of {len(dataset):,}: {each}")
         fewer[split] = int(len(dataset) - kept.sum())
         found[split] = dataset.select(np.flatnonzero(kept)) if fewer[split] else dataset
@@ -395,7 +397,7 @@ def holding(
     return masks, np.logical_and.reduce([np.ones(len(dataset), dtype=bool), *masks.values()])
 
 
-def _told(wanted: Wanted) -> str:
+def _format_condition(wanted: Wanted) -> str:
     if isinstance(wanted, Condition):
         return "{" + ", ".join(f"{key}: {value}" for key, value in wanted.given.items()) + "}"
     return repr(wanted)

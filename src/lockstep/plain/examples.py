@@ -8,22 +8,25 @@ import base64
 import io
 import json
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
-from lockstep.plain.rows import Row, columns, get, same
+from lockstep.plain import module
+from lockstep.plain.rows import SOURCE, Row, columns, get, same
 
 IGNORED = -100  # no label, as in transformers
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "observation": "tool"}
 
 
 def examples(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
-    """All examples of some rows. `job`: a `Plain`."""
-    name = job.run["task"]["name"]
-    if name == "language_modeling":
-        return _language(job, rows)
-    if name == "masked_language_modeling":
-        return _hidden(job, rows)
-    return [MAKERS[name](job, row, job.run["task"], job.run["data"]["max_length"]) for row in rows]
+    """All examples of some rows; texts of two sources are never in one. `job`: a `Plain`."""
+    task, most = job.run["task"], job.run["data"]["max_length"]
+    if task["name"] == "module":
+        return [module.batch_of(job.run, rows)]
+    if not task["name"].endswith("language_modeling"):
+        return [MAKERS[task["name"]](job, row, task, most) for row in rows]
+    make = _hidden if task["name"].startswith("masked") else _language
+    return [example for _, some in groupby(rows, lambda row: row.get(SOURCE)) for example in make(job, list(some))]
 
 
 def end_of(tokenizer: Any) -> int | None:
@@ -51,12 +54,12 @@ def values_of_labels(run: dict, rows: list[Row]) -> list[Any]:
         return []
     if len(names) > 1:
         return list(names)
-    held = [get(row, names[0]) for row in rows]
-    found = sorted({label for each in held for label in each} if task["multi_label"] else set(held))
-    if isinstance(found[0], float) and not task["multi_label"]:
-        found = [int(value) for value in found]
+    values = [get(row, names[0]) for row in rows]
+    values = [label for each in values for label in each] if task["multi_label"] else values
+    known = sorted({int(value) if isinstance(value, float) else value for value in values})
     named = task["label_names"]
-    return list(range(len(named))) if named and found[0] >= 0 and found[-1] < len(named) else found
+    numbered = named and isinstance(known[0], int | float) and known[0] >= 0 and known[-1] < len(named)
+    return list(range(len(named))) if numbered else known
 
 
 # -- one example a row -------------------------------------------------------------------------------------------------
@@ -106,7 +109,8 @@ def _pair(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     ids = tokens(job.tokenizer, task["prefix"] + get(row, task["source"]), **cut)
     target = {"text_target": get(row, task["target"]), **cut, "max_length": task["target_length"] or most}
     wanted = tokens(job.target_tokenizer, **target)
-    return {"input_ids": ids or closed(job.tokenizer, []), "next": wanted or closed(job.target_tokenizer, [])}
+    example = {"input_ids": ids or closed(job.tokenizer, []), "next": wanted or closed(job.target_tokenizer, [])}
+    return example | {"reference": target["text_target"]}
 
 
 def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
@@ -126,8 +130,9 @@ def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
                 first = max(place for place in inside if spans[place][0] <= start)
                 ends = first, min(place for place in inside if spans[place][1] >= stop)
         types = {"token_type_ids": found["token_type_ids"][part]} if "token_type_ids" in found else {}
-        windows.append({"input_ids": ids, "ends": ends, **types})
-    return {"windows": windows}
+        seen = [span if side == 1 else None for span, side in zip(spans, sides, strict=True)]
+        windows.append({"input_ids": ids, "ends": ends, "spans": seen, **types})
+    return {"windows": windows, "context": both[1], "right": [answer["text"] for answer in held or ()]}
 
 
 def _texts(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
@@ -176,6 +181,12 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
+def packs(task: dict) -> bool:
+    """Whether texts are joined."""
+    usual = not (task.get("prompt") or task.get("messages"))
+    return task["name"].endswith("language_modeling") and bool(usual if task["packing"] is None else task["packing"])
+
+
 # -- language models ---------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +195,7 @@ def _language(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
     task = job.run["task"]
     size, cut = task["block_size"], bool(task["prompt"] or task["messages"])
     texts = [each for row in rows for each in _documents(job, row, task)]
-    if not (task["packing"] if task["packing"] is not None else not cut):
+    if not packs(task):
         most = size + 1 if cut else None
         return [block for ids, known in texts for block in _blocks(ids[:most], known[:most], size)]
     apart = not task["attend_across_documents"]
@@ -258,18 +269,3 @@ def _hidden(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
         return _blocks(ids, [True] * len(ids), size)
     cut = {"truncation": True, "max_length": size, "return_overflowing_tokens": True}
     return [{"input_ids": ids} for text in texts for ids in job.tokenizer([text], **cut)["input_ids"]]
-
-
-def masked(job: Any, example: dict, read: list[int], predicted: list[int]) -> dict[str, Any]:
-    """An example with masks that were drawn elsewhere, once they are seen to be its own and as many as the run file
-    says. Errors: `ValueError`."""
-    ids, task = example["input_ids"], job.run["task"]
-    hidden = [label != IGNORED for label in predicted]
-    right = all(
-        (label if has else token) == own for token, label, has, own in zip(read, predicted, hidden, ids, strict=True)
-    )
-    special = {*job.tokenizer.all_special_ids} - {job.tokenizer.unk_token_id}
-    most = max(1, round(task["mlm_probability"] * (sum(token not in special for token in ids) or len(ids))))
-    if len(read) != len(ids) or not right or (sum(hidden) != most and not task["whole_word_mask"]):
-        raise ValueError(f"{sum(hidden)} tokens are masked, {most} should be, or they are of another text")
-    return {"input_ids": read, "next": predicted}

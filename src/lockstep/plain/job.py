@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.plain import examples as made
-from lockstep.plain.rows import Row, read_splits
+from lockstep.plain import module
+from lockstep.plain.rows import NotCovered, Row, read_splits
 
 
 class Plain:
@@ -26,27 +27,27 @@ class Plain:
     def __init__(
         self, run: dict, tokenizer: str, rows: dict[str, list[Row]] | None = None, labels: list[Any] | None = None
     ) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoImageProcessor, AutoTokenizer
 
-        self.run, trusted = run, {"trust_remote_code": run["model"]["trust_remote_code"]}
+        self.run, own = run, Path(tokenizer) / "target"  # of a translation's targets, where they have one of their own
         if rows is not None:
             self.splits = rows
         if labels is not None:
             self.labels = labels
         if run["task"]["name"] == "image_classification":
             self.run = run | {"task": run["task"] | {"multi_label": False, "regression": False}}
-            from transformers import AutoImageProcessor
-
             self.processor = AutoImageProcessor.from_pretrained(tokenizer, backend="pil")
-            return
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer, **trusted)
-        own = Path(tokenizer) / "target"  # of a translation's targets, where they have one of their own
-        self.target_tokenizer = AutoTokenizer.from_pretrained(own, **trusted) if own.is_dir() else self.tokenizer
+        elif run["task"]["name"] != "module":
+            trusted = {"trust_remote_code": run["model"]["trust_remote_code"]}
+            self.tokenizer = self.target_tokenizer = AutoTokenizer.from_pretrained(tokenizer, **trusted)
+            if own.is_dir():
+                self.target_tokenizer = AutoTokenizer.from_pretrained(own, **trusted)
 
     @cached_property
-    def splits(self) -> dict[str, list[Row]]:
-        """The rows of all splits."""
-        return read_splits(self.run, self.tokenizer)
+    def splits(self) -> dict[str, Any]:
+        """The rows of all splits; the items of data sets that are the user's."""
+        module_run = self.run["task"]["name"] == "module"
+        return module.read_splits(self.run) if module_run else read_splits(self.run, self.tokenizer)
 
     @cached_property
     def labels(self) -> list[Any]:
@@ -59,21 +60,25 @@ class Plain:
         regression = self.run["task"].get("regression")
         return len(self.encode(self.splits["train"][:1])[0]["labels"]) if regression else len(self.labels) or 1
 
+    @property
+    def problem(self) -> Any:
+        """What transformers calls the loss of a classifier."""
+        kinds = {"regression": "regression", "multi_label": "multi_label_classification"}
+        return next((kinds[key] for key in kinds if self.run["task"].get(key)), "single_label_classification")
+
     @cached_property
     def class_weights(self) -> list[float] | None:
         """The weight of each label in the loss, rounded to 2^-20."""
-        task = self.run["task"]
-        wanted = task.get("class_weights")
+        task, wanted = self.run["task"], self.run["task"].get("class_weights")
         if not wanted:
             return None
-        names = task["label_names"] or [str(label) for label in self.labels]
-        found: Any = [wanted.get(name, 1.0) for name in names] if isinstance(wanted, dict) else None
-        if found is None:  # balanced, as of scikit-learn
+        if isinstance(wanted, dict):
+            weights: Any = [wanted.get(name, 1.0) for name in task["label_names"] or map(str, self.labels)]
+        else:  # balanced, as of scikit-learn
             encoded = [each["labels"] for each in self.examples("train")]
-            total = len(encoded)
             of = np.sum(encoded, 0) if task["multi_label"] else np.bincount(encoded, minlength=len(self.labels))
-            found = (total - of) / of if task["multi_label"] else total / (len(self.labels) * of)
-        return [max(1, round(weight * 2**20)) / 2**20 for weight in found]
+            weights = (len(encoded) - of) / of if task["multi_label"] else len(encoded) / (len(of) * of)
+        return [max(1, round(weight * 2**20)) / 2**20 for weight in weights]
 
     @property
     def pooling(self) -> str:
@@ -84,18 +89,17 @@ class Plain:
         if self.run["task"]["pooling"] or not source:
             return self.run["task"]["pooling"] or "mean"
         file = cached_file(source, "1_Pooling/config.json", revision=self.run["model"]["revision"], **quiet)
-        told = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
-        return (
-            "cls"
-            if told.get("pooling_mode_cls_token")
-            else "last_token"
-            if told.get("pooling_mode_lasttoken")
-            else "mean"
-        )
+        modes = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+        ways = {"pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last_token"}
+        return next((way for mode, way in ways.items() if modes.get(mode)), "mean")
 
     @cache  # noqa: B019 - as long as the job
     def examples(self, split: str) -> list[dict]:
-        """All examples of a split."""
+        """All examples of a split. Errors: `NotCovered`."""
+        if self.run["data"]["stream"] and split == "train" and made.packs(self.run["task"]):
+            raise NotCovered(
+                "data.stream: blocks hold texts of one chunk of a shard, which the run's index alone knows"
+            )
         return self.encode(self.splits[split])
 
     def encode(self, rows: list[Row]) -> list[dict]:

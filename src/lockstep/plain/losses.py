@@ -3,14 +3,14 @@
 In: a model, examples. Out: the sum of the losses over targets, and how many targets there are.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid, normalize
 
+from lockstep.plain import module
 from lockstep.plain.examples import IGNORED
 from lockstep.plain.rows import NotCovered
 
@@ -42,40 +42,54 @@ def inputs_of(job: Any, examples: list[dict], device: Any) -> dict[str, Tensor]:
 
 
 def _classification(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
-    task = job.run["task"]
-    if task["name"] == "image_classification":
-        inputs = {"pixel_values": torch.stack([example["pixel_values"] for example in examples]).to(device)}
-    else:
-        inputs = inputs_of(job, examples, device)
-    logits = model(**inputs).logits.float()  # [B, C]
+    """The loss of the run file's task, and what the model itself adds to the plain one of its labels."""
+    task, weight = job.run["task"], None
     labels = torch.tensor([example["labels"] for example in examples], device=device)
-    weight = None if job.class_weights is None else torch.tensor(job.class_weights, device=device).float()
-    smooth, gamma = task["label_smoothing"], task["focal_gamma"]
+    inputs = (
+        {"pixel_values": torch.stack([example["pixel_values"] for example in examples]).to(device)}
+        if task["name"] == "image_classification"
+        else inputs_of(job, examples, device)
+    )
+    found = _with_labels(model, inputs, labels)
+    logits, count = found.logits.float(), float(labels.numel())  # [B, C]
+    if job.class_weights is not None:
+        weight = torch.tensor(job.class_weights, device=device).float()
+    smooth, focal = task["label_smoothing"], task["focal_gamma"] if task["loss"] == "focal" else 0.0
     if task["regression"]:
-        errors = logits - labels.float()
-        return (errors.abs() if task["loss"] == "mae" else errors.square()).sum(), labels.numel()
-    if task["multi_label"]:
-        soft = labels.float() * (1 - smooth) + smooth / 2
+        plain = (logits - labels).square()
+        losses = (logits - labels).abs() if task["loss"] == "mae" else plain
+    elif task["multi_label"]:
+        plain, soft = (
+            binary_cross_entropy_with_logits(logits, labels, reduction="none"),
+            labels * (1 - smooth) + smooth / 2,
+        )
         losses = binary_cross_entropy_with_logits(logits, soft, pos_weight=weight, reduction="none")
-        if task["loss"] == "focal":
-            losses = losses * (1 - torch.where(labels > 0, logits.sigmoid(), (-logits).sigmoid())) ** gamma
-        return losses.sum(), labels.numel()
-    count = float(len(labels) if weight is None else weight.double()[labels].sum())
-    if task["loss"] == "focal":
-        true = logits.softmax(-1).gather(1, labels[:, None])[:, 0]
-        losses = cross_entropy(logits, labels, reduction="none") * (1 - true) ** gamma
-        return (losses if weight is None else losses * weight[labels]).sum(), count
-    return cross_entropy(logits, labels, weight, reduction="sum", label_smoothing=smooth), count
+        losses = losses * (1 - torch.where(labels > 0, logits.sigmoid(), (-logits).sigmoid())) ** focal
+    else:
+        plain = cross_entropy(logits, labels, reduction="none")
+        losses = cross_entropy(logits, labels, weight, reduction="none", label_smoothing=smooth)
+        losses = losses * (1 - logits.softmax(-1).gather(1, labels[:, None])[:, 0]) ** focal
+        count = count if weight is None else float(weight.double()[labels].sum())
+    return losses.sum() + count * _added(found.loss, [(plain.sum(), labels.numel())]), count
 
 
 def _tokens(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
-    """Cross entropy of a label at each token of one text, and what the model itself adds to it."""
-    wanted = padded(examples, "next", IGNORED, device)
-    labels, causal = wanted, job.run["task"]["name"] == "language_modeling"
+    """Cross entropy of a label at each token, of one text or of a target, and what the model itself adds to it. A model
+    of targets shifts what its decoder reads: the token that it starts from is no padding, though it may have its
+    number."""
+    task, inputs = job.run["task"], inputs_of(job, examples, device)
+    wanted, config = padded(examples, "next", IGNORED, device), getattr(model, "config")  # noqa: B009 - of any class
+    labels, causal = wanted, task["name"] == "language_modeling"
     if causal:  # whose model moves them by one itself
         labels = torch.cat([torch.full_like(wanted[:, :1], IGNORED), wanted[:, :-1]], 1)
-    found = _with_labels(model, inputs_of(job, examples, device), labels)
-    total, count = _summed(found.logits, wanted)
+    if "target" in task:
+        inputs["decoder_attention_mask"] = (wanted != IGNORED).long()
+        if config.model_type in OWN_START:
+            shifted = wanted.roll(1, 1).masked_fill(wanted.roll(1, 1) == IGNORED, config.pad_token_id)
+            shifted[:, 0] = config.decoder_start_token_id
+            inputs["decoder_input_ids"] = shifted
+    found = _with_labels(model, inputs, labels)
+    total, count = _summed(found.logits, wanted, task.get("label_smoothing", 0.0))
     means = [_summed(found.logits, labels)] + [_summed(found.logits[:, :-1], labels[:, 1:])] * causal
     return total + count * _added(found.loss, means), count
 
@@ -103,19 +117,6 @@ def _summed(logits: Tensor, wanted: Tensor, smoothing: float = 0.0) -> Loss:
     return total, int((wanted != IGNORED).sum())
 
 
-def _pairs(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
-    """Cross entropy of the targets; given as labels, so that the model itself shifts what its decoder reads. The token
-    that a decoder starts from is no padding, though it may have its number."""
-    wanted, config = padded(examples, "next", IGNORED, device), getattr(model, "config")  # noqa: B009 - of any class
-    read = {"decoder_attention_mask": (wanted != IGNORED).long()}
-    if config.model_type in OWN_START:
-        read["decoder_input_ids"] = wanted.roll(1, 1).masked_fill(wanted.roll(1, 1) == IGNORED, config.pad_token_id)
-        read["decoder_input_ids"][:, 0] = config.decoder_start_token_id
-    found = _with_labels(model, inputs_of(job, examples, device) | read, wanted)
-    total, count = _summed(found.logits, wanted, job.run["task"]["label_smoothing"])
-    return total + count * _added(found.loss, [_summed(found.logits, wanted)]), count
-
-
 def _questions(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
     """Cross entropies of the first and the last token of the answer, among all that are no padding."""
     windows = [window for example in examples for window in example["windows"]]
@@ -129,20 +130,24 @@ def _questions(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
     return losses[0] + losses[1], 2 * len(windows)
 
 
+def vectors_of(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Tensor:
+    """A vector of each text: float32 [texts of an example, B, H]."""
+    sides = len(examples[0]["texts"])
+    inputs = inputs_of(job, [{"input_ids": e["texts"][side]} for side in range(sides) for e in examples], device)
+    found = model(**inputs)
+    vectors = found.logits if "logits" in found else pooled(found.last_hidden_state, inputs, job.pooling)
+    return vectors.float().view(sides, len(examples), -1)
+
+
 def _embedding(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
     """Of each row the cross entropy of its positive among the texts of its batch, by cosine; or the squared error of
     the cosine. A text is not told apart from itself, nor from other positives of its anchor."""
-    task, count = job.run["task"], len(examples)
-    sides = len(examples[0]["texts"])
-    texts = [{"input_ids": example["texts"][side]} for side in range(sides) for example in examples]
-    inputs = inputs_of(job, texts, device)
-    found = model(**inputs)
-    vectors = found.logits if "logits" in found else pooled(found.last_hidden_state, inputs, job.pooling)
-    asked, others = vectors[:count], vectors[count:]
+    task, count, sides = job.run["task"], len(examples), len(examples[0]["texts"])
+    vectors = vectors_of(job, model, examples, device)
     if task["score"]:
         wanted = torch.tensor([example["score"] for example in examples], device=device).float()
-        return ((asked * others).sum(1) - wanted).square().sum(), count
-    scores = task["similarity_scale"] * asked.float() @ others.float().T
+        return ((vectors[0] * vectors[1]).sum(1) - wanted).square().sum(), count
+    scores = task["similarity_scale"] * vectors[0] @ vectors[1:].flatten(0, 1).T
     own, other = ([e["names"][side] for side in some for e in examples] for some in ((0,), range(1, sides)))
     most = task["negatives"] or count  # other rows that a row is told apart from
     hidden = [
@@ -204,27 +209,10 @@ def _reward(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Lo
 LOSSES: dict[str, Callable[..., Loss]] = {
     **dict.fromkeys(("classification", "image_classification"), _classification),
     **dict.fromkeys(("language_modeling", "masked_language_modeling", "token_classification"), _tokens),
-    **dict.fromkeys(("translation", "summarization"), _pairs),
+    **dict.fromkeys(("translation", "summarization"), _tokens),
     "question_answering": _questions,
     "embedding": _embedding,
     "preference": _preference,
     "reward": _reward,
+    "module": module.batch_loss,
 }
-
-
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Every probability of dropout is 0 in here: of modules, of numbers that modules keep, of the config."""
-    kept: list[tuple[Any, str, Any]] = []
-    holders = [*model.modules(), *({id(c): c for m in model.modules() if (c := getattr(m, "config", None))}.values())]
-    for holder in holders:
-        for name, value in list(vars(holder).items()):
-            drops = "drop" in name or (name == "p" and type(holder).__module__ == nn.Dropout.__module__)
-            if drops and isinstance(value, float) and value:
-                kept.append((holder, name, value))
-                setattr(holder, name, 0.0)
-    try:
-        yield
-    finally:
-        for holder, name, value in kept:
-            setattr(holder, name, value)

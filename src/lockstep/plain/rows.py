@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 Row = dict[str, Any]
+Splits = dict[str, list[Row]]
 # task -> keys of columns that are read | of labels, Auto class of transformers, task of peft
 TASKS: dict[str, tuple[str, str, str | None]] = {
     "classification": ("text text_pair | label", "ForSequenceClassification", "SEQ_CLS"),
@@ -27,48 +28,54 @@ TASKS: dict[str, tuple[str, str, str | None]] = {
 }
 USUAL = {"train": ["train", "training"], "validation": ["validation", "valid", "val", "dev"], "test": ["test"]}
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
+SOURCE = "number of its source"  # a column of rows that are of a mixture
 
 
 class NotCovered(Exception):
     """The run file asks for something that plain does not compute; the message names the key."""
 
 
-def read_rows(run: dict, split: str, tokenizer: Any = None) -> list[Row]:
-    """The rows of a split as they are trained or evaluated on. `tokenizer`: counts tokens for `data.filter`."""
-    return read_splits(run, tokenizer)[split]
-
-
-def read_splits(run: dict, tokenizer: Any = None) -> dict[str, list[Row]]:
-    """The rows of all splits. Errors: `NotCovered`."""
+def read_splits(run: dict, tokenizer: Any = None) -> Splits:
+    """The rows of all splits as they are trained or evaluated on; those of several sources follow each other.
+    `tokenizer`: counts tokens for `data.filter`. Errors: `NotCovered`."""
     data, (texts, labels) = run["data"], columns(run["task"])
-    for key, usual in (("stream", False), ("sources", None), ("layout", "rows")):
-        if data.get(key, usual) != usual:
-            raise NotCovered(f"data.{key}: plain reads files of rows, from first to last, of one source")
-    splits = {
-        split: [row for row in rows if all(holds(get(row, c), w, tokenizer) for c, w in data["filter"].items())]
-        for split, rows in read(data, run["task"]).items()
-    }
+    sources = [read_source(data | (each or {}), run["task"], tokenizer) for each in data["sources"] or [None]]
+    if data["deduplicate"]:
+        first: dict[str, Row] = {}
+        for row in [row for part in sources for row in part["train"]]:
+            first.setdefault(same(row, texts + labels), row)
+        for part in sources:
+            part["train"] = [row for row in part["train"] if first[same(row, texts + labels)] is row]
+    for number, part in enumerate(sources):
+        share = 0.0 if "test" in part else data["test_fraction"]
+        if share:
+            part["train"], part["test"] = cut(run, part["train"], share, [run["seed"], 1])
+        if "validation" not in part:
+            rest = data["validation_fraction"] / (1 - share)
+            part["train"], part["validation"] = cut(run, part["train"], rest, run["seed"])
+        if data["sources"]:
+            sources[number] = {split: [row | {SOURCE: number} for row in rows] for split, rows in part.items()}
+    known = [split for split in USUAL if any(split in part for part in sources)]
+    splits = {split: [row for part in sources for row in part.get(split, ())] for split in known}
+    if data["decontaminate"]:
+        elsewhere = {same(row, texts) for split in splits if split != "train" for row in splits[split]}
+        splits["train"] = [row for row in splits["train"] if same(row, texts) not in elsewhere]
+    return splits
+
+
+def read_source(data: dict, task: dict, tokenizer: Any) -> Splits:
+    """The rows of one source that lack nothing, their columns called as the task calls them."""
+    splits = read(data, task)
+    for split, rows in splits.items():
+        rows = [row for row in rows if all(holds(get(row, c), w, tokenizer) for c, w in data["filter"].items())]
+        splits[split] = [row | {our: get(row, their) for our, their in data.get("rename", {}).items()} for row in rows]
     if data["split_column"]:
         known = {word: split for split, words in USUAL.items() for word in words}
         each = [(known[str(get(row, data["split_column"])).strip().lower()], row) for row in splits["train"]]
         splits = {split: rows for split in USUAL if (rows := [row for of, row in each if of == split])}
     splits = {split: rows[: data["limit"]] for split, rows in splits.items()}
     if data["drop_missing"]:
-        splits = {split: [row for row in rows if not lacks(row, run["task"])] for split, rows in splits.items()}
-    if data["deduplicate"]:
-        first: dict[str, Row] = {}
-        for row in splits["train"]:
-            first.setdefault(same(row, texts + labels), row)
-        splits["train"] = list(first.values())
-    share = data["test_fraction"] if "test" not in splits else 0.0
-    if share:
-        splits["train"], splits["test"] = cut(run, splits["train"], share, [run["seed"], 1])
-    if "validation" not in splits:
-        rest = data["validation_fraction"] / (1 - share)
-        splits["train"], splits["validation"] = cut(run, splits["train"], rest, run["seed"])
-    if data["decontaminate"]:
-        elsewhere = {same(row, texts) for split in splits if split != "train" for row in splits[split]}
-        splits["train"] = [row for row in splits["train"] if same(row, texts) not in elsewhere]
+        splits = {split: [row for row in rows if not lacks(row, task)] for split, rows in splits.items()}
     return splits
 
 
@@ -84,19 +91,16 @@ def columns(task: dict) -> tuple[list[str], list[str]]:
     return read[0], read[1]
 
 
-def get(row: Row, path: str) -> Any:
+def get(row: Any, path: str) -> Any:
     """What a row holds in a column, in a language of its translation, or along a dotted path into a column."""
     if path not in row and isinstance(row.get("translation"), dict):
         row = row["translation"]
-    if path in row or "." not in path:
-        return row.get(path)
-    value: Any = row
-    for part in path.split("."):
+    for part in [path] if path in row else path.split("."):
         try:
-            value = value[int(part)] if isinstance(value, list) else value[part]
+            row = row[int(part)] if isinstance(row, list) else row[part]
         except (KeyError, IndexError, TypeError):
             return None
-    return value
+    return row
 
 
 def holds(value: Any, wanted: Any, tokenizer: Any) -> bool:
@@ -120,12 +124,11 @@ def lacks(row: Row, task: dict) -> bool:
     """Whether a row has no text or no label where the task reads one."""
     texts, labels = columns(task)
     read = [get(row, column) for column in [*texts, *labels]]
-    if any(value is None or value != value or (isinstance(value, str) and not value.strip()) for value in read):
+    words = [word for each in read for word in each or [None]] if task["name"] == "token_classification" else []
+    if any(value is None or value != value or not str(value).strip() for value in [*read, *words]):
         return True
     if task["name"] == "question_answering":
         return not task["unanswerable"] and not (read[2]["text"] if isinstance(read[2], dict) else read[2])
-    if task["name"] == "token_classification":
-        return not read[0] or any(value is None or not str(value).strip() for value in read[0] + read[1])
     if task["name"] != "language_modeling" or not task["messages"]:
         return False
     spoken = any(turn.get("role", turn.get("from")) in ("assistant", "gpt") for turn in read[0])
@@ -153,7 +156,8 @@ def cut(run: dict, rows: list[Row], share: float, seed: Any) -> tuple[list[Row],
         at = int(len(text) * (1 - share))
         return [{texts[0]: text[:at]}], [{texts[0]: text[at:]}]
     of: list[Any] = [0] * len(rows)
-    if task["name"] in ("classification", "image_classification") and not (task["multi_label"] or task["regression"]):
+    classes = task["name"] in ("classification", "image_classification")
+    if classes and not (task.get("multi_label") or task.get("regression")):
         of = [get(row, labels[0]) for row in rows]
     places = [[i for i, label in enumerate(of) if label == value] for value in sorted(set(of))]
     held = {int(i) for each in places for i in random.permutation(each)[: round(len(each) * share)]}
@@ -163,10 +167,14 @@ def cut(run: dict, rows: list[Row], share: float, seed: Any) -> tuple[list[Row],
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def read(data: dict, task: dict) -> dict[str, list[Row]]:
-    """The rows of the splits that the run file names or that are called by their usual names."""
+def read(data: dict, task: dict) -> Splits:
+    """The rows of the splits that the run file names or that are called by their usual names. Errors: `NotCovered`."""
     named, root = {s: data[s] for s in USUAL if data[s] is not None}, Path(data["source"] or "").expanduser()
     files = {split: _files(value, root) for split, value in named.items()}
+    if data["layout"] == "class_folders" and not named:
+        return _classes(root, task, data["encoding"])
+    if data["layout"] != "rows":
+        raise NotCovered("data.layout: plain reads files of rows, and folders of classes")
     if data["source"] and root.is_dir():
         for split, words in USUAL.items():
             patterns = [pattern for word in words for pattern in (f"{word}.*", f"{word}[-_]*", f"{word}/*")]
@@ -185,6 +193,17 @@ def read(data: dict, task: dict) -> dict[str, list[Row]]:
         names = {s: next((w for w in [named.get(s), *words] if w in found), None) for s, words in USUAL.items()}
         return {split: list(found[name]) for split, name in names.items() if name}
     return {s: [row for file in some for row in _rows(file, data, task)] for s, some in files.items() if some}
+
+
+def _classes(root: Path, task: dict, encoding: str) -> Splits:
+    """A folder for each label, with a text or an image a file."""
+    folders = {split: root / word for split, words in USUAL.items() for word in words if (root / word).is_dir()}
+    images, splits = task["name"] == "image_classification", dict[str, list[Row]]()
+    for split, folder in (folders or {"train": root}).items():
+        files = [file for file in sorted(folder.glob("*/*")) if not file.name.startswith(".")]
+        read = [{"image": f.read_bytes()} if images else {"text": f.read_text(encoding).strip()} for f in files]
+        splits[split] = [row | {"label": file.parent.name} for row, file in zip(read, files, strict=True)]
+    return splits
 
 
 def _files(value: Any, root: Path) -> list[Path]:

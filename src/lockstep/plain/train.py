@@ -3,11 +3,10 @@
 In: a job, a model of transformers, and which examples are in which step. Out: loss, gradients and weights of each step.
 """
 
-import copy
 import math
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.plain.examples import end_of, masked
+from lockstep.plain import module
+from lockstep.plain.examples import end_of
 from lockstep.plain.job import Plain
-from lockstep.plain.losses import batch_loss, without_dropout
+from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import TASKS, NotCovered
 
 SHARED = ("betas", "eps", "momentum", "beta2_decay", "d", "nesterov", "ns_steps")  # keys that torch's optimizers have
@@ -40,6 +40,11 @@ def build_model(job: Plain, weights: dict[str, Tensor] | None = None, empty: boo
     the source, or fresh ones. `empty`: on the meta device, and nothing is read. Errors: `NotCovered`."""
     import transformers
 
+    if job.run["task"]["name"] == "module":
+        model = module.build(job.run)
+        if weights is not None:
+            load_weights(model, weights)
+        return model
     section, (_, head, kind) = job.run["model"], TASKS[job.run["task"]["name"]]
     if section["quantization"] or (section["dtype"] != "float32" and not section["adapter"]):
         raise NotCovered("model.quantization, model.dtype: plain trains in float32")
@@ -76,11 +81,13 @@ def _config(job: Plain, head: str) -> Any:
     if section["trust_remote_code"]:
         raise NotCovered("model.trust_remote_code: plain runs models of transformers alone")
     if section["type"]:
-        config = transformers.AutoConfig.for_model(section["type"], **section["config"])
-        if section["type"] == "encoder-decoder":  # its decoder decodes, and looks at the encoder
-            config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(config.encoder, config.decoder)
+        kind, entries = transformers.CONFIG_MAPPING[section["type"]], dict(section["config"])
+        for name, within in kind.sub_configs_defaults.items():  # such as a decoder, which decodes
+            if isinstance(entries.get(name), dict):
+                entries[name] = dict(within.init_kwargs or {}) | entries[name]
+        config = kind(**entries)
         for part in parts(config) if tokenizer is not None else ():
-            part.vocab_size = section["config"].get("vocab_size", len(tokenizer))
+            part.vocab_size = entries.get("vocab_size", len(tokenizer))
             for name in ("bos_token_id", "eos_token_id"):
                 with suppress(Exception):  # a family that cannot be without one keeps its own
                     setattr(part, name, getattr(tokenizer, name))
@@ -95,7 +102,7 @@ def _config(job: Plain, head: str) -> Any:
     for part in parts(config) if tokenizer is not None else ():
         part.pad_token_id, part.use_cache = tokenizer.pad_token_id, False
     if head.endswith("Classification"):
-        config.num_labels = job.outputs
+        config.num_labels, config.problem_type = job.outputs, job.problem
     if head == "ForCausalLM" and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         config.is_decoder = True
     if head == "ForSeq2SeqLM":
@@ -130,94 +137,57 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
 def train_steps(
     job: Plain,
     model: nn.Module,
-    steps: Sequence[Sequence[Sequence[int]]],
+    steps: Iterable[Iterable[list[dict]]],
     total: int,
     numbers: Sequence[int],
-    perturb: int = 0,
     state: dict[str, Tensor] | None = None,
-    masks: Sequence[dict] = (),
 ) -> Iterator[StepRecord]:
-    """Train `model`, without dropout. `steps`: of each step its micro-batches, of each the numbers of its examples in
-    train. `numbers`: which of the `total` steps of the run these are. `perturb`: 0, or the draw of a
-    last bit that weights begin with. `state`: the optimizer's before the first step, as KEY.PARAMETER. `masks`: of a
-    masked language model, for each step what its micro-batches `read` and have `predicted`. Errors: `NotCovered`; for
-    an optimizer that torch has not, after the first step."""
-    run, known, uncovered = job.run, job.examples("train"), None
+    """Train `model`. `steps`: of each step its micro-batches, of each its examples. `numbers`: which of the `total`
+    steps of the run these are. `state`: the optimizer's before the first step, as KEY.PARAMETER. Errors: `NotCovered`;
+    for an optimizer that torch has not, after the first step."""
+    run = job.run
     if run["precision"] == "fp16":
         raise NotCovered("precision: fp16 scales the loss, and skips steps")
-    if job.reference is None and run["task"]["name"] == "preference":
-        job.reference = copy.deepcopy(model).eval()
-    if perturb:
-        perturb_(model, run["precision"], perturb - 1)
-    trained, optimizers = {name: p for name, p in model.named_parameters() if p.requires_grad}, []
-    try:
-        optimizers = optimizers_of(run, model, trained, state or {})
-    except NotCovered as error:
-        uncovered = error
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizers = optimizers_of(run, model, trained, state or {})
     rates = rates_of(run["optim"], total, max(numbers) + 1)
     device = next(model.parameters()).device.type
-    low = torch.autocast(device, torch.bfloat16) if run["precision"] == "bf16" else nullcontext()
     model.train()
-    for place, (number, groups) in enumerate(zip(numbers, steps, strict=True)):
+    for number, micro_batches in zip(numbers, steps, strict=True):
         loss, count = 0.0, 0.0
         model.zero_grad()
-        for index, group in enumerate(groups):
-            batch = [known[i] for i in group]
-            if masks:
-                drawn = (masks[place][key][index] for key in ("read", "predicted"))
-                batch = [masked(job, *each) for each in zip(batch, *drawn, strict=True)]
-            if not batch:
-                continue
-            with without_dropout(model), low:
-                sum_of_losses, targets = batch_loss(job, model, batch)
+        for examples in micro_batches:
+            with torch.autocast(device, torch.bfloat16, run["precision"] == "bf16"):
+                sum_of_losses, targets = batch_loss(job, model, examples)
             sum_of_losses.backward()
             loss, count = loss + float(sum_of_losses.detach()), count + targets
-        before = {name: p.detach().clone() for name, p in trained.items()}
         for p in trained.values():
             p.grad = None if p.grad is None else p.grad / count
+        before = {name: p.detach().clone() for name, p in trained.items()}
         gradients = {name: p.grad.cpu().clone() for name, p in trained.items() if p.grad is not None}
         # in float64: on a CPU a float32 sum of the squares of large embeddings is off by 1e-5, and so is the clip
         norm = torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt().float()
         torch.nn.utils.clip_grads_with_norm_(trained.values(), run["optim"]["max_grad_norm"] or math.inf, norm)
         for optimizer in optimizers:
-            for treated in optimizer.param_groups:
-                treated["lr"] = rates[number] * treated["scale"]
+            for group in optimizer.param_groups:
+                group["lr"] = rates[number] * group["scale"]
             optimizer.step()
         changes = {name: (p.detach() - before[name]).cpu() for name, p in trained.items() if optimizers}
         yield StepRecord(loss / count, float(norm), rates[number], gradients, changes)
-        if uncovered is not None:
-            raise uncovered
-
-
-@torch.no_grad()
-def evaluation_loss(job: Plain, model: nn.Module, examples: list[dict]) -> float:
-    """The mean loss of a batch in evaluation mode: without weights of labels, smoothing or focus."""
-    plain, task = copy.copy(job), job.run["task"]
-    focal = {"loss": None} if task.get("loss") == "focal" else {}
-    of_training = {key: value for key, value in {"label_smoothing": 0.0, "class_weights": None}.items() if key in task}
-    plain.run, plain.class_weights = {**job.run, "task": {**task, **of_training, **focal}}, None
-    total, count = batch_loss(plain, model.eval(), examples)
-    return float(total) / count
-
-
-@torch.no_grad()
-def perturb_(model: nn.Module, precision: str, seed: int = 0) -> None:
-    """Every weight one step up or down, at random, among the numbers that are computed with: a bfloat16 has 8 bits."""
-    draw, unit = torch.Generator().manual_seed(seed), 2.0**-23 if precision == "fp32" else 2.0**-9
-    for parameter in model.parameters():
-        signs = torch.where(torch.rand(parameter.shape, generator=draw) < 0.5, 1.0, -1.0).to(parameter)
-        parameter.mul_(1 + signs * unit)
+        if not optimizers:
+            raise NotCovered("optim.name, optim.layerwise_lr_decay: plain compares its losses and gradients alone")
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
 def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: dict) -> list[torch.optim.Optimizer]:
-    """The optimizer of torch, its groups with `scale`, a factor of the run's rate; of muon a second for the rest."""
+    """The optimizer of torch, its groups with `scale`, a factor of the run's rate; of muon a second for the rest. None
+    where torch has no such optimizer."""
     optim, groups = run["optim"], dict[tuple[float, float, bool], list[nn.Parameter]]()
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
     if optim["name"] not in (*kinds, "muon") or optim["layerwise_lr_decay"] != 1.0:
-        raise NotCovered("optim.name, optim.layerwise_lr_decay: of this one plain compares losses and gradients alone")
+        return []
     norms = {id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)}
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     for name, p in trained.items():
@@ -240,11 +210,10 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
         made = [muon, torch.optim.AdamW([g for g in every if not g["matrix"]], **rate, **both)]
     else:
         made = [kinds[optim["name"]](every, **rate, **options)]
+    of = {id(p): optimizer for optimizer in made for group in optimizer.param_groups for p in group["params"]}
     for key, tensor in state.items():
         kind, _, name = key.partition(".")
-        for optimizer in made:
-            if any(p is trained[name] for group in optimizer.param_groups for p in group["params"]):
-                optimizer.state[trained[name]][kind] = tensor.to(trained[name].device) if tensor.dim() else tensor
+        of[id(trained[name])].state[trained[name]][kind] = tensor.to(trained[name].device) if tensor.dim() else tensor
     return made
 
 
@@ -257,26 +226,26 @@ def rates_of(optim: dict, total: int, count: int) -> list[float]:
 
     dummy, schedule = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=top), None
     warmup = optim["warmup_steps"] or math.ceil(optim["warmup_fraction"] * total)
-    if kind == "one_cycle" and total > 1:
+    decay = min(optim["decay_steps"] or math.ceil(optim["decay_fraction"] * total), total - warmup)
+    shape = {"sqrt": "1-sqrt"}.get(optim["decay_shape"], optim["decay_shape"])
+    known = {
+        "constant": ("constant_with_warmup", None, {}),
+        "inverse_sqrt": ("inverse_sqrt", None, {}),
+        "cosine": ("cosine_with_min_lr", total, {"min_lr_rate": least}),
+        "wsd": ("warmup_stable_decay", total, {"num_decay_steps": decay, "min_lr_ratio": least, "decay_type": shape}),
+    }
+    if kind != "one_cycle":
+        polynomial = ("polynomial", total, {"lr_end": least * top, "power": optim["power"]})  # and linear
+        name, steps, own = known.get(kind, polynomial)
+        schedule = get_scheduler(name, dummy, warmup, steps, own)
+    elif total > 1:
         down: dict[str, Any] = {"final_div_factor": 1 / (25 * least) if least else math.inf, "cycle_momentum": False}
         rise = optim["warmup_steps"] / total or optim["warmup_fraction"] or 0.3
         schedule = torch.optim.lr_scheduler.OneCycleLR(dummy, top, total, pct_start=rise, **down)
-    elif kind != "one_cycle":
-        decay = min(optim["decay_steps"] or math.ceil(optim["decay_fraction"] * total), total - warmup)
-        shape = {"sqrt": "1-sqrt"}.get(optim["decay_shape"], optim["decay_shape"])
-        known = {
-            "constant": ("constant_with_warmup", {}),
-            "inverse_sqrt": ("inverse_sqrt", {}),
-            "cosine": ("cosine_with_min_lr", {"min_lr_rate": least}),
-            "wsd": ("warmup_stable_decay", {"num_decay_steps": decay, "min_lr_ratio": least, "decay_type": shape}),
-        }
-        name, own = known.get(kind, ("polynomial", {"lr_end": least * top, "power": optim["power"]}))  # and linear
-        steps = None if kind in ("constant", "inverse_sqrt") else total
-        schedule = get_scheduler(name, dummy, warmup, steps, own)
-    found = []
+    rates = []
     for _ in range(count):
-        found.append(float(dummy.param_groups[0]["lr"]))
+        rates.append(float(dummy.param_groups[0]["lr"]))
         dummy.step()
         if schedule is not None:
             schedule.step()
-    return found
+    return rates

@@ -52,7 +52,9 @@ class AllReduce(WholeStateRecovery):
         for positions in self.buckets:
             exchange.submit({node: [tensors[i] for i in positions] for node, tensors in tree.nodes.items()})
             self.leaves.release(positions)
-        gradients = self.sum_rows({node: [t[i] for i in self.rows] for node, t in tree.nodes.items()})
+        gradients = self.leaves.sum_rows(
+            {node: [t[i] for i in self.rows] for node, t in tree.nodes.items()}, self.world
+        )
         for positions, tensors in zip(self.buckets, exchange.finish(), strict=True):
             gradients |= dict(zip(positions, tensors, strict=True))
         return [gradients[i] for i in range(len(self.parameters))]

@@ -168,7 +168,9 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
         self.travelling = False
         while self.sent < len(self.buckets):
             self.send()
-        rows = self.sum_rows(self.leaves.with_last_leaf(list(self.rows), [self.leaves.take(i) for i in self.rows]))
+        rows = self.leaves.sum_rows(
+            self.leaves.with_last_leaf(list(self.rows), [self.leaves.take(i) for i in self.rows]), self.world
+        )
         gradients = {i: self.own_rows(summed) for i, summed in rows.items()}
         for positions, slots, sums in zip(self.buckets, self.slots, self.scatter.finish(), strict=True):
             (slot,) = sums.values()

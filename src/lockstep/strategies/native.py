@@ -24,7 +24,7 @@ from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
 from lockstep.strategies.exact.optim import make_model
-from lockstep.strategies.exact.reduction import Node, most_held
+from lockstep.strategies.exact.reduction import most_held
 from lockstep.strategies.exact.rows import DenseRows, row_sparse
 from lockstep.strategies.exact.statistics import SourceSums, Statistics
 from lockstep.strategies.exact.update import GradientUpdate
@@ -144,10 +144,6 @@ class Native(GradientUpdate):
     def on_gradient(self, position: int, parameter: Tensor) -> None:
         """Called in backward: a parameter's gradient of this micro-batch is whole."""
         self.leaves.note(position)
-
-    def sum_rows(self, nodes: Mapping[Node, list[Tensor]]) -> dict[int, Tensor]:
-        """`LeafGradients.sum_rows` over all ranks. Collective."""
-        return self.leaves.sum_rows(nodes, self.world.rank, self.world.size)
 
     def whole_gradient(self, gradients: list[Tensor]) -> Gradient:
         """Every rank holds all of it."""

@@ -242,7 +242,7 @@ class Task(ABC):
     def tables(self, sums: Sums) -> dict[str, Any]:
         """What a report shows of a split beside its metrics, from the same sums: JSON by name. `confusion` is
         `{labels, counts}`, a row for each true label; `plots` are drawn, each `{title, x, lines}`, where `lines` has
-        points [x, y] by name; of `labels`, `reliability` and `scatter` see `track/report/predictions.py`."""
+        points [x, y] by name; of `labels`, `reliability` and `scatter` see `track/report/panels.py`."""
         return {}
 
     def samples(self, generate: Generate, forward: Forward) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,15 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.data import source
+from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.system_metrics import capacity
-from lockstep.plain.examples import masked
 from lockstep.plain.job import Plain
 from lockstep.plain.rows import TASKS, NotCovered
-from lockstep.plain.train import StepRecord, build_model, evaluation_loss, perturb_, train_steps
+from lockstep.plain.scores import scores
+from lockstep.plain.train import StepRecord, build_model, train_steps
 from lockstep.track.console import Console
-from lockstep.training.plain_sides import FOLDER, PlainRecord
+from lockstep.training.plain_measures import drawn_examples, masked, perturb_, without_dropout
+from lockstep.training.plain_sides import FOLDER, PlainRecord, PlainStep
 
 COLUMNS = ["step", "loss", "norm", "gradients", "changes"]  # relative differences
 TENSORS = ("gradient", "change")
@@ -58,6 +60,7 @@ class Verdict:
     steps: list[Beside] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)  # none: as plain computes it
     uncovered: str | None = None  # what plain does not compute, in words
+    scores: list[str] = field(default_factory=list)  # names of those of an evaluation that were compared
 
 
 def differences(run: Run, steps: int = 2) -> Verdict:
@@ -81,7 +84,7 @@ def differences(run: Run, steps: int = 2) -> Verdict:
 
 def covers(run: Run) -> bool:
     """Whether plain knows the task."""
-    return run.task.name in TASKS
+    return run.task.name in (*TASKS, "module")
 
 
 def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) -> int:
@@ -106,6 +109,10 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
         held["agrees"] = held["agrees"] and not found.differences
         told = {"differences": found.differences, "not_covered": found.uncovered}
         verdict.write_text(json.dumps(held | {"plain": told}), encoding="utf-8")
+    if found.scores:
+        console.say(
+            f"evaluation: compared are {', '.join(sorted(found.scores))}, each computed by the field's libraries"
+        )
     if found.uncovered is not None:
         console.say(f"not compared with the plain reference: {found.uncovered}")
     if found.differences:
@@ -131,12 +138,13 @@ def compare(run: Run, folder: Path) -> Verdict:
     """What plain makes of the steps recorded in a folder."""
     record, verdict = PlainRecord.read(folder), Verdict()
     try:
+        seed_libraries(run.seed)  # data of the user's own may be drawn
         job = Plain(plain_run(run, folder), record.tokenizer)
         _check_numbers(job, record)
         if record.evaluated:
-            verdict.differences.extend(_evaluation(job, record, folder, run.precision))
-        plain, *others = (_trained(job, record, folder, draw) for draw in range(1 + _draws(run)))
-        others += [_trained(_in_float32(job), record, folder, 0)] * (run.precision == "bf16")
+            verdict.differences.extend(_evaluation(run, job, record, folder, verdict.scores))
+        plain, *others = (_trained(run, job, record, folder, draw) for draw in range(1 + _draws(run)))
+        others += [_trained(run, _in_float32(job), record, folder, 0)] * (run.precision == "bf16")
         for place, (ours, theirs, *rounded) in enumerate(zip(_recorded(record, folder), plain, *others, strict=True)):
             beside = _beside(ours, theirs, rounded, record.steps[place].number, run.precision)
             verdict.steps.append(beside)
@@ -144,7 +152,7 @@ def compare(run: Run, folder: Path) -> Verdict:
                 verdict.differences.extend(lines)
                 break  # what comes after a wrong step differs because of it
     except NotCovered as error:
-        return Verdict(verdict.steps, verdict.differences, str(error))
+        return replace(verdict, uncovered=str(error))
     return verdict
 
 
@@ -164,36 +172,60 @@ def plain_run(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def _check_numbers(job: Plain, record: PlainRecord) -> None:
-    known = len(job.examples("train"))
+    known = len(job.splits["train"] if job.run["task"]["name"] == "module" else job.examples("train"))
     most = max(i for step in record.steps for group in step.micro_batches for i in group)
     if most >= known:
         raise ValueError(f"the run trains example {most}, and plain makes {known} of the same data")
 
 
-def _evaluation(job: Plain, record: PlainRecord, folder: Path, precision: str) -> list[str]:
-    """What differs in the loss of some validation examples, before the steps."""
-    examples = [job.examples("validation")[i] for i in record.evaluated]
-    if record.evaluation_masked:
-        drawn = (record.evaluation_masked[key][0] for key in ("read", "predicted"))
-        examples = [masked(job, *each) for each in zip(examples, *drawn, strict=True)]
-    model = _model(job, folder)
-    low = torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=precision == "bf16")
-    with low:
-        plain = evaluation_loss(job, model, examples)
-        perturb_(model, precision)
-        spread = _relative(evaluation_loss(job, model, examples), plain)
-    factor, least = (FACTOR, LEAST) if precision == "fp32" else (LOW, LEAST_LOW)
-    allowed = max(least["loss"], factor * spread)
-    apart = _relative(record.evaluation_loss, plain)
-    limit = f"differs by {apart:.1e}, and rounding comes to {allowed:.1e}"
-    told = f"evaluation: the loss of {len(examples)} examples is {record.evaluation_loss!r}, and {plain!r} by plain"
-    return [] if apart <= allowed else [f"{told} ({limit})"]
+def _examples(run: Run, job: Plain, split: str, rows: Sequence[int], step: int, index: int) -> list[dict]:
+    """The examples of a micro-batch."""
+    if run.task.name == "module":
+        return drawn_examples(run, job, split, rows, (step, index), _device(run))
+    known = job.examples(split)
+    return [known[row] for row in rows]
 
 
-def _model(job: Plain, folder: Path) -> nn.Module:
+def _evaluation(run: Run, job: Plain, record: PlainRecord, folder: Path, names: list[str]) -> list[str]:
+    """What differs in the scores of some validation examples, before the steps. `names`: those that are compared are
+    added to it."""
+    low = run.precision != "fp32"
+    factor, least = (LOW, LEAST_LOW["loss"]) if low else (FACTOR, LEAST["loss"])
+
+    def scored(model: nn.Module) -> dict[str, float]:
+        examples = _examples(run, job, "validation", record.evaluated, -1, 0)
+        if shown := record.evaluation_masked:
+            examples = [
+                masked(job, *each) for each in zip(examples, shown["read"][0], shown["predicted"][0], strict=True)
+            ]
+        with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, run.precision == "bf16"):
+            return scores(job, model, examples)
+
+    model = _model(run, job, folder)
+    plain = scored(model)
+    perturb_(model, run.precision)
+    perturbed, lines = scored(model), []
+    for name in plain.keys() & record.scores.keys():
+        ours, theirs = record.scores[name], plain[name]
+        if math.isnan(ours) and math.isnan(theirs):
+            continue
+        names.append(name)
+        allowed = max(least, factor * _relative(perturbed[name], theirs))
+        apart = _relative(ours, theirs) if abs(ours - theirs) > least else 0.0
+        if apart > allowed:
+            limit = f"differs by {apart:.1e}, and rounding comes to {allowed:.1e}"
+            count = len(record.evaluated)
+            lines.append(f"evaluation: {name} of {count} examples is {ours!r}, and {theirs!r} by plain ({limit})")
+    return sorted(lines)
+
+
+def _device(run: Run) -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() and run.launch.device != "cpu" else "cpu")
+
+
+def _model(run: Run, job: Plain, folder: Path) -> nn.Module:
     """The model with the weights that the steps begin with, and its reference from before any training."""
-    gpu = torch.cuda.is_available() and job.run["launch"]["device"] != "cpu"
-    device, untrained = torch.device("cuda" if gpu else "cpu"), folder.parent / "start.safetensors"
+    device, untrained = _device(run), folder.parent / "start.safetensors"
     weights = _named("model.", load_file(folder / "start.safetensors"))
     if job.reference is None and job.run["task"]["name"] == "preference":
         first = _named("weight.", load_file(untrained)) if untrained.exists() else weights
@@ -214,12 +246,26 @@ def _draws(run: Run) -> int:
     return 4 if run.optim.name == "muon" else 1
 
 
-def _trained(job: Plain, record: PlainRecord, folder: Path, perturb: int) -> Iterator[StepRecord]:
+def _trained(run: Run, job: Plain, record: PlainRecord, folder: Path, perturb: int) -> Iterator[StepRecord]:
+    """The plain steps, without dropout. `perturb`: 0, or the draw of a last bit that weights begin with."""
     state = _named("optimizer.", load_file(folder / "start.safetensors"))
-    steps, numbers = [step.micro_batches for step in record.steps], [step.number for step in record.steps]
-    model = _model(job, folder)
-    masks = [step.masked for step in record.steps] if record.steps[0].masked else []
-    return train_steps(job, model, steps, record.total, numbers, perturb, state, masks)
+    model = _model(run, job, folder)
+    if perturb:
+        perturb_(model, job.run["precision"], perturb - 1)
+    steps = (_micro_batches(run, job, step) for step in record.steps)
+    with without_dropout(model):
+        yield from train_steps(job, model, steps, record.total, [step.number for step in record.steps], state)
+
+
+def _micro_batches(run: Run, job: Plain, step: PlainStep) -> Iterator[list[dict]]:
+    """The examples of each micro-batch of a step that has any, with the masks that were drawn for them."""
+    for index, rows in enumerate(step.micro_batches):
+        examples = _examples(run, job, "train", rows, step.number, index) if rows else []
+        if step.masked:
+            drawn = (step.masked[key][index] for key in ("read", "predicted"))
+            examples = [masked(job, *each) for each in zip(examples, *drawn, strict=True)]
+        if examples:
+            yield examples
 
 
 def _recorded(record: PlainRecord, folder: Path) -> Iterator[StepRecord]:

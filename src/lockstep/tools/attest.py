@@ -21,7 +21,7 @@ from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.launchers import start
-from lockstep.tools.replay import again, first_wrong, replayed, start_of
+from lockstep.tools.diff import again, first_wrong, replayed, start_of
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of, scores_of
 from lockstep.training import fingerprints

@@ -1,20 +1,25 @@
-"""What a run does, as it does it, for a program: events in place of lines of text.
+"""What a run does, as it does it, for a program: events in place of lines of text, and a bar of them in a notebook.
 
 In: OUTPUT, and again and again the question what is new. Out: `Event`s, from what the job itself writes there:
 launch.json, events.jsonl (the journal), metrics.jsonl and samples.jsonl. Nothing is parsed that was made for people.
-Imports no torch.
+`bar` shows events as one display of a notebook's cell: HTML where the frontend shows it, else a line of text. Imports
+no torch.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.distributed import job_record
+from lockstep.track.best import Best
 
 Kind = Literal[
     "prepared", "start", "step", "evaluation", "samples", "checkpoint", "stop", "failed", "finish", "end"
@@ -135,3 +140,51 @@ class _Tail:
         except OSError:
             return 0, 0
         return found.st_ino, found.st_size
+
+
+def bar(by: str | None = None) -> Bar | None:
+    """A bar in the cell that is being run, or None outside of a notebook. `by`: the metric that says what is best."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is None or "IPKernelApp" not in shell.config:  # a REPL of IPython has no cells
+        return None
+    from IPython.display import display
+
+    found = Bar(by)
+    found.shown = display(found, display_id=True)
+    return found
+
+
+class Bar:
+    """What it shows is in its two representations, as IPython asks for them."""
+
+    def __init__(self, by: str | None = None) -> None:
+        self.step, self.steps, self.state = 0, 0, "preparing"
+        self.numbers, self._best = "", Best(by)
+        self.shown: Any = None  # the display in the cell, which can be replaced
+
+    def __call__(self, event: Event) -> None:
+        """Take up an event, and show it."""
+        self.step, self.steps = event.step or self.step, event.steps or self.steps
+        if event.kind in ("start", "step"):
+            self.state = "training"
+        elif event.kind == "end":
+            self.state = str(event.facts["status"])
+        if event.split == "validation":
+            self._best.seen(event.step, event.numbers)
+        if event.kind == "step" and math.isfinite(event.numbers.get("loss", math.nan)):
+            self.numbers = f"loss {event.numbers['loss']:.4f}"
+        if self.shown is not None:
+            self.shown.update(self)
+
+    def __repr__(self) -> str:
+        full = 30 * self.step // self.steps if self.steps else 0
+        return f"[{'#' * full}{'.' * (30 - full)}] {self._text}"
+
+    def _repr_html_(self) -> str:
+        bar = f'<progress value="{self.step}" max="{self.steps or 1}" style="width: 20em"></progress>'
+        return f"{bar} {escape(self._text)}"
+
+    @property
+    def _text(self) -> str:
+        far = f"{self.step:,}/{self.steps:,}" if self.steps else ""
+        return "  ".join(filter(None, (self.state, far, self.numbers, self._best.text)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +25,12 @@ from lockstep.distributed.activity import ACTIVITY
 from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
+from lockstep.plain.scores import scores
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.models import adapters, heads, model_configs
 from lockstep.tasks.task import Task
 from lockstep.training import plain_check, plain_sides
+from lockstep.training.evaluation import evaluate
 
 EXAMPLES = 3
 SAME_PRECISION = 1e-4  # of a loss, relatively: both in float32; docs/verify.md says how far healthy ones are apart
@@ -43,10 +45,11 @@ class Evaluated:
     places: list[int]  # among the raw rows' examples
     losses: list[float]  # mean over its targets, of each
     why_not: str = ""  # where nothing is compared
+    scores: dict[str, float] = field(default_factory=dict)  # of all together, where rounding moves none of them
 
 
 @dataclass(frozen=True)
-class Compared:
+class ExportComparison:
     """The outcome for a person, and whether it is an error."""
 
     text: str
@@ -71,7 +74,15 @@ def evaluated(run: Run, task: Task, strategy: Strategy) -> Evaluated:
             logits = strategy.forward(micro.inputs)
             loss = logits[..., 0].sum() if run.task.options.get("loss_chunk") else _loss(task, logits, micro.targets)
             losses.append(float(loss) / task.count_targets(columns, rows))
-    return Evaluated(places, losses)
+    found: dict[str, float] = {}
+    if raw_rows.examples is None and not low_precision(run):
+        found = evaluate(run, strategy.world, task, strategy, columns, raw_rows.at[places], texts=False)
+    return Evaluated(places, losses, scores=found)
+
+
+def low_precision(run: Run) -> bool:
+    """Whether the run computes in bfloat16 or float16, whose rounding may move an answer."""
+    return run.precision != "fp32" or run.model.trained_in_bfloat16
 
 
 def _loss(task: Task, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -94,36 +105,36 @@ def _why_not(run: Run, task: Task) -> str:
     return ""
 
 
-def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: torch.device) -> Compared:
+def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: torch.device) -> ExportComparison:
     """The export in a folder beside what was evaluated. Rank 0 only."""
     if expected.why_not:
-        return Compared(f"the export was not compared: {expected.why_not}")
+        return ExportComparison(f"the export was not compared: {expected.why_not}")
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if 2 * size > _memory():
-        return Compared("the export was not compared: this machine has too little memory to load it")
+        return ExportComparison("the export was not compared: this machine has too little memory to load it")
     ACTIVITY.at("comparing the export with the run")
     try:
         job, model = loaded_job(run, task, folder), loaded(run, task, folder).to(device)
     except NotCovered as caught:
-        return Compared(f"the export was not compared: {caught}")
+        return ExportComparison(f"the export was not compared: {caught}")
     except Exception as caught:
-        return Compared(
+        return ExportComparison(
             f"{folder} is written, but from_pretrained does not load it as it should: {_line(caught)}", False
         )
     try:
         losses, rounding = exported_losses(run, task, job, model, expected.places)
+        scored = _scored(job, model, expected)
     except NotCovered as caught:
-        return Compared(f"the export was not compared: {caught}")
+        return ExportComparison(f"the export was not compared: {caught}")
     except OtherExamples as caught:
-        return Compared(f"{folder} is written, but {caught}", False)
+        return ExportComparison(f"{folder} is written, but {caught}", False)
     except Exception as caught:
-        return Compared(
+        return ExportComparison(
             f"{folder} is written and was loaded, and the plain computation of its losses fails: {_line(caught)}. "
             "verify.plain=false exports without it",
             False,
         )
-    low = run.precision != "fp32" or run.model.trained_in_bfloat16
-    within = max(LOW_PRECISION, plain_check.FACTOR * rounding) if low else SAME_PRECISION
+    within = max(LOW_PRECISION, plain_check.FACTOR * rounding) if low_precision(run) else SAME_PRECISION
     if run.model.dtype == "bfloat16" and adapters.is_adapter(folder):
         within = max(within, ROUNDED_BASE)
     pairs = list(zip(expected.losses, losses, strict=True))
@@ -133,15 +144,36 @@ def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: tor
         if not plain_check.relative(theirs, own) <= within and not abs(theirs - own) <= within * _scale(pairs)
     ]
     if wrong:
-        return Compared(
+        return ExportComparison(
             f"{folder} is written, but by from_pretrained, with the tokenizer as it is saved there, examples have "
             f"other losses than in this run: {'; '.join(wrong)}. The checkpoints are sound; the export is not what was "
             "trained: do not use it before this is understood. The same command writes it again",
             False,
         )
-    return Compared(
+    others = [f"{name} {own:.7g} in this run, {theirs:.7g} by the export" for name, own, theirs in scored
+              if abs(own - theirs) > SAME_PRECISION * max(1.0, abs(own))]  # fmt: skip
+    if others:
+        return ExportComparison(
+            f"{folder} is written, and gives {len(pairs)} examples the losses of this run, but other scores: "
+            f"{'; '.join(others)}. Either this run's evaluations are wrong, or what the field computes of the export",
+            False,
+        )
+    also = f", and all together its {', '.join(name for name, _, _ in scored)}" if scored else ""
+    return ExportComparison(
         f"the export, by from_pretrained and with its own tokenizer, gives {len(pairs)} examples the losses of this run"
+        f"{also}"
     )
+
+
+def _scored(job: Plain, model: nn.Module, expected: Evaluated) -> list[tuple[str, float, float]]:
+    """The scores of all examples together, by the run and by the export, by name."""
+    if not expected.scores:
+        return []
+    examples = job.encode(job.splits["train"])
+    found = scores(job, model, [examples[place] for place in expected.places], writes=False)
+    names = sorted(found.keys() & expected.scores.keys() - {"loss"})
+    pairs = [(name, float(expected.scores[name]), float(found[name])) for name in names]
+    return [pair for pair in pairs if math.isfinite(pair[1]) and math.isfinite(pair[2])]
 
 
 def _scale(pairs: Sequence[tuple[float, float]]) -> float:

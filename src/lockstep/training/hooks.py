@@ -149,7 +149,7 @@ class Checkpoint(Hook):
             session.checkpoints.save(state.step, session.averaged, state.scores, state.state_dict())
 
 
-class Hooks:
+class StepHooks:
     """All of them, for one call of `train`."""
 
     def __init__(self, session: Session, state: TrainState, check: SdcCheck | None) -> None:

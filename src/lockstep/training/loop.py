@@ -14,7 +14,7 @@ from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.strategy import NotFinite
 from lockstep.training.data_loader import stopping
 from lockstep.training.errors import CorruptionDetected, not_finite
-from lockstep.training.hooks import Hooks
+from lockstep.training.hooks import StepHooks
 from lockstep.training.rebalance import LoadBalancer
 from lockstep.training.sdc_check import SdcCheck, evict
 from lockstep.training.session import Session
@@ -31,7 +31,7 @@ def train(session: Session, state: TrainState) -> TrainState:
     run, strategy, feed = session.run, session.strategy, session.feed
     check = SdcCheck(session) if run.sdc_check.every else None
     train_step = strategy.train_step if check is None else check.train_step
-    hooks = Hooks(session, state, check)
+    hooks = StepHooks(session, state, check)
     state.meter.restart_clock()
     if hooks.make_up(state):  # an evaluation that a request to stop has left out; or patience was over before
         return state

@@ -28,10 +28,8 @@ from lockstep.data import raw_rows
 from lockstep.data.streamed import Streamed
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
-from lockstep.plain.examples import masked
-from lockstep.plain.losses import batch_loss, without_dropout
+from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
-from lockstep.plain.train import perturb_
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.engines.accelerated import Accelerated
 from lockstep.strategies.engines.side_effects import preserved
@@ -40,6 +38,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.training import plain_sides
 from lockstep.training.errors import TrainingFailed
+from lockstep.training.plain_measures import drawn_examples, masked, perturb_, without_dropout
 from lockstep.training.plain_sides import Elsewhere, OtherTokens, PlainFailed, Sides, device_of, plain_path, sides_of
 from lockstep.training.session import Session
 
@@ -48,6 +47,11 @@ _NEW_WEIGHTS = ("model.adapter", "model.quantization")  # without them the model
 
 def cause(sides: Sides, strategy: Strategy) -> str:
     """Describe the option that makes the difference."""
+    if sides.task.own_model:
+        return (
+            "Your own functions, called as they are written, compute something else than the run: look at task.loss "
+            "(a mean or a sum over targets?), task.targets and task.collate"
+        )
     if (text := _of_examples(sides)) is not None:
         return text
     try:
@@ -134,23 +138,23 @@ FACTOR = 10.0  # times what a change of a weight's last bit comes to, or half pr
 
 
 @dataclass(frozen=True)
-class Tolerance:
+class PlainTolerance:
     """Tolerances: relative differences of two correct computations. docs/verify.md has their source."""
 
     loss: float
     gradient: float  # of the norm of the whole gradient
 
-    def at_least(self, measured: Tolerance) -> Tolerance:
+    def at_least(self, measured: PlainTolerance) -> PlainTolerance:
         """Or so many times what was measured, where that is more."""
-        return Tolerance(max(self.loss, FACTOR * measured.loss), max(self.gradient, FACTOR * measured.gradient))
+        return PlainTolerance(max(self.loss, FACTOR * measured.loss), max(self.gradient, FACTOR * measured.gradient))
 
 
-LEAST = Tolerance(1e-5, 1e-4)  # both in float32, whatever rounding comes to
-LEAST_LOW = Tolerance(1e-3, 1e-2)  # the run's own in bfloat16 or float16
+LEAST = PlainTolerance(1e-5, 1e-4)  # both in float32, whatever rounding comes to
+LEAST_LOW = PlainTolerance(1e-3, 1e-2)  # the run's own in bfloat16 or float16
 
 
 @dataclass(frozen=True)
-class Numbers:
+class PlainNumbers:
     """The loss and gradients of a batch, by one path."""
 
     loss: float  # mean over targets, in training mode
@@ -165,7 +169,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PlainDifference:
     """Two numbers that should be the same but for rounding."""
 
     of: str  # which examples
@@ -219,6 +223,8 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
     except OtherTokens as caught:
         return False, f"before the first step: {caught}"
     except PlainFailed as caught:
+        if session.task.own_model:  # which may ask for more than one item, or for what is there once
+            return True, f"not compared with a plain computation: your code cannot be called again ({caught})"
         return False, (
             f"before the first step: the comparison with a plain computation fails ({caught}), so that nothing is "
             "known of this run's loss. verify.plain=false trains without it; please report this"
@@ -227,15 +233,25 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
         groups = groups_of(sides)
         count = len({place for places in groups.values() for place in places})
         of = "of the first micro-batch and others" if sides.first else "of the training split"
-        return True, (
-            f"loss and gradient of {count} examples {of} equal those of transformers alone, without dropout, to "
-            "rounding"
-        )
+        by = "your own functions, called as they are written" if session.task.own_model else "transformers alone"
+        return True, f"loss and gradient of {count} examples {of} equal those of {by}, without dropout, to rounding"
+    if session.task.own_model and not _repeatable(sides, strategy):
+        return True, "not compared with a plain computation: your code gives other numbers for the same items"
     lines = "\n".join(f"  {difference}" for difference in differing[:6])
+    if session.task.own_model:
+        lines = lines.replace("by transformers alone", "by your own functions alone")
     return False, (
         f"before the first step, without dropout:\n{lines}\n{causes(sides, strategy)}\nNothing was trained. If you "
         "know better: verify.plain=false trains without this comparison"
     )
+
+
+def _repeatable(sides: Sides, strategy: Strategy) -> bool:
+    """Whether the run's own path gives the same numbers twice."""
+    with preserved(sides.model, strategy.effects.written):
+        places = next(iter(groups_of(sides).values()))
+        one, other = (own_numbers(sides, places, strategy.autocast(False)) for _ in range(2))
+    return one == other
 
 
 def first_micro_batch(session: Session) -> np.ndarray:
@@ -248,9 +264,9 @@ def first_micro_batch(session: Session) -> np.ndarray:
     return first
 
 
-def differences(sides: Sides, strategy: Strategy) -> list[Difference]:
+def differences(sides: Sides, strategy: Strategy) -> list[PlainDifference]:
     """Differences of more than rounding, over all groups of examples. Errors: `NotCovered`."""
-    differing: list[Difference] = []
+    differing: list[PlainDifference] = []
     inside = isinstance(strategy, Accelerated) and sides.run.precision == "bf16"
     strict = takes_float32(sides.run, sides.task) and not inside
     low = "bfloat16" if sides.run.model.trained_in_bfloat16 else sides.run.precision.replace("fp32", "")
@@ -287,7 +303,7 @@ def takes_float32(run: Run, task: Task) -> bool:
     return run.model.attention in (None, "sdpa", "eager") and not run.model.trained_in_bfloat16
 
 
-def compared(of: str, own: Numbers, plain: Numbers, within: Tolerance) -> list[Difference]:
+def compared(of: str, own: PlainNumbers, plain: PlainNumbers, within: PlainTolerance) -> list[PlainDifference]:
     """What of two computations of the same examples differs by more than that; of weights the one that differs most,
     and only where the whole gradient does not."""
     whole, of_weights = all_of(of, own, plain, within)
@@ -296,31 +312,39 @@ def compared(of: str, own: Numbers, plain: Numbers, within: Tolerance) -> list[D
     return wrong or ([most] if most is not None and most.wrong else [])
 
 
-def apart(a: Numbers, b: Numbers) -> Tolerance:
+def apart(a: PlainNumbers, b: PlainNumbers) -> PlainTolerance:
     """The largest differences of two computations of the same examples."""
     whole, of_weights = all_of("", a, b, LEAST)
     losses = [each.relative for each in whole if "loss" in each.what]
-    return Tolerance(max(losses), max(each.relative for each in [*whole, *of_weights] if "gradient" in each.what))
+    return PlainTolerance(max(losses), max(each.relative for each in [*whole, *of_weights] if "gradient" in each.what))
 
 
-def all_of(of: str, own: Numbers, plain: Numbers, within: Tolerance) -> tuple[list[Difference], list[Difference]]:
+def all_of(
+    of: str, own: PlainNumbers, plain: PlainNumbers, within: PlainTolerance
+) -> tuple[list[PlainDifference], list[PlainDifference]]:
     """Two computations of the same examples beside each other: the numbers of all, and those of each weight."""
     whole = max(plain.norm, 1e-30)
     pairs = [
-        Difference(of, "the number of targets", own.targets, plain.targets, relative(own.targets, plain.targets), 1e-9),
-        Difference(of, "the loss", own.loss, plain.loss, relative(own.loss, plain.loss), within.loss),
-        Difference(of, "the gradient's norm", own.norm, plain.norm, relative(own.norm, plain.norm), within.gradient),
+        PlainDifference(
+            of, "the number of targets", own.targets, plain.targets, relative(own.targets, plain.targets), 1e-9
+        ),
+        PlainDifference(of, "the loss", own.loss, plain.loss, relative(own.loss, plain.loss), within.loss),
+        PlainDifference(
+            of, "the gradient's norm", own.norm, plain.norm, relative(own.norm, plain.norm), within.gradient
+        ),
     ]
     if own.evaluated is not None and plain.evaluated is not None:
         size = relative(own.evaluated, plain.evaluated)
-        pairs.append(Difference(of, "the loss in evaluation mode", own.evaluated, plain.evaluated, size, within.loss))
+        pairs.append(
+            PlainDifference(of, "the loss in evaluation mode", own.evaluated, plain.evaluated, size, within.loss)
+        )
     of_weights = []
     for name in dict.fromkeys([*plain.gradient, *own.gradient]):
         (norm, along), (norms, alongs) = (side.gradient.get(name, (0.0, 0.0)) for side in (own, plain))
         size = _apart(norm, norms) / whole
-        of_weights.append(Difference(of, f"the gradient's norm in {name}", norm, norms, size, within.gradient))
+        of_weights.append(PlainDifference(of, f"the gradient's norm in {name}", norm, norms, size, within.gradient))
         turn, what = _apart(along, alongs) / whole, f"the gradient along the weight {name}"
-        of_weights.append(Difference(of, what, along, alongs, turn, within.gradient))
+        of_weights.append(PlainDifference(of, what, along, alongs, turn, within.gradient))
     return pairs, of_weights
 
 
@@ -336,7 +360,7 @@ def relative(a: float, b: float) -> float:
 # -- both paths --------------------------------------------------------------------------------------------------------
 
 
-def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) -> Numbers:
+def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) -> PlainNumbers:
     """Compute them as a step of the run does."""
     task, model, run = sides.task, sides.model, sides.run
     rows = sides.at[list(places)]
@@ -352,11 +376,13 @@ def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) 
     return _numbers(model, loss, targets)
 
 
-def plain_numbers(sides: Sides, places: Sequence[int], precision: AbstractContextManager[Any] | None = None) -> Numbers:
+def plain_numbers(
+    sides: Sides, places: Sequence[int], precision: AbstractContextManager[Any] | None = None
+) -> PlainNumbers:
     """Compute them with transformers and torch alone. Errors: `NotCovered`, `PlainFailed`."""
-    examples, count = [sides.examples[place] for place in places], 0.0
-    if sides.run.task.name == "masked_language_modeling":
-        examples = _masked(sides, places, examples)
+    count = 0.0
+    with plain_path():
+        examples = _plain_examples(sides, places)
 
     def loss() -> Tensor:
         nonlocal count
@@ -368,7 +394,7 @@ def plain_numbers(sides: Sides, places: Sequence[int], precision: AbstractContex
     with plain_path():
         numbers = _numbers(sides.plain, loss, 1.0)
     per = max(count, 1e-30)
-    return Numbers(
+    return PlainNumbers(
         numbers.loss / per,
         None if numbers.evaluated is None else numbers.evaluated / per,
         count,
@@ -376,7 +402,7 @@ def plain_numbers(sides: Sides, places: Sequence[int], precision: AbstractContex
     )
 
 
-def perturbed_numbers(sides: Sides, places: Sequence[int]) -> Numbers:
+def perturbed_numbers(sides: Sides, places: Sequence[int]) -> PlainNumbers:
     """The plain ones from weights whose last bit is another; the weights are put back."""
     before = {name: p.detach().clone() for name, p in sides.plain.named_parameters()}
     try:
@@ -400,7 +426,9 @@ class Uncast(nn.Module):
             return self.model(**inputs)
 
 
-def half_precision(sides: Sides, groups: Mapping[str, Sequence[int]], plain: Mapping[str, Numbers]) -> Tolerance:
+def half_precision(
+    sides: Sides, groups: Mapping[str, Sequence[int]], plain: Mapping[str, PlainNumbers]
+) -> PlainTolerance:
     """What the run's half precision makes of the plain path, beside its float32: the largest differences of all groups.
     What preferences are compared with, the model before training, stays in float32."""
     job, model = copy.copy(sides.job), sides.plain
@@ -412,7 +440,17 @@ def half_precision(sides: Sides, groups: Mapping[str, Sequence[int]], plain: Map
     pairs = [
         apart(plain_numbers(low, places, torch.autocast(kind, dtype)), plain[name]) for name, places in groups.items()
     ]
-    return Tolerance(max(each.loss for each in pairs), max(each.gradient for each in pairs))
+    return PlainTolerance(max(each.loss for each in pairs), max(each.gradient for each in pairs))
+
+
+def _plain_examples(sides: Sides, places: Sequence[int]) -> list[dict[str, Any]]:
+    """The examples of a group as the plain path makes them."""
+    if sides.run.task.name == "module":
+        return drawn_examples(
+            sides.run, sides.job, "train", sides.at[list(places)].tolist(), (0, 0), device_of(sides.model)
+        )
+    examples = [sides.examples[place] for place in places]
+    return _masked(sides, places, examples) if sides.run.task.name == "masked_language_modeling" else examples
 
 
 def _masked(sides: Sides, places: Sequence[int], examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -426,7 +464,7 @@ def _masked(sides: Sides, places: Sequence[int], examples: list[dict[str, Any]])
         ]
 
 
-def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float) -> Numbers:
+def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float) -> PlainNumbers:
     """Loss and gradient in training mode, and loss in evaluation mode, without dropout. Gradients go to no weight:
     hooks on weights do not run. Buffers, such as running statistics, are afterwards what they were: both paths begin
     with the same ones."""
@@ -450,7 +488,7 @@ def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float
             size = float(own.norm())
             gradient[name] = (float(slope.norm()), float((slope * own).sum()) / (size or 1.0))
     mean = None if evaluated is None else float(evaluated) / targets
-    return Numbers(float(total.detach()) / targets, mean, targets, gradient)
+    return PlainNumbers(float(total.detach()) / targets, mean, targets, gradient)
 
 
 @contextmanager

@@ -8,12 +8,13 @@ norms) and files of tensors: weights and optimizer state before, gradients and w
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from lockstep.data.hub import model_folder
 from lockstep.data.masking import WITHOUT_STEP
 from lockstep.data.qa_features import CONTEXT, QUESTION, START, TEXTS
 from lockstep.data.raw_rows import RawRows
+from lockstep.distributed.randomness import own_generators, seed_libraries
 from lockstep.distributed.world import World
 from lockstep.plain.job import Plain
-from lockstep.plain.losses import without_dropout
 from lockstep.plain.rows import NotCovered
+from lockstep.plain.scores import LONGEST
 from lockstep.plain.train import build_model
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact import optim
@@ -40,13 +42,19 @@ from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.native import Native
 from lockstep.strategies.observer import GradientRecorder, listening
 from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.abilities import Generates
 from lockstep.tasks.models import model_configs, quantized
+from lockstep.tasks.models.inference import Decoding
+from lockstep.tasks.module import Module
+from lockstep.tasks.modules.wrapped_module import Adapted
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.evaluation import evaluate
+from lockstep.training.evaluation import evaluate_with_tables
+from lockstep.training.plain_measures import without_dropout
 from lockstep.training.resolve import Job
 from lockstep.training.session import Session, build_session, join_ranks
 
+_OF_MODULE = 3  # items of a module that are looked at because they are first, longest or shortest
 WHOLE = 100_000_000  # parameters up to which a second model is built, where no rank holds the whole one
 
 
@@ -61,7 +69,7 @@ class Sides:
     job: Plain
     columns: Columns  # the run's own examples
     at: np.ndarray  # numbers of them
-    examples: list[dict[str, Any]]  # the plain ones, as many
+    examples: list[dict[str, Any]]  # the plain ones, as many; none of a module, whose items are drawn for each batch
     first: list[int]  # places in `at`: of the first micro-batch; none where its rows were not kept
 
 
@@ -96,8 +104,10 @@ def device_of(model: nn.Module) -> torch.device:
 def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int] | np.ndarray = ()) -> Sides:
     """Both sides of a run. `micro_batch`: numbers of the training examples that the first one has. Errors: `Elsewhere`,
     `NotCovered`, `PlainFailed`."""
+    if isinstance(task, Module):
+        return _module_sides(run, task, strategy, micro_batch)
     if task.own_model or "." in run.task.name:
-        raise Elsewhere("the model or the task is code of yours")
+        raise Elsewhere("the task is a class of yours, whose loss nobody else knows")
     if run.model.trust_remote_code:
         raise Elsewhere("the model may be code from the Hub (model.trust_remote_code)")
     raw_rows = RawRows.of(task.prepared.facts)
@@ -114,6 +124,30 @@ def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int
     of_split = raw_rows.split == "train" and raw_rows.examples is None
     first = np.flatnonzero(np.isin(raw_rows.at, micro_batch)).tolist() if of_split else []
     return Sides(run, task, model, plain, job, columns, raw_rows.at, examples, first)
+
+
+def _module_sides(run: Run, task: Module, strategy: Strategy, micro_batch: Sequence[int] | np.ndarray) -> Sides:
+    """Both sides of a module of the user's: the plain one is the same model, called as its class has it. Errors:
+    `Elsewhere`, `PlainFailed`."""
+    model = whole_model(run, task, strategy)
+    if strategy.effects.evaluated or strategy.effects.written:
+        raise Elsewhere("your model changes its own weights when it is called")
+    if names := own_generators(task, model):
+        raise Elsewhere(f"your code draws from {', '.join(names)}, which no step seeds")
+    plain = copy.copy(model)
+    plain.__class__ = next(kind for kind in type(model).__mro__[1:] if kind is not Adapted)
+    with plain_path():
+        seed_libraries(run.seed)
+        job = Plain(run.model_dump(mode="json"), "")
+        columns = task.splits["train"]
+        if len(job.splits["train"]) != len(columns):
+            raise PlainFailed(
+                f"task.data: {len(columns)} items here, {len(job.splits['train'])} when it is called again"
+            )
+    by_length = np.argsort(-columns.lengths, kind="stable")
+    first = np.asarray(micro_batch, np.int64)[:_OF_MODULE]
+    at = np.array(list(dict.fromkeys([*first, *by_length[:_OF_MODULE], *by_length[-_OF_MODULE:]])), np.int64)
+    return Sides(run, task, model, plain, job, columns, at, [], list(range(len(first))))
 
 
 def job_of(run: Run, task: Task, tokenizer: str | None = None) -> Plain:
@@ -150,7 +184,7 @@ def rows_of(task: Task, raw_rows: RawRows) -> list[dict[str, Any]]:
     if task.run.task.name != "question_answering":
         return raw_rows.rows
     spans = [(row[TEXTS], row[START]) for row in raw_rows.rows]
-    answers = [[{"text": texts[0], "answer_start": start}] if texts else [] for texts, start in spans]
+    answers = [[{"text": text, "answer_start": start} for text in texts] for texts, start in spans]  # the first counts
     return [row | {TEXTS: answer} for row, answer in zip(raw_rows.rows, answers, strict=True)]
 
 
@@ -269,7 +303,7 @@ class PlainRecord:
     total: int  # steps of the run
     steps: list[PlainStep]
     evaluated: list[int] = field(default_factory=list)  # numbers of validation examples, before the steps
-    evaluation_loss: float = 0.0  # of these
+    scores: dict[str, float] = field(default_factory=dict)  # of these
     evaluation_masked: dict[str, list[list[list[int]]]] = field(default_factory=dict)
 
     @staticmethod
@@ -297,7 +331,7 @@ def record_session(session: Session, count: int = 2) -> None:
     held_out = session.task.splits["validation"]
     rows = np.arange(min(EVALUATED, len(held_out)))
     rows = rows[np.argsort(-held_out.lengths[rows], kind="stable")]  # as evaluations have them in a batch
-    scores = evaluate(session.run, world, session.task, strategy, held_out, rows, texts=False)
+    scores = _scores(session, held_out, rows)
     hides = session.run.task.name == "masked_language_modeling"
     shown = _masked(session, held_out, [rows], WITHOUT_STEP) if hides else {}
     steps = []
@@ -313,9 +347,23 @@ def record_session(session: Session, count: int = 2) -> None:
             gradients = {f"gradient.{name}": tensor for name, tensor in recorder.gradients.items()}
             _save(folder / f"step-{place}.safetensors", gradients | strategy.state_dict(), world)
     if world.is_main:
-        loss, tokenizer = scores["loss"], session.task.prepared.tokenizer
-        record = PlainRecord(tokenizer, feed.total, steps, rows.tolist(), loss, shown)
+        tokenizer = session.task.prepared.tokenizer
+        record = PlainRecord(tokenizer, feed.total, steps, rows.tolist(), scores, shown)
         (folder / FILE).write_text(json.dumps(asdict(record)), encoding="utf-8")
+
+
+def _scores(session: Session, columns: Columns, rows: np.ndarray) -> dict[str, float]:
+    """The run's own scores of some examples; texts are written to a few tokens. Collective."""
+    strategy = session.strategy
+
+    def briefly(inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
+        return strategy.generate(inputs, replace(how, new_tokens=min(LONGEST, how.new_tokens)))
+
+    texts = isinstance(session.task, Generates)
+    scores, _ = evaluate_with_tables(
+        session.run, session.world, session.task, strategy, columns, rows, texts, generate=briefly
+    )
+    return {name: float(value) for name, value in scores.items() if isinstance(value, int | float)}
 
 
 def plain_numbers_of(run: Run, feed: StepLoader, count: int) -> list[int]:

@@ -31,7 +31,7 @@ from lockstep.training.session import Session, build_session, join_ranks
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """One recorded step; its gradients and the weights after it are in a file beside."""
 
     number: int  # of the run's steps, from 0
@@ -50,7 +50,7 @@ class Recording:
     bits: bool  # whether the strategy promises the bits of a single process
     rounding: float  # the relative difference it may have otherwise
     probe: dict[str, float]  # the untrained model's scores on the first step's examples, without dropout
-    steps: list[Step]
+    steps: list[RecordedStep]
     dtypes: dict[str, list[str]]  # of weights, gradients and optimizer state
     seconds_per_step: float | None  # median of the steps that were timed
     examples_per_s: float | None
@@ -115,7 +115,7 @@ class _Writer:
 
     def __init__(self, folder: Path, world: World, task: Task, strategy: Strategy) -> None:
         self.folder, self.world, self.task, self.strategy = folder, world, task, strategy
-        self.steps: list[Step] = []
+        self.steps: list[RecordedStep] = []
         strategy.observer = self.recorder = GradientRecorder(world)
         self.save("start", self.weights())
 
@@ -127,7 +127,7 @@ class _Writer:
     def step(self, place: int, number: int, batch: StepBatch, loss: float, norm: float) -> None:
         seen = sum(float(self.task.targets_in_batch(m.targets)) for m in batch.micro_batches)
         total = float(self.strategy.data_parallel.sum(torch.tensor(seen, dtype=torch.float64)))
-        self.steps.append(Step(number, loss, norm, total, batch.targets))
+        self.steps.append(RecordedStep(number, loss, norm, total, batch.targets))
         gradients = {f"gradient.{name}": tensor for name, tensor in self.recorder.gradients.items()}
         self.save(f"step-{place}", gradients | self.weights())
 
@@ -168,4 +168,4 @@ def _cost(session: Session, timed: int) -> tuple[float | None, list[dict[str, in
 def read(folder: Path) -> Recording:
     """A recording's own words."""
     values = json.loads((folder / "recording.json").read_text())
-    return Recording(**{**values, "steps": [Step(**s) for s in values["steps"]]})
+    return Recording(**{**values, "steps": [RecordedStep(**s) for s in values["steps"]]})

@@ -3,6 +3,11 @@
 In: an address, how many machines there may be, and what this one says of itself. Out: for every formation of the job,
 which machine comes first; who was lost; how the job ended, the same on every machine. A machine that would train
 something else is refused before it disturbs anybody.
+
+The state of the rendezvous is sealed JSON in the store instead of the pickle that torch writes there: torch only gets
+back what this process has pickled itself. An evicted machine (`sdc_check.on_difference: evict`) is not let in again:
+the others form at once and wait for one machine fewer; this one keeps the store and the lock of OUTPUT until the job
+is over.
 """
 
 from __future__ import annotations
@@ -10,11 +15,13 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import pickle
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any, get_type_hints
 
 from torch.distributed import PrefixStore
@@ -25,15 +32,216 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStateError,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousTimeout,
+    Token,
+    _NodeDesc,
+    _RendezvousExitOp,
+    _RendezvousState,
+)
 
+from lockstep.config.errors import STOPPED
 from lockstep.config.run import RunError
 from lockstep.distributed import network, rendezvous
 from lockstep.distributed.consistency_check import disagreement
 from lockstep.distributed.membership import Roster
 from lockstep.distributed.rendezvous import Sealed
-from lockstep.launchers.processes.elastic_eviction import Leaving
-from lockstep.launchers.processes.elastic_rendezvous_state import Backend, record_nothing
+
+_KEY, _GONE = "state", "excluded"
+_COMES_IN = timedelta(seconds=3)  # looked at once a second
+_EMPTY = "null"  # a key must be there to be asked for: what it holds before there is a state
+
+
+class Backend(RendezvousBackend):
+    """Keeps the state of one job of at most so many machines."""
+
+    def __init__(self, store: Sealed, most: int) -> None:
+        self._store, self._most = store, most
+        self._ask("compare_set", _KEY, "", _EMPTY)
+        self._ask("compare_set", _GONE, "", "[]")
+
+    def exclude(self, host: str) -> None:
+        """That machine is out of the job: one fewer may come from now on."""
+        out = self._out()
+        while host not in out:
+            out = _hosts(self._ask("compare_set", _GONE, json.dumps(out), json.dumps([*out, host])))
+
+    @property
+    def name(self) -> str:
+        return "c10d"
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        return self._answer(self._ask("get", _KEY))
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        mine = _text(pickle.loads(state))  # this process's own, handed over a moment ago
+        found = self._ask("compare_set", _KEY, token.decode() if isinstance(token, bytes) else _EMPTY, mine)
+        answer = self._answer(found)
+        return None if answer is None else (*answer, found == mine.encode())
+
+    def _answer(self, found: bytes) -> tuple[bytes, Token] | None:
+        if found == _EMPTY.encode():
+            return None
+        return pickle.dumps(_held_open(_state(found), self._most - len(self._out()))), found
+
+    def _out(self) -> list[str]:
+        """The machines that are out of the job. The store does not count them: its counters bear no seal, and over one
+        that somebody has written into it hangs up, and nobody would know why."""
+        return _hosts(self._ask("get", _GONE))
+
+    def _ask(self, what: str, *words: str) -> bytes:
+        with _reached():
+            return bytes(getattr(self._store, what)(*words))
+
+
+def _hosts(text: bytes) -> list[str]:
+    try:
+        return [_is(str, host) for host in _is(list, json.loads(text))]
+    except (ValueError, TypeError, RecursionError):
+        raise RendezvousStateError(f"which machines are out of the job cannot be read: {text!r:.80}") from None
+
+
+def record_nothing(handler: DynamicRendezvousHandler) -> None:
+    """Nobody reads the events that torch makes of every step of a rendezvous, every sign of life among them. For the
+    name of a function each writes down the whole stack, twice, and looks through all imported modules for every frame
+    without a file: milliseconds in most processes, a tenth of a second and more in one forked from a server that has
+    imported everything."""
+    inner: Any = handler
+    for part in (inner, inner._op_executor, inner._state_holder):
+        part._record = _nothing
+
+
+def _nothing(*_: object, **__: object) -> None:
+    pass
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RuntimeError, TimeoutError) as caught:
+        raise RendezvousConnectionError(" ".join(str(caught).split())[:300]) from caught
+
+
+def _held_open(state: _RendezvousState, most: int) -> _RendezvousState:
+    """A formation is not complete while a machine that was seen waiting for it has not come in. torch elastic forms
+    without one that is slow to, and a job that has saved for a machine's sake would end without it. One that gives no
+    sign of life is taken off the list by whoever reads it. Where all have come that may, nobody is waited for."""
+    if state.complete or state.deadline is None:
+        return state
+    if state.wait_list:
+        state.deadline = max(state.deadline, datetime.now(UTC) + _COMES_IN)
+    elif len(state.participants) >= most:
+        state.deadline = datetime.now(UTC) - _COMES_IN
+    return state
+
+
+def _text(state: _RendezvousState) -> str:
+    def node(found: _NodeDesc) -> list[str | int]:
+        return [found.addr, found.pid, found.local_id]
+
+    return json.dumps(
+        {
+            "round": state.round,
+            "complete": state.complete,
+            "deadline": state.deadline.isoformat() if state.deadline else None,
+            "closed": state.closed,
+            "participants": [[*node(n), rank] for n, rank in state.participants.items()],
+            "wait_list": sorted(map(node, state.wait_list)),
+            "redundancy_list": sorted(map(node, state.redundancy_list)),
+            "last_heartbeats": [[*node(n), when.isoformat()] for n, when in state.last_heartbeats.items()],
+        }
+    )
+
+
+def _state(text: bytes) -> _RendezvousState:
+    """Errors: `RendezvousStateError` for anything but what `_text` writes."""
+
+    def node(found: list[Any]) -> _NodeDesc:
+        address, process, number = found[:3]
+        return _NodeDesc(_is(str, address), _is(int, process), _is(int, number))
+
+    state = _RendezvousState()
+    try:
+        told = json.loads(text)
+        state.round, state.complete = _is(int, told["round"]), _is(bool, told["complete"])
+        state.closed = _is(bool, told["closed"])
+        state.deadline = None if told["deadline"] is None else _time(told["deadline"])
+        state.participants = {node(found): _is(int, found[3]) for found in told["participants"]}
+        state.wait_list = {node(found) for found in told["wait_list"]}
+        state.redundancy_list = {node(found) for found in told["redundancy_list"]}
+        state.last_heartbeats = {node(found): _time(found[3]) for found in told["last_heartbeats"]}
+        _possible(state)
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as caught:
+        raise RendezvousStateError(f"the state that machines meet through is no such state: {caught!r:.200}") from None
+    return state
+
+
+def _possible(state: _RendezvousState) -> None:
+    """What torch elastic takes for granted. Errors: `ValueError`."""
+    places = list(state.participants.values())
+    if state.round < 0 or (state.complete and (len(set(places)) < len(places) or min(places, default=0) < 0)):
+        raise ValueError("two machines have one place")
+    if not {*state.participants, *state.wait_list, *state.redundancy_list} <= set(state.last_heartbeats):
+        raise ValueError("a machine has given no sign of life")
+
+
+def _is(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r:.80} is not of type {kind.__name__}")
+    return value
+
+
+def _time(text: str) -> datetime:
+    found = datetime.fromisoformat(text)
+    if found.tzinfo is None:
+        raise ValueError(f"{text!r:.40} names no time zone")
+    return found
+
+
+class Leaving:
+    """This part of `ElasticRendezvous`."""
+
+    _node: Any
+    _job: Sealed
+    _kept: Backend
+    _inner: DynamicRendezvousHandler
+    _call: Callable[[Callable[[], Any]], Any]
+    limits: Any
+    num_nodes_waiting: Callable[[], int]
+    is_closed: Callable[[], bool]
+    end: Callable[[int, str], None]
+
+    def leave(self) -> None:
+        """This machine leaves, and is not let in again."""
+        inner: Any = self._inner
+        self._call(lambda: self._job.add(f"excluded/{self._node.host}", 1))
+        self._call(lambda: self._kept.exclude(self._node.host))
+        inner._stop_heartbeats()
+        until = inner._get_deadline(timedelta(seconds=10))
+        self._call(lambda: inner._op_executor.run(_RendezvousExitOp(), until))
+
+    def refuse(self) -> None:
+        """Errors: `RunError`, if this machine has left the job."""
+        if self._call(lambda: self._job.check([f"excluded/{self._node.host}"])):
+            raise RunError(f"{self._node.host} was taken out of this job, because it computed wrongly (guard)")
+
+    def hold(self, asked: Callable[[], bool]) -> None:
+        """After `leave`: keep the store, and OUTPUT, where they are this machine's to keep, until the job is over.
+        `asked`: whether somebody here wants it to stop."""
+        inner: Any = self._inner
+        seen = time.monotonic()
+        while (self._node.holds or self._node.place == 0) and not self.is_closed():
+            if self.num_nodes_waiting() or inner._state_holder.state.participants:
+                seen = time.monotonic()
+            elif time.monotonic() - seen > self.limits.join:
+                return  # nobody is left
+            if asked():
+                self.end(STOPPED, "stopped on request")
+            time.sleep(0.5)
+        time.sleep(2)  # until the last of them has read that
 
 
 @dataclass(frozen=True)

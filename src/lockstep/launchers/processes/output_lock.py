@@ -1,9 +1,10 @@
 """Whose OUTPUT is it? One job at a time writes there, over all machines that see the folder: `OUTPUT/.lock`.
 
-In: OUTPUT. Out: a `Lock` that beats until it is released, or a `RunError` that names who has it. Three signs tell
-whether a holder lives. flock ends with its process, however that ends. Where that does not work: the process's number,
-when it started, and the boot of its machine. Between machines: a heartbeat. What cannot be told is alive, until the
-heart has not beaten for `STALE_S` while this machine watched. Nothing here imports torch.
+In: OUTPUT. Out: a `Lock` that beats until it is released, or a `RunError` that names who has it, or what in the folder
+belongs to somebody else. Three signs tell whether a holder lives. flock ends with its process, however that ends.
+Where that does not work: the process's number, when it started, and the boot of its machine. Between machines: a
+heartbeat. What cannot be told is alive, until the heart has not beaten for `STALE_S` while this machine watched.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import yaml
+
 from lockstep.config.errors import FAILED
 from lockstep.config.run import Run, RunError, check_output
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import JobRecord, Process, State
-from lockstep.launchers.processes.output import check_ours
 from lockstep.track.console import error
 
 FILE = ".lock"
@@ -384,3 +386,45 @@ def _space() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
+
+
+# What a start may find in a folder that no run has got far in: of a scheduler, of a sweep, of a disk of its own.
+_HARMLESS = ("lost+found", "log.txt", "launch", "job.sbatch", "train.out", "train.err")
+
+
+def check_ours(run: Run) -> None:
+    """OUTPUT is empty, or of a run, and its export can be replaced. Errors: `RunError`, naming what is there."""
+    folder, export = run.folder, run.folder / "export"
+    if not folder.is_dir():
+        return
+    if export.is_symlink() or (export.exists() and not export.is_dir()):
+        what = f"a link to {os.readlink(export)}" if export.is_symlink() else "a file"
+        raise RunError(
+            f"output: {export} is {what}, and the model would be written there as a folder: remove it, or give another "
+            "output=FOLDER"
+        )
+    try:  # before looking whose they are: another start of this run may be writing its first ones
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError as caught:
+        raise RunError(f"output: cannot read {folder}: {caught.strerror}") from None
+    own = job_record.read(folder) is not None or _written_for(folder)
+    if own or any(folder.glob("checkpoints/step-*/manifest.json")):
+        return
+    strange = [name for name in names if name not in _HARMLESS and not name.startswith("slurm-")]
+    if strange:
+        more = f" and {len(strange) - 5} more" if len(strange) > 5 else ""
+        raise RunError(
+            f"output: {folder} is not empty, and it is no output folder of a run: it holds {', '.join(strange[:5])}"
+            f"{more}. A run would write over run.yaml, export and others there: give another output=FOLDER"
+        )
+
+
+def _written_for(folder: Path) -> bool:
+    """Whether its run.yaml is one that lockstep wrote for this folder: with every key, as no person writes it."""
+    try:
+        values = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return False
+    if not isinstance(values, dict) or not set(Run.model_fields) <= values.keys():
+        return False
+    return Path(str(values["output"])).name == folder.resolve().name

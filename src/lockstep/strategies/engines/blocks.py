@@ -90,6 +90,7 @@ def _check_model(run: Run, asked: list[str]) -> None:
     from transformers import AutoModel
 
     config = load_config(run)
+    config.architectures = config.architectures or []  # which transformers walks through for a Funnel
     try:
         with torch.device("meta"):
             model = AutoModel.from_config(config, trust_remote_code=run.model.trust_remote_code)

@@ -136,7 +136,9 @@ class Hooked(WholeStateRecovery):
             self.arrived = dict(enumerate(gradients))
             while self.sent < len(self.buckets):
                 self.send()
-            rows = self.sum_rows(self.leaves.with_last_leaf(list(self.rows), [gradients[i] for i in self.rows]))
+            rows = self.leaves.sum_rows(
+                self.leaves.with_last_leaf(list(self.rows), [gradients[i] for i in self.rows]), self.world
+            )
             for i, tensor in rows.items():
                 gradients[i] = tensor
             # Into the last leaf's memory, which is that of DDP's own buckets: one gradient in memory and not two.

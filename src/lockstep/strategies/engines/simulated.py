@@ -404,7 +404,7 @@ class Products(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
-            name = f"{func} {tree_map(_told, (args, kwargs))}"
+            name = f"{func} {tree_map(_layout_key, (args, kwargs))}"
             if name not in self.found:
                 flops = int(count(*args, **(kwargs or {}), out_val=out))
                 self.found[name] = Product(flops, (func, tree_map(_like, args), tree_map(_like, kwargs or {})))
@@ -412,7 +412,7 @@ class Products(TorchDispatchMode):
         return out
 
 
-def _told(thing: Any) -> Any:
+def _layout_key(thing: Any) -> Any:
     return (tuple(thing.shape), thing.stride(), str(thing.dtype)) if isinstance(thing, Tensor) else thing
 
 

@@ -140,7 +140,7 @@ def _ask_deepspeed(content: dict[str, Any], options: Mapping[str, Any], key: str
     try:
         DeepSpeedConfig(_Asked(content, asked))
     except ValidationError as error:
-        return [_told(fault, content, options, key) for fault in error.errors()]
+        return [_format_fault(fault, content, options, key) for fault in error.errors()]
     except Exception as error:  # DeepSpeed refuses in many ways
         return [f"{key}: DeepSpeed says: {' '.join(str(error).split())[:400]}"]
     rows = []
@@ -152,7 +152,7 @@ def _ask_deepspeed(content: dict[str, Any], options: Mapping[str, Any], key: str
     return rows
 
 
-def _told(error: Any, content: dict[str, Any], options: Mapping[str, Any], key: str) -> str:
+def _format_fault(error: Any, content: dict[str, Any], options: Mapping[str, Any], key: str) -> str:
     """One of pydantic's errors, with the key it is about."""
     section = next((s for s in ("zero_optimization", *options) if _belongs(error["loc"], content.get(s))), None)
     name = ".".join(str(part) for part in (key, section, *error["loc"]) if part is not None)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import Node, ReductionTree, Shares, layout_of
 from lockstep.strategies.exact.rows import DenseRows, by_row, exchange_rows
 
@@ -92,10 +93,10 @@ class LeafGradients:
             for i in positions:
                 tensors[i] = gone
 
-    def sum_rows(self, nodes: Mapping[Node, list[Tensor]], rank: int, ranks: int) -> dict[int, Tensor]:
+    def sum_rows(self, nodes: Mapping[Node, list[Tensor]], world: World) -> dict[int, Tensor]:
         """The row-sparse gradients summed over ranks in tree order, by position; `nodes` holds this rank's partial sums
         in the order of `rows`. Collective."""
-        ours = (rank, ranks, self.shares)
+        ours = (world.rank, world.size, self.shares)
         return {
             i: exchange_rows({node: tensors[j] for node, tensors in nodes.items()}, self.tree.leaves, *ours)
             for j, i in enumerate(self.rows)

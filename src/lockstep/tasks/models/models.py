@@ -21,7 +21,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data import tokenizer as tokenizers
 from lockstep.data.hub import downloading, reading_weights
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters, heads, quantized, storage_dtype
+from lockstep.tasks.models import adapters, block_sparse, heads, quantized, storage_dtype
 from lockstep.tasks.models.model_configs import entry, load_config, local_or_id, texts
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
@@ -73,6 +73,7 @@ def check(
             raise RunError(
                 f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits}; lower it"
             )
+    block_sparse.check(config, tokens or run.data.max_length, key)
     config_checks.check(run, head)
     padding_refused(run, head)  # tried here once, and known to all processes
     config_checks.notes(run, head)
@@ -166,6 +167,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
                 **options,
             )
         freeze_as_from_config(model, auto)
+    block_sparse.settle(model)
     if run.model.adapter:
         with torch.device("meta" if empty else "cpu"):
             model = adapters.wrap(run, model, head)

@@ -40,8 +40,9 @@ def _in_dtypes(run: Run, model: nn.Module) -> nn.Module:
         return model
     narrow = {id(p) for p in model.parameters()}
     if run.model.adapter:
-        modules = [m for m in model.modules() if type(m) in (nn.Linear, nn.Embedding, Conv1D)]
-        modules = [m for m in modules if not m.weight.requires_grad]
+        wide = _wide(model)
+        modules = [m for name, m in model.named_modules() if not wide & {*name.split(".")}]
+        modules = [m for m in modules if type(m) in (nn.Linear, nn.Embedding, Conv1D) and not m.weight.requires_grad]
         narrow = {id(m.weight) for m in modules}
         for module in modules:
             _widen(module)
@@ -51,6 +52,13 @@ def _in_dtypes(run: Run, model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16 if id(parameter) in narrow else torch.float32)
     return model
+
+
+def _wide(model: Any) -> set[str]:
+    """Names of modules that transformers keeps in float32, such as T5's `wo`, whose inputs it casts to the weight's
+    dtype itself."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return {*(getattr(base, "_keep_in_fp32_modules", None) or ())}
 
 
 def _widen(module: nn.Module) -> None:

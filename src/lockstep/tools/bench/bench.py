@@ -15,7 +15,7 @@ from lockstep.config.run import Run, RunError, keep, load, replace_text
 from lockstep.launchers import start
 from lockstep.tools.bench.bench_results import Bench, BenchRow, reasons, table, write
 from lockstep.tools.subprocess_job import Child
-from lockstep.tools.sweep import grid
+from lockstep.tools.sweep import sweep_file
 from lockstep.track.console import Console
 from lockstep.training import timing
 from lockstep.training.resolve import Job
@@ -64,9 +64,9 @@ def rows_of(
         for value in values:
             load(path, {**overrides, key: value}, defaults)
     found = []
-    for keys in grid.product(asked.over):
+    for keys in sweep_file.product(asked.over):
         for count in asked.processes:
-            mine: grid.Overrides = {**keys, "launch.processes": count}
+            mine: sweep_file.Overrides = {**keys, "launch.processes": count}
             if asked.weak:
                 batch = keys.get("batch_size", asked.base.batch_size)
                 micro_batches = keys.get("micro_batches", asked.base.micro_batches)
@@ -81,14 +81,14 @@ def rows_of(
     return found
 
 
-def series(asked: Bench, keys: grid.Overrides) -> str:
+def series(asked: Bench, keys: sweep_file.Overrides) -> str:
     """What a line in the plots is called: the strategy, and whatever else is varied."""
     names = [str(keys.get("strategy.name", asked.base.strategy.name))]
     for key, value in keys.items():
         if key == "micro_batches":
             names.append(f"{value} micro-batches{' a process' if asked.weak else ''}")
         elif key != "strategy.name":
-            names.append(f"{key}={grid.format_value(value)}")
+            names.append(f"{key}={sweep_file.format_value(value)}")
     return ", ".join(names)
 
 

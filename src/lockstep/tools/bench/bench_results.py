@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.hardware import processor
-from lockstep.tools.sweep import grid
+from lockstep.tools.sweep import sweep_file
 from lockstep.track.console import clock
 from lockstep.track.report import charts
 from lockstep.track.report.report import write_page
@@ -45,7 +45,7 @@ class BenchRow:
 
     processes: int  # `launch.processes`
     series: str  # what it is besides that: the name of its line in the plots
-    keys: grid.Overrides  # of the run file
+    keys: sweep_file.Overrides  # of the run file
     run: Run | None = None  # None where the keys do not go together
     reason: str | None = None  # why it could not run
     rounds: dict[int, Timing] = field(default_factory=dict)  # by the round's number, from 0

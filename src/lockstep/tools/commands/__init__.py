@@ -1,6 +1,7 @@
-"""One file a command: `arguments(parser)` and `main(known)`, which returns the exit status.
+"""A file for each purpose of commands. Of a command NAME it holds `NAME_arguments(parser)` and `run_NAME(known)`, which
+returns the exit status.
 
-`lockstep --help` prints this table and imports nothing else. A new command is a new file and its line here.
+`lockstep --help` prints this table and imports nothing else. A new command is these two functions and a line here.
 """
 
 # Purpose -> command -> what it does, in the order of `lockstep --help`.
@@ -42,6 +43,11 @@ PURPOSES = {
     },
 }
 HELP = {name: text for commands in PURPOSES.values() for name, text in commands.items()}
+
+
+def file_of(name: str) -> str:
+    """The file in this folder that holds a command: it is called by the command's purpose."""
+    return next(purpose for purpose, commands in PURPOSES.items() if name in commands).lower().replace(" ", "_")
 
 
 def overview() -> str:

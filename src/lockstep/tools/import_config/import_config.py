@@ -2,23 +2,31 @@
 
 In: its path, the data where they are named, overrides. Out: a run file that loads and can be planned; what was read,
 what was not understood and what has no counterpart is said, with why. Nothing is written that would train another
-model, unless it is asked for (`--partial`).
+model, unless it is asked for (`--partial`). A further system is one more row of `SOURCES` (a file of keys) or of
+`SCRIPTS` (a Python file, which is parsed and never run).
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.tools.import_config import reading
+from lockstep.tools.import_config import axolotl, command_line, loops, sagemaker, trainer, trainer_script
+from lockstep.tools.import_config.script import Script
 from lockstep.tools.import_config.table import FILL_IN, Imported, decides, only_its_own
-from lockstep.tools.init import columns, detect_layout, fit, init, machine_defaults, planning, render
+from lockstep.tools.init import columns, detect_layout, init, questions
 from lockstep.tools.init.columns import Look
-from lockstep.tools.init.prompts import Ask, Prompter
+from lockstep.tools.init.questions import Ask, Prompter
 from lockstep.track.console import Console
 
 _INTERVALS = ("evaluate.every", "checkpoint.every")
@@ -43,7 +51,7 @@ def move(
     names = {"data": "data.source", "task": "task.name", "model": "model.source"}
     by_hand = {**{names[flag]: text for flag, text in flags.items() if text is not None}, **given}
     moved = Imported(by_hand=by_hand)
-    source = reading.read(origin)
+    source = read(origin)
     asked = given.get("launch.processes")
     source.move(moved, asked if isinstance(asked, int) else None)
     only_its_own(moved)
@@ -56,7 +64,7 @@ def move(
     _fit(moved, looked, talk)
     for check in moved.at_end:
         check(moved)
-    if moved.keys.get("model.source") == machine_defaults.SCRATCH:
+    if moved.keys.get("model.source") == questions.SCRATCH:
         _from_scratch(moved, looked)
     _settle(path, moved, looked, talk)
     text = _text(path, origin, source.called, moved, talk)
@@ -94,7 +102,7 @@ def _written(path: Path, text: str, partial: bool, talk: Prompter) -> Run:
     """The file, planned before. What this machine lacks is said, and no fault of the file. Errors: `RunError`."""
     run = init.loaded(path, text)
     try:
-        for lacking in planning.plan(planning.with_small_model(run) if run.model.source == FILL_IN else run):
+        for lacking in init.plan(init.with_small_model(run) if run.model.source == FILL_IN else run):
             talk.console.note(f"on this machine lockstep plan refuses it: {lacking}")
     except RunError as error:
         if not partial:
@@ -132,16 +140,16 @@ def _fit(moved: Imported, looked: Look | None, talk: Prompter) -> None:
     """The task and its columns: as the file says, or as the data are."""
     if "task.name" not in moved.keys:
         if looked is None:
-            moved.set("task.name", fit.tasks()[0], "(to be filled in, with its columns)")
+            moved.set("task.name", columns.tasks()[0], "(to be filled in, with its columns)")
             talk.note("nothing says which task it is: classification is written, to be filled in")
         else:
-            name, found = fit.guess(looked)
+            name, found = columns.guess(looked)
             moved.set("task.name", name, "(by the columns of the data)")
             _columns(moved, found, looked, talk)
-    elif looked is not None and moved.keys["task.name"] in fit.tasks():
+    elif looked is not None and moved.keys["task.name"] in columns.tasks():
         there = list(looked.languages or looked.kinds)
         if not any(k.startswith("task.") and str(v) in there for k, v in moved.keys.items()):
-            if (other := fit.fit(moved.keys["task.name"], looked)) is None:
+            if (other := columns.fit(moved.keys["task.name"], looked)) is None:
                 raise RunError(
                     f"--data: {looked.source} seems to have no columns for {moved.keys['task.name']}; it has "
                     f"{looked.described()}. Name them: task.text=... task.label=..., or another --task"
@@ -163,7 +171,7 @@ def _fit(moved: Imported, looked: Look | None, talk: Prompter) -> None:
         moved.drop(moved.told.get(key) or key, moved.keys.pop(key), why, decides(key) and key not in _COLUMNS)
 
 
-def _columns(moved: Imported, found: fit.Fit, looked: Look, talk: Prompter) -> None:
+def _columns(moved: Imported, found: columns.Fit, looked: Look, talk: Prompter) -> None:
     for key, column in found.keys.items():
         moved.keys.setdefault(f"task.{key}", column)
     for key, why in found.doubts.items():
@@ -181,7 +189,7 @@ def _from_scratch(moved: Imported, looked: Look | None) -> None:
         moved.drop("adapter", moved.keys.pop("model.adapter"), "a model from scratch is trained as a whole")
     length = int(moved.keys.get("task.block_size") or moved.keys.get("data.max_length") or 128)
     rows = looked.sizes["train"] if looked is not None else 0
-    for section, values in machine_defaults.scratch(str(moved.keys["task.name"]), length, rows).items():
+    for section, values in questions.scratch(str(moved.keys["task.name"]), length, rows).items():
         for key, value in values.items():
             moved.keys.setdefault(f"{section}.{key}", value)
 
@@ -208,7 +216,7 @@ def _settle(path: Path, moved: Imported, looked: Look | None, talk: Prompter) ->
     epoch = total = None
     if looked is not None:
         rows = looked.sizes["train"] * (0.9 if "validation" not in looked.sizes else 1)
-        epoch, total = machine_defaults.steps_of({"batch_size": batch, **moved.keys}, round(rows))
+        epoch, total = questions.steps_of({"batch_size": batch, **moved.keys}, round(rows))
     total = total if total is not None else moved.keys.get("steps")
     for key in _INTERVALS:
         _interval(moved, key, epoch, total)
@@ -248,7 +256,7 @@ def _text(path: Path, origin: Path, called: str, moved: Imported, talk: Prompter
             init.set_key(filled, key, value)
         told = {key: f"+{text}" if text[:1] == "(" else f"+from {text}" for key, text in moved.told.items() if text}
         filled = {key: _name_first(filled[key]) for key in Run.model_fields if filled.get(key) not in (None, {})}
-        text = render.write(filled, _header(origin, called, moved, talk), told)
+        text = init.write(filled, _header(origin, called, moved, talk), told)
         try:
             init.loaded(path, text)
             return text
@@ -272,3 +280,114 @@ def _header(origin: Path, called: str, moved: Imported, talk: Prompter) -> list[
         if gaps := [gap for gap in moved.gaps if gap.understood is understood]:
             lines += ["", title, *(f"  {gap.name} ({gap.why})" for gap in gaps)]
     return [*lines, "", "All keys: `lockstep schema`. The tables: docs/coming-from.md."]
+
+
+Move = Callable[[Mapping[str, Any], Imported, int | None], None]
+Mover = Callable[[Imported, int | None], None]
+
+
+@dataclass(frozen=True)
+class ScriptSource:
+    """A system whose files can be read."""
+
+    called: str
+    table: frozenset[str]  # its keys
+    marks: frozenset[str]  # keys that no other system has: one of them is enough
+    move: Move
+
+
+SOURCES = {
+    "accelerate": ScriptSource(
+        "accelerate config",
+        frozenset(command_line.ACCELERATE),
+        frozenset({"compute_environment", "distributed_type"}),
+        command_line.move_accelerate,
+    ),
+    "deepspeed": ScriptSource(
+        "DeepSpeed",
+        frozenset(command_line.DEEPSPEED),
+        frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}),
+        command_line.move_deepspeed,
+    ),
+    "axolotl": ScriptSource("axolotl", frozenset(axolotl.TABLE), frozenset({"base_model"}), axolotl.move),
+    "llama_factory": ScriptSource(
+        "LLaMA-Factory",
+        frozenset(axolotl.LLAMA_FACTORY),
+        frozenset({"finetuning_type", "stage", "cutoff_len", "dataset_dir"}),
+        axolotl.move_llama_factory,
+    ),
+    "trl": ScriptSource(
+        "TRL",
+        frozenset(trainer.TRL),
+        frozenset({"use_peft", "dataset_train_split", "dataset_test_split"}.union(*trainer.MARKS.values())),
+        trainer.move_trl,
+    ),
+    "trainer": ScriptSource(
+        "TrainingArguments",
+        frozenset(trainer.TABLE),
+        frozenset({"per_device_train_batch_size", "num_train_epochs", "output_dir", "learning_rate"}),
+        trainer.move,
+    ),
+}
+# Readers of Python files, in the order in which they are asked; None: it is no script of theirs.
+SCRIPTS: tuple[Callable[[Script], tuple[str, Mover] | None], ...] = (
+    sagemaker.read,
+    trainer_script.read,
+    loops.read,
+)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a file is, and what takes it over."""
+
+    called: str
+    move: Mover  # given `Imported`, and the processes where they were given by hand
+
+
+def read(path: Path) -> Read:
+    """Errors: `RunError`."""
+    if path.suffix in (".bin", ".pt", ".pkl"):
+        raise RunError(
+            f"--from: {path} is pickled, and is not opened. In the script that wrote it: "
+            'open("training_args.json", "w").write(args.to_json_string()); then --from training_args.json'
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"--from: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if path.suffix == ".py":
+        return script(Script(path, text))
+    if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or text.startswith("#!"):
+        return Read("a command line", command_line.read(path, text, read, script))
+    try:
+        keys = json.loads(text) if path.suffix == ".json" else messages.read_yaml(text)
+    except json.JSONDecodeError as error:
+        raise RunError(f"--from: {path}, line {error.lineno}: {error.msg}") from None
+    except yaml.YAMLError as error:
+        raise RunError(f"--from: {path} is not valid YAML: {messages.yaml_fault(error)}") from None
+    if not isinstance(keys, dict):
+        raise RunError(f"--from: {path} must hold a mapping of keys, it holds {messages.kind(keys)}")
+    keys = {str(name): value for name, value in keys.items()}
+    source = _source_of(path, keys)
+    return Read(f"{source.called}, {len(keys)} key(s)", lambda moved, processes: source.move(keys, moved, processes))
+
+
+def script(of: Script) -> Read:
+    """Errors: `RunError` for a script that no reader knows."""
+    for reader in SCRIPTS:
+        if (known := reader(of)) is not None:
+            return Read(*known)
+    raise RunError(
+        f"--from: {of.path} has no Trainer of transformers, TRL or Lightning, and no training loop that would be "
+        "known; a model and a loss of your own: docs/own-module.md"
+    )
+
+
+def _source_of(path: Path, keys: Mapping[str, Any]) -> ScriptSource:
+    """The system that has a key of its own among these."""
+    for source in SOURCES.values():
+        if source.marks & keys.keys():
+            return source
+    known = ", ".join(source.called for source in SOURCES.values())
+    raise RunError(f"--from: {path} has no key by which it would be known as a file of {known}")

@@ -1,18 +1,20 @@
-"""What a script loads: models, adapters, weights in 4 bits, tokenizers.
+"""The calls of a script that load: models, adapters, 4-bit weights, tokenizers, data sets and their rows.
 
-In: a `Call` of transformers', peft's or bitsandbytes'. Out: keys of a run file, and gaps.
+In: a `Call` of transformers', peft's, bitsandbytes' or datasets'. Out: keys of a run file, and gaps: above all which
+rows are trained on, and which texts of them.
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.tools.import_config import things
-from lockstep.tools.import_config.script import Arguments, Call, Script, shown
+from lockstep.tools.import_config import script
+from lockstep.tools.import_config.script import CUT, TOKENIZERS, Arguments, Call, Column, Scope, Script, shown
 from lockstep.tools.import_config.table import EIGHT_BITS, Imported, quantized
-from lockstep.tools.import_config.trl import set_dtype
+from lockstep.tools.import_config.trainer import set_dtype
 
 RUNS = "its value is known when the script runs"
 TASKS = {
@@ -111,7 +113,7 @@ def pretrained(call: Call, at: Reading) -> None:
     code = unknown or str(source)
     given.known = {k: v for k, v in given.known.items() if k not in _LOADING or k == "num_labels"}
     given.unknown = {k: v for k, v in given.unknown.items() if k not in _LOADING}
-    if holder.endswith(things.TOKENIZERS):
+    if holder.endswith(TOKENIZERS):
         _tokenizer(call, at, given, source, code)
         return
     if holder.endswith(("Config", "GenerationConfig")):
@@ -221,3 +223,369 @@ def _tokenizer(call: Call, at: Reading, given: Arguments, source: Any, code: str
 def scratch(call: Call, at: Reading) -> None:
     """`from_config`: a model that begins at random."""
     at.moved.drop(str(call), None, "a model from scratch: model.type, with model.config", True, ("model.type",))
+
+
+_FILES = ("csv", "json", "text", "parquet", "arrow", "pandas", "webdataset")
+_LOADERS = ("cache_dir", "token", "use_auth_token", "num_proc", "keep_in_memory", "download_mode", "verification_mode")
+_QUIET = {  # methods of data sets that leave rows and texts as they are
+    *(
+        "set_format",
+        "with_format",
+        "remove_columns",
+        "select_columns",
+        "shuffle",
+        "keys",
+        "values",
+        "items",
+        "save_to_disk",
+    ),
+    *(
+        "flatten_indices",
+        "class_encode_column",
+        "to_pandas",
+        "column_names",
+        "unique",
+        "push_to_hub",
+        "features",
+        "get",
+    ),
+    *("train_test_split", "map", "filter", "select", "rename_column", "rename_columns", "cast_column", "take", "skip"),
+    *(
+        "reset_format",
+        "set_transform",
+        "with_transform",
+        "repeat",
+        "shard",
+        "cast",
+        "to_json",
+        "to_csv",
+        "append",
+        "iter",
+    ),
+}
+_WHOLE = "save the rows as they are trained on (to_json), and give that file: --data FILE"
+_COLUMNS = {
+    "classification": ("text", "text_pair"),
+    "language_modeling": ("text",),
+    "masked_language_modeling": ("text",),
+    "translation": ("source",),
+    "summarization": ("source",),
+    "token_classification": ("words",),
+    "question_answering": ("question", "context"),
+}
+
+
+def load(call: Call, at: Reading) -> None:
+    """`load_dataset`."""
+    given = at.script.arguments(call, ("path", "name"))
+    path, config, split = (given.known.get(name) for name in ("path", "name", "split"))
+    at.unknown(call, given, {"path": "data.source", "name": "data.config", "split": "data.train"})
+    if path is None:
+        if "path" not in given.unknown:
+            at.moved.unclear(str(call), RUNS, by=("data.source", "data.train"))
+        return
+    files = given.known.get("data_files")
+    if path in _FILES:
+        _files(call, at, files, "data_files" in given.unknown)
+    else:
+        at.set(call, "data.source", path)
+        if config is not None:
+            at.set(call, "data.config", config)
+        if files is not None:
+            at.moved.drop(f"line {call.line}: data_files={files}", None, "data.train names them", True, ("data.train",))
+    if isinstance(split, str) and not split.isidentifier():
+        at.moved.drop(
+            f"line {call.line}: split={split!r}",
+            None,
+            "a split as a whole, or data.limit",
+            True,
+            ("data.train", "data.limit"),
+        )
+    if given.known.get("revision"):
+        at.set(call, "data.revision", given.known["revision"])
+    if given.known.get("streaming"):
+        at.set(call, "data.stream", True)
+    read = _reading(str(path), given.known, call, at)
+    known = ("path", "name", "split", "data_files", "revision", "streaming", "trust_remote_code", *_LOADERS, *read)
+    for name, value in given.known.items():
+        if name not in known and value is not None:
+            at.moved.unclear(f"line {call.line}: {name}={value}", "not an argument that is known here")
+    at.read(call, "data.source")
+
+
+def _reading(builder: str, known: Mapping[str, Any], call: Call, at: Reading) -> tuple[str, ...]:
+    """Set the keys of how .csv and .json files are written. Returns the names of the arguments that say it."""
+    if builder == "json" and isinstance(known.get("field"), str):
+        at.set(call, "data.layout", "records")
+        return ("field",)
+    if builder != "csv":
+        return ()
+    keys = {"sep": "separator", "delimiter": "separator", "column_names": "columns", "names": "columns"}
+    keys |= {"encoding": "encoding", "quotechar": "quote", "quoting": "quote"}
+    quotes = {'"': "double", "'": "single", 0: "double", 3: "none"}  # 0 and 3: csv.QUOTE_MINIMAL and QUOTE_NONE
+    read = []
+    for name in keys.keys() & known.keys():
+        value = quotes.get(known[name]) if keys[name] == "quote" else known[name]
+        if value is not None:
+            at.set(call, f"data.{keys[name]}", value)
+            read.append(name)
+    if "header" in known and known["header"] is None and "data.columns" not in at.moved.keys:
+        at.moved.unclear(f"line {call.line}: header=None", "name the columns", by=("data.columns",))
+    if known.get("header") == 0 and "data.columns" not in at.moved.keys:  # as without it
+        read.append("header")
+    return tuple(read)
+
+
+def _files(call: Call, at: Reading, files: Any, unknown: bool) -> None:
+    if isinstance(files, str | list):
+        at.set(call, "data.train", files)
+    elif isinstance(files, dict):
+        for name, value in files.items():
+            split = {"dev": "validation", "valid": "validation", "eval": "validation"}.get(name, name)
+            if split in ("train", "validation", "test"):
+                at.set(call, f"data.{split}", value)
+            else:
+                at.moved.drop(f"line {call.line}: data_files: {name}", None, "splits are train, validation and test")
+    elif not unknown:
+        at.moved.drop(str(call), None, "name its files: --data FILE", True, ("data.source", "data.train"))
+
+
+def several(call: Call, at: Reading) -> None:
+    why = "several sources are written by hand: data.sources"
+    at.moved.drop(str(call), None, why, True, ("data.source", "data.sources", "data.train"))
+
+
+def own_rows(call: Call, at: Reading) -> None:
+    """`Dataset.from_list` and its kin, `load_from_disk`."""
+    at.moved.drop(str(call), None, _WHOLE, True, ("data.source", "data.train"))
+
+
+def cut(call: Call, at: Reading) -> None:
+    """`train_test_split`."""
+    given = at.script.arguments(call, ("test_size", "train_size"))
+    share = given.known.get("test_size")
+    at.unknown(call, given, {"test_size": "data.validation_fraction"})
+    if isinstance(share, float) and 0 < share < 1:
+        at.set(call, "data.validation_fraction", share)
+        at.read(call, "data.validation_fraction")
+    elif "test_size" not in given.unknown:
+        why = "data.validation_fraction is a share of train"
+        at.moved.drop(str(call), None, why, True, ("data.validation_fraction", "data.validation"))
+
+
+def fewer(call: Call, at: Reading) -> None:
+    """`select`, `take`, `filter`."""
+    if call.name == "filter":
+        at.moved.drop(str(call), None, "data.filter chooses rows by their columns", True, ("data.filter",))
+    else:
+        why = "data.limit is the most examples of each split"
+        at.moved.drop(str(call), None, why, True, ("data.limit",))
+
+
+def renamed(call: Call, at: Reading) -> None:
+    """A column of another name: what a Trainer calls label."""
+    names = [at.script.known(each) for each in call.node.args]
+    pairs = names[0] if call.name == "rename_columns" and names else dict([names]) if len(names) == 2 else None
+    if not isinstance(pairs, dict) or not all(isinstance(each, str) for pair in pairs.items() for each in pair):
+        at.moved.unclear(str(call), RUNS)
+        return
+    for theirs, ours in pairs.items():
+        if ours in ("label", "labels"):
+            at.set(call, "task.label", theirs)
+            at.read(call, "task.label")
+
+
+def mapped(call: Call, at: Reading) -> None:
+    """`map` and `set_transform`: of a function that tokenises, what it reads; others change the rows."""
+    node = next(
+        (w.value for w in call.node.keywords if w.arg == "function"), call.node.args[0] if call.node.args else None
+    )
+    function = script.function_of(at.script, node)
+    if function is None:
+        at.moved.unclear(
+            str(call), f"what it makes of the rows is not known: {_WHOLE}", by=("data.source", "data.train")
+        )
+        return
+    inside = script.calls_in(at.script, function)
+    tokenising = [c for c in inside if script.kind_of(at.script, c.node.func) == "tokenizer"]
+    if tokenising:
+        at.mapped = True
+        for one in tokenising:
+            _tokens(one, function, at)
+        _labels(function, at)
+        at.read(call, f"line {tokenising[0].line}: the columns and their length")
+        return
+    block = _block(function, call, at)
+    if block is not None:
+        at.set(call, "task.block_size", block)
+        at.moved.set("task.packing", True, f"line {call.line}")
+        at.read(call, "task.block_size, task.packing")
+        return
+    name = "a function" if isinstance(function, ast.Lambda) else function.name
+    what = f"line {call.line}: {name} of {shown(call.node)}"
+    at.moved.unclear(
+        what, f"it makes other rows: {_WHOLE}", by=("data.source", "data.train", "task.text", "task.prompt")
+    )
+
+
+def _block(function: Scope, call: Call, at: Reading) -> Any:
+    """The length of blocks that a function cuts its texts into, laid one behind the other; None: it does not."""
+    text = ast.unparse(function)
+    if not ("sum(" in text or "chain(" in text) or "total_length" not in text:
+        return None
+    for node in ast.walk(function):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+            return at.script.known(node.right)
+    return None
+
+
+def _tokens(call: Call, function: Scope, at: Reading) -> None:
+    """A call of the tokenizer within a function that rows go through."""
+    given = at.script.arguments(call, ("text", "text_pair"))
+    task = at.moved.task or "classification"
+    _length(call, given.known, given.unknown, at, task)
+    target = "text_target" in given.nodes or _is_target(call, function)
+    if any(isinstance(each, ast.Starred) for each in call.node.args):
+        names = tuple(f"task.{key}" for key in _COLUMNS.get(task, ("text",)))
+        at.moved.unclear(str(call), "which columns it reads is known when the script runs", by=names)
+        return
+    keys = _COLUMNS.get(task, ("text", "text_pair"))
+    nodes = [given.nodes[name] for name in ("text", "text_pair") if name in given.nodes]
+    if target:
+        if "text_target" in given.nodes:
+            _column(call, at, "target", given.nodes["text_target"])
+        else:
+            _column(call, at, "target", nodes[0] if nodes else None)
+            nodes = []
+    for key, node in zip(keys, nodes, strict=False):
+        _column(call, at, key, node)
+    if (given.known.get("stride") or "stride" in given.unknown) and task == "question_answering":
+        if "stride" in given.known:
+            at.set(call, "task.stride", given.known["stride"])
+    elif given.known.get("return_overflowing_tokens"):
+        at.moved.drop(f"line {call.line}: return_overflowing_tokens", None, "what is too long is cut at its end", True)
+
+
+def _is_target(call: Call, function: Scope) -> bool:
+    """Whether the tokens are the labels: `labels = tokenizer(...)`."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and node.value is call.node and isinstance(node.targets[0], ast.Name):
+            return "label" in node.targets[0].id or "target" in node.targets[0].id
+    return False
+
+
+def _column(call: Call, at: Reading, key: str, node: ast.expr | None) -> None:
+    column: Column | None = script.column_of(at.script, node)
+    if column is None:
+        code = shown(node) if node is not None else "nothing"
+        why = f"which column's texts these are is not known: {_WHOLE}"
+        at.moved.unclear(f"line {call.line}: {call.name}({code})", why, by=(f"task.{key}",))
+        return
+    at.set(call, f"task.{key}", column.language or column.name)
+    if column.prefix and key == "source":
+        at.set(call, "task.prefix", column.prefix)
+    elif column.prefix:
+        at.moved.drop(
+            f"line {call.line}: the prefix {column.prefix!r}", None, _WHOLE, True, ("data.source", "data.train")
+        )
+
+
+def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Reading, task: str) -> None:
+    language = task in ("language_modeling", "masked_language_modeling")
+    if language:  # each text by itself, unless a later function lays them in blocks
+        at.moved.keys.setdefault("task.packing", False)
+    key = (
+        "task.target_length"
+        if at.moved.task in ("translation", "summarization") and "data.max_length" in at.moved.keys
+        else "data.max_length"
+    )
+    if "max_length" in unknown:
+        at.moved.unclear(
+            f"line {call.line}: max_length={unknown['max_length']}", RUNS, by=("data.max_length", "task.block_size")
+        )
+    elif isinstance(known.get("max_length"), int) and (known.get("truncation") or "truncation" in unknown):
+        at.set(call, key, known["max_length"])
+    elif known.get("truncation"):
+        why = "it cuts at a length that the tokenizer's files say: give data.max_length"
+        at.moved.unclear(str(call), why, by=("data.max_length", "task.block_size"))
+    elif not language and "data.max_length" not in at.moved.keys:
+        at.moved.drop(str(call), None, "no text is cut: give data.max_length", True, ("data.max_length",))
+    elif language:
+        at.moved.at_end.append(lambda moved: _uncut(call, moved))
+
+
+def _uncut(call: Call, moved: Imported) -> None:
+    """Texts of a language model that no call cuts, and that are not laid in blocks."""
+    keys = ("task.block_size", "data.max_length")
+    if not any(key in moved.keys for key in keys):
+        moved.drop(str(call), None, "no text is cut: give task.block_size, as long as the longest", True, keys)
+
+
+def _labels(function: Scope, at: Reading) -> None:
+    """`out["labels"] = rows["star"]`: the column of labels, where it is taken as it is."""
+    for node in ast.walk(function):
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if not isinstance(node, ast.Assign) or not isinstance(target, ast.Subscript):
+            continue
+        if at.script.known(target.slice) not in ("label", "labels"):
+            continue
+        task = at.moved.task
+        read = [n for n in ast.walk(node.value) if isinstance(n, ast.Subscript) and isinstance(n.value, ast.Name)]
+        names = [name for n in read if isinstance(name := at.script.known(n.slice), str) and name != "input_ids"]
+        if task == "classification" and len(set(names)) == 1:
+            at.moved.set("task.label", names[0], f"line {node.lineno}")
+            at.moved.read.append(f"line {node.lineno}: {shown(node)} -> task.label")
+        elif task == "classification":
+            at.moved.unclear(f"line {node.lineno}: {shown(node)}", "which column holds the labels", by=("task.label",))
+        elif task == "language_modeling" and ("input_ids" not in (text := ast.unparse(node.value)) or "100" in text):
+            where = f"line {node.lineno}: {shown(node)}"
+            names_ = ("task.prompt", "task.messages", "task.text")
+            at.moved.unclear(where, "labels of its own: which tokens are learned is not known", by=names_)
+    if at.moved.task == "token_classification":
+        tags = [n for n in ast.walk(function) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)]
+        names = [name for n in tags if isinstance(name := at.script.known(n.slice), str) and "tag" in name]
+        if names:
+            at.moved.set("task.tags", names[0], "the column that is read beside the words")
+
+
+def of_trainer(call: Call, at: Reading) -> None:
+    """The splits that a Trainer is given."""
+    given = at.script.arguments(call, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
+    train = script.split_of(at.script, given.nodes.get("train_dataset"))
+    if train not in (None, "train", CUT) and str(train).isidentifier():
+        at.set(call, "data.train", train)
+    tested = script.split_of(at.script, given.nodes.get("eval_dataset"))
+    if tested not in (None, CUT, "validation") and str(tested).isidentifier():
+        if tested == (train or "train"):
+            at.moved.drop(f"line {call.line}: eval_dataset", None, "it is the split that is trained on", False)
+        elif tested != "train" or "data.validation_fraction" not in at.moved.keys:
+            at.set(call, "data.validation", tested)
+
+
+HANDLERS = {
+    "load_dataset": load,
+    "concatenate_datasets": several,
+    "interleave_datasets": several,
+    "load_from_disk": own_rows,
+}
+METHODS = {
+    "train_test_split": cut,
+    "select": fewer,
+    "take": fewer,
+    "skip": fewer,
+    "filter": fewer,
+    "shard": fewer,
+    "rename_column": renamed,
+    "rename_columns": renamed,
+    "map": mapped,
+    "set_transform": mapped,
+    "with_transform": mapped,
+}
+
+
+def method(call: Call, at: Reading) -> None:
+    """A method of rows."""
+    if call.name in METHODS:
+        METHODS[call.name](call, at)
+    elif call.name not in _QUIET:
+        at.moved.unclear(str(call), "what it makes of the rows is not known", by=("data.source", "data.train"))

@@ -2,17 +2,21 @@
 
 In: a data source, and answers or flags. Out: a run file that loads, plans and trains as it is: the data were prepared
 with it, as training will. What is not asked follows from the data and from this machine; what might be otherwise is
-asked, or said where nobody can be asked.
+asked, or said where nobody can be asked. The text has a header, then each key on a line of its own with a comment that
+explains it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from lockstep.config import plugins
 from lockstep.config.data_sources import OWN
@@ -20,10 +24,9 @@ from lockstep.config.run import PATHS, Run, RunError, load, overrides_of
 from lockstep.config.sections import DataSection, at_length
 from lockstep.data import splitting
 from lockstep.data.source import BUILTIN, local_splits
-from lockstep.tools.init import detect_layout, fit, machine_defaults, multi_source, planning, render
+from lockstep.tools.init import columns, detect_layout, questions
 from lockstep.tools.init.columns import Look
-from lockstep.tools.init.machine_defaults import CHAT, SCRATCH, MachineInfo
-from lockstep.tools.init.prompts import Ask, NoAnswerMends, Prompter, one_of
+from lockstep.tools.init.questions import CHAT, SCRATCH, Ask, MachineInfo, NoAnswerMends, Prompter, one_of
 from lockstep.track.console import Console
 
 _RETRIES = 5  # remedies tried on one run file
@@ -61,7 +64,7 @@ def init(
         console.say(f"{each.source}: {_sizes(each)}; columns {each.described()}")
     task = _task(found, flags.get("task") or given.get("task.name"), given, talk)
     if more:
-        data, found, task = multi_source.together(parts, task, talk)
+        data, found, task = detect_layout.together(parts, task, talk)
     else:
         data = _without_test(data, task, found, talk)
     console.say(f"task: {', '.join(f'{key} {value}' for key, value in task.items())}{_unread(found, task)}")
@@ -69,8 +72,8 @@ def init(
     filled, trial = _tried_with_model(path, data, task, found, here, flags.get("model"), given, talk)
     for text in trial.warnings:
         talk.note(text)
-    filled = machine_defaults.with_steps(filled, trial.examples, here)
-    run = checked(path, render.write(filled, _header(filled, path.name, found, here, trial, talk), {}))
+    filled = questions.with_steps(filled, trial.examples, here)
+    run = checked(path, write(filled, _header(filled, path.name, found, here, trial, talk), {}))
     console.say(f"wrote {path}: {run.task.name} with {run.model.source or run.model.type} on {here.described()}")
     console.say(f"next: lockstep plan {path}; lockstep train {path}")
     return 0
@@ -113,7 +116,7 @@ def checked(path: Path, text: str, planned: bool = True) -> Run:
     with _aside(path, text) as aside:
         run = load(aside, [])
         if planned:
-            planning.plan(run)
+            plan(run)
         os.replace(aside, path)
     return run
 
@@ -151,21 +154,21 @@ def _task(found: Look, name: str | None, given: dict[str, Any], talk: Prompter) 
     own = {
         key.partition(".")[2]: value for key, value in given.items() if key.startswith("task.") and key != "task.name"
     }
-    guessed: tuple[str, fit.Fit] | None = None
+    guessed: tuple[str, columns.Fit] | None = None
     if name is None:
         try:
-            guessed = fit.guess(found)
+            guessed = columns.guess(found)
         except RunError as error:
             if talk.ask is None:
                 raise
             talk.console.say(str(error))
-        default = guessed[0] if guessed else fit.tasks()[0]
+        default = guessed[0] if guessed else columns.tasks()[0]
         if talk.ask is not None:
-            name = talk.answer(f"Task ({', '.join(fit.tasks())})", default, one_of(fit.tasks(), "task"))
+            name = talk.answer(f"Task ({', '.join(columns.tasks())})", default, one_of(columns.tasks(), "task"))
     name = name or default
-    if name not in fit.tasks() and "." not in name:  # a class of the user's
-        raise RunError(f"--task: {name!r} is not one of {', '.join(fit.tasks())}")
-    fitted = fit.fit(name, found)
+    if name not in columns.tasks() and "." not in name:  # a class of the user's
+        raise RunError(f"--task: {name!r} is not one of {', '.join(columns.tasks())}")
+    fitted = columns.fit(name, found)
     if fitted is None and not own and talk.ask is None:
         raise RunError(
             f"--task: {found.source} seems to have no columns for {name}; it has {found.described()}. "
@@ -217,13 +220,13 @@ def _tried_with_model(
 ) -> tuple[dict[str, Any], Trial]:
     """The keys with a model that the data can be prepared for."""
     given_model = flag or given.get("model.source") or (SCRATCH if "model.type" in given else None)
-    default = machine_defaults.model_for(task["name"], found, here)
+    default = questions.model_for(task["name"], found, here)
 
     def tried(model: str) -> tuple[dict[str, Any], Trial]:
-        filled = machine_defaults.values(path, _from(path, "data", data), task, local(path, model), found, here)
+        filled = questions.values(path, _from(path, "data", data), task, local(path, model), found, here)
         if "model.type" in given and not any(key.startswith("model.config") for key in given):
             length = filled["task"].get("block_size") or filled["data"].get("max_length", 0)
-            filled["model"]["config"] = machine_defaults.small_config(str(given["model.type"]), length)
+            filled["model"]["config"] = questions.small_config(str(given["model.type"]), length)
         for key, value in given.items():
             section, _, inner = key.partition(".")
             if not (section == "data" and inner in (PATHS["data"] if data.sources is None else OWN)):
@@ -267,7 +270,7 @@ def _trial(path: Path, filled: dict[str, Any], found: Look, here: MachineInfo, t
                 small = filled | {"task": dict(filled["task"])}
                 exact = filled["task"]["name"] != "language_modeling"
                 length = filled["task"].get("block_size") or filled["data"].get("max_length", 0)
-                small |= machine_defaults.scratch(filled["task"]["name"], length, found.sizes["train"])
+                small |= questions.scratch(filled["task"]["name"], length, found.sizes["train"])
                 if filled["task"].get("messages"):
                     small["task"].setdefault("chat_template", CHAT)
                 return _prepared(path, small, found, exact)
@@ -291,7 +294,7 @@ def _prepared(path: Path, filled: dict[str, Any], found: Look, exact: bool) -> T
     from lockstep.data.arrow_cache import examples_in
     from lockstep.data.prepare import prepare
 
-    with _aside(path, render.write(filled, [], {})) as aside:
+    with _aside(path, write(filled, [], {})) as aside:
         run = load(aside, [])
         prepared = prepare(run, plugins.find("tasks", run.task.name))
     held = "validation" not in found.sizes
@@ -331,7 +334,7 @@ def _header(
     filled: dict[str, Any], name: str, found: Look, here: MachineInfo, trial: Trial, talk: Prompter
 ) -> list[str]:
     """What the file begins with: where it comes from, its arithmetic, and what was taken to be so."""
-    epoch, total = machine_defaults.steps_of(filled, trial.examples)
+    epoch, total = questions.steps_of(filled, trial.examples)
     micro, about = filled["micro_batches"], "" if trial.exact else "about "
     cut = f" (after {filled['data'].get('validation_fraction', 0.1):.0%} for validation)" if trial.held else ""
     blocks = "blocks of tokens" if filled["task"]["name"] == "language_modeling" else "examples"
@@ -380,3 +383,99 @@ def set_key(filled: dict[str, Any], key: str, value: Any) -> None:
     if last == "warmup_steps":
         filled.pop("warmup_fraction", None)
     filled[last] = value
+
+
+# Where the key's own description leans on a key that is not in the file.
+_ABOUT = {
+    "task.name": "what is trained; the other keys of this section are the task's",
+    "model.config": "entries of the model's config: a small model, to begin with",
+    "optim.warmup_fraction": "share of all steps in which the rate rises from 0",
+    "strategy.name": "how processes share a step; `lockstep list` says what there is",
+    "data.layout": "what the files are: docs/run-file.md",
+}
+_WIDTH = 44  # of keys, where comments begin
+
+
+def write(filled: Mapping[str, Any], header: list[str], told: Mapping[str, str]) -> str:
+    """`told`: dotted key -> what its comment says instead of, or (with a `+`) after, the key's description."""
+    rows: list[tuple[str, str]] = []
+    for key, value in filled.items():
+        if not isinstance(value, dict):
+            about = (
+                Run.model_fields[key].description if key in Run.model_fields else ""
+            )  # then it is refused as a whole
+            rows.append((f"{key}: {scalar(value)}", _comment(key, told, about)))
+            continue
+        rows.append((f"{key}:", told.get(key, "")))
+        known = _known(key, value) if key in Run.model_fields else {}
+        for inner, each in value.items():
+            about = known[inner].description if inner in known else ""
+            rows.append((f"  {inner}: {scalar(each)}", _comment(f"{key}.{inner}", told, about)))
+    width = min(_WIDTH, max(len(left) for left, _ in rows))
+    lines = [f"# {line}".rstrip() for text in header for line in _wrapped(text)]
+    return "\n".join([*lines, *(f"{left:<{width}}  # {about}" if about else left for left, about in rows)]) + "\n"
+
+
+def _known(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a section, those of its plug-in among them."""
+    base: Any = Run.model_fields[section].annotation
+    known = dict(base.model_fields)
+    if (kind := {"task": "tasks", "launch": "launchers"}.get(section)) is not None:
+        name = str(values.get("name", known["name"].default))
+        if "." not in name:
+            known |= plugins.find(kind, name).Options.model_fields  # type: ignore[attr-defined]
+    return known
+
+
+def _comment(key: str, told: Mapping[str, str], about: str | None) -> str:
+    text = told.get(key, "")
+    about = _ABOUT.get(key, about or "")
+    return f"{about}; {text[1:]}" if text.startswith("+") else text or about
+
+
+def _wrapped(text: str) -> list[str]:
+    """A line of the header on lines that fit; what is indented goes on below its text."""
+    indent = " " * (len(text) - len(text.lstrip()))
+    return textwrap.wrap(text, 108, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def scalar(value: Any) -> str:
+    """A value on one line of YAML."""
+    if isinstance(value, float) and 0 < abs(value) < 1e-3:
+        digits, _, power = f"{value:.15g}".partition("e")
+        return f"{digits if '.' in digits else f'{digits}.0'}e{power}" if power else digits
+    dumped = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    return str(dumped).removesuffix("...\n").strip()
+
+
+# what `plan` says of a machine that lacks something, and not of a run file
+_OF_MACHINE = (
+    *("not installed", "CUDA device(s)", "runs on GPUs only", "this job has no GPU", "this job has none"),
+    *("couldn't connect", "HF_HUB_OFFLINE", "cannot be reached"),
+)
+
+
+def plan(run: Run) -> list[str]:
+    """Make the checks of `lockstep plan`, but for those of the data. Returns what this machine lacks for the run; then
+    a small model stands in for its own, so that the rest is checked. Errors: `RunError` for a fault of the run file."""
+    from lockstep.launchers import start
+
+    lacking: list[str] = []
+    for each in (run, with_small_model(run)):
+        try:
+            start.resolve_options(each)
+            break
+        except RunError as error:
+            if not any(mark in str(error) for mark in _OF_MACHINE):
+                raise
+            lacking.append(str(error))
+    return lacking
+
+
+def with_small_model(run: Run) -> Run:
+    """The run with a small model from scratch in place of its own; a model of the user's stays."""
+    if run.task.name == "module" or "." in run.task.name:
+        return run
+    small = questions.scratch(run.task.name, 128, 0)["model"]
+    model = {"source": None, "adapter": {}, "quantization": None, "dtype": "float32", "attention": None, **small}
+    return run.model_copy(update={"model": run.model.model_copy(update=model)})

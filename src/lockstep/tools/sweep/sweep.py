@@ -2,6 +2,10 @@
 
 In: a `Sweep`. Out: a folder with a folder for each trial (a plain run file in it: `lockstep train FOLDER/run.yaml` is
 the trial), `sweep.json`, `comparison.html`, and a table on the terminal.
+
+Trials run in slots, which share this machine's processes and GPUs out (`local`), or as one SLURM array job, a task
+each. Steps that several trials begin with are computed once: trials are a tree of stretches, and one that others begin
+with keeps a checkpoint where they leave it (`checkpoint.at`).
 """
 
 from __future__ import annotations
@@ -9,26 +13,28 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from lockstep.checkpoint.manifest import changed_code, finished, folder_of, newest_first, read_manifest
 from lockstep.checkpoint.manifest import name_of as checkpoint_of
+from lockstep.config import plugins
 from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError, keep
-from lockstep.launchers import start
+from lockstep.data.prepare import prepare
+from lockstep.distributed import job_record
+from lockstep.launchers import slurm, start
+from lockstep.launchers.local import processes_of
 from lockstep.tools.subprocess_job import Child, asked_to_stop
-from lockstep.tools.sweep.slots import Slots
-from lockstep.tools.sweep.sweep_file import Sweep
-from lockstep.tools.sweep.trial_names import name_of
+from lockstep.tools.sweep.sweep_file import Sweep, name_of
 from lockstep.track.console import Console, clock
 from lockstep.track.report import history
 from lockstep.track.report.report import write_comparison
-
-if TYPE_CHECKING:
-    from lockstep.tools.sweep.prefixes import Tree
+from lockstep.training.shared_prefix import OF_STEPS, Course, course, parting, shares_nothing
 
 FILE = "sweep.json"
 
@@ -107,7 +113,7 @@ class Leaderboard:
         search = self.sweep.search
         if search is None or len(self.trials) >= search.trials:
             return None
-        from lockstep.tools.sweep.search import propose
+        from lockstep.tools.sweep.sweep_file import propose
 
         found = [(t.keys, self.metric(t)) for t in self.trials if t.state in ("done", "running")]
         for seed in range(search.seed, search.seed + 100 * search.trials, search.trials):
@@ -123,9 +129,8 @@ class Leaderboard:
         submits = start.launcher_of(self.sweep.base).submits
         if not self.sweep.share or self.sweep.search is not None or submits or len(self.trials) < 2:
             return
-        from lockstep.tools.sweep import prefixes
 
-        self.tree = prefixes.shared_steps({trial.name: trial.run for trial in self.trials})
+        self.tree = shared_steps({trial.name: trial.run for trial in self.trials})
         for trial in self.trials:
             at = sorted({*trial.run.checkpoint.at, *self.tree.left_at(trial.name)})
             kept = trial.run.checkpoint.model_copy(update={"at": at})
@@ -201,7 +206,7 @@ class Leaderboard:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Columns and cells, the best trial first."""
-        from lockstep.tools.sweep.grid import format_value
+        from lockstep.tools.sweep.sweep_file import format_value
 
         keys = list(dict.fromkeys(key for trial in self.trials for key in trial.keys))
         first = self.sweep.metric.removeprefix("-")
@@ -239,10 +244,10 @@ def planned(sweep: Sweep, keys: Mapping[str, Any], name: str) -> Run:
 def _known(sweep: Sweep) -> list[Mapping[str, Any]]:
     """The trials that a search has begun with before, after trying whether all it may propose makes a run file. Errors:
     `RunError`."""
-    from lockstep.tools.sweep import search
+    from lockstep.tools.sweep import sweep_file
 
-    search.check()
-    for keys in search.corners(sweep.over):
+    sweep_file.check()
+    for keys in sweep_file.corners(sweep.over):
         planned(sweep, keys, name_of(keys, set()))
     path = sweep.folder / FILE
     if not path.exists():
@@ -256,7 +261,7 @@ def _known(sweep: Sweep) -> list[Mapping[str, Any]]:
     return listed
 
 
-def prepare(sweep: Sweep) -> int:
+def prepare_trials(sweep: Sweep) -> int:
     """Write the run file of every trial and start none: for a job array, or to start them by hand."""
     if sweep.search is not None:
         raise RunError("--prepare: a search does not know its trials beforehand")
@@ -307,19 +312,18 @@ def sweep(asked: Sweep) -> int:
 
 def _array(board: Leaderboard) -> bool:
     """Queue what is not finished, as one array job, and do not wait for it. Errors: `RunError`."""
-    from lockstep.tools.sweep import job_array
 
     asked = board.sweep
-    job_array.check([key for trial in board.trials for key in trial.keys])
+    check([key for trial in board.trials for key in trial.keys])
     for trial in board.trials:
-        if trial.state != "done" and (word := job_array.live(trial.run.folder)) is not None:
+        if trial.state != "done" and (word := live(trial.run.folder)) is not None:
             trial.state = word
     left = [trial for trial in board.trials if trial.state in ("begun", "to do")]
     for trial in left:
         keep(trial.run)
     if left:
         at_most = asked.parallel if asked.parallel > 1 else None
-        job = job_array.submit(asked.base, [trial.run for trial in left], asked.folder, at_most)
+        job = submit(asked.base, [trial.run for trial in left], asked.folder, at_most)
         for trial in left:
             trial.state = "submitted"
         board.console.say(f"array job {job} is queued: {len(left)} trial(s). The same command, later, collects them")
@@ -384,3 +388,162 @@ def _ended(board: Leaderboard, trial: SweepTrial, child: Child, seconds: float, 
     why = f": {trial.reason}" if trial.reason else ""
     board.console.say(f"{place} {trial.name}: {found}{why} ({clock(seconds)})")
     board.check_metric(trial)
+
+
+class Slots:
+    """The places of one sweep, numbered from 0."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+        self._devices = visible(sweep.base) if sweep.parallel > 1 else []
+
+    def free(self, taken: Container[int]) -> int | None:
+        """A place that is not taken, or None."""
+        return next((i for i in range(self._sweep.parallel) if i not in taken), None)
+
+    def keys(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """What a trial with these keys is given besides: with several at once, its share of the processes where their
+        number is left open. Errors: `RunError` when there are not enough GPUs."""
+        if self._sweep.parallel == 1:
+            return {}
+        run = self._sweep.load(keys)
+        if run.launch.name != "local":
+            return {}
+        if run.launch.processes == "auto":
+            return {"launch.processes": max(1, processes_of(run) // self._sweep.parallel)}
+        if self._devices and self._each < int(run.launch.processes):
+            raise RunError(
+                f"--parallel: {self._sweep.parallel} trials of {run.launch.processes} process(es) need a GPU each, and "
+                f"there are {len(self._devices)}; take fewer at once or launch.device=cpu"
+            )
+        return {}
+
+    def variables(self, slot: int) -> dict[str, str]:
+        """For the processes of the trial in a place: the GPUs that are its own."""
+        if not self._devices:
+            return {}
+        mine = self._devices[slot * self._each : (slot + 1) * self._each]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+
+    @property
+    def _each(self) -> int:
+        """GPUs of a place."""
+        return len(self._devices) // self._sweep.parallel
+
+
+def visible(run: Run) -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none under `launch.device: cpu`."""
+    if run.launch.device == "cpu":
+        return []
+    try:
+        import torch
+    except ImportError:  # a machine that only submits
+        return []
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] if named else [str(i) for i in range(count)]
+
+
+def check(keys: Sequence[str]) -> None:
+    """Errors: `RunError` for a key that all tasks of an array have in common."""
+    if common := [key for key in keys if key.startswith("launch.")]:
+        raise RunError(f"{common[0]}: all trials of an array job have the same launch section; it cannot be varied")
+
+
+def live(folder: Path) -> str | None:
+    """What a trial's task is doing, if SLURM still has it. Errors: `RunError` when SLURM does not answer."""
+    record = job_record.read(folder)
+    if record is None or record.launcher != "slurm":
+        return None
+    state = slurm.state_of(record)
+    return state.word if state.live else None
+
+
+def submit(run: Run, runs: Sequence[Run], folder: Path, at_most: int | None) -> str:
+    """Queue `runs`, whose run files are in their folders, with what `run.launch` asks for. Returns the job's id.
+    Errors: `RunError`, and nothing is queued."""
+    plan = slurm.array_plan(run, [each.folder / "run.yaml" for each in runs], folder, at_most)
+    job = slurm.submit(plan)
+    for task, each in enumerate(runs):
+        job_record.write(each.folder, job_record.here("slurm", plan.processes, f"{job}_{task}"))
+    return job
+
+
+WORTH = 0.05  # of a trial's steps: fewer (a warm-up from 0 has its first step in common with any) are computed again
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Trials by name."""
+
+    begins: dict[str, tuple[str, int]] = field(default_factory=dict)  # trial -> an earlier one, and steps of it
+    courses: dict[str, Course] = field(default_factory=dict)  # of those that are alike in all but their steps
+
+    def left_at(self, name: str) -> list[int]:
+        """After which steps of a trial others leave it."""
+        return sorted({step for other, step in self.begins.values() if other == name})
+
+    @property
+    def summary(self) -> str:
+        """The steps that it saves; empty where nothing is shared."""
+        if not self.begins:
+            return ""
+        alone = sum(len(each.rates) for each in self.courses.values())
+        left = alone - sum(step for _, step in self.begins.values())
+        return f"{len(self.begins)} trial(s) begin with steps of another one: {left:,} steps instead of {alone:,}"
+
+    def begin(self, name: str, runs: Mapping[str, Run]) -> str:
+        """Give a trial the checkpoint that it begins with. Returns what is told. Errors: `RunError`, where the other
+        trial has left none; then it is computed from the start."""
+        from lockstep.tools.branch import place, take
+
+        other, step = self.begins[name]
+        begun = take(runs[other].folder, step, runs[name], self.courses[name])
+        place(begun, runs[name], self.courses[name])
+        return f"begins with step {begun.step} of {other}"
+
+
+def shared_steps(runs: Mapping[str, Run]) -> Tree:
+    """The tree of these trials. Prepares their data where any two may share. Data that cannot be prepared are told of
+    by the trial that wants them."""
+    tree = Tree()
+    for names in _alike(runs):
+        try:
+            run = runs[names[0]]
+            prepared = prepare(run, plugins.find("tasks", run.task.name))
+            for name in names:
+                tree.courses[name] = course(runs[name], prepared)
+        except (RunError, OSError):
+            for name in names:
+                tree.courses.pop(name, None)
+            continue
+        for place, name in enumerate(names):
+            shared = [(parting(tree.courses[other], tree.courses[name])[0], other) for other in names[:place]]
+            most = max((steps for steps, _ in shared), default=0)
+            if most >= WORTH * len(tree.courses[name].rates):
+                tree.begins[name] = next(other for steps, other in shared if steps == most), most
+    return tree
+
+
+def _alike(runs: Mapping[str, Run]) -> list[Sequence[str]]:
+    """Names of trials that differ in nothing but keys that are about single steps, where there are several."""
+    groups: dict[str, list[str]] = {}
+    for name, run in runs.items():
+        values = run.arithmetic()
+        fixed = {k: v for k, v in values.items() if k not in OF_STEPS} | {"": _read(values.get("data.sources"))}
+        key = json.dumps(fixed, sort_keys=True)
+        groups.setdefault(key, []).append(name)
+    return [names for names in groups.values() if len(names) > 1 and not _refused(runs, names)]
+
+
+def _read(sources: Any) -> Any:
+    """What a mixture is read from, without how much of each."""
+    return [{k: v for k, v in each.items() if k != "weight"} for each in sources or ()]
+
+
+def _refused(runs: Mapping[str, Run], names: Sequence[str]) -> bool:
+    first = runs[names[0]].arithmetic()
+    return any(
+        shares_nothing(runs[name], {k: v for k, v in runs[name].arithmetic().items() if first.get(k) != v}) is not None
+        for name in names
+    )

@@ -1,13 +1,19 @@
 """What a sweep is asked to try: a sweep file, or a run file and options.
 
-In: a SWEEP.yaml or RUN.yaml, and the words of the command line. Out: one frozen `Sweep`, or a `RunError` that names the
-key, before anything starts. Imports no torch.
+In: a SWEEP.yaml or RUN.yaml, and the words of the command line. Out: one frozen `Sweep`, or a `RunError` that names
+the key, before anything starts; the combinations of its values (`lockstep bench --over` compares them, too); the next
+trial of a search by optuna, a function of the finished trials alone; and a trial's name, which is its folder's.
+Imports no torch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import itertools
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +24,6 @@ from pydantic import Field, ValidationError, model_validator
 from lockstep.config import error_messages as messages
 from lockstep.config.run import Run, RunError, load, overrides_of
 from lockstep.config.sections import Positive, Section
-from lockstep.tools.sweep import grid
 
 _RANGE = re.compile(r"(?P<low>[-+.\de]+?)\.\.(?P<high>[-+.\de]+?)(?P<log>:log)?", re.IGNORECASE)
 
@@ -84,11 +89,11 @@ class Sweep:
         """The run of a trial's keys. Errors: `RunError`."""
         return load(self.path, {**self.overrides, **keys}, self.defaults)
 
-    def combinations(self) -> list[grid.Overrides]:
+    def combinations(self) -> list[Overrides]:
         """What is tried without a search: every listed trial with every combination."""
         listed = self.trials or [{}]
         lists = {key: values for key, values in self.over.items() if not isinstance(values, Range)}
-        found = [{**dict(one), **combined} for one in listed for combined in grid.product(lists)]
+        found = [{**dict(one), **combined} for one in listed for combined in product(lists)]
         return [keys for i, keys in enumerate(found) if keys not in found[:i]]
 
 
@@ -101,7 +106,7 @@ def read(path: str | None, defaults: Mapping[str, Any], words: Sequence[str], op
     overrides = {**overrides_of(found.set if found is not None else {}), **overrides_of(words)}
     base = load(run, overrides, defaults)
     over: dict[str, list[Any] | Range] = dict(found.over) if found is not None else {}
-    over |= {key: _range(key, values) for key, values in grid.parse(options["over"]).items()}
+    over |= {key: _range(key, values) for key, values in parse(options["over"]).items()}
     trials = [overrides_of(keys) for keys in (found.trials if found is not None else [])]
     given = {name: value for name, value in options.items() if value is not None}
     filed = found.model_dump(exclude_none=True) if found is not None else {}
@@ -170,3 +175,112 @@ def _check(sweep: Sweep) -> None:
     for key in ("output", "name"):
         if key in sweep.over or any(key in keys for keys in sweep.trials):
             raise RunError(f"{key}: every trial has its own; it cannot be varied")
+
+
+Overrides = dict[str, Any]  # dotted key of the run file -> value
+
+
+def parse(words: Sequence[str]) -> dict[str, list[Any]]:
+    """`optim.learning_rate=1e-5,3e-5` words as key -> values. A value is YAML; a comma inside brackets or quotes does
+    not separate. Errors: `RunError`."""
+    found: dict[str, list[Any]] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+            raise RunError(f"--over: {word!r} is not key=value,value, for example optim.learning_rate=1e-5,3e-5")
+        try:
+            values = messages.read_yaml(f"[{text}]")
+        except yaml.YAMLError as error:
+            raise RunError(f"--over: the values of {key} are not valid YAML: {' '.join(str(error).split())}") from None
+        if not values:
+            raise RunError(f"--over: {key} has no values; give them as {key}=value,value")
+        if key in found:
+            raise RunError(f"--over: {key} is given twice; give all its values in one place")
+        found[key] = values
+    return found
+
+
+def product(over: Mapping[str, Sequence[Any]]) -> list[Overrides]:
+    """Every combination, the last key's values changing fastest; one empty combination of no keys."""
+    return [dict(zip(over, values, strict=True)) for values in itertools.product(*over.values())]
+
+
+def format_value(value: Any) -> str:
+    """A value as one would write it on the command line."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:g}"
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).replace("\n...", "").strip()
+
+
+Found = tuple[Mapping[str, Any], float | None]  # keys of a trial -> its metric, None while it runs
+
+
+def check() -> None:
+    """Errors: `RunError` when optuna is not installed."""
+    if importlib.util.find_spec("optuna") is None:
+        raise RunError("search needs optuna, which is not installed: pip install 'lockstep-train[optuna]'")
+
+
+def corners(over: Mapping[str, Sequence[Any] | Range]) -> list[Overrides]:
+    """Keys that have to make a run file if all do: both ends of every range, and every value."""
+    ends = {k: [v.low, v.high] if isinstance(v, Range) else list(v) for k, v in over.items()}
+    first = {key: values[0] for key, values in ends.items()}
+    return [{**first, key: value} for key, values in ends.items() for value in values]
+
+
+def propose(
+    over: Mapping[str, Sequence[Any] | Range], found: Sequence[Found], seed: int, more_is_better: bool
+) -> Overrides:
+    """The keys of the trial after `found`, by optuna's tree-structured Parzen estimator (Bergstra et al., "Algorithms
+    for hyper-parameter optimization", NeurIPS 2011); the first ten are drawn at random."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    places = {key: _distribution(values) for key, values in over.items()}
+    sampler = optuna.samplers.TPESampler(seed=seed + len(found))
+    study = optuna.create_study(direction="maximize" if more_is_better else "minimize", sampler=sampler)
+    known = [value for _, value in found if value is not None]
+    for keys, value in found:
+        if value is None:  # one that runs: taken as the worst so far, so that the next one looks elsewhere
+            if not known:
+                continue
+            value = min(known) if more_is_better else max(known)
+        params = {key: _place(over[key], keys[key]) for key in over}
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=places, value=value))
+    params = study.ask(places).params
+    return {key: params[key] if isinstance(values, Range) else values[params[key]] for key, values in over.items()}
+
+
+def _distribution(values: Sequence[Any] | Range) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if not isinstance(values, Range):
+        return CategoricalDistribution(range(len(values)))  # their places: a value may be a mapping
+    if isinstance(values.low, int) and isinstance(values.high, int):
+        return IntDistribution(values.low, values.high, log=values.log)
+    return FloatDistribution(values.low, values.high, log=values.log)
+
+
+def _place(values: Sequence[Any] | Range, value: Any) -> Any:
+    return value if isinstance(values, Range) else list(values).index(value)
+
+
+LONGEST = 80
+
+
+def name_of(keys: Mapping[str, Any], taken: Container[str]) -> str:
+    """`learning_rate-3e-05_source-gpt2`; with a few digits of its hash where another trial has that name, or where it
+    would be long."""
+    lasts = [key.rpartition(".")[2] for key in keys]
+    parts = []
+    for key, value in keys.items():
+        last = key.rpartition(".")[2]
+        parts.append(f"{last if lasts.count(last) == 1 else key}-{format_value(value)}")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(parts)).strip("-._") or "trial"
+    if len(name) <= LONGEST and name not in taken:
+        return name
+    digest = hashlib.sha256(json.dumps(dict(keys), sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return f"{name[: LONGEST - 9]}-{digest}"

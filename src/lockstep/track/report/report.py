@@ -17,7 +17,7 @@ from urllib.parse import quote
 from lockstep.config import error_messages as messages
 from lockstep.config.redaction import printable
 from lockstep.config.run import replace_text
-from lockstep.track.report import charts, panels, predictions
+from lockstep.track.report import charts, panels
 from lockstep.track.report.history import History, read
 
 _NO_METRICS = ("step", "examples")
@@ -95,7 +95,7 @@ def _page(history: History) -> dict[str, Any]:
             for split, tables in history.tables.items()
             if "confusion" in tables
         ],
-        "predictions": predictions.panels(history.tables),
+        "predictions": panels.panels(history.tables),
         "samples": _samples(history),
         "profiles": history.profiles,
         "facts": panels.facts(history),

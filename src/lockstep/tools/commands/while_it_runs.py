@@ -1,9 +1,15 @@
-"""`lockstep status`: what a run is doing, wherever it was launched."""
+"""Commands that look after a run, wherever it was launched: `lockstep status`, `logs`, `stop` and `report`.
+
+In: the parser, then the parsed command line. Out: an exit status. An output folder may be a stranger's: nothing that
+it names is imported without `--trust`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
+import os
 import shlex
 import time
 from dataclasses import asdict
@@ -12,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import exported
 from lockstep.config.error_messages import read_yaml
+from lockstep.config.redaction import printable
 from lockstep.config.run import Run, RunError, load, override_of
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import JobRecord, State
 from lockstep.launchers import start
 from lockstep.launchers.processes import output_lock
-from lockstep.track.console import Console
+from lockstep.track.console import Console, error
 from lockstep.track.report import history
 
 if TYPE_CHECKING:
@@ -25,15 +32,15 @@ if TYPE_CHECKING:
     from lockstep.launchers.launcher import Launcher
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def status_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output")
     parser.add_argument("--verify", action="store_true", help="read every byte of the checkpoints and the export")
     trust(parser)
     parser.add_argument("--json", action="store_true", help="the same facts as one JSON object")
 
 
-def main(known: argparse.Namespace) -> int:
-    run, record = run_of(known.output, known.trust)
+def run_status(known: argparse.Namespace) -> int:
+    run, record = run_and_record(known.output, known.trust)
     state = state_of(run, record, known.trust)
     metrics = last_metrics(run.folder)
     sound, damaged = checkpoints(run, known.verify)
@@ -102,7 +109,7 @@ def launcher_of(record: JobRecord, trusted: bool) -> Launcher:
     return start.launcher_named(record.launcher)
 
 
-def run_of(output: str, trusted: bool = False) -> tuple[Run, JobRecord | None]:
+def run_and_record(output: str, trusted: bool = False) -> tuple[Run, JobRecord | None]:
     """The run of an output folder and its last launch; nothing that the folder names is imported unless it is trusted.
     Errors: `RunError` where it is no output folder."""
     folder = Path(output)
@@ -192,3 +199,146 @@ def advice(run: Run, state: State, finished: bool, newest: int | None) -> str:
     if newest is None:
         return f"there is no checkpoint: `{again}` begins from the start"
     return f"`{again}` goes on from step {newest}"
+
+
+def logs_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output")
+    trust(parser)
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run has ended")
+    parser.add_argument("--tail", type=int, metavar="N", help="begin with the last N lines")
+
+
+def run_logs(known: argparse.Namespace) -> int:
+    run, record = run_and_record(known.output, known.trust)
+    if record is None:
+        raise RunError(f"{known.output}: {NOT_WRITTEN}")
+    if known.tail is not None and known.tail < 0:
+        raise RunError(f"--tail: {known.tail} is not a number of lines")
+    launcher = launcher_of(record, known.trust)
+    skip = 0
+    if known.tail is not None:
+        lines = collections.deque(enumerate(launcher.logs(run, record, False)), known.tail or 1)
+        skip = lines[0][0] + (known.tail == 0) if lines else 0
+    for place, line in enumerate(launcher.logs(run, record, known.follow)):
+        if place >= skip:
+            print(printable(line), flush=known.follow)
+    return 0
+
+
+def stop_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output")
+    trust(parser)
+    parser.add_argument(
+        "--wait", type=float, default=300, metavar="SECONDS", help="how long to wait for its end (default 300); 0: not"
+    )
+
+
+def run_stop(known: argparse.Namespace) -> int:
+    """Status 0 when it has ended (or, with `--wait 0`, was asked to), 1 when it still runs."""
+    run, record = run_and_record(known.output, known.trust)
+    if record is None:
+        raise RunError(f"{known.output}: {NOT_WRITTEN}")
+    if known.wait < 0:
+        raise RunError(f"--wait: {known.wait:g} is not a number of seconds")
+    if not known.trust and (owner := job_record.stranger(run.folder)) is not None:
+        raise RunError(
+            f"{known.output}/{job_record.FILE} belongs to user {owner} and not to you, and may name any process or job "
+            "of yours; if you know what it names, ask with --trust"
+        )
+    launcher, console = launcher_of(record, known.trust), Console(True)
+    state = state_of(run, record, known.trust)
+    if not state.live and state.word != "unknown":
+        console.say(f"{run.folder} does not run: {state_sentence(state)}")
+        return 0
+    console.say(launcher.stop(run, record))
+    until = time.monotonic() + known.wait
+    while (state := state_of(run, record, known.trust)).live and time.monotonic() < until:
+        time.sleep(0.2 if record.job is None else 2.0)  # a scheduler is not asked more often
+    console.say(f"{run.folder}: {state_sentence(state)}")
+    if state.live and known.wait:
+        error(
+            f"it still runs after {known.wait:g} s; it ends after its step and the checkpoint, or ask for more --wait"
+        )
+        return 1
+    return 0
+
+
+LIVE_EVERY_S = 5  # between two forms of a live page
+
+
+def report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", nargs="+", metavar="OUTPUT", help="output folder of a run, at any stage, or a trace")
+    parser.add_argument(
+        "--to", metavar="FILE.html", help="where the comparison goes; default: comparison.html beside the folders"
+    )
+    parser.add_argument(
+        "--live", action="store_true", help="write the page again and again while the run goes on; it loads itself anew"
+    )
+
+
+def run_report(known: argparse.Namespace) -> int:
+    from lockstep.trace.read import is_trace
+    from lockstep.track.report.report import write_comparison, write_report
+
+    folders = [Path(output) for output in known.output]
+    if any(traced := [is_trace(folder) for folder in folders]):
+        return of_traces(known, folders, all(traced))
+    if known.live:
+        if len(folders) > 1 or known.to is not None:
+            raise RunError("--live: it writes the page of one output folder")
+        return watched(folders[0])
+    if known.to is not None and len(folders) == 1:
+        raise RunError("--to: a comparison needs two output folders or more")
+    for folder in folders:
+        try:
+            print(write_report(folder))
+        except (OSError, ValueError) as error:
+            raise RunError(f"{folder} is not the output folder of a run, or cannot be written to: {error}") from None
+    if len(folders) > 1:
+        beside = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
+        path = Path(known.to) if known.to is not None else beside / "comparison.html"
+        try:
+            print(write_comparison(folders, path))
+        except (OSError, ValueError) as error:
+            raise RunError(f"the comparison of {len(folders)} runs could not be written: {error}") from None
+    return 0
+
+
+def watched(folder: Path) -> int:
+    """Write the page of a run until the run has ended, or this is interrupted; its last form does not load itself
+    again. Returns the exit status. Errors: `RunError`."""
+    from lockstep.distributed import job_record
+    from lockstep.track.report.report import Live, write_report
+
+    told = False
+    try:
+        while True:
+            run, _ = run_and_record(str(folder))
+            record = job_record.read(folder)
+            state = state_of(run, record)
+            steps = record.steps if record is not None else None
+            page = write_report(
+                folder, Live(LIVE_EVERY_S, "training" if state.word == "running" else state.word, steps)
+            )
+            if not told:
+                print(page.resolve().as_uri(), flush=True)
+                told = True
+            if not (state.live or (state.word == "unknown" and record is not None)):
+                break
+            time.sleep(LIVE_EVERY_S)
+    except KeyboardInterrupt:  # enough was seen; the run goes on
+        pass
+    except (OSError, ValueError) as error:
+        raise RunError(f"{folder} is not the output folder of a run, or cannot be written to: {error}") from None
+    write_report(folder)
+    return 0
+
+
+def of_traces(known: argparse.Namespace, folders: list[Path], every: bool) -> int:
+    """The page of a trace; of two the page of the second beside the first, the reference."""
+    from lockstep.tools import traces
+
+    if not every or len(folders) > 2 or known.live or known.to is not None:
+        raise RunError("a page is made of one trace, or of two, the reference first; without --live and --to")
+    print(traces.page(folders[-1], folders[0] if len(folders) == 2 else None))
+    return 0

@@ -1,4 +1,7 @@
-"""`lockstep rendezvous`: hold the place where machines meet, on a machine that trains nothing."""
+"""Commands that serve other machines: `lockstep rendezvous` holds the place where machines meet, and trains nothing.
+
+In: the parser, then the parsed command line. Out: an exit status.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from lockstep.distributed import network
 from lockstep.track.console import Console
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def rendezvous_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", metavar="HOST:PORT", help="an address of this machine, as in launch.rendezvous")
 
 
-def main(known: argparse.Namespace) -> int:
+def run_rendezvous(known: argparse.Namespace) -> int:
     from lockstep.launchers.processes.elastic_rendezvous import serve
 
     over = threading.Event()

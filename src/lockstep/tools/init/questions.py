@@ -1,7 +1,9 @@
-"""What `lockstep init` fills in where nobody said it: a model, lengths, sizes, rates, for these data on this machine.
+"""What `lockstep init` asks, and what it fills in where nobody said it: a model, lengths, sizes, rates.
 
 In: the data, the task and the machine. Out: the keys of a run file as nested mappings, in the order in which it is
-written. Steps and intervals follow once it is known how many examples training will have: `with_steps`.
+written. Steps and intervals follow once it is known how many examples training will have: `with_steps`. A question has
+the answer that an empty line stands for, and a check of answers: a person is asked again until the answer is good;
+where nobody can be asked, the default is taken, and a note says so.
 """
 
 from __future__ import annotations
@@ -9,16 +11,20 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep.config import plugins
+from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.order import Order, total_steps
 from lockstep.data.source import BUILTIN
-from lockstep.tools.doctor import machine
+from lockstep.tools import machine_info
 from lockstep.tools.init.columns import Look
+from lockstep.track.console import Console
 
 SCRATCH = "scratch"  # instead of a model's name: a small one, trained from nothing
 # Of conversations, for tokenizers that have no template of their own.
@@ -60,10 +66,10 @@ class MachineInfo:
     @staticmethod
     def look() -> MachineInfo:
         """Bounded in time; what cannot be found is not there."""
-        found = machine.bounded(lambda: machine.torch_facts(60), 65)
-        reached = machine.bounded(machine.network, 8)
+        found = machine_info.bounded(lambda: machine_info.torch_facts(60), 65)
+        reached = machine_info.bounded(machine_info.network, 8)
         online = bool(reached.get("hub_reachable")) and reached.get("offline") in (None, "", "0")
-        cores = int(machine.machine()["cores"])
+        cores = int(machine_info.machine()["cores"])
         return MachineInfo(cores, len(found.get("devices", ())), bool(found.get("bf16")), online)
 
     @property
@@ -182,3 +188,83 @@ def _micro_batches(batch: int, here: MachineInfo) -> int:
     process where it has not."""
     wanted = max(8, 2 ** (math.ceil(math.log2(max(1, here.processes))) + 1))
     return max(2 ** math.floor(math.log2(min(batch, wanted))), min(batch, here.processes))
+
+
+Ask = Callable[[str, str], str]  # a question and the answer that an empty line stands for
+MOST = 10  # wrong answers to a question, after which a person gave up, or is none
+
+Answer = TypeVar("Answer")
+
+
+class NoAnswerMends(RunError):
+    """Something else is wrong than the answer: it is not asked for again."""
+
+
+@dataclass
+class Prompter:
+    """With a person, or with nobody (`ask` is None)."""
+
+    ask: Ask | None
+    console: Console
+    notes: list[str] = field(default_factory=list)  # for the file's header
+
+    def note(self, text: str) -> None:
+        """Something that was taken to be so, and what to do if it is not."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self.console.note(text)
+
+    def answer(self, question: str, default: str, check: Callable[[str], Answer]) -> Answer:
+        """What `check` makes of the answer; it raises `RunError` for one that is wrong, which is said, and asked again.
+
+        Errors: `RunError` of the default where nobody is asked, when the answers end, and of the last of many that
+        were wrong."""
+        if self.ask is None:
+            return check(default)
+        for tries in range(MOST):
+            try:
+                given = self.ask(question, default)
+            except EOFError:
+                raise RunError(
+                    "the answers ended; give --data, --task and --model, or --yes for what is guessed"
+                ) from None
+            try:
+                return check(given)
+            except NoAnswerMends:
+                raise
+            except RunError as error:
+                if tries + 1 == MOST:
+                    raise
+                self.console.say(str(error))
+        raise AssertionError
+
+    def sure(self, question: str, default: bool) -> bool:
+        """Yes or no."""
+        return self.answer(f"{question} (yes/no)", "yes" if default else "no", _yes)
+
+
+def _yes(text: str) -> bool:
+    if text.lower() in ("yes", "y", "no", "n"):
+        return text.lower().startswith("y")
+    raise RunError(f"{text!r} is neither yes nor no")
+
+
+def one_of(names: list[str], what: str) -> Callable[[str], str]:
+    """A check of answers that have to be one of these."""
+
+    def check(answer: str) -> str:
+        if answer not in names:
+            raise RunError(f"{answer!r} is no {what}; there are {', '.join(names)}")
+        return answer
+
+    return check
+
+
+def terminal(question: str, default: str) -> str:
+    """Ask a person on the terminal; an empty line takes the default. Errors: `EOFError` when the answers end."""
+    return input(f"{question} [{default}]: " if default else f"{question}: ").strip() or default
+
+
+def can_ask() -> bool:
+    """Whether a person sits at the terminal."""
+    return sys.stdin.isatty() and sys.stdout.isatty()

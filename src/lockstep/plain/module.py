@@ -1,0 +1,91 @@
+"""A module, data and a loss of the user's own (`task: module`), called as they wrote them.
+
+In: a run file as a mapping. Out: items by split, batches of them, the sum of their losses.
+"""
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset, default_collate
+
+from lockstep.plain.rows import USUAL, NotCovered
+
+
+def named(task: dict, key: str, default: Any = None) -> Any:
+    """What a key of the task names; of a loss that is a module's class an instance."""
+    if not task.get(key):
+        return default
+    path, _, last = task[key].rpartition(".")
+    found = getattr(importlib.import_module(path), last)
+    return found() if key == "loss" and isinstance(found, type) and issubclass(found, nn.Module) else found
+
+
+def read_splits(run: dict) -> dict[str, Subset]:
+    """The items of each split; where there is no validation split, a share of train that is drawn with the seed."""
+    task, found = run["task"], named(run["task"], "data")
+    if isinstance(found, type) or not hasattr(found, "__getitem__"):
+        found = found(**task["data_arguments"])
+    found = dict(zip(USUAL, found, strict=False)) if isinstance(found, tuple) else found
+    found = found if isinstance(found, Mapping) else {"train": found}
+    sets = {split: found[word] for split, words in USUAL.items() for word in words if word in found}
+    for split, data in sets.items():  # a data set of `datasets` gives tensors
+        sets[split] = data if getattr(data, "format", {"type": "none"})["type"] else data.with_format("torch")
+    places = {split: np.arange(min(len(data), run["data"]["limit"] or len(data))) for split, data in sets.items()}
+    if "validation" not in sets:
+        shuffled, sets["validation"] = np.random.default_rng(run["seed"]).permutation(places["train"]), sets["train"]
+        count = max(1, round(len(shuffled) * run["data"]["validation_fraction"]))
+        places |= {"validation": np.sort(shuffled[:count]), "train": np.sort(shuffled[count:])}
+    return {split: Subset(data, places[split].tolist()) for split, data in sets.items()}
+
+
+def build(run: dict) -> nn.Module:
+    """The user's model."""
+    model = named(run["task"], "model")(**run["task"]["model_arguments"])
+    return nn.Sequential(*model) if isinstance(model, list | tuple) else model
+
+
+def batch_of(run: dict, items: list[Any]) -> dict[str, Any]:
+    """A batch, how many targets it holds, and one item of it alone and twice, which show what a loss is divided by."""
+    collate, count = named(run["task"], "collate", default_collate), named(run["task"], "targets", lambda item: 1)
+    some = {"batch": items, "alone": items[:1], "twice": items[:1] * 2}
+    return {name: (collate(each), sum(map(count, each))) for name, each in some.items()}
+
+
+def batch_loss(job: Any, model: nn.Module, examples: list[dict], device: Any) -> tuple[Tensor, float]:
+    """The sum of a batch's losses, and its targets. A loss that is one number is a sum where the same item twice has
+    twice as much, and a mean where it has as much. Errors: `NotCovered` where it is neither."""
+    (batch,) = examples
+    value, count = _value(job, model, batch["batch"], device), batch["batch"][1]
+    if value.numel() > 1:
+        return value.sum(), count
+    training = model.training
+    try:
+        with torch.no_grad():
+            once, both = (float(_value(job, model.eval(), batch[key], device)) for key in ("alone", "twice"))
+    except Exception as error:
+        raise NotCovered(f"task.loss: of one item alone it fails: {error}") from error
+    finally:
+        model.train(training)
+    near = 1e-3 * abs(once)
+    if abs(both - once) <= near < abs(both - 2 * once):
+        return value.reshape(()) * count, count
+    if abs(both - 2 * once) <= near < abs(both - once):
+        return value.reshape(()), count
+    raise NotCovered("task.loss: of the same item twice it is neither the mean nor the sum of two losses")
+
+
+def _value(job: Any, model: nn.Module, batch: tuple[Any, int], device: Any) -> Tensor:
+    """What the user's loss gives: float32."""
+    inputs, seen = batch[0] if type(batch[0]) in (list, tuple) else (batch[0], batch[0])
+    loss, taken = named(job.run["task"], "loss"), inspect.signature(model.forward).parameters
+    if isinstance(loss, nn.Module):
+        loss.to(device)
+    if not isinstance(inputs, Mapping):
+        return loss(model(inputs), seen).float()
+    whole = any(each.kind == each.VAR_KEYWORD for each in taken.values())
+    return loss(model(**{name: each for name, each in inputs.items() if whole or name in taken}), seen).float()

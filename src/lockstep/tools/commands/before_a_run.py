@@ -1,0 +1,303 @@
+"""Commands for what is known before a run: `lockstep plan`, `doctor`, `list`, `schema` and `bench`.
+
+In: the parser, then the parsed command line. Out: an exit status. `plan` refuses what `train` refuses, and starts
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config import plugins
+from lockstep.config.errors import DONE, FAILED
+from lockstep.config.redaction import one_line
+from lockstep.config.run import QUICK_START, Run, RunError, load, overrides_of, schema
+from lockstep.launchers import start
+from lockstep.launchers.start import further
+from lockstep.tools.commands import run_file
+from lockstep.tools.sweep import sweep_file
+from lockstep.track.console import Console, error
+
+if TYPE_CHECKING:
+    from lockstep.data.arrow_cache import Prepared
+    from lockstep.launchers.launcher import Launcher, LaunchPlan
+    from lockstep.training.resolve import Job
+
+
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    run_file.arguments(parser)
+    parser.add_argument(
+        "--offline", action="store_true", help="what has to be asked of the Hub, and cannot be, is no failure"
+    )
+    parser.add_argument("--simulate", action="store_true", help="memory, messages and time, without the machines")
+    parser.add_argument(
+        "--processes", type=int, nargs="+", metavar="N", help="simulate so many, one plan each; default: the run file's"
+    )
+    parser.add_argument("--device", default="h100", help="h100, a100, or a YAML file of rates (default h100)")
+    parser.add_argument("--suggest", action="store_true", help="simulate strategies and micro_batches, and rank them")
+    parser.add_argument("--price", type=float, metavar="P", help="of an hour of one device")
+    parser.add_argument("--out", metavar="FILE", help="also as a page: FILE.html")
+
+
+def run_plan(known: argparse.Namespace) -> int:
+    run = further(run_file.run_of(known), Console(True).say)
+    if known.simulate or known.suggest:
+        if known.offline:
+            raise RunError("--offline: says something to a plan without --simulate or --suggest only")
+        from lockstep.tools.planner.options import answered
+
+        return answered(run, known.processes, known.device, known.suggest, known.price, known.out)
+    for name in ("processes", "price", "out"):
+        if getattr(known, name) is not None:
+            raise RunError(f"--{name}: says something to --simulate only; for this plan set launch.processes")
+    launcher = start.launcher_of(run)
+    plan = launcher.plan(run)
+    job = start.examined(run, launcher, plan)
+    console = Console(True)
+    counts = {r * run.micro_batches // plan.processes for r in range(plan.processes + 1)}
+    bounds = sorted(counts)
+    shares = sorted({b - a for a, b in itertools.pairwise(bounds)})
+    each = f"each with {' or '.join(map(str, shares))} of {run.micro_batches} micro-batches a step"
+    if run.strategy.name == "pipeline" or "tensor_parallel" in run.strategy.options:
+        each = f"{run.micro_batches} micro-batches a step, some processes working on the same ones"
+    console.facts(
+        {
+            "launcher": run.launch.name,
+            "processes": f"{plan.processes}, {each}",
+            "command": shlex.join(plan.command),
+            "variables": " ".join(f"{k}={v}" for k, v in plan.variables.items()) or "none",
+            "strategy": f"{run.strategy.name}{', exact where it can be' if run.strategy.exact else ''}",
+            **(amounts(run) if isinstance(job, str) else sizes_of(job)),
+            "output": f"{run.folder}{f', copied to {run.remote_dir}' if run.remote_dir else ''}",
+        }
+    )
+    if isinstance(job, str):
+        console.say(f"note: what it amounts to cannot be told here: {job}")
+    else:
+        for text in remarks(run, job.data):
+            console.note(text)
+    for path, text in plan.files.items():
+        console.say(f"--- {path}\n{text}")
+    for note in plan.notes:
+        console.say(f"note: {note}")
+    wrong = failures(run, launcher, plan, job, known.offline)
+    for text in wrong:
+        error(f"this would fail: {text}")
+    return FAILED if wrong else DONE
+
+
+def failures(run: Run, launcher: Launcher, plan: LaunchPlan, job: Job | str, offline: bool) -> list[str]:
+    """What would fail once it is started, and is no mistake in the run file."""
+    if isinstance(job, str):
+        if offline or start.looked_at_there(launcher):
+            return []
+        return [f"{job}. --offline plans without the Hub"]
+    from lockstep.training import model_stats
+
+    there = launcher.memory(run, plan)
+    short = None if there is None else model_stats.shortage(run, job.data, plan.processes, there)
+    return [short] if short is not None else []
+
+
+def amounts(run: Run) -> dict[str, str]:
+    """What the run file alone says of it."""
+    return {
+        "model": run.model.source or f"{run.model.type} from scratch",
+        "data": ", ".join(each.name for each in run.data.sources or ()) or str(run.data.source or run.data.train),
+        "length": f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs",
+    }
+
+
+def remarks(run: Run, prepared: Prepared) -> list[str]:
+    """Notes on its data, and on the entries of its model's config."""
+    from lockstep.training import model_stats
+
+    return model_stats.remarks(run, prepared)
+
+
+def sizes_of(job: Job) -> dict[str, str]:
+    """What was decided, and what its data and its model say besides."""
+    from lockstep.training import model_stats
+
+    return {"decided": job.summary()} | model_stats.facts(job.run, job.data, job.processes)
+
+
+PAGE = "lockstep-selftest.html"
+
+
+def doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", default=".", help="where checkpoints would go; its speed is measured (default: .)")
+    parser.add_argument("--processes", type=int, help="start so many on this machine, and measure between them")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the processes")
+    parser.add_argument(
+        "--selftest", action="store_true", help="run every strategy on this machine, and compare with one process"
+    )
+    parser.add_argument("--strategies", nargs="+", metavar="NAME", help="of --selftest (default: all that there are)")
+    parser.add_argument("--page", help=f"what --selftest writes (default: {PAGE})")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--into", help=argparse.SUPPRESS)  # of the processes that --processes starts
+
+
+def run_doctor(known: argparse.Namespace) -> int:
+
+    if known.processes is not None and known.processes < 1:
+        raise RunError(f"--processes: {known.processes} is not a positive number of processes")
+    if known.selftest:
+        from lockstep.tools.doctor import selftest
+
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            raise RunError("--selftest: starts its processes itself: call it without torchrun")
+        names = known.strategies or plugins.names("strategies")
+        return selftest(names, known.processes, known.device, Path(known.page or PAGE), known.json)
+    for option in ("page", "strategies"):
+        if getattr(known, option):
+            raise RunError(f"--{option}: belongs to --selftest, which is not asked for")
+    from lockstep.tools.doctor import doctor, into
+
+    if known.into is not None:
+        return into(Path(known.into), Path(known.folder), known.device)
+    return doctor(Path(known.folder), known.processes, known.json, known.device)
+
+
+# kind of plug-in -> the key of the run file that names one
+_KEYS = {"tasks": "task.name", "strategies": "strategy.name", "optimizers": "optim.name"}
+_KEYS |= {"launchers": "launch.name", "track": "track.to"}
+
+
+def list_arguments(parser: argparse.ArgumentParser) -> None:
+    """None of its own."""
+
+
+def run_list(known: argparse.Namespace) -> int:
+    console = Console(True)
+    for kind, key in _KEYS.items():
+        console.columns(f"{kind if kind != 'track' else 'trackers'} ({key})", rows_of(kind), cut=True)
+    return 0
+
+
+def rows_of(kind: str) -> list[list[str]]:
+    """A row for each plug-in: its name and what it is; of a strategy also what it is beside one process (the same bits,
+    or equal to rounding), of these, trackers and optimizers whether what it needs is installed."""
+    rows = []
+    for name in plugins.names(kind):
+        try:
+            plugin: Any = plugins.find(kind, name)
+            lacking = _lacking(kind, plugin)
+        except Exception as caught:  # an engine that lacks what this package knows of it takes no other down
+            unknown = {"strategies": ["", "broken"], "optimizers": ["broken"], "track": ["broken"]}.get(kind, [])
+            rows.append([name, *unknown, f"cannot be loaded: {one_line(caught, 200)}"])
+            continue
+        summary = (sys.modules[plugin.__module__].__doc__ or "").strip().partition("\n")[0]
+        told = ["same bits" if plugin.exact else "rounding"] if kind == "strategies" else []
+        told += ["lacking" if lacking else "ready"] if kind in ("strategies", "optimizers", "track") else []
+        rows.append([name, *told, f"{lacking}; {summary}" if lacking else summary])
+    return rows
+
+
+def _lacking(kind: str, plugin: Any) -> str:
+    """The command that installs what is missing; empty where nothing is, or for kinds that import nothing further."""
+    if kind == "strategies" and (missing := plugins.lacking(plugin.needs)):
+        return f"pip install 'lockstep-train[{missing[0]}]'"
+    if kind in ("optimizers", "track"):
+        try:
+            plugins.require(plugin.packages, "optim.name", plugin.extra) if kind == "optimizers" else plugin.check()
+        except RunError as caught:
+            return str(caught).rpartition(": ")[2]
+    return ""
+
+
+def schema_arguments(parser: argparse.ArgumentParser) -> None:
+    """None of its own."""
+
+
+def run_schema(known: argparse.Namespace) -> int:
+    print(json.dumps(schema(), indent=2))
+    return 0
+
+
+def bench_arguments(parser: argparse.ArgumentParser) -> None:
+    run_file.arguments(parser)
+    parser.add_argument(
+        "--processes", type=int, nargs="+", metavar="N", help="default: 1, 2, 4, ... to the number of cores or GPUs"
+    )
+    parser.add_argument("--strategies", nargs="+", metavar="NAME", help="default: the run file's")
+    parser.add_argument("--micro-batches", type=int, nargs="+", metavar="N", help="default: the run file's")
+    parser.add_argument(
+        "--over", action="append", default=[], metavar="key=value,value", help="vary any other key of the run file"
+    )
+    parser.add_argument("--weak", action="store_true", help="batch_size and micro_batches grow with the processes")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps a job (default 10)")
+    parser.add_argument("--skip", type=int, default=3, help="steps before them that do not count (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each job runs, in turns (default 3)")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="measure this machine's rates instead, for `plan --simulate --device`"
+    )
+    parser.add_argument("--out", help="folder of the results; default: OUTPUT-bench")
+
+
+def run_bench(known: argparse.Namespace) -> int:
+    from lockstep.tools.bench.bench import Bench, bench
+
+    path, words = run_file.split(known)
+    overrides = overrides_of(words)
+    base = load(path, overrides, QUICK_START)
+    for name in ("steps", "rounds"):
+        if getattr(known, name) < 1:
+            raise RunError(f"--{name}: {getattr(known, name)} is not a positive number")
+    if known.skip < 0:
+        raise RunError(f"--skip: {known.skip} is not a number of steps")
+    if known.calibrate:
+        return calibrated(base, known)
+    over = {}
+    if known.strategies:
+        over["strategy.name"] = known.strategies
+    if known.micro_batches:
+        over["micro_batches"] = known.micro_batches
+    over |= sweep_file.parse(known.over)
+    processes = known.processes or upwards(base)
+    if min(processes) < 1:
+        raise RunError(f"--processes: {min(processes)} is not a positive number")
+    folder = Path(known.out or f"{base.folder}-bench")
+    asked = Bench(base, over, sorted(set(processes)), known.steps, known.skip, known.rounds, known.weak, folder)
+    return bench(asked, path, overrides, QUICK_START)
+
+
+def calibrated(run: Run, known: argparse.Namespace) -> int:
+    """Write down what the machine can do. Errors: `RunError`."""
+    from lockstep.launchers.start import joining
+    from lockstep.tools.bench.calibrate import calibrate
+    from lockstep.track.console import Console
+
+    for name in ("strategies", "micro_batches", "over", "weak"):
+        if getattr(known, name):
+            raise RunError(f"--{name.replace('_', '-')}: --calibrate measures one run; set its keys instead")
+    if joining():
+        raise RunError("bench starts the processes of each job itself: call it outside of torchrun and srun")
+    processes = known.processes or upwards(run)
+    if min(processes) < 1:
+        raise RunError(f"--processes: {min(processes)} is not a positive number")
+    folder, console = Path(known.out or f"{run.folder}-calibration"), Console(True)
+    device = calibrate(run, processes, known.steps, known.rounds, folder, console.say)
+    console.facts(
+        {
+            "device": device.name,
+            "crowding": ", ".join(f"{n} at once: {factor:.2f}" for n, factor in device.crowding.items()),
+            "file": str(folder / "device.yaml"),
+        }
+    )
+    return 0
+
+
+def upwards(run: Run) -> list[int]:
+    """1, 2, 4, ... and the number of processes that `launch.processes: auto` gives."""
+    from lockstep.launchers.local import processes_of
+
+    most = processes_of(run.model_copy(update={"launch": run.launch.model_copy(update={"processes": "auto"})}))
+    return [*(2**i for i in range(most.bit_length()) if 2**i < most), most]

@@ -1,0 +1,176 @@
+"""Commands to begin with: `lockstep train`, `predict`, `verify`, `trace` and `init`.
+
+In: the parser, then the parsed command line. Out: an exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lockstep.config.run import RunError
+from lockstep.distributed.signals import say_what_ended
+from lockstep.launchers import start
+from lockstep.tools.commands import run_file
+
+
+def train_arguments(parser: argparse.ArgumentParser) -> None:
+    run_file.arguments(parser)
+    voice = parser.add_mutually_exclusive_group()
+    voice.add_argument("--quiet", action="store_true", help="say notes and errors only (track.console=quiet)")
+    voice.add_argument("--verbose", action="store_true", help="say every line of the log (track.console=verbose)")
+    parser.add_argument("--detach", action="store_true", help="do not follow a job that was submitted (launch.detach)")
+
+
+def run_train(known: argparse.Namespace) -> int:
+    known.overrides += [f"track.console={voice}" for voice in ("quiet", "verbose") if getattr(known, voice)]
+    known.overrides += ["launch.detach=true"] if known.detach else []
+    say_what_ended()
+    return start.train(run_file.run_of(known))
+
+
+def predict_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", metavar="OUTPUT[/checkpoints/step-N]")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="TEXT|FILE",
+        help="a text, or a file of them: .jsonl, .json, .csv, .tsv and .parquet by the columns of the run, .txt a line "
+        "each; default: the lines of standard input; a tab between the texts of a pair",
+    )
+    parser.add_argument("--texts", action="store_true", help="every word is a text, also one that looks like a file")
+    parser.add_argument("--json", action="store_true", help="an object a line, with all scores")
+    parser.add_argument("--out", metavar="FILE", help="write these lines to a file")
+    parser.add_argument("--set", action="append", default=[], metavar="key=value", help="for example task.beams=4")
+
+
+def run_predict(known: argparse.Namespace) -> int:
+    from lockstep.training.predicting import predict
+
+    out = Path(known.out) if known.out else None
+    return predict(Path(known.output), known.words, known.set, known.json, out, known.texts)
+
+
+def verify_arguments(parser: argparse.ArgumentParser) -> None:
+    run_file.arguments(parser)
+    parser.add_argument("--steps", type=int, default=5, help="steps to compare (default 5)")
+    plain = parser.add_mutually_exclusive_group()
+    plain.add_argument("--plain", action="store_true", help="compare with the plain reference, and with nothing else")
+    plain.add_argument("--no-plain", action="store_true", help="compare with one process, and not with the reference")
+    golden = parser.add_mutually_exclusive_group()
+    golden.add_argument("--write", metavar="FILE", help="write down hashes of these steps instead of comparing them")
+    golden.add_argument("--against", metavar="FILE", help="compare with hashes that --write has written")
+    parser.add_argument("--reference", metavar="COMMAND", help="any command, to trace as the reference (with --job)")
+    parser.add_argument("--job", metavar="COMMAND", help="any command, to trace and compare with --reference")
+    parser.add_argument("-o", "--output", metavar="DIR", help="of --job: keep the traces and a page here")
+    parser.add_argument("--exact", action="store_true", help="of --job: ask for the same bits")
+
+
+def run_verify(known: argparse.Namespace) -> int:
+    if known.steps < 1:
+        raise RunError(f"--steps: {known.steps} is not a positive number of steps")
+    if known.reference is not None or known.job is not None:
+        return of_commands(known)
+    if known.output is not None or known.exact:
+        raise RunError("-o and --exact are options for two commands: --reference COMMAND --job COMMAND")
+    run = run_file.run_of(known)
+    if known.write or known.against:
+        from lockstep.tools.verify import against, write
+
+        return write(run, known.steps, Path(known.write)) if known.write else against(run, Path(known.against))
+    from lockstep.tools.verify import verify
+
+    return verify(run, known.steps, plain=not known.no_plain, single=not known.plain)
+
+
+def of_commands(known: argparse.Namespace) -> int:
+    """Trace two commands and compare them."""
+    import shlex
+
+    from lockstep.tools import traces
+
+    if known.reference is None or known.job is None:
+        raise RunError("verify of commands needs both: --reference COMMAND --job COMMAND")
+    if known.run is not None or known.overrides or known.write or known.against or known.plain or known.no_plain:
+        raise RunError("--reference and --job take no run file, and no option for one")
+    try:
+        reference, job = shlex.split(known.reference), shlex.split(known.job)
+    except ValueError as error:
+        raise RunError(f"--reference, --job: {error}") from None
+    if not reference or not job:
+        raise RunError("--reference, --job: an empty command")
+    folder = Path(known.output) if known.output is not None else None
+    return traces.verify(reference, job, folder, known.steps, known.exact)
+
+
+def trace_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "lockstep trace [-o DIR] [--every N] [--steps N] [--level LEVEL] -- COMMAND ..."
+    parser.add_argument("-o", "--output", metavar="DIR", default="lockstep-trace", help="folder of the trace")
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="measure tensors at each N-th step (default 1)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="record the first N steps; the command goes on")
+    levels = ("losses", "gradients", "modules")
+    parser.add_argument("--level", choices=levels, default="gradients", help="what is measured (default gradients)")
+    parser.add_argument(
+        "--perturb", action="store_true", help="flip last bits of the weights first: how far apart rounding is"
+    )
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run, behind --")
+
+
+def run_trace(known: argparse.Namespace) -> int:
+    command = known.command_line[1:] if known.command_line[:1] == ["--"] else known.command_line
+    if not command:
+        raise RunError("lockstep trace: no command; write it behind --, as in `lockstep trace -o a -- python train.py`")
+    for name in ("every", "steps"):
+        value = getattr(known, name)
+        if value is not None and value < 1:
+            raise RunError(f"--{name}: {value} is not a positive number of steps")
+    from lockstep.tools.traces import record
+
+    options = {"every": known.every, "steps": known.steps, "level": known.level, "perturb": known.perturb}
+    return record(command, Path(known.output), options)
+
+
+def init_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", metavar="RUN.yaml", help="the file to write (default: run.yaml), key=value")
+    parser.add_argument(
+        "--data",
+        action="append",
+        help="a folder, a file, a Hub id, or builtin/emotion; given several times: a mixture of them",
+    )
+    parser.add_argument(
+        "--from",
+        dest="origin",
+        metavar="FILE",
+        help="move another system's in: a Python script, a command line (.sh), training_args.json, YAML of axolotl, "
+        "LLaMA-Factory, TRL or accelerate config, DeepSpeed JSON; no code is run",
+    )
+    parser.add_argument(
+        "--partial", action="store_true", help="with --from: write the file also where it would train something else"
+    )
+    parser.add_argument("--task", help="default: guessed from the columns")
+    parser.add_argument("--model", help="Hub id or folder of a pretrained model, or scratch")
+    parser.add_argument("--yes", action="store_true", help="ask nothing: take what is guessed")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+
+
+def run_init(known: argparse.Namespace) -> int:
+    from lockstep.tools.import_config import import_config
+    from lockstep.tools.init import init, questions
+
+    paths = [word for word in known.words if "=" not in word]
+    if len(paths) > 1:
+        raise RunError(f"one run file is written at a time, not {' and '.join(paths)}")
+    first, *more = known.data or [None]
+    flags = {"data": first, "task": known.task, "model": known.model}
+    ask = None if known.yes or not questions.can_ask() else questions.terminal
+    path = Path(paths[0] if paths else "run.yaml")
+    overrides = [word for word in known.words if "=" in word]
+    if known.origin is not None:
+        if more:
+            raise RunError("--from: give --data once; several sources are written by hand: data.sources")
+        return import_config.move(path, Path(known.origin), flags, overrides, known.force, ask, known.partial)
+    if known.partial:
+        raise RunError("--partial: it goes with --from")
+    return init.init(path, flags, overrides, known.force, ask, more)

@@ -1,0 +1,110 @@
+"""Commands that look into a computation: `lockstep diff`, `replay`, `branch`, `attest` and `audit`.
+
+In: the parser, then the parsed command line. Out: an exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lockstep.config.run import RunError
+from lockstep.distributed.signals import say_what_ended
+from lockstep.tools.commands import run_file
+
+
+def diff_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="A", help="OUTPUT of a run, or a trace: the reference")
+    parser.add_argument("b", metavar="B", help="of another")
+    parser.add_argument("--quick", action="store_true", help="compare what is written down, and compute nothing again")
+    parser.add_argument("--exact", action="store_true", help="of traces: ask for the same bits")
+    parser.add_argument("--align", action="store_true", help="of traces: compare windows that saw the same examples")
+    parser.add_argument("--perturbed", metavar="DIR", help="of traces: A's command traced again with --perturb")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of both, such as data.train=elsewhere.jsonl")
+
+
+def run_diff(known: argparse.Namespace) -> int:
+    from lockstep.trace.read import is_trace
+
+    both = [is_trace(Path(folder)) for folder in (known.a, known.b)]
+    if all(both):
+        from lockstep.tools import traces
+
+        perturbed = Path(known.perturbed) if known.perturbed else None
+        return traces.diff(Path(known.a), Path(known.b), known.exact, perturbed, known.align)
+    if any(both):
+        raise RunError(f"{known.a} and {known.b}: one is a trace and the other is not; compare two traces or two runs")
+    if known.exact or known.perturbed or known.align:
+        raise RunError("--exact, --perturbed and --align are options for traces of `lockstep trace`")
+    from lockstep.tools.diff import diff
+
+    return diff(Path(known.a), Path(known.b), known.overrides, look=not known.quick)
+
+
+def replay_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", metavar="OUTPUT")
+    parser.add_argument("--step", type=int, required=True, help="as metrics.jsonl counts them, from 1")
+    parser.add_argument("--processes", type=int, default=1, help="default 1")
+    parser.add_argument("--strategy", help="default: single, or ddp with several processes; the run's own if not exact")
+    parser.add_argument(
+        "--from",
+        dest="begin",
+        type=int,
+        metavar="STEP",
+        help="begin at a checkpoint of at most this step; 0: the start",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.train=elsewhere.jsonl")
+
+
+def run_replay(known: argparse.Namespace) -> int:
+    if known.processes < 1:
+        raise RunError(f"--processes: {known.processes} is not a positive number")
+    from lockstep.tools.diff import replay
+
+    return replay(Path(known.output), known.step, known.overrides, known.strategy, known.processes, known.begin)
+
+
+def branch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("begins_with", metavar="OUTPUT@N", help="a run, and how many of its steps")
+    run_file.arguments(parser)
+
+
+def run_branch(known: argparse.Namespace) -> int:
+    from lockstep.tools.branch import branch
+
+    say_what_ended()
+    return branch(known.begins_with, run_file.run_of(known))
+
+
+def attest_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", metavar="OUTPUT")
+    parser.add_argument("--key", type=Path, help="private key of an elliptic curve (PEM) to sign it with")
+
+
+def run_attest(known: argparse.Namespace) -> int:
+    from lockstep.tools.attest import attest
+
+    return attest(Path(known.output), known.key)
+
+
+def audit_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", metavar="OUTPUT")
+    parser.add_argument("--samples", type=int, default=5, help="steps that are drawn (default 5)")
+    parser.add_argument(
+        "--within", type=int, default=50, help="drawn from those so many steps after a checkpoint or the start (50)"
+    )
+    parser.add_argument("--processes", type=int, help="default: 1, or 2 where the run had 1")
+    parser.add_argument("--key", type=Path, help="public key (PEM) of the signature")
+    parser.add_argument("--seed", type=int, help="of the draw; default: another one each time")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.train=elsewhere.jsonl")
+
+
+def run_audit(known: argparse.Namespace) -> int:
+    for name in ("samples", "within", "processes"):
+        if (value := getattr(known, name)) is not None and value < 1:
+            raise RunError(f"--{name}: {value} is not a positive number")
+    from lockstep.tools.attest import audit
+
+    return audit(
+        Path(known.output), known.samples, known.within, known.processes, known.key, known.overrides, known.seed
+    )

@@ -1,1 +1,0 @@
-"""`lockstep doctor`: what this machine can run, and what differs between ranks."""
