@@ -343,7 +343,8 @@ This page is made by `PYTHONPATH=tests python -m support.key_table` from the tab
 in nothing else. A key that has an effect only beside another one is tried with it. Where weights differ, exports,
 scores and texts do as well; they are compared where the weights are the same. Keys that change the order, inputs or
 weights alone are tried in three steps of one process, the others in a whole run. Keys that need several processes, a
-network, a cluster or a GPU have tests of their own, which the last column names. A key that is not in the table fails the test.
+network, a cluster or a GPU have tests of their own, which the last column names. A key that is not in the
+table fails the test.
 
 {words}
 
