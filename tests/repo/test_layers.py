@@ -36,6 +36,7 @@ ROOMS = (
 ADAPTERS = (
     "strategies/engines/",
     "trace/tracer/deepspeed_engine.py",
+    "trace/tracer/fsdp1.py",
     "launchers/processes/elastic",
     "distributed/torch_internals.py",
 )
@@ -182,6 +183,7 @@ OTHERS: dict[str, str | tuple[str, ...]] = {
     "tools/commands/run_file.py": "parser._actions",
     # a mode that hears of each operation on the meta device; the operation is the one by which a number leaves a tensor
     "tasks/models/chunked_loss.py": ("from torch.utils._python_dispatch", "torch.ops.aten._local_scalar_dense"),
+    "tasks/models/storage_dtype.py": "getattr(base, '_keep_in_fp32_modules'",  # what transformers itself loads in fp32
     "tasks/translation.py": "metric._",  # sacrebleu's sums, without which BLEU of parts cannot be added up
     "trace/tracer/recorder.py": "getattr(tensor, '_version'",  # torch's count of writes
     "track/trackio.py": "self._trackio._next_step",

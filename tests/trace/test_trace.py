@@ -19,8 +19,9 @@ from lockstep.trace.compare import compare
 from lockstep.trace.errors import TraceError
 from lockstep.trace.findings import findings
 from lockstep.trace.read import read, width_of
-from lockstep.trace.tracer import fingerprint, inputs
+from lockstep.trace.tracer import fingerprint, inputs, late_imports
 from lockstep.trace.tracer.fingerprint import Block, measure, whole
+from lockstep.trace.tracer.hooks import Hooks
 from lockstep.trace.tracer.placement import is_dtensor, plain_name
 from lockstep.trace.tracer.settings import Settings
 
@@ -345,6 +346,38 @@ def test_a_pass_that_the_trace_cuts_off_lacks_no_examples(tmp_path: Path, steps:
                 optimizer.step()
         tracer.end()
         assert [f.code for f in findings(read(tmp_path / name))] == (["seen-part"] if name == "wrong" else [])
+
+
+def test_a_loss_of_one_class_trains_nothing(tmp_path: Path) -> None:
+    """As torch's tutorial series on DDP has it."""
+    model = nn.Linear(20, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with lockstep.trace(model, optimizer, folder=tmp_path):  # type: ignore[operator]
+        for _ in range(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.rand(8, 20)), torch.rand(8, 1)).backward()
+            optimizer.step()
+    (found,) = findings(read(tmp_path))
+    assert found.code == "all-zero"
+    assert "a single class" in found.cause
+
+
+def test_an_engine_whose_own_import_begins_the_trace_is_listened_to_at_the_first_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `import deepspeed` before torch does."""
+    module = types.ModuleType("deepspeed")
+    module.__spec__ = types.SimpleNamespace(_initializing=True)  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "deepspeed", module)
+    installed: list[object] = []
+    monkeypatch.setattr(late_imports, "install", installed.append)
+    hooks = Hooks()
+    late_imports.watch(hooks)
+    assert installed == []
+    assert hooks.at_first_call == installed.append
+    module.__spec__._initializing = False  # type: ignore[union-attr]
+    late_imports.watch(hooks)
+    assert installed == [hooks]
 
 
 def test_a_divisor_is_named_where_it_is_a_whole_number() -> None:

@@ -271,7 +271,14 @@ def _still(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _why_zero(trace: Trace, optimizer: int) -> str:
-    backwards = any(s.backwards for r in trace.ranks for s in r.steps[optimizer].values())
+    steps = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
+    backwards = any(s.backwards for s in steps)
+    losses = [value for s in steps for value, _ in s.losses or ()]
+    if losses and not any(losses):
+        return (
+            "the loss is 0 in each step, whatever the model computes: cross entropy over a single class, or a mask "
+            "that leaves nothing"
+        )
     return (
         "gradients are zeroed between backward and step: call zero_grad() before backward or after step"
         if backwards

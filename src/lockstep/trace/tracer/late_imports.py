@@ -49,7 +49,10 @@ def install(hooks: Hooks) -> None:
 
 def watch(hooks: Hooks) -> None:
     """Listen to the engine now, or when it is imported."""
-    if ENGINE in sys.modules:
+    module = sys.modules.get(ENGINE)
+    if getattr(getattr(module, "__spec__", None), "_initializing", False):
+        hooks.at_first_call = install  # the engine's own import of torch began the trace
+    elif module is not None:
         install(hooks)
     else:
         sys.meta_path.insert(0, EngineFinder(hooks))

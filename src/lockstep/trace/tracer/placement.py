@@ -174,7 +174,9 @@ def stochastic(root: nn.Module) -> list[str]:
 def deciding(root: nn.Module) -> list[nn.Module]:
     """The modules whose `training` decides whether a model trains: those that compute something else then, else the
     innermost of wrappers. A wrapper's own flag may say something else than its model's (Lightning around DDP)."""
-    found = [m for m in root.modules() if isinstance(m, BATCH_NORM) or (isinstance(m, DROPOUT) and m.p > 0)]
+    found: list[nn.Module] = [
+        m for m in root.modules() if isinstance(m, BATCH_NORM) or (isinstance(m, DROPOUT) and m.p > 0)
+    ]
     if found:
         return found
     while [name for name, _ in root.named_children()] in [[w] for w in WRAPPERS]:
