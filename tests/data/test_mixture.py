@@ -73,7 +73,7 @@ def test_shares_are_those_of_the_weights() -> None:
     assert np.abs(after / after.sum() - [0.2, 0.6, 0.2]).max() < 0.01
     counts = _counts(order.sizes, [[(0, 1e9)], [(0, 1e-9)], [(0, 1e-9)]], 0)
     assert (counts.sum(), counts[1], counts[2]) == (PERIOD, 1, 1)  # a small weight is none of 0
-    assert order.told(["a", "b", "c"], 500).startswith("a 60.")
+    assert order.summary(["a", "b", "c"], 500).startswith("a 60.")
     other = MixedOrder([1000, 10, 100], [[(0, 6.0), (500, 1.0)], [(0, 3.0)], [(0, 1.0)]], 64, 4)
     assert (order.step(7) != other.step(7)).any()
     assert (order.step(7) != order.step(8)).any()

@@ -181,20 +181,20 @@ def test_every_other_task_passes_and_so_does_its_export(kind: str, loss_chunk: i
 def test_a_broken_mask_is_found_and_padding_named(monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny(*ONE)
     build(run, World(run))  # the trial of the family was before
-    monkeypatch.setattr(unpadded.Layout, "_biased", lambda layout, seen: None)
+    monkeypatch.setattr(unpadded.RowMap, "_biased", lambda layout, seen: None)
     assert "data.padding" in blamed(run)
 
 
 def test_a_mask_that_is_a_token_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny(*ONE)
     build(run, World(run))
-    biased = unpadded.Layout._biased
+    biased = unpadded.RowMap._biased
 
     def off(layout: Any, seen: Any) -> Any:
         found = biased(layout, seen)
         return None if found is None else found.roll(-1, -1)
 
-    monkeypatch.setattr(unpadded.Layout, "_biased", off)
+    monkeypatch.setattr(unpadded.RowMap, "_biased", off)
     assert "data.padding" in blamed(run)
 
 
@@ -539,7 +539,7 @@ def started(world: World, run: Run, broken: bool) -> tuple[str, bool]:
     join_ranks(job, world)
     session = build_session(job, world)
     if broken:
-        unpadded.Layout._biased = lambda layout, seen: None  # type: ignore[method-assign,assignment]
+        unpadded.RowMap._biased = lambda layout, seen: None  # type: ignore[method-assign,assignment]
     try:
         return plain_check.check(session, cause), True
     except TrainingFailed as caught:

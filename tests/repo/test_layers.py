@@ -36,6 +36,7 @@ ROOMS = (
 ADAPTERS = (
     "strategies/engines/",
     "trace/tracer/deepspeed_engine.py",
+    "trace/tracer/fsdp1.py",
     "launchers/processes/elastic",
     "distributed/torch_internals.py",
 )

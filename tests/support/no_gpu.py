@@ -16,7 +16,7 @@ import os
 import sys
 import traceback
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -370,6 +370,9 @@ def planted() -> None:
 
 def main() -> None:
     import lockstep.training.preload  # noqa: F401
+
+    with suppress(ImportError):
+        import bitsandbytes  # noqa: F401 - PEFT imports it, and in front of a device it wants CUDA's own streams
 
     cases, answers = json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
     for number, case in enumerate(cases):

@@ -178,7 +178,7 @@ def test_layers_that_look_across_are_found_out(monkeypatch: pytest.MonkeyPatch) 
 
     def leaking(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any) -> Any:
         found, none = unpadded.attention(module, query, key, value, mask, *args, **kwargs)
-        return (found + 0.01 * found.roll(1, 1) if isinstance(mask, unpadded.Layout) else found), none
+        return (found + 0.01 * found.roll(1, 1) if isinstance(mask, unpadded.RowMap) else found), none
 
     transformers.AttentionInterface.register(unpadded.NAME, leaking)
     try:

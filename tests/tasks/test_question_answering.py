@@ -17,7 +17,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data import qa_features
 from lockstep.data.batch import IGNORED
 from lockstep.data.prepare import prepare
-from lockstep.data.qa_features import Window
+from lockstep.data.qa_features import TokenWindow
 from lockstep.tasks.models import qa_spans
 from lockstep.tasks.question_answering import QuestionAnswering
 from support.task_runs import WORDS, make, write
@@ -69,9 +69,9 @@ def test_an_answer_is_held_by_the_windows_that_have_all_of_it(tmp_path: Path) ->
     assert nowhere > 5
 
 
-def window(count: int, first: int, last: int) -> Window:
+def window(count: int, first: int, last: int) -> TokenWindow:
     """Tokens of three characters each."""
-    return Window([9] * count, [], first, last, [3 * i for i in range(count)], [3 * i + 3 for i in range(count)])
+    return TokenWindow([9] * count, [], first, last, [3 * i for i in range(count)], [3 * i + 3 for i in range(count)])
 
 
 def test_the_best_span_is_the_best_of_all_that_may_be() -> None:

@@ -155,7 +155,7 @@ def test_a_mask_is_what_it_says(
     query, key, value = (torch.randn(len(lengths), heads, width, 8, generator=draw) for _ in range(3))
     module = nn.Module()
     module.is_causal = "bidirectional" not in name
-    if isinstance(given, unpadded.Layout):
+    if isinstance(given, unpadded.RowMap):
         laid = [given.lay(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
         found = given.take_apart(unpadded.attention(module, *laid, given)[0])  # [B, T, h, d]
     else:  # one text: as transformers has it
@@ -175,7 +175,7 @@ def forgets(*args: Any, **kwargs: Any) -> Any:
     """A mask that knows the two plain kinds only: where a window's mask is left out, all see all."""
     found = unpadded.masked(*args, **kwargs)
     plain = (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
-    if isinstance(found, unpadded.Layout) and found.padded_mask is None and kwargs["mask_function"] not in plain:
+    if isinstance(found, unpadded.RowMap) and found.padded_mask is None and kwargs["mask_function"] not in plain:
         found.causal, found.mask, found.bias = False, None, None
     return found
 

@@ -1,19 +1,8 @@
-"""An encoded split: ragged token columns and flat ones, as views of memory-mapped Arrow buffers.
+"""Tokens in the cache: encoded once by all cores, a shard at a time, under a key of their content; mapped when they are
+read.
 
-In: a folder of shards, or a single file. Out: `Columns`, in which a row is found by its number without anything that
-grows with how many there are: a shard is opened when one of its rows is asked for.
-
-Files of the cache that every core makes a part of: a folder of shards, each sealed on its own, so that what is done
-stays done when the rest is killed.
-
-In: how many shards, and a function that makes one of them. Out: a folder in the cache with all of them, and an index:
-the examples of each, and what a run asks of all of them at its start. What a shard holds depends on its number alone,
-not on who makes it.
-
-Tokenise once, cached by content.
-
-In: a `datasets.Dataset` and a function that encodes a batch of its rows. Out: a folder of Arrow files in the cache,
-which `Columns` maps; and `Prepared`, what a run needs to know of it.
+In: a `datasets.Dataset` and a function that encodes a batch of its rows. Out: a folder of sealed Arrow files, which
+`Columns` maps; and `Prepared`, what a run needs to know of it.
 """
 
 from __future__ import annotations
@@ -107,7 +96,7 @@ def table_of(path: Path) -> pa.Table:
         return pa.ipc.open_stream(mapped).read_all()
 
 
-class Numbers(np.lib.mixins.NDArrayOperatorsMixin):
+class NumberColumn(np.lib.mixins.NDArrayOperatorsMixin):
     """One number an example, read for the rows that are asked for. Anything else that arrays do is done to all of them
     at once, in memory."""
 
@@ -144,7 +133,7 @@ class Numbers(np.lib.mixins.NDArrayOperatorsMixin):
                 yield first, self._numbers(shard, np.arange(stop - first))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **options: Any) -> Any:
-        return getattr(ufunc, method)(*(np.asarray(g) if isinstance(g, Numbers) else g for g in given), **options)
+        return getattr(ufunc, method)(*(np.asarray(g) if isinstance(g, NumberColumn) else g for g in given), **options)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -179,12 +168,12 @@ class Columns:
         if len(sides) == 1:
             return sides[0].lengths
         if not sides:  # no tokens: every example counts the same
-            return Numbers(self._shards, lambda shard, rows: np.ones(len(rows), dtype=np.int32))
+            return NumberColumn(self._shards, lambda shard, rows: np.ones(len(rows), dtype=np.int32))
 
         def both(shard: int, rows: np.ndarray) -> np.ndarray:
             return np.asarray(sum(side.lengths_in(shard, rows) for side in sides), dtype=np.int32)
 
-        return Numbers(self._shards, both)
+        return NumberColumn(self._shards, both)
 
     @property
     def mean_length(self) -> float:
@@ -203,7 +192,7 @@ class Columns:
 
     def flat(self, name: str) -> Any:
         """A column of one number an example: as an array, of which nothing is read but the rows that are asked for."""
-        return Numbers(self._shards, lambda shard, rows: _numbers(self._shards.column(shard, name))[rows])
+        return NumberColumn(self._shards, lambda shard, rows: _numbers(self._shards.column(shard, name))[rows])
 
     def texts(self, name: str, rows: np.ndarray) -> list[str]:
         """A column of texts, at some rows."""
@@ -223,7 +212,7 @@ class Columns:
 def longest_of(lengths: Any, count: int) -> np.ndarray:
     """Find the longest examples by looking at all lengths, a shard at a time (`Columns.longest`)."""
     rows, found = np.empty(0, np.int64), np.empty(0, np.int64)
-    for first, part in lengths.parts() if isinstance(lengths, Numbers) else [(0, np.asarray(lengths))]:
+    for first, part in lengths.parts() if isinstance(lengths, NumberColumn) else [(0, np.asarray(lengths))]:
         least = int(found[-1]) if len(found) == count else -1
         here = np.flatnonzero(part > least)
         rows, found = np.concatenate([rows, here + first]), np.concatenate([found, part[here]])
@@ -259,7 +248,7 @@ class Ragged:
 
     def __init__(self, shards: Shards, name: str) -> None:
         self._shards, self._name = shards, name
-        self.lengths = Numbers(shards, self.lengths_in)  # int32 [examples]
+        self.lengths = NumberColumn(shards, self.lengths_in)  # int32 [examples]
 
     def lengths_in(self, shard: int, rows: np.ndarray) -> np.ndarray:
         """Of rows that are counted within a shard: int32, same shape."""
@@ -626,7 +615,7 @@ def encode(dataset: Dataset, encoder: Callable[[dict[str, list]], dict[str, Any]
 
     def make(rows: range) -> Iterator[tuple[pa.RecordBatch, int]]:
         for _, batch in batches(dataset, rows):
-            found = encoded(batch, encoder, schema)
-            yield found, len(found)
+            examples = encoded(batch, encoder, schema)
+            yield examples, len(examples)
 
     return write_split(key, schema, cuts(dataset), make, "tokenising")

@@ -1,14 +1,12 @@
-"""Files of a web server, and of a data set of the Hub: read only, by the standard library.
+"""Object stores and web servers: listing, reading and writing what an address names.
 
-In: https://host/file or hf://datasets/USER/REPO/file; for the Hub HF_TOKEN, where it is set. Out: as `Readable` says.
-A web server has no folders to list.
+In: an address (s3://, gs://, az://, https://). Out: sizes, tags, bytes; or a `StoreError` that names the address.
 
-Object stores, as far as lockstep needs them: what is there, its bytes, and writing that is verified.
-
-In: an address (s3://, gs://, az://), credentials from the environment. Out: objects, bytes, or a `StoreError` of one
-line. obstore does the requests, and tries again by itself what a store answers with 5xx or not at all. Of all libraries
-that speak to the three it is one wheel without dependencies that would pin others' versions (s3fs holds botocore to
-single releases), it keeps no listing, and works without Python's lock, beside training.
+obstore does the requests of stores, with credentials from the environment, and tries again by itself what a store
+answers with 5xx or not at all. Of all libraries that speak to the three it is one wheel without dependencies that would
+pin others' versions (s3fs holds botocore to single releases), it keeps no listing, and works without Python's lock,
+beside training. Web servers, and data sets of the Hub (hf://datasets/USER/REPO/file, HF_TOKEN where it is set), are
+read by the standard library; a web server has no folders to list.
 """
 
 from __future__ import annotations
@@ -241,7 +239,7 @@ class Bucket:
         try:
             self._store: Any = self._opened()
         except Exception as error:  # whatever obstore and boto3 say of configuration
-            raise self._told(error, address) from None
+            raise self._store_error(error, address) from None
 
     def _opened(self) -> Any:
         from obstore import store
@@ -274,7 +272,7 @@ class Bucket:
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise self._told(error, address) from None
+            raise self._store_error(error, address) from None
         return self._object(found)
 
     def inside(self, address: Address) -> list[Object]:
@@ -283,7 +281,7 @@ class Bucket:
             listed = self._calls.list(self._store, prefix=f"{address.path}/" if address.path else None)
             found = [self._object(each) for chunk in listed for each in chunk]
         except Exception as error:
-            raise self._told(error, address) from None
+            raise self._store_error(error, address) from None
         return sorted(found, key=lambda each: each.address.path)
 
     def blocks(self, found: Object, start: int) -> Iterator[Any]:
@@ -295,7 +293,7 @@ class Bucket:
             try:
                 block = self._calls.get(self._store, found.address.path, options=options).bytes()
             except Exception as error:
-                raise self._told(error, found.address) from None
+                raise self._store_error(error, found.address) from None
             yield block
             start += len(block)
             if not len(block):
@@ -306,14 +304,14 @@ class Bucket:
         try:
             return bytes(self._calls.get(self._store, address.path).bytes())
         except Exception as error:
-            raise self._told(error, address) from None
+            raise self._store_error(error, address) from None
 
     def write(self, address: Address, content: bytes) -> None:
         """A small object, at once, and read again. Errors: `StoreError`."""
         try:
             self._calls.put(self._store, address.path, content, use_multipart=False)
         except Exception as error:
-            raise self._told(error, address) from None
+            raise self._store_error(error, address) from None
         if self.read(address) != content:
             raise StoreError(f"{address} does not hold what was written to it", again=True)
 
@@ -324,7 +322,7 @@ class Bucket:
         except FileNotFoundError:
             return
         except Exception as error:
-            raise self._told(error, address) from None
+            raise self._store_error(error, address) from None
 
     def upload(self, file: Path, address: Address, sha256: str) -> None:
         """A file whose hash is known. What is stored is compared with it: its size, and the checksum that the store has
@@ -342,7 +340,7 @@ class Bucket:
         try:
             self._calls.put(self._store, address.path, file, chunk_size=PART, max_concurrency=4)
         except Exception as error:
-            raise self._told(error, address) from None
+            raise self._store_error(error, address) from None
         found = self.find(address)
         if found is None or found.size != size:
             there = "is not there" if found is None else f"has {found.size:,} bytes, and not {size:,}"
@@ -361,7 +359,7 @@ class Bucket:
         tag = found["e_tag"] or found["last_modified"].isoformat()
         return Object(Address(self.address.scheme, self.address.place, found["path"]), int(found["size"]), str(tag))
 
-    def _told(self, error: Exception, address: Address) -> StoreError:
+    def _store_error(self, error: Exception, address: Address) -> StoreError:
         """What a request came to, for a person."""
         said = str(error).split("Debug source")[0]
         kind, where = type(error).__name__, _CREDENTIALS[address.scheme]

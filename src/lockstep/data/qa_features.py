@@ -24,7 +24,7 @@ NOWHERE = 0  # the place of an answer that a window does not hold: its first tok
 
 
 @dataclass(frozen=True)
-class Window:
+class TokenWindow:
     """A question and a part of its context."""
 
     ids: list[int]
@@ -43,7 +43,7 @@ class Window:
         return from_here, min((p for p in places if self.ends[p] >= end), default=self.last)
 
 
-def windows(tokenizer: Any, question: str, context: str, most: int, stride: int) -> list[Window]:
+def windows(tokenizer: Any, question: str, context: str, most: int, stride: int) -> list[TokenWindow]:
     """The context in parts of as many tokens as fit beside the question, each sharing `stride` with the one before.
     Errors: `ValueError` where the question leaves no room for them."""
     question = question.strip()
@@ -73,7 +73,7 @@ def windows(tokenizer: Any, question: str, context: str, most: int, stride: int)
         spans = [_trimmed(context, *span) if which == 1 else (0, 0) for span, which in told]
         types = found["token_type_ids"][part] if "token_type_ids" in tokenizer.model_input_names else []
         begins, ends = [b for b, _ in spans], [e for _, e in spans]
-        made.append(Window(ids, types, places[0], places[-1], begins, ends))
+        made.append(TokenWindow(ids, types, places[0], places[-1], begins, ends))
     return made
 
 
@@ -194,7 +194,7 @@ def encoder_of(
     return encoder, features
 
 
-def parts_of(columns: Columns, rows: Sequence[int] | np.ndarray) -> list[list[Window]]:
+def parts_of(columns: Columns, rows: Sequence[int] | np.ndarray) -> list[list[TokenWindow]]:
     """The windows of these rows, as they were encoded."""
     found = []
     for row in map(int, rows):
@@ -206,5 +206,5 @@ def parts_of(columns: Columns, rows: Sequence[int] | np.ndarray) -> list[list[Wi
         )
         firsts, lasts = (columns.ragged(name).row(row).tolist() for name in ("firsts", "lasts"))
         types = types or [[] for _ in ids]
-        found.append([Window(*each) for each in zip(ids, types, firsts, lasts, begins, ends, strict=True)])
+        found.append([TokenWindow(*each) for each in zip(ids, types, firsts, lasts, begins, ends, strict=True)])
     return found

@@ -61,10 +61,10 @@ def opened(path: Path) -> BinaryIO:
     return open(path, "rb")
 
 
-def shard(path: Path, plain: str | None = None, wanted: Sequence[str] = (), how: Opened = opened) -> Shard:
+def shard(path: Path, plain: str | None = None, wanted: Sequence[str] = (), how: Opened = opened) -> ShardFile:
     """A shard by its name. `plain`: a .txt file has texts and no labels, and each `line` is one. `wanted`: the columns,
     or the paths into them, that are asked for; none: all. `how` opens it. Errors: `RunError`."""
-    kinds: dict[str, type[Shard]] = {".jsonl": LineShard, ".txt": LineShard, ".tar": Archive, ".parquet": Parquet}
+    kinds: dict[str, type[ShardFile]] = {".jsonl": LineShard, ".txt": LineShard, ".tar": Archive, ".parquet": Parquet}
     kind = kinds.get(file_formats.plain(path).suffix)
     if kind is None or (kind is Parquet and file_formats.is_compressed(path)):
         raise RunError(
@@ -75,7 +75,7 @@ def shard(path: Path, plain: str | None = None, wanted: Sequence[str] = (), how:
     return kind(path, plain, wanted, how)
 
 
-class Shard(ABC):
+class ShardFile(ABC):
     """One file. What was opened last stays open, for the chunk that follows."""
 
     def __init__(self, path: Path, plain: str | None, wanted: Sequence[str], how: Opened) -> None:
@@ -124,7 +124,7 @@ class Shard(ABC):
         """Give the file back."""
 
 
-class _Bytes(Shard):
+class _Bytes(ShardFile):
     """A file of which chunks are ranges of bytes, as it is unpacked."""
 
     def __init__(self, path: Path, plain: str | None, wanted: Sequence[str], how: Opened) -> None:
@@ -275,7 +275,7 @@ def _key(member: tarfile.TarInfo) -> str:
     return folder + slash + name.partition(".")[0]
 
 
-class Parquet(Shard):
+class Parquet(ShardFile):
     """Rows of a row group are a chunk, or some of them."""
 
     def __init__(self, path: Path, plain: str | None, wanted: Sequence[str], how: Opened) -> None:

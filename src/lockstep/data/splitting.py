@@ -300,7 +300,7 @@ class EvalHashes:
             found[row] = self._numbers.get((int(own[row, 0]), int(own[row, 1])), -1)
         return found
 
-    def told(self, splits: Mapping[str, Dataset], places: Mapping[int, str]) -> dict[str, dict[str, Any]]:
+    def overlap(self, splits: Mapping[str, Dataset], places: Mapping[int, str]) -> dict[str, dict[str, Any]]:
         """Examples of train that occur in other splits, as `splitting.overlap` counts them. `places`: of examples that
         stand in train, by their numbers, where the first one does."""
         told = {}

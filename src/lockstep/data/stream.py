@@ -34,7 +34,7 @@ from lockstep.data import arrow_cache, remote, shard_files, source, tokenizer, u
 from lockstep.data.arrow_cache import Make, digest, encoded, table_of
 from lockstep.data.cache import cached, discard, folder_of
 from lockstep.data.remote import ShardCache, Unfetched, named, unpinned
-from lockstep.data.shard_files import Chunk, Found, Shard
+from lockstep.data.shard_files import Chunk, Found, ShardFile
 from lockstep.data.splitting import EvalHashes
 
 if TYPE_CHECKING:
@@ -100,13 +100,13 @@ class StreamingSource:
         try:
             yield
         except Unfetched as error:
-            raise Unfetched(self.told(str(error))) from error
+            raise Unfetched(self.with_source(str(error))) from error
         except RunError as error:
             if self.entry is None:
                 raise
-            raise RunError(self.told(str(error))) from error
+            raise RunError(self.with_source(str(error))) from error
 
-    def told(self, text: str) -> str:
+    def with_source(self, text: str) -> str:
         """A message that names the source, where there are several."""
         begins = "data.sources: "
         return text if self.entry is None or text.startswith(begins) else f"{begins}{self.entry.name}: {text}"
@@ -115,7 +115,7 @@ class StreamingSource:
         """A shard, for a person."""
         return named(str(file)) if self.copies else str(file)
 
-    def opened(self, file: Path) -> Shard:
+    def opened(self, file: Path) -> ShardFile:
         """A shard. Errors: `RunError` where it is none that can be streamed."""
         how = self.copies.opened if self.copies else shard_files.opened
         return shard_files.shard(file, self.plain, self.wanted, how)
@@ -334,7 +334,7 @@ class Stream:
     def _key(self, *more: Any) -> str:
         return digest("stream", VERSION, [each.identities for each in self.parts], self._chosen, *more)
 
-    def told(self, tell: Callable[[Dataset], Any], key: str, doing: str) -> list[Any]:
+    def gather(self, tell: Callable[[Dataset], Any], key: str, doing: str) -> list[Any]:
         """What `tell` says of the rows of each chunk, as JSON has it, in order. `key` stands for `tell`. The caller
         holds the lock. Errors: `RunError`."""
 
@@ -454,7 +454,7 @@ class Stream:
             "filtered": fewer["filtered"],
             "dropped": fewer["dropped"],
             "left_out": rows - sum(fewer.values()),
-            "overlap": self.held_out.told(self.splits, places),
+            "overlap": self.held_out.overlap(self.splits, places),
             "texts": self.held_out.columns,
             "tokens": int(numbers_of(whole, "tokens").sum()),
             "longest": int(numbers_of(whole, "longest").argmax()),  # the chunk that has it

@@ -1,27 +1,8 @@
-"""A column of a data set read a part at a time: what is asked of all its rows holds no more of them than that.
+"""Which rows of a split can be used: columns within columns, rows that lack something, and `data.filter`.
 
-In: a data set and the name of a column. Out: its values by parts, as Arrow has them or as Python does.
-
-Columns within columns, by dotted paths: answers.text.0 of a mapping of lists, conversation.0.content of a list of
-mappings.
-
-In: a data set and a path. Out: what stands there in each row, null where a row has nothing there; or a `RunError` that
-says what there is instead.
-
-Rows that lack what is to be learned from: refused, or left out and counted where `data.drop_missing` says so.
-
-In: a split and the columns that a task reads, by their keys in the run file. Out: the same split, whole in each of
-them, or a `RunError` that says where something is missing, how often, and what to do.
-
-How many tokens texts have, which `min_tokens` and `max_tokens` of `data.filter` ask before anything is encoded.
-
-In: a run, and a column of a data set. Out: a number for each row, as the run's tokenizer makes them of the whole text,
-special tokens among them; from the cache where it has counted the same texts before.
-
-Which rows of what was read are used, and in which split: `data.filter` and `data.split_column`.
-
-In: the splits of a data set and the `data` section. Out: the same splits, or those that a column tells apart, and how
-many rows of each were left out; or a `RunError` that says what a column holds instead.
+In: a split and the columns that a task reads, by their keys in the run file. Out: the split with these columns and the
+rows that hold something in each, or a `RunError` that says where something is missing, how often, and what to do.
+Columns are scanned in parts: no column is ever a list.
 """
 
 from __future__ import annotations
@@ -296,15 +277,15 @@ def lacking(dataset: Dataset, column: str) -> np.ndarray:
     """Whether each row has nothing in a column: bool [rows]."""
     named = getattr(dataset.features[column], "names", None)
 
-    def told(values: pa.ChunkedArray) -> np.ndarray:
-        found = pc.is_null(values, nan_is_null=True)
+    def has_nothing(values: pa.ChunkedArray) -> np.ndarray:
+        mask = pc.is_null(values, nan_is_null=True)
         if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-            found = pc.or_(found, pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True))
+            mask = pc.or_(mask, pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True))
         elif named:
-            found = pc.or_(found, pc.fill_null(pc.equal(values, -1), True))
-        return np.from_dlpack(found.combine_chunks().cast(pa.uint8())).astype(bool)
+            mask = pc.or_(mask, pc.fill_null(pc.equal(values, -1), True))
+        return np.from_dlpack(mask.combine_chunks().cast(pa.uint8())).astype(bool)
 
-    return rows_where(dataset, column, told)
+    return rows_where(dataset, column, has_nothing)
 
 
 def _describe(dataset: Dataset, key: str, column: str, lacks: np.ndarray, split: str, name: str) -> str:
@@ -379,7 +360,9 @@ def filtered(
     for split, dataset in splits.items():
         masks, kept = holding(dataset, data, split, name, tokens)
         if len(dataset) and not kept.any():
-            each = ", ".join(f"{_told(data.filter[c])} of {c!r} in {mask.sum():,}" for c, mask in masks.items())
+            each = ", ".join(
+                f"{_format_condition(data.filter[c])} of {c!r} in {mask.sum():,}" for c, mask in masks.items()
+            )
             raise RunError(f"data.filter: no row of the {split} split of {name} is left; of {len(dataset):,}: {each}")
         fewer[split] = int(len(dataset) - kept.sum())
         found[split] = dataset.select(np.flatnonzero(kept)) if fewer[split] else dataset
@@ -395,7 +378,7 @@ def holding(
     return masks, np.logical_and.reduce([np.ones(len(dataset), dtype=bool), *masks.values()])
 
 
-def _told(wanted: Wanted) -> str:
+def _format_condition(wanted: Wanted) -> str:
     if isinstance(wanted, Condition):
         return "{" + ", ".join(f"{key}: {value}" for key, value in wanted.given.items()) + "}"
     return repr(wanted)

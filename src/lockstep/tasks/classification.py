@@ -215,9 +215,9 @@ class Classification(TextTask, Streams, LabelTask):
         pads = {"input_ids": int(tok.pad_token_id), "token_type_ids": 0}
 
         def encoded(row: Sequence[str]) -> dict[str, list[int]]:
-            found = tok(*row, truncation=True, max_length=run.data.max_length)
-            types = {"token_type_ids": found["token_type_ids"] or [0]} if "token_type_ids" in found else {}
-            return {"input_ids": found["input_ids"] or [_instead_of_none(tok)]} | (types if len(row) == 2 else {})
+            tokens = tok(*row, truncation=True, max_length=run.data.max_length)
+            types = {"token_type_ids": tokens["token_type_ids"] or [0]} if "token_type_ids" in tokens else {}
+            return {"input_ids": tokens["input_ids"] or [_instead_of_none(tok)]} | (types if len(row) == 2 else {})
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             logits = model(**inference.padded([encoded(row) for row in rows], pads)).logits  # [B, C]
@@ -246,7 +246,7 @@ class Learned:
 def _of(rows: Stream, options: ClassificationOptions, others: dict[str, Dataset]) -> Learned:
     """The labels of a stream and of the other splits. Errors: `RunError`."""
     column = options.labels["task.label"]
-    counts = rows.told(partial(labels.count_labels, column=column), "labels", "looking for the labels of the shards")
+    counts = rows.gather(partial(labels.count_labels, column=column), "labels", "looking for the labels of the shards")
     train, examples = labels.merge_counts(counts, column)
     codes = labels.codes_of({"train": train} | others, column, options.label_names, rows.files[0].name)
     return Learned(codes, [examples[value] for value in codes.place])
@@ -282,12 +282,12 @@ def _encoder(run: Run, options: ClassificationOptions, codes: LabelCodes, folder
             max_length=run.data.max_length,
             return_attention_mask=False,
         )
-        found: dict[str, Any] = {
+        columns: dict[str, Any] = {
             "input_ids": [ids or [empty] for ids in out["input_ids"]],
             "label": codes.of(rows),
         }
         if pair:
-            found["token_type_ids"] = [t or [0] for t in out["token_type_ids"]]
-        return found
+            columns["token_type_ids"] = [t or [0] for t in out["token_type_ids"]]
+        return columns
 
     return encoder, features

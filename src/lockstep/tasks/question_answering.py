@@ -222,7 +222,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         options = cls.options_of(run)
         model, tok = models.exported(cls.head, folder, run)
 
-        def windows_of(place: int, row: Sequence[str]) -> list[qa_features.Window]:
+        def windows_of(place: int, row: Sequence[str]) -> list[qa_features.TokenWindow]:
             try:
                 return qa_features.windows(tok, row[0], row[1], run.data.max_length, options.stride)
             except ValueError as error:
@@ -254,7 +254,7 @@ def _texts(found: Sequence[Span], columns: Columns, rows: np.ndarray) -> list[st
     return [text[span.start : span.end] for text, span in zip(contexts, found, strict=True)]
 
 
-def _inputs(windows: Sequence[qa_features.Window], pad: int) -> dict[str, Tensor]:
+def _inputs(windows: Sequence[qa_features.TokenWindow], pad: int) -> dict[str, Tensor]:
     """Windows as a model reads them, padded on the right: [R, T] each."""
     import torch
 

@@ -1,13 +1,11 @@
-"""Tags of words -> entities, in every scheme of tags there is: IOB1, IOB2, IOE1, IOE2, IOBES, BILOU, BMES, BMEWO.
-
-In: the tags of a data set. Out: what each says of its word, and the entities that a row of them marks. The letters of
-the schemes do not contradict each other: a word is the first (B), inside (I, M), the last (E, L), or all (S, U, W) of
-an entity, and so one reading does for all.
-
-Named entities and the like: a tag for every word, with any model that `AutoModelForTokenClassification` knows.
+"""Named entities and the like: a tag for every word, with any model that `AutoModelForTokenClassification` knows.
 
 In: a column of lists of words and one of lists of tags. Out: loss, accuracy, and precision, recall and F1 of whole
 entities, all from sums.
+
+Tags may be of every scheme there is: IOB1, IOB2, IOE1, IOE2, IOBES, BILOU, BMES, BMEWO. Their letters do not
+contradict each other: a word is the first (B), inside (I, M), the last (E, L), or all (S, U, W) of an entity, and so
+one reading does for all.
 """
 
 from __future__ import annotations
@@ -148,7 +146,7 @@ class TokenClassification(PerToken):
         if data.rows is None:
             names = sorted(_tags(data.splits["train"]))
         else:
-            of_chunks = data.rows.told(lambda some: sorted(_tags(some)), "tags", "looking for the tags of the shards")
+            of_chunks = data.rows.gather(lambda some: sorted(_tags(some)), "tags", "looking for the tags of the shards")
             names = sorted({tag for tags in of_chunks for tag in tags})
         parts(names)  # refuses tags of no scheme
         return names
@@ -278,11 +276,11 @@ class TokenClassification(PerToken):
         parts = zip(first, [*first[1:], len(ids)], strict=True)
         words = [str(self.tokenizer.decode(ids[a:b], skip_special_tokens=True)).strip() for a, b in parts]
 
-        def told(tags: list[int]) -> str:
+        def described(tags: list[int]) -> str:
             found = sorted(self._entities([tags[place] for place in first]))
             return ", ".join(f"{' '.join(words[a:b])} ({kind})" for a, b, kind in found) or "none"
 
-        return {"text": " ".join(words), "found": told(best), "right": told(targets)}
+        return {"text": " ".join(words), "found": described(best), "right": described(targets)}
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
@@ -390,14 +388,14 @@ def _encoder(run: Run, names: list[str], folder: str) -> tuple[Encoder, Features
     features = datasets.Features({"input_ids": numbers, "targets": numbers, "count": datasets.Value("int64")})
 
     def encoder(rows: dict[str, list]) -> dict[str, list]:
-        found = tok(rows["words"], is_split_into_words=True, truncation=True, max_length=run.data.max_length)
+        tokens = tok(rows["words"], is_split_into_words=True, truncation=True, max_length=run.data.max_length)
         targets = []
         for row, tags in enumerate(rows["tags"]):
-            line = [_SKIPPED] * len(found["input_ids"][row])
-            for word, place in first_tokens(found.word_ids(row)).items():
+            line = [_SKIPPED] * len(tokens["input_ids"][row])
+            for word, place in first_tokens(tokens.word_ids(row)).items():
                 line[place] = place_of[tags[word]]
             targets.append(line)
         counts = [sum(tag != _SKIPPED for tag in line) for line in targets]
-        return {"input_ids": found["input_ids"], "targets": targets, "count": counts}
+        return {"input_ids": tokens["input_ids"], "targets": targets, "count": counts}
 
     return encoder, features

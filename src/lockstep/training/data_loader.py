@@ -83,7 +83,7 @@ class StepLoader:
     @property
     def mixture(self) -> dict[str, str]:
         """Opening lines about several sources, and about shards; none of one source that is no stream."""
-        lines = {} if self.mixed is None else {"mixture": self.mixed.told(list(self.sources), self.total)}
+        lines = {} if self.mixed is None else {"mixture": self.mixed.summary(list(self.sources), self.total)}
         if isinstance(self.columns, Streamed):
             most = len(self.columns) if self.mixed is None else int(self.mixed.sizes.max())
             window = f"{min(self.task.run.data.stream_window, most):,} examples"

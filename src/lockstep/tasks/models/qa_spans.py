@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lockstep.data.qa_features import Window
+    from lockstep.data.qa_features import TokenWindow
 
 
 def install(model: nn.Module) -> nn.Module:
@@ -48,7 +48,7 @@ class Span:
     end: int = 0
 
 
-def best(logits: Tensor, windows: Sequence[Sequence[Window]], tokens: int, unanswerable: bool) -> list[Span]:
+def best(logits: Tensor, windows: Sequence[Sequence[TokenWindow]], tokens: int, unanswerable: bool) -> list[Span]:
     """The likeliest answer of each question, of at most so many tokens: the span within a window's context whose two
     numbers have the greatest sum; none, where that is less than the least sum of any window for its first token (as of
     transformers' scripts for SQuAD 2, with their threshold of 0). `logits` [R, T, 2] are of all windows in order."""

@@ -5,7 +5,7 @@ In: a model of transformers whose attention is `NAME`. Out: the same model, whos
 the N real tokens, and whose heads and poolers see [B, T, H] as before, zeros where there is padding.
 
 Nothing is remembered between calls. transformers asks `masked` for each mask that a model makes, and hands what it
-returns, a `Layout`, to every block; hooks around the blocks find it among their arguments, and so does `attention`.
+returns, a `RowMap`, to every block; hooks around the blocks find it among their arguments, and so does `attention`.
 Only `attention` pads again (on a CPU), or is told where examples end (on CUDA).
 
 Letters: B examples, T padded length, N real tokens, H width, h heads, d their width, S padded length of a source.
@@ -36,7 +36,7 @@ class Cannot(Exception):
     """Why a family's padding has to be computed."""
 
 
-class Layout:
+class RowMap:
     """Where the real tokens of a padded batch are: what a block is given for its attention mask."""
 
     def __init__(self, real: Tensor, mask: Tensor | None, causal: bool, both_ways: bool) -> None:
@@ -133,7 +133,7 @@ class Layout:
 class Across:
     """What a block is given for the mask of its attention to a source: its own layout, and that of the source."""
 
-    def __init__(self, own: Layout, source: Layout) -> None:
+    def __init__(self, own: RowMap, source: RowMap) -> None:
         self.own, self.source = own, source
 
 
@@ -195,8 +195,8 @@ def masked(
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **more: Any,
-) -> Layout | Tensor | None:
-    """A model's mask, as a `Layout` where there are several examples, all of them there as a whole."""
+) -> RowMap | Tensor | None:
+    """A model's mask, as a `RowMap` where there are several examples, all of them there as a whole."""
     mask = sdpa_mask(
         batch_size,
         q_length,
@@ -229,7 +229,7 @@ def masked(
             is None
         )
         both_ways = not causal
-    layout = Layout(real.bool(), mask, causal, both_ways)
+    layout = RowMap(real.bool(), mask, causal, both_ways)
     return layout if layout.shortest and layout.complete else mask  # an example of no tokens has no place of its own
 
 
@@ -238,16 +238,16 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Layout | Across | Tensor | None,
+    attention_mask: RowMap | Across | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Attention of examples laid end to end: query, key and value [1, h, N, d] -> [1, N, h, d]. Of others as
     transformers has it."""
-    if isinstance(attention_mask, Layout) and query.shape[0] != 1:  # outside of a stack
+    if isinstance(attention_mask, RowMap) and query.shape[0] != 1:  # outside of a stack
         attention_mask = attention_mask.padded_mask
-    if not isinstance(attention_mask, Layout | Across):
+    if not isinstance(attention_mask, RowMap | Across):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **more)
     if more.get("position_bias") is not None:
         raise Cannot("its attention adds a bias by position, which is made for one text")
@@ -285,7 +285,7 @@ def _written_out(
         return torch.bmm(chances, of_value).view(rows, heads, length, -1).to(value.dtype)
 
 
-def _by_length(query: Tensor, key: Tensor, value: Tensor, to: Layout, of: Layout, scaling: float | None) -> Tensor:
+def _by_length(query: Tensor, key: Tensor, value: Tensor, to: RowMap, of: RowMap, scaling: float | None) -> Tensor:
     """torch's attention of texts of any length, which pads nothing: on CUDA, in half precision, without dropout."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -315,7 +315,7 @@ AttentionMaskInterface.register(NAME, masked)
 
 
 def install(model: nn.Module) -> None:
-    """Put hooks around the blocks of a model. They do nothing where no block is given a `Layout` with padding."""
+    """Put hooks around the blocks of a model. They do nothing where no block is given a `RowMap` with padding."""
     for stack in stacks(model):
         for block in stack:
             block.register_forward_pre_hook(lay, with_kwargs=True)
@@ -335,16 +335,16 @@ def lay(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     """Before a block: lay end to end what it is given, unless the block before has done so."""
     names = [*_names(type(block).forward)[: len(args)], *kwargs]
     given = [*args, *kwargs.values()]
-    own = next((v for n, v in zip(names, given, strict=True) if isinstance(v, Layout) and not _of_source(n)), None)
-    source = next((v for n, v in zip(names, given, strict=True) if isinstance(v, Layout) and _of_source(n)), None)
+    own = next((v for n, v in zip(names, given, strict=True) if isinstance(v, RowMap) and not _of_source(n)), None)
+    source = next((v for n, v in zip(names, given, strict=True) if isinstance(v, RowMap) and _of_source(n)), None)
     if own is None or not own.fits(next(v for v in given if isinstance(v, Tensor))) or _cached(names, given):
-        found = [value.padded_mask if isinstance(value, Layout) else value for value in given]
+        found = [value.padded_mask if isinstance(value, RowMap) else value for value in given]
     else:
         found = [_laid(name, value, own, source) for name, value in zip(names, given, strict=True)]
     return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
 
 
-def _laid(name: str, value: Any, own: Layout, source: Layout | None) -> Any:
+def _laid(name: str, value: Any, own: RowMap, source: RowMap | None) -> Any:
     if not _of_source(name):
         return own.lay(value)
     if source is None:
@@ -356,7 +356,7 @@ def take_apart(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     """After the last block of a stack."""
     names = [*_names(type(block).forward)[: len(args)], *kwargs]
     for name, value in zip(names, [*args, *kwargs.values()], strict=True):
-        if isinstance(value, Layout) and not _of_source(name):
+        if isinstance(value, RowMap) and not _of_source(name):
             return value.take_apart(output)
     return output
 

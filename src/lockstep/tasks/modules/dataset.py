@@ -385,14 +385,14 @@ def in_workers(
     """Micro-batches of each job, in this order, made by `count` processes ahead of time. Errors: `RunError`."""
     asked: list[tuple[int, int, np.ndarray]] = []
 
-    def told() -> Iterator[tuple[int, int, np.ndarray]]:
+    def noted() -> Iterator[tuple[int, int, np.ndarray]]:
         for job in jobs:
             asked.append(job)
             yield job
 
     loader: Any = DataLoader(
         Batches(run, columns),
-        sampler=_Jobs(told),
+        sampler=_Jobs(noted),
         batch_size=None,
         num_workers=count,
         # Forked from this rank: they need no pickled data set, and see when it is gone. Ranks would have a server each

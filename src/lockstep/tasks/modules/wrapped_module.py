@@ -164,13 +164,13 @@ def generated(model: nn.Module, forward: Callable[..., Any], calling: Calling, b
     """What the user's `generate` makes of a batch, as JSON in bytes: every strategy hands out tensors."""
     assert calling.generate is not None
     with dataset.asked(calling.run, "generate"):
-        made = calling.generate(Plain(model, forward), bundle.batch)
+        made = calling.generate(PlainOutputs(model, forward), bundle.batch)
         text = json.dumps([rows if isinstance(rows, dict) else {"written": str(rows)} for rows in made], default=str)
     device = next(model.parameters()).device
     return Computed(logits=torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device))
 
 
-class Plain:
+class PlainOutputs:
     """The user's model for their own `generate`: called past the hooks of engines, which are around it already."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
