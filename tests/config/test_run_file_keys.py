@@ -8,7 +8,7 @@ import pytest
 from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
-from support.key_table import BY_HAND, EFFECTS, KEYS, PAGE, Elsewhere, Tried, page
+from support.key_table import EFFECTS, KEYS, PAGE, Elsewhere, Tried, page
 from support.key_table_runs import Place, tried
 from support.places import TESTS
 
@@ -26,8 +26,6 @@ TRIED = {key: case for key, case in KEYS.items() if isinstance(case, Tried)}
 
 
 def marks(key: str) -> list[pytest.MarkDecorator]:
-    if key in BY_HAND:
-        return [pytest.mark.slow, pytest.mark.long]
     return [] if TRIED[key].quick else [pytest.mark.slow]
 
 
@@ -66,7 +64,6 @@ def schema_keys() -> set[str]:
 def test_every_key_has_an_entry_and_every_entry_a_key() -> None:
     assert schema_keys() == set(KEYS)
     assert len(KEYS) > 250
-    assert set(TRIED) >= BY_HAND
 
 
 def test_entries_say_what_the_page_explains_and_name_tests_that_there_are() -> None:

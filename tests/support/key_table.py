@@ -74,7 +74,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "micro_batches": Tried("micro_batches=2", "order weights"),
     "precision": Tried("precision=bf16", "weights"),
     "metrics": Tried("metrics=[test_run_file_keys.always_one]", "scores"),
-    "export": Tried("export=best", "export", beside=(*EVERY, "checkpoint.best=-ece", "export=last")),
+    "export": Tried("export=best", "export scores", beside=(*EVERY, "checkpoint.best=-loss", "export=last", "steps=6")),
     # task: classification
     "task.name": Tried("task.name=reward", "refused"),
     "task.text": Tried("task.text=other", "order weights", "rows"),
@@ -192,7 +192,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "evaluate.patience": Tried(
         "evaluate.patience=1",
         "order weights files",
-        beside=(*EVERY, "checkpoint.best=accuracy", "export=last", "steps=3"),
+        beside=(*EVERY, "checkpoint.best=-loss", "export=last", "steps=6"),
     ),
     "evaluate.min_delta": Tried(
         "evaluate.min_delta=9", "order weights files", beside=(*EVERY, "evaluate.patience=1", "export=last")
@@ -202,7 +202,9 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "checkpoint.every": Tried("checkpoint.every=1", "files"),
     "checkpoint.keep": Tried("checkpoint.keep=1", "files", beside=("checkpoint.every=1",)),
     "checkpoint.at": Tried("checkpoint.at=[1]", "files"),
-    "checkpoint.best": Tried("checkpoint.best=-accuracy", "export", beside=(*EVERY, "export=best")),
+    "checkpoint.best": Tried(
+        "checkpoint.best=macro_f1", "export files scores", beside=(*EVERY, "export=best", "steps=6")
+    ),
     "checkpoint.on_failure": Elsewhere("refused", "checkpoint/test_checkpoint_faults.py", "a full disk"),
     "checkpoint.rescue": Elsewhere("files", "checkpoint/test_full_disk.py", "a full disk"),
     "checkpoint.changed_code": Elsewhere("refused", "config/test_user_code.py", "a resumed run"),
@@ -215,7 +217,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "verify.plain": Elsewhere("nothing", "plain/test_plain.py", "a run that is wrong"),
     # track, profile, hub
     "track.to": Elsewhere("files", "track/test_trackers.py", "trackers"),
-    "track.every": Tried("track.every=2", "files"),
+    "track.every": Tried("track.every=3", "files"),
     "track.close_timeout_s": Tried("track.close_timeout_s=1", "nothing"),
     "track.console": Tried("track.console=quiet", "nothing"),
     "profile.steps": Tried("profile.steps=1", "files", beside=("profile.after=0",)),
@@ -232,7 +234,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.tokenizers": Tried("task.tokenizers=separate", "inputs weights", "translation"),
     "task.loss_chunk": Tried("task.loss_chunk=16", "weights", "documents"),
     "task.target_length": Tried("task.target_length=5", "order weights", "translation"),
-    "task.beams": Tried("task.beams=2", "scores", "easy", LEARNED),
+    "task.beams": Tried("task.beams=2", "text", "translation"),
     "task.bleu": Tried("task.bleu=false", "scores", "translation"),
     "task.bleu_tokenizer": Tried("task.bleu_tokenizer=char", "scores", "easy", LEARNED),
     "task.rouge": Elsewhere("scores", "tasks/test_summarization.py", "a task of its own"),
@@ -266,7 +268,9 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.conversations": Elsewhere("inputs", "tasks/test_preference.py", "conversations"),
     "task.beta": Tried("task.beta=0.5", "weights", "preference"),
     "task.gamma": Tried("task.gamma=2", "weights", "preference", ("task.loss=simpo",)),
-    "task.reference_batch_size": Tried("task.reference_batch_size=2", "nothing", "preference"),
+    "task.reference_batch_size": Tried(
+        "task.reference_batch_size=2", "inputs", "preference"
+    ),  # last bits of the reference
     "task.center": Tried("task.center=0.1", "weights", "reward"),
     "task.question": Tried("task.question=context", "order weights", "questions", ("data.max_length=64",)),
     "task.context": Elsewhere("inputs", "tasks/test_question_answering.py", "contexts with answers"),
@@ -315,32 +319,6 @@ for tracker, names in TRACKERS.items():
         f"track.{tracker}.{name}": Elsewhere("job", "launchers/test_other_keys.py", needs) for name in names.split()
     }
 
-# Entries that were not seen to hold yet (`pytest -m long tests/config/test_run_file_keys.py`). One that is goes away.
-BY_HAND: set[str] = set()
-BY_HAND |= {*["name", "output", "metrics", "export"]}
-BY_HAND |= {*["task.name", "task.text_pair", "task.label_names", "task.multi_label"]}
-BY_HAND |= {*["task.threshold", "data.source", "data.validation", "data.test"]}
-BY_HAND |= {*["data.layout", "data.separator", "data.quote", "data.filter"]}
-BY_HAND |= {*["data.decontaminate", "data.drop_missing", "data.follow_links", "data.encoding"]}
-BY_HAND |= {*["data.stream_window", "data.stream_cache_gb", "model.type", "model.attention"]}
-BY_HAND |= {*["model.checkpoint_activations", "model.freeze", "tokenizer.vocab_size", "optim.learning_rate"]}
-BY_HAND |= {*["optim.warmup_steps", "optim.min_lr_ratio", "optim.decay_fraction", "optim.decay_shape"]}
-BY_HAND |= {*["optim.groups", "optim.master_weights", "optim.betas", "optim.momentum"]}
-BY_HAND |= {*["optim.d", "optim.nesterov", "optim.lr_adjust", "optim.average_power"]}
-BY_HAND |= {*["strategy.name", "strategy.all_reduce", "launch.max_restarts", "launch.timeout_s"]}
-BY_HAND |= {*["launch.hang_timeout_s", "launch.rebalance_every", "evaluate.every", "evaluate.patience"]}
-BY_HAND |= {*["evaluate.min_delta", "evaluate.limit", "evaluate.batch_size", "checkpoint.every"]}
-BY_HAND |= {*["checkpoint.keep", "checkpoint.at", "checkpoint.best", "sdc_check.every"]}
-BY_HAND |= {*["fingerprint.every", "average.ema", "average.ema_warmup", "average.last"]}
-BY_HAND |= {*["track.every", "track.close_timeout_s", "track.console", "profile.steps"]}
-BY_HAND |= {*["profile.after", "hub.license", "hub.language", "hub.tags"]}
-BY_HAND |= {*["task.tokenizers", "task.beams", "task.bleu", "task.bleu_tokenizer"]}
-BY_HAND |= {*["task.prompt", "task.turns", "task.block_size", "task.attend_across_documents"]}
-BY_HAND |= {*["task.sample_prompt", "task.sample_tokens", "task.temperature", "task.whole_word_mask"]}
-BY_HAND |= {*["task.chosen", "task.beta", "task.reference_batch_size", "task.center"]}
-BY_HAND |= {*["task.question", "task.answer_tokens", "task.anchor", "task.positive"]}
-BY_HAND |= {*["task.negative", "task.similarity_scale"]}
-
 
 def row(key: str, case: Tried | Elsewhere) -> str:
     """A line of the page."""
@@ -350,8 +328,8 @@ def row(key: str, case: Tried | Elsewhere) -> str:
     words = " ".join(f"`{word}`" for word in case.beside if "FOLDER" not in word)
     task = f"task of `{case.kind}`; " if case.kind in OTHER_TASKS else ""
     beside = f"{task}{f'with {words}' if words else ''}".removesuffix("; ").replace("|", "\\|")
-    change, yet = case.change.replace("FOLDER/", "").replace("|", "\\|"), "not yet: " if key in BY_HAND else ""
-    return f"| `{key}` | {changes} | {beside} | {yet}`{change}` |"
+    change = case.change.replace("FOLDER/", "").replace("|", "\\|")
+    return f"| `{key}` | {changes} | {beside} | `{change}` |"
 
 
 def page() -> str:
@@ -365,8 +343,8 @@ This page is made by `PYTHONPATH=tests python -m support.key_table` from the tab
 in nothing else. A key that has an effect only beside another one is tried with it. Where weights differ, exports,
 scores and texts do as well; they are compared where the weights are the same. Keys that change the order, inputs or
 weights alone are tried in three steps of one process, the others in a whole run. Keys that need several processes, a
-network, a cluster or a GPU have tests of their own, which the last column names. "Not yet" marks an entry whose test
-is written and was not seen to hold. A key that is not in the table fails the test.
+network, a cluster or a GPU have tests of their own, which the last column names. A key that is not in the
+table fails the test.
 
 {words}
 

@@ -232,7 +232,7 @@ def results(output: Path) -> dict[str, Any]:
         "files": (
             [name for name in names if not re.search(r"log|\.lock|plan", name)],
             [line.get("step") for line in logged],
-            [*weights],
+            [step for step, hashes in weights.items() if hashes[1]],
         ),
         "text": (
             TIMES.sub("", RUN_FILE.sub("", (output / "export" / "README.md").read_text())),
@@ -247,7 +247,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
     if one["refused"] or other["refused"]:
         return {"refused"} if one["refused"] != other["refused"] else set()
     different = {name for name in ("order", "files") if one.get(name) != other.get(name)}
-    if "order" not in different and not alike(one["inputs"], other["inputs"]):
+    if "order" not in different and not alike(one["inputs"], other["inputs"], 1e-4):
         different.add("inputs")
     if not same_weights(one["weights"], other["weights"]):
         return different | {"weights"}
@@ -261,17 +261,19 @@ def same_weights(one: Any, other: Any) -> bool:
     """Whether two runs trained as many steps to the same weights, seen at steps that both tell of."""
     if not isinstance(one, dict):
         return bool(one == other)
-    return max(one) == max(other) and all(one[step] == other[step] for step in one.keys() & other.keys())
+    both = [pair for step in one.keys() & other.keys() for pair in zip(one[step], other[step], strict=True)]
+    return max(one) == max(other) and all(None in pair or pair[0] == pair[1] for pair in both)
 
 
-def alike(one: Any, other: Any) -> bool:
-    """Whether two values are the same but for the last digits of fractions."""
+def alike(one: Any, other: Any, near: float = 1e-6) -> bool:
+    """Whether two values are the same but for the last digits of fractions. `near`: how far two that are about zero may
+    be apart."""
     if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
+        return math.isclose(one, other, rel_tol=1e-4, abs_tol=near)
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(alike(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(alike(value, other[key], near) for key, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(alike, one, other))
+        return len(one) == len(other) and all(alike(*pair, near) for pair in zip(one, other, strict=True))
     return bool(one == other)
 
 

@@ -84,7 +84,7 @@ def ended_after(job: Job, folder: Path, cache: Path, *words: str, replaced: int 
     write(folder, **VALUES)
     (folder / "strikes.json").write_text(json.dumps(job.strikes))
     options = [
-        f"strategy.name=struck.{job.strategy}",
+        f"strategy.name=support.struck.{job.strategy}",
         "launch.on_rank_failure=continue",
         f"launch.max_restarts={replaced}",
     ]

@@ -1,16 +1,9 @@
-"""The model card: the README.md that the Hub shows, with the metadata that it indexes.
+"""Export folder -> the Hub: written with its model card at the end of a run, and uploaded.
 
-In: a run, its task and final scores. Out: Markdown under a YAML head. The words of the head are the Hub's
-(https://github.com/huggingface/hub-docs, modelcard.md); `huggingface_hub` writes and checks them.
-
-Export folder -> the Hub: written with its card at the end of a run, and uploaded.
-
-In: full weights on rank 0 and final scores; later the export folder and HF_TOKEN. Out: `OUTPUT/export/`, which
-`from_pretrained` loads, and the same files in a repository of the Hub. Imports no torch at the top, and huggingface_hub
-only when called.
-
-A push is one commit: a reader of the repository sees all of it or nothing. Files that arrived before a push was cut are
-kept by the Hub, so that the next try sends what is missing; a push of the same bytes sends none.
+In: full weights on rank 0 and final scores; later the export folder and HF_TOKEN. Out: `OUTPUT/export`, which
+`from_pretrained` loads, and the same files in a repository of the Hub, in one commit: a reader sees all of it or
+nothing. The words of the card's head are the Hub's (https://github.com/huggingface/hub-docs, modelcard.md). Imports no
+torch at the top, and the Hub's library only when called.
 """
 
 from __future__ import annotations

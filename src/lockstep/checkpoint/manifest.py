@@ -1,18 +1,7 @@
-"""Which evaluation was the best, and how many came since: pure functions of the scores, so that every rank, every
-strategy that gives bits and every resumed run comes to the same.
+"""What a checkpoint says of itself: step, code, data, scores, and what of the run file it was made with.
 
-In: the scores of evaluations, one after another. Out: whether training is over early, and which checkpoint is exported.
-Nothing here imports torch.
-
-Arithmetic that was wrong once and was corrected: a run does not change from one to the other in its middle.
-
-In: a run, and what its checkpoint says. Out: why the run must not go on, or None. A manifest holds the number of each
-correction that concerns its run; older ones hold none.
-
-The manifest of a checkpoint, and whether its files agree with it.
-
-In: `OUTPUT/checkpoints/`. Out: manifests that hold their own hash and those of every file beside them, or the one line
-that says what is wrong. Nothing here imports torch.
+In: a run and what training has come to. Out: manifest.json, read again and compared on a resume; which evaluation was
+the best, as a pure function of the scores; or a `RunError` that names what differs.
 """
 
 from __future__ import annotations

@@ -1,16 +1,7 @@
-"""A short hash of weights and optimizer state that does not depend on how ranks hold them.
+"""Tensors on the disk: who writes which part, a thread that hashes, writes and syncs it, and who reads what.
 
-In: this rank's part of the state, as checkpoints take it. Out: one hash for the weights and one for the optimizer, the
-same on every rank, at every number of them, and under every strategy that gives the same bits.
-
-A tensor's sum is over its elements: their bits as an integer times a number that depends on the place in the whole
-tensor, modulo 2^64 (multilinear hashing: Lemire and Kaser, arXiv:1202.4961). Such sums can be added up over ranks in
-any order. What is hashed at the end are names, types, shapes and sums. It finds what chance does to bits; it is no
-protection against somebody who chooses them, which the SHA-256 of checkpoints and exports is.
-
-Files of a checkpoint: which rank writes what, the writing, and reading the parts that a rank will hold.
-
-In: what each rank holds (`Strategy.parts`). Out: one safetensors file a rank, and a `Saved` state to read from.
+In: the state that each rank holds. Out: safetensors files with hashes of their bytes, a hash of the whole state
+that does not depend on how it is cut, and the mean of the weights of several checkpoints.
 
 `torch.distributed.checkpoint` plans: it divides tensors that several ranks hold among them, checks that everything is
 covered once, and at loading finds the pieces of files that make up a rank's part at any other world size. Its default
@@ -18,10 +9,10 @@ files hold a pickle, so the layout is that of its Hugging Face storage: safetens
 belongs, read by its own `HuggingFaceStorageReader`. Its writer is not used: it copies the file's content once more,
 knows no hashes and does not sync. Writing needs no collective, so it can go on in a thread beside training.
 
-The mean of several checkpoints, as one to load from.
-
-In: saved states, the oldest first. Out: a `Saved` whose weights are their mean, number by number and in their order,
-and whose other entries are those of the last.
+`StateHash`: a tensor's sum is over its elements: their bits as an integer times a number that depends on the place in
+the whole tensor, modulo 2^64 (multilinear hashing: Lemire and Kaser, arXiv:1202.4961). Such sums can be added up over
+ranks in any order. What is hashed at the end are names, types, shapes and sums. It finds what chance does to bits; it
+is no protection against somebody who chooses them, which the SHA-256 of checkpoints and exports is.
 """
 
 from __future__ import annotations

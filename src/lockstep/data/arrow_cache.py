@@ -1,19 +1,8 @@
-"""An encoded split: ragged token columns and flat ones, as views of memory-mapped Arrow buffers.
+"""Tokens in the cache: encoded once by all cores, a shard at a time, under a key of their content; mapped when they are
+read.
 
-In: a folder of shards, or a single file. Out: `Columns`, in which a row is found by its number without anything that
-grows with how many there are: a shard is opened when one of its rows is asked for.
-
-Files of the cache that every core makes a part of: a folder of shards, each sealed on its own, so that what is done
-stays done when the rest is killed.
-
-In: how many shards, and a function that makes one of them. Out: a folder in the cache with all of them, and an index:
-the examples of each, and what a run asks of all of them at its start. What a shard holds depends on its number alone,
-not on who makes it.
-
-Tokenise once, cached by content.
-
-In: a `datasets.Dataset` and a function that encodes a batch of its rows. Out: a folder of Arrow files in the cache,
-which `Columns` maps; and `Prepared`, what a run needs to know of it.
+In: a `datasets.Dataset` and a function that encodes a batch of its rows. Out: a folder of sealed Arrow files, which
+`Columns` maps; and `Prepared`, what a run needs to know of it.
 """
 
 from __future__ import annotations

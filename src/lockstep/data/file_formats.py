@@ -1,19 +1,10 @@
-"""Files that end in .gz, .bz2, .xz or .zst: what is in them, a block at a time, and no more than is plausible.
+"""What the bytes of a local file say: unpacked, checked to be text of one encoding, JSON or tables.
 
-In: a local file of any name. Out: its bytes, unpacked where its name says so, or a `RunError` that names the file and
-how far it could be read.
+In: a path. Out: blocks, lines, rows of JSON, or the columns of a .csv or .tsv file; or an error that names the file and
+the line. Nothing is unpacked that would fill the disk.
 
-Whether a data file can be read as what its name says, and which line is at fault where it cannot.
-
-In: a local file and the encoding of texts. Out: nothing, or a `RunError` that names key, file, line and what to do.
-
-Tables in .csv and .tsv files: the separator, the quotes, and rows that do not fit the header.
-
-In: a file, and `data.separator`, `data.quote`, `data.columns` where they are given. Out: a `Dialect`, the rows as
-Python's csv module reads them, and what the columns hold; or a `RunError` that names file, line and row.
-
-Quotes are those of RFC 4180. A file whose rows fit the header only where quotes are letters like others is not quoted.
-A file that can be read in both ways, with other rows, is refused.
+Quotes of tables are those of RFC 4180. A file whose rows fit the header only where quotes are letters like others is
+not quoted. A file that can be read in both ways, with other rows, is refused.
 """
 
 from __future__ import annotations

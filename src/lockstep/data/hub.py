@@ -1,21 +1,9 @@
-"""What went wrong with the Hub, in a sentence: the libraries that speak to it wrap its answers in long ones.
+"""The Hub: which repository, folder and commit a name stands for, what is downloaded, and what its errors mean.
 
-In: an exception of huggingface_hub, datasets or transformers. Out: a sentence that says what to do, and whether trying
-again may help. Imports huggingface_hub only when called.
+In: a Hub id or an address. Out: names with a commit, progress of downloads, and errors in a person's words.
 
-Where a model comes from that lockstep has trained: `model.source` may be an output folder, or a checkpoint in one.
-
-In: a path as it is written. Out: the folder that `from_pretrained` loads. Imports no torch.
-
-How much has come of what the Hub is asked for, for whoever shows where the program is.
-
-In: a Hub id, and `with` around the call that loads it. Out: `ACTIVITY`, twice a second. What comes is seen from
+A stream reads one commit, so that it stays as it is until the run is over, and after. What is downloaded is seen from
 outside, as files that grow in the Hub's cache: the libraries' own bars draw over one another and over ours.
-
-Shards of the Hub's, at one commit: what a stream reads must stay as it is until the run is over, and after.
-
-In: a `data` section with `stream`. Out: the same with addresses that name a commit; a repository's name becomes the
-address of it, and its splits the files that `datasets` finds in it. Asks the Hub.
 """
 
 from __future__ import annotations

@@ -1,17 +1,7 @@
-"""Labels of texts -> their names and codes; which column is one, and which labels are hidden.
+"""Labels of rows and their codes: one label, lists of labels, columns of 0 and 1, or numbers.
 
-In: splits and their column of labels: integers, strings, or true and false. Out: the names in the order of their codes
-and what gives labels codes, or a `RunError` that names the row.
-
-Numbers that are foretold of a text -> what they are called, and those of each text.
-
-In: splits and columns of numbers, or one column of lists of them. Out: names, and what gives each text its numbers, or
-a `RunError` that names the row.
-
-Several labels a text -> their names, and the codes that each text has.
-
-In: splits and a column of lists of labels (integers or strings), or several columns of 0 and 1. Out: the names in the
-order of their codes and what gives each text its codes, or a `RunError` that names the row.
+In: splits and the columns of their labels. Out: names and codes, the same for all splits; or a `RunError` that names
+the row.
 """
 
 from __future__ import annotations

@@ -1,17 +1,7 @@
-"""Documents -> blocks of tokens with their targets, in the cache: each token is predicted once, from those before it.
+"""Texts, or prompts with responses -> documents of tokens -> examples of `block_size` tokens, for language models.
 
-In: documents as tokens, with the text that each token stands for measured. Out: Arrow files of examples, the columns
-`input_ids` and `targets` (shifted by one), and what an example's targets count: tokens, bytes and words of the text.
-All of it is done to many documents at once.
-
-Texts of many megabytes, tokenised in parts that overlap: a tokenizer needs some hundred bytes for each one of text.
-
-In: a fast tokenizer and a text. Out: the tokens that it makes of the whole text, and where each of them ends.
-
-Texts, or prompts with responses -> documents of tokens, for causal language models.
-
-In: rows of a data set and a tokenizer. Out: `Documents` in the order of the rows, some rows at a time; prompts are not
-scored. Conversations: `conversations.py`.
+In: rows of a data set and a tokenizer. Out: `Documents` in the order of the rows, long texts tokenised in parts; blocks
+that are all full, or an example a document. Conversations: `conversations.py`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Files of a web server, and of a data set of the Hub: read only, by the standard library.
+"""Object stores and web servers: listing, reading and writing what an address names.
 
-In: https://host/file or hf://datasets/USER/REPO/file; for the Hub HF_TOKEN, where it is set. Out: as `Readable` says.
-A web server has no folders to list.
+In: an address (s3://, gs://, az://, https://). Out: sizes, tags, bytes; or a `StoreError` that names the address.
 
-Object stores, as far as lockstep needs them: what is there, its bytes, and writing that is verified.
-
-In: an address (s3://, gs://, az://), credentials from the environment. Out: objects, bytes, or a `StoreError` of one
-line. obstore does the requests, and tries again by itself what a store answers with 5xx or not at all. Of all libraries
-that speak to the three it is one wheel without dependencies that would pin others' versions (s3fs holds botocore to
-single releases), it keeps no listing, and works without Python's lock, beside training.
+obstore does the requests of stores, with credentials from the environment, and tries again by itself what a store
+answers with 5xx or not at all. Of all libraries that speak to the three it is one wheel without dependencies that would
+pin others' versions (s3fs holds botocore to single releases), it keeps no listing, and works without Python's lock,
+beside training. Web servers, and data sets of the Hub (hf://datasets/USER/REPO/file, HF_TOKEN where it is set), are
+read by the standard library; a web server has no folders to list.
 """
 
 from __future__ import annotations

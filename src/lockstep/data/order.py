@@ -1,27 +1,19 @@
-"""Cut a global batch into micro-batches of equal padded cost: a pure function of the lengths.
+"""Which examples a step uses, and how they are cut into micro-batches: pure functions of seed, step and lengths.
 
-In: the length of each example of a step. Out: M groups of positions; group k becomes micro-batch k.
-The gradient of a step is the same sum however its examples are grouped, so grouping by length inside a step is free:
-no change of sampling, as grouping by length over the data set would be.
+In: the number of examples, of one source or of each of a mixture, a seed and a step; lengths. Out: positions of the
+step's examples, and M groups of them of equal padded cost. Nothing is stored, so a resume needs the step alone.
 
-Which examples step t uses: a pure function of (seed, t), with nothing to store and nothing to skip.
-
-In: the number of examples, the batch size, the seed and a step. Out: positions in the training split.
 `ByLength` also takes the examples' lengths, and lets examples of like length meet in a step. `ByShard` takes how many
-examples each shard has, and uses those of a shard near each other.
-A seeded permutation is evaluated at any position by a Feistel network with cycle walking (Black and Rogaway,
-"Ciphers with arbitrary finite domains", CT-RSA 2002), so that step 10^9 costs what step 0 costs.
+examples each shard has, and uses those of a shard near each other. A seeded permutation is evaluated at any position by
+a Feistel network with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002), so that
+step 10^9 costs what step 0 costs. The gradient of a step is the same sum however its examples are grouped, so grouping
+by length inside a step is free: no change of sampling, as grouping by length over the data set would be.
 
-Which examples of several sources step t uses: a pure function of (seed, t), as `Order` is of one.
-
-In: the number of examples of each source, their weights from which step on, the batch size, the seed and a step. Out:
-positions in the training split, in which the sources follow each other.
-
-The examples of all steps have places in one row, 0, 1, 2, ... A period of it is `sum(counts)` places long and has
-`counts[k]` of source k, put in an order of its own by the seeded permutation. So how many places of source k come
-before a place follows from the number of periods and from that one period. The n-th of them holds the n-th example of
-that source: a new permutation of it begins whenever all its examples were used. Nothing is kept and nothing skipped; a
-weight that changes at a step begins another period there.
+Of a mixture the examples of all steps have places in one row, 0, 1, 2, ... A period of it is `sum(counts)` places long
+and has `counts[k]` of source k, put in an order of its own by the seeded permutation. So how many places of source k
+come before a place follows from the number of periods and from that one period. The n-th of them holds the n-th example
+of that source: a new permutation of it begins whenever all its examples were used. Nothing is kept and nothing skipped;
+a weight that changes at a step begins another period there.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
-"""Shards that lie elsewhere, as copies on this machine: each fetched when it is wanted, so many bytes of them at most.
+"""Data that are elsewhere: whole files are downloaded into the cache, shards of a stream are fetched when needed.
 
-In: address, size and tag of each, as its store told them. Out: open files, or a `RunError` that names the address.
-A copy lies sealed in a folder of its own in the cache; of several processes that want one, one fetches it. Those that
-were not used for longest make room for others.
-
-Data in object stores, on web servers and under hf://: which files a run reads, and copies of them in the cache.
-
-In: a `data` section with addresses where paths may stand. Out: the same section with paths of the cache; what a start
-compares to see whether the files are still the same. A folder is chosen from as a local one is: its names are laid out
-as empty files, and those that are asked for are downloaded.
+In: addresses in the `data` section. Out: paths on this machine, or a `RunError`. A shard is fetched ahead, kept as long
+as there is room, and compared with the tag that it had.
 """
 
 from __future__ import annotations

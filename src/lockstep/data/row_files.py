@@ -1,13 +1,7 @@
-"""Rows in local files: .json, .jsonl, .csv, .tsv, .parquet, .arrow and .txt, also compressed, also of several formats.
+"""Local files as one `datasets.Dataset`: rows of .jsonl, .csv, .parquet and others; folders of a class each; parallel
+texts.
 
-In: the files of a split, in order. Out: their rows as a `datasets.Dataset`, or a `RunError` that names the key, the
-file and the line, or in what two files differ. Imports `datasets` only when called.
-
-Texts or images in files of their own: a folder for each label, or a file for each language.
-
-In: `data` of a run with `layout: class_folders` (train/pos/1.txt, train/cat/1.jpg) or `layout: parallel` (train.en and
-train.de); files of texts may be compressed. Out: the files of each split, and what they hold as a `datasets.Dataset`:
-columns text and label, image and label, or one column a language.
+In: paths and the `data` section. Out: a data set, or a `RunError` that names the file, and where two of them disagree.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
-"""Links in folders of data: those that lead out of the folder that a run names are refused, or followed if it says so.
+"""Hub id, local files, the built-in set, or several of them -> one `datasets.Dataset` a split, under the names train,
+validation and test.
 
-In: the `data` section, and the files of its splits. Out: nothing, or a `RunError` that names a link and where it leads.
-A folder that comes from elsewhere could otherwise have files of this machine trained on.
-
-Several sources read as one data set, whose rows follow each other source by source.
-
-In: `data.sources` and the columns that the task reads. Out: a `Source` with these columns alone, called as the task
-calls them, and one that says which source a row is from; or a `RunError` that names the source.
-
-Hub id, local files or the built-in set -> one `datasets.Dataset` a split, under the names train, validation and
-test.
-
-In: the `data` section of the run. Out: a `Source`, or a `RunError` that names the key, the file and what is there
-instead. Imports `datasets` only when called: a worker that finds its tokens in the cache never needs it.
+In: the `data` section of the run. Out: a `Source`, or a `RunError` that names the key, the source or the file and what
+is there instead; links that lead out of their folders are refused. Sources of a mixture follow each other; a column
+says which one a row is from. Imports `datasets` only when called.
 """
 
 from __future__ import annotations

@@ -1,27 +1,8 @@
-"""A column of a data set read a part at a time: what is asked of all its rows holds no more of them than that.
+"""Which rows of a split can be used: columns within columns, rows that lack something, and `data.filter`.
 
-In: a data set and the name of a column. Out: its values by parts, as Arrow has them or as Python does.
-
-Columns within columns, by dotted paths: answers.text.0 of a mapping of lists, conversation.0.content of a list of
-mappings.
-
-In: a data set and a path. Out: what stands there in each row, null where a row has nothing there; or a `RunError` that
-says what there is instead.
-
-Rows that lack what is to be learned from: refused, or left out and counted where `data.drop_missing` says so.
-
-In: a split and the columns that a task reads, by their keys in the run file. Out: the same split, whole in each of
-them, or a `RunError` that says where something is missing, how often, and what to do.
-
-How many tokens texts have, which `min_tokens` and `max_tokens` of `data.filter` ask before anything is encoded.
-
-In: a run, and a column of a data set. Out: a number for each row, as the run's tokenizer makes them of the whole text,
-special tokens among them; from the cache where it has counted the same texts before.
-
-Which rows of what was read are used, and in which split: `data.filter` and `data.split_column`.
-
-In: the splits of a data set and the `data` section. Out: the same splits, or those that a column tells apart, and how
-many rows of each were left out; or a `RunError` that says what a column holds instead.
+In: a split and the columns that a task reads, by their keys in the run file. Out: the split with these columns and the
+rows that hold something in each, or a `RunError` that says where something is missing, how often, and what to do.
+Columns are scanned in parts: no column is ever a list.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def _classification(job: Any, model: nn.Module, examples: list[dict], device: An
         if task["name"] == "image_classification"
         else inputs_of(job, examples, device)
     )
-    found = _with_labels(model, inputs, labels)
-    logits, count = found.logits.float(), float(labels.numel())  # [B, C]
+    output = _with_labels(model, inputs, labels)
+    logits, count = output.logits.float(), float(labels.numel())  # [B, C]
     if job.class_weights is not None:
         weight = torch.tensor(job.class_weights, device=device).float()
     smooth, focal = task["label_smoothing"], task["focal_gamma"] if task["loss"] == "focal" else 0.0
@@ -70,7 +70,7 @@ def _classification(job: Any, model: nn.Module, examples: list[dict], device: An
         losses = cross_entropy(logits, labels, weight, reduction="none", label_smoothing=smooth)
         losses = losses * (1 - logits.softmax(-1).gather(1, labels[:, None])[:, 0]) ** focal
         count = count if weight is None else float(weight.double()[labels].sum())
-    return losses.sum() + count * _added(found.loss, [(plain.sum(), labels.numel())]), count
+    return losses.sum() + count * _added(output.loss, [(plain.sum(), labels.numel())]), count
 
 
 def _tokens(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
@@ -134,8 +134,8 @@ def vectors_of(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
     """A vector of each text: float32 [texts of an example, B, H]."""
     sides = len(examples[0]["texts"])
     inputs = inputs_of(job, [{"input_ids": e["texts"][side]} for side in range(sides) for e in examples], device)
-    found = model(**inputs)
-    vectors = found.logits if "logits" in found else pooled(found.last_hidden_state, inputs, job.pooling)
+    output = model(**inputs)
+    vectors = output.logits if "logits" in output else pooled(output.last_hidden_state, inputs, job.pooling)
     return vectors.float().view(sides, len(examples), -1)
 
 

@@ -21,18 +21,20 @@ def named(task: dict, key: str, default: Any = None) -> Any:
     if not task.get(key):
         return default
     path, _, last = task[key].rpartition(".")
-    found = getattr(importlib.import_module(path), last)
-    return found() if key == "loss" and isinstance(found, type) and issubclass(found, nn.Module) else found
+    attribute = getattr(importlib.import_module(path), last)
+    return (
+        attribute() if key == "loss" and isinstance(attribute, type) and issubclass(attribute, nn.Module) else attribute
+    )
 
 
 def read_splits(run: dict) -> dict[str, Subset]:
     """The items of each split; where there is no validation split, a share of train that is drawn with the seed."""
-    task, found = run["task"], named(run["task"], "data")
-    if isinstance(found, type) or not hasattr(found, "__getitem__"):
-        found = found(**task["data_arguments"])
-    found = dict(zip(USUAL, found, strict=False)) if isinstance(found, tuple) else found
-    found = found if isinstance(found, Mapping) else {"train": found}
-    sets = {split: found[word] for split, words in USUAL.items() for word in words if word in found}
+    task, made = run["task"], named(run["task"], "data")
+    if isinstance(made, type) or not hasattr(made, "__getitem__"):
+        made = made(**task["data_arguments"])
+    made = dict(zip(USUAL, made, strict=False)) if isinstance(made, tuple) else made
+    made = made if isinstance(made, Mapping) else {"train": made}
+    sets = {split: made[word] for split, words in USUAL.items() for word in words if word in made}
     for split, data in sets.items():  # a data set of `datasets` gives tensors
         sets[split] = data if getattr(data, "format", {"type": "none"})["type"] else data.with_format("torch")
     places = {split: np.arange(min(len(data), run["data"]["limit"] or len(data))) for split, data in sets.items()}

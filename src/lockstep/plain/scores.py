@@ -33,13 +33,13 @@ def scores(job: Any, model: nn.Module, examples: list[dict], writes: bool = True
     hook = model.eval().register_forward_hook(lambda module, inputs, output: outputs.append(output))
     total, count = batch_loss(plain, model, examples)
     hook.remove()
-    found = {"loss": float(total) / count}
+    numbers = {"loss": float(total) / count}
     for score in SCORES.get(task["name"], ())[: None if writes else 1]:
         with suppress(ImportError):
-            found |= score(plain, model, examples, outputs[0])
-    if "accuracy" in found and "next" in examples[0] and task["name"] != "token_classification":
-        found["perplexity"] = math.exp(min(found["loss"], 700.0))
-    return found
+            numbers |= score(plain, model, examples, outputs[0])
+    if "accuracy" in numbers and "next" in examples[0] and task["name"] != "token_classification":
+        numbers["perplexity"] = math.exp(min(numbers["loss"], 700.0))
+    return numbers
 
 
 def _labels(job: Any, model: nn.Module, examples: list[dict], output: Any) -> dict[str, float]:
@@ -50,10 +50,10 @@ def _labels(job: Any, model: nn.Module, examples: list[dict], output: Any) -> di
     logits = output.logits.double().cpu()
     if task["regression"]:
         pairs = list(zip(true.T, logits.numpy().T, strict=True))
-        found = {name: np.mean([of(*pair)[0] for pair in pairs]) for name, of in
+        numbers = {name: np.mean([of(*pair)[0] for pair in pairs]) for name, of in
                  (("pearson", stats.pearsonr), ("spearman", stats.spearmanr))}  # fmt: skip
         errors = {"mse": metrics.mean_squared_error, "mae": metrics.mean_absolute_error, "r2": metrics.r2_score}
-        return found | {name: of(true, logits) for name, of in errors.items()}
+        return numbers | {name: of(true, logits) for name, of in errors.items()}
     if task["multi_label"]:
         some = true.any(0)
         return {"average_precision": metrics.average_precision_score(true[:, some], logits[:, some].sigmoid())}

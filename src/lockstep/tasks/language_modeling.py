@@ -1,9 +1,4 @@
-"""What the run file says of language modelling, and what follows from it for the data.
-
-In: the keys of `task`. Out: frozen values: which columns are read, whether texts are packed or cut, how conversations
-are written.
-
-Causal language modelling with any model that `AutoModelForCausalLM` knows: each token from those before it.
+"""Causal language modelling with any model that `AutoModelForCausalLM` knows: each token from those before it.
 
 In: texts (a column, or plain .txt files), prompts with responses, or conversations. Out: loss and perplexity per token,
 per byte and per word of the text, all from sums.

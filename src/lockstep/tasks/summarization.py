@@ -1,14 +1,11 @@
-"""ROUGE as a function of sums: the F-measure of each text, added up, over ranks too.
-
-In: what a model wrote, and references. Out: ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004, "ROUGE: A Package for Automatic
-Evaluation of Summaries") as Google's `rouge_score` has them without its stemmer: words are runs of a-z and 0-9, in
-lower case, so that it says nothing of languages in other letters.
-
-Summaries, and whatever else is one text written for another (headlines, corrections, questions): as `translation`,
-with ROUGE instead of BLEU.
+"""Summaries, and whatever else is one text written for another (headlines, corrections, questions).
 
 In: two columns of texts. Out: loss and perplexity per target token, ROUGE-1, -2 and -L of what the model writes, all
-from sums.
+from sums; all else is that of `translation`.
+
+ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries") are those of Google's
+`rouge_score` without its stemmer: words are runs of a-z and 0-9, in lower case, so that it says nothing of languages in
+other letters.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Tags of words -> entities, in every scheme of tags there is: IOB1, IOB2, IOE1, IOE2, IOBES, BILOU, BMES, BMEWO.
-
-In: the tags of a data set. Out: what each says of its word, and the entities that a row of them marks. The letters of
-the schemes do not contradict each other: a word is the first (B), inside (I, M), the last (E, L), or all (S, U, W) of
-an entity, and so one reading does for all.
-
-Named entities and the like: a tag for every word, with any model that `AutoModelForTokenClassification` knows.
+"""Named entities and the like: a tag for every word, with any model that `AutoModelForTokenClassification` knows.
 
 In: a column of lists of words and one of lists of tags. Out: loss, accuracy, and precision, recall and F1 of whole
 entities, all from sums.
+
+Tags may be of every scheme there is: IOB1, IOB2, IOE1, IOE2, IOBES, BILOU, BMES, BMEWO. Their letters do not
+contradict each other: a word is the first (B), inside (I, M), the last (E, L), or all (S, U, W) of an entity, and so
+one reading does for all.
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
-"""What tasks share that write one text for another: their keys, pairs of texts, and the tokens of both.
-
-In: rows of a data set, with two columns of texts or one of {language: text}. Out: columns `source` and `target`, and of
-these `input_ids`, `target_ids` and the target as a text, `reference`.
-
-BLEU and chrF as functions of sums: what sacrebleu counts in each sentence is added up, over ranks too.
-
-In: what a model wrote, and references. Out: counts of n-grams and lengths; from their sums, the scores that sacrebleu
-gives for the gathered corpus. Needs the extra `lockstep-train[translation]`.
-
-Translation with any model that `AutoModelForSeq2SeqLM` knows, pretrained or from scratch with its own tokenizers.
+"""Translation with any model that `AutoModelForSeq2SeqLM` knows, pretrained or from scratch with its own tokenizers.
 
 In: pairs of texts: a `translation` column as the Hub has it, or two columns. Out: loss and perplexity per target token,
-BLEU and chrF of what the model writes, all from sums.
+BLEU and chrF (by sacrebleu) of what the model writes, all from sums.
+
+BLEU and chrF are functions of sums: what sacrebleu counts in each sentence is added up, over ranks too, and gives the
+scores of the gathered corpus. They need the extra `lockstep-train[translation]`.
 """
 
 from __future__ import annotations

@@ -74,10 +74,10 @@ def evaluated(run: Run, task: Task, strategy: Strategy) -> Evaluated:
             logits = strategy.forward(micro.inputs)
             loss = logits[..., 0].sum() if run.task.options.get("loss_chunk") else _loss(task, logits, micro.targets)
             losses.append(float(loss) / task.count_targets(columns, rows))
-    found: dict[str, float] = {}
+    scored: dict[str, float] = {}
     if raw_rows.examples is None and not low_precision(run):
-        found = evaluate(run, strategy.world, task, strategy, columns, raw_rows.at[places], texts=False)
-    return Evaluated(places, losses, scores=found)
+        scored = evaluate(run, strategy.world, task, strategy, columns, raw_rows.at[places], texts=False)
+    return Evaluated(places, losses, scores=scored)
 
 
 def low_precision(run: Run) -> bool:
@@ -170,9 +170,9 @@ def _scored(job: Plain, model: nn.Module, expected: Evaluated) -> list[tuple[str
     if not expected.scores:
         return []
     examples = job.encode(job.splits["train"])
-    found = scores(job, model, [examples[place] for place in expected.places], writes=False)
-    names = sorted(found.keys() & expected.scores.keys() - {"loss"})
-    pairs = [(name, float(expected.scores[name]), float(found[name])) for name in names]
+    theirs = scores(job, model, [examples[place] for place in expected.places], writes=False)
+    names = sorted(theirs.keys() & expected.scores.keys() - {"loss"})
+    pairs = [(name, float(expected.scores[name]), float(theirs[name])) for name in names]
     return [pair for pair in pairs if math.isfinite(pair[1]) and math.isfinite(pair[2])]
 
 
