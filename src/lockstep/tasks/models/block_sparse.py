@@ -36,5 +36,5 @@ def settle(model: nn.Module) -> None:
         return
     with torch.random.fork_rng(devices=[]):
         for module in model.modules():
-            if hasattr(module, "set_attention_type"):
-                module.set_attention_type("original_full")  # which does nothing the second time
+            if callable(switch := getattr(module, "set_attention_type", None)):
+                switch("original_full")  # which does nothing the second time
