@@ -26,6 +26,7 @@ from lockstep.plain.losses import batch_loss
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.embedding import Embedding
 from lockstep.tasks.language_modeling import LanguageModeling
+from lockstep.tasks.models import model_configs
 from lockstep.tasks.modules.wrapped_module import Calling
 from lockstep.tasks.objectives.objectives import OneLabel
 from lockstep.tasks.per_token import PerToken
@@ -112,6 +113,17 @@ def test_a_task_is_as_plain_computes_it_and_a_fault_is_found(
     found = against_plain.differences(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
     FAULTS[kind](monkeypatch)
+    assert against_plain.differences(run).differences
+
+
+def test_an_fsmt_learns_its_targets_from_their_end_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With labels alone, transformers lets the decoder of an FSMT read the source."""
+    entries = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_layers": 1, "decoder_layers": 1}
+    entries |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    run = run_of("translation", folder, f"model={json.dumps({'type': 'fsmt', 'config': entries})}")
+    found = against_plain.differences(run)
+    assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
+    monkeypatch.setattr(model_configs, "FROM_END_TOKEN", ())
     assert against_plain.differences(run).differences
 
 

@@ -1,6 +1,7 @@
 """Families of models that an engine needs something for: the bits of one process in shards, or a refusal."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +176,18 @@ def test_too_few_entries_are_told_before_a_process_starts(tmp_path: Path, monkey
     assert prepared(300).is_dir()
     with pytest.raises(RunError, match=r"model\.config\.vocab_size: 12 is fewer than the \d+ of the tokenizer"):
         prepared(12)
+
+
+def test_an_fsmt_that_starts_from_padding_is_refused(tmp_path: Path) -> None:
+    tokens = SimpleNamespace(pad_token_id=0, eos_token_id=2)
+    for start, refused in ((2, False), (0, True)):
+        transformers.FSMTConfig(decoder_start_token_id=start).save_pretrained(tmp_path)
+        run = tiny(model={"source": str(tmp_path)})
+        if refused:
+            with pytest.raises(RunError, match=r"start from its padding token \(0\)"):
+                translation.check_start_is_read(run, tokens)
+        else:
+            translation.check_start_is_read(run, tokens)
 
 
 def test_a_decoder_with_two_tokens_to_start_from_is_refused(tmp_path: Path) -> None:
