@@ -359,9 +359,8 @@ def kept_by(strategy: Any) -> Iterator[tuple[str, Tensor]]:
 def summed_by(strategy: Any) -> Iterator[Tensor]:
     """Gradients, and the partial sums that wait for others."""
     yield from (p.grad for p in strategy.model.parameters() if p.grad is not None)
-    trees = [getattr(strategy, "tree", None)]
-    trees += [getattr(part, "tree", None) for name in ("scatters", "held") for part in _listed(strategy, name)]
-    for tree in trees:
+    holders = [strategy, getattr(strategy, "leaves", None), *_listed(strategy, "scatters"), *_listed(strategy, "held")]
+    for tree in (getattr(holder, "tree", None) for holder in holders):
         for tensors in (tree.nodes if tree is not None else {}).values():
             yield from tensors
 
