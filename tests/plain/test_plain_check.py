@@ -215,7 +215,7 @@ def test_layers_that_are_computed_again_otherwise_are_found(monkeypatch: pytest.
 
 
 def test_compiled_layers_that_compute_otherwise_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks.compiled, "in_training", lambda block, forward: scaled(forward))
+    monkeypatch.setattr(blocks, "in_training", lambda block, forward: scaled(forward))
     assert "model.compile" in blamed(tiny(*ONE, "model.compile=true"))
 
 
@@ -479,8 +479,10 @@ def test_a_sound_adapter_is_exported(export: str, source: Path, tmp_path: Path) 
     assert "3 examples" in compared.text
 
 
-def test_scores_of_an_export_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.extras
+def test_scores_of_an_export_are_compared(tmp_path: Path) -> None:
     """Those of scikit-learn on what the export says, beside those of the run's own evaluation."""
+    pytest.importorskip("sklearn", reason="needs the extra compared")
     run = tiny(*ONE)
     task, found, folder = exported(run, tmp_path)
     compared = export_check.compare(run, task, found, folder, torch.device("cpu"))

@@ -1,15 +1,20 @@
 """Families of models that an engine needs something for: the bits of one process in shards, or a refusal."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
+import torch
 import transformers
 
 from lockstep.config.run import RunError
 from lockstep.data import tokenizer
+from lockstep.data.arrow_cache import Columns
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.tasks import translation
+from lockstep.tasks.classification import Classification
 from lockstep.tasks.models import model_configs, models
 from support.fsdp2_runs import steps_of
 from support.harness import run_on, tiny
@@ -175,6 +180,36 @@ def test_too_few_entries_are_told_before_a_process_starts(tmp_path: Path, monkey
     assert prepared(300).is_dir()
     with pytest.raises(RunError, match=r"model\.config\.vocab_size: 12 is fewer than the \d+ of the tokenizer"):
         prepared(12)
+
+
+def test_texts_that_a_canine_cannot_read_are_refused() -> None:
+    """It joins tokens by fours: transformers itself reads no batch of fewer."""
+    model = {"type": "canine", "config": {"downsampling_rate": 4} | {"num_hidden_layers": 1, "hidden_size": 24}}
+    judge = transformers.CanineModel(transformers.CanineConfig(**model["config"]))
+    judge(torch.ones(1, 4, dtype=torch.long))
+    with pytest.raises(RuntimeError):
+        judge(torch.ones(1, 3, dtype=torch.long))
+
+    def read(model: dict[str, Any], *lengths: int) -> None:
+        ids = pa.array([[1] * length for length in lengths], pa.list_(pa.int32()))
+        Classification.check_lengths(tiny(model=model), "train", Columns(pa.record_batch({"input_ids": ids})))
+
+    read(model, 4, 9)
+    read({"type": "bert"}, 3, 9)
+    with pytest.raises(RunError, match=r"1 texts of train have fewer than 4 tokens.*data\.filter"):
+        read(model, 3, 9)
+
+
+def test_an_fsmt_that_starts_from_padding_is_refused(tmp_path: Path) -> None:
+    tokens = SimpleNamespace(pad_token_id=0, eos_token_id=2)
+    for start, refused in ((2, False), (0, True)):
+        transformers.FSMTConfig(decoder_start_token_id=start).save_pretrained(tmp_path)
+        run = tiny(model={"source": str(tmp_path)})
+        if refused:
+            with pytest.raises(RunError, match=r"start from its padding token \(0\)"):
+                translation.check_start_is_read(run, tokens)
+        else:
+            translation.check_start_is_read(run, tokens)
 
 
 def test_a_decoder_with_two_tokens_to_start_from_is_refused(tmp_path: Path) -> None:

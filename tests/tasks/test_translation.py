@@ -319,12 +319,12 @@ OTHERS = {
 NLLB_MOE = OTHERS["bart"] | {"decoder_layerdrop": 0.5, "num_experts": 4, "expert_capacity": 32}
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", [*OTHERS, "fsmt"])
 def test_other_families_begin_as_they_should(family: str, tmp_path: Path) -> None:
-    model = json.dumps({"type": family, "config": OTHERS[family]})
+    model = json.dumps({"type": family, "config": OTHERS.get(family, BART)})
     task = task_of(make(tmp_path, "translation", f"model={model}"))
     batch = task.collate(task.splits["train"], np.arange(4), 0)
-    start = task.tokenizer.eos_token_id if family == "bart" else task.tokenizer.pad_token_id
+    start = task.tokenizer.eos_token_id if family in ("bart", "fsmt") else task.tokenizer.pad_token_id
     assert batch.inputs["decoder_input_ids"][:, 0].tolist() == [start] * 4
 
 

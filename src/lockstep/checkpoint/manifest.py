@@ -106,7 +106,7 @@ def revisions_of(run: Run) -> dict[str, int]:
         "data.padding": run.data.padding == "none" and padding.windowed(run, head),
         "model.config": model_configs.derives(run),
         "task.name": run.task.name == "preference" and model_configs.needs_decoder(run),
-        "model.type": head == "seq2seq" and run.model.type in model_configs.FROM_FIRST_TOKEN,
+        "model.type": head == "seq2seq" and run.model.type in (*model_configs.FROM_FIRST_TOKEN, "fsmt"),
     }
     return {key: 2 for key, concerns in concerned.items() if concerns}
 

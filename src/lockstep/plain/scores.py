@@ -133,11 +133,11 @@ def _squad(*texts: str) -> tuple[float, float]:
 
 
 def _cosines(job: Any, model: nn.Module, examples: list[dict], output: Any) -> dict[str, float]:
-    from scipy import stats
-
     sides = vectors_of(job, model, examples, next(model.parameters()).device)  # [sides, B, H]
     cosines = (sides[:1] * sides[1:]).sum(-1).double().cpu()
     if job.run["task"]["score"]:
+        from scipy import stats
+
         scored = [example["score"] for example in examples]
         return {name: float(of(cosines[0], scored)[0]) for name, of in
                 (("pearson", stats.pearsonr), ("spearman", stats.spearmanr))}  # fmt: skip

@@ -106,7 +106,7 @@ def _config(job: Plain, head: str) -> Any:
     if head == "ForCausalLM" and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         config.is_decoder = True
     if head == "ForSeq2SeqLM":
-        begins = {"bart": end_of(targets), "mbart": end_of(targets), "t5gemma": targets.bos_token_id}
+        begins = dict.fromkeys(("bart", "mbart", "fsmt"), end_of(targets)) | {"t5gemma": targets.bos_token_id}
         start = begins.get(config.model_type.rstrip("2"))
         start = targets.pad_token_id if start is None else start
         known = [getattr(config, f"{name}_token_id", None) for name in ("decoder_start", "bos") if not section["type"]]

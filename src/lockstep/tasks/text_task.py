@@ -134,6 +134,24 @@ class TextTask(Task):
         special_tokens.check(data.run, str(cls.head), tok)
 
     @classmethod
+    def check_lengths(cls, run: Run, split: str, columns: Columns) -> None:
+        """Refuse examples that the model cannot read, alone or beside others as short: a CANINE's of fewer tokens than
+        it joins into one. Errors: `RunError`."""
+        from lockstep.tasks.models import model_configs
+
+        config = model_configs.load_config(run) if cls.head is not None else None
+        if config is None or config.model_type != "canine":
+            return
+        least = config.downsampling_rate
+        short = sum(int((np.asarray(side) < least).sum()) for side in columns.sides)
+        if short:
+            raise RunError(
+                f"data: {short} texts of {split} have fewer than {least} tokens, which a canine joins into one "
+                "(model.config.downsampling_rate), so that it cannot read a batch of them; leave them out with "
+                f"data.filter: {{COLUMN: {{min_tokens: {least}}}}} (min_characters where the run trains its tokenizer)"
+            )
+
+    @classmethod
     def checked_entries(cls, run: Run) -> dict[str, Any]:
         """Entries of the model's config that decide whether it can be built."""
         return {}
@@ -200,6 +218,7 @@ class TextTask(Task):
         for split, part in splits.items():
             key = digest(*cls.cache_name, VERSION, hashes[split], folder.name, *cls.key_parts(data, tok, part))
             files[split], of_sources = cls.encode_split(data, split, folder, tok, key)
+            cls.check_lengths(run, split, Columns(files[split]))
             names.append((split, cls.content_name(files[split], key, of_sources)))
             if of_sources:
                 left_out["sources"]["rows"][split] = of_sources

@@ -455,7 +455,8 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
         start = start if start is not None else known.get("bos_token_id")
         return {"use_cache": False, "decoder_start_token_id": sources.pad_token_id if start is None else start}
     # BART begins with its end token, T5Gemma with the first of texts; Marian, T5 and the others with padding
-    start = lm_documents.end_of(targets) if config.model_type in ("bart", "mbart") else targets.pad_token_id
+    from_end = config.model_type in model_configs.FROM_END_TOKEN
+    start = lm_documents.end_of(targets) if from_end else targets.pad_token_id
     if config.model_type in model_configs.FROM_FIRST_TOKEN and targets.bos_token_id is not None:
         start = targets.bos_token_id
     entries = {"use_cache": False, "decoder_start_token_id": start, "forced_eos_token_id": None}
@@ -479,6 +480,7 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
             f"found in {tokenizer.TARGET}/ beside its tokenizer: targets would be read with the tokenizer of sources"
         )
     check_start(run)
+    check_start_is_read(run, known_to)
     if "num_layers" in known and known.get("num_decoder_layers", 0) > known["num_layers"]:
         raise RunError(
             f"model.config: transformers cannot decode with {known['num_decoder_layers']} decoder layers on "
@@ -488,6 +490,22 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
         raise RunError(
             f"task.tokenizers: a {run.model.type or 'pretrained'} model has one vocabulary for both languages; use "
             "shared ones, or model.type: marian"
+        )
+
+
+def check_start_is_read(run: Run, tokens: Any) -> None:
+    """Errors: `RunError` where the decoder of an FSMT starts from padding, which it neither reads nor counts as a place
+    while it is trained. `tokens`: the tokenizer of targets."""
+    from lockstep.tasks.models import model_configs
+
+    if model_configs.load_config(run).model_type != "fsmt":
+        return
+    start = _entries(run, tokens, tokens)["decoder_start_token_id"]
+    if start == tokens.pad_token_id:
+        raise RunError(
+            f"model: the decoder of this fsmt would start from its padding token ({start}), which it reads where it "
+            "writes, and not where it is trained; use a tokenizer whose padding token is not its end token, or set "
+            "model.config.decoder_start_token_id of a pretrained model to its end token"
         )
 
 

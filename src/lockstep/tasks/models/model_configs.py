@@ -177,6 +177,7 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
+FROM_END_TOKEN = ("bart", "mbart", "fsmt")  # families whose decoder starts from the end token of texts
 FROM_FIRST_TOKEN = ("t5gemma", "t5gemma2")  # families whose decoder starts from the first token of texts
 
 
