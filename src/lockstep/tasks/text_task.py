@@ -128,9 +128,10 @@ class TextTask(Task):
     @classmethod
     def check(cls, data: TextData, folder: Path, tok: Any) -> None:
         """Refuse a model, or a tokenizer, that does not go with the task. Errors: `RunError`."""
-        from lockstep.tasks.models import models
+        from lockstep.tasks.models import models, special_tokens
 
         models.check(data.run, str(cls.head), **cls.checked_entries(data.run))
+        special_tokens.check(data.run, str(cls.head), tok)
 
     @classmethod
     def check_lengths(cls, run: Run, split: str, columns: Columns) -> None:

@@ -203,8 +203,8 @@ def exported_losses(
     run: Run, task: Task, job: Plain, model: nn.Module, places: Sequence[int]
 ) -> tuple[list[float], float]:
     """The losses of the examples at these places, each a mean over its targets, by the export alone; and how far they
-    are from those in float32, relatively, at most. Errors: `NotCovered`, `OtherExamples`, and whatever the model
-    raises."""
+    are from those in float32, relatively, at most. A model that was trained in bfloat16 is left in it. Errors:
+    `NotCovered`, `OtherExamples`, and whatever the model raises."""
     raw_rows = RawRows.of(task.prepared.facts)
     assert raw_rows is not None
     examples: list[dict[str, Any]] = job.encode(job.splits["train"])[: len(raw_rows.at)]
@@ -212,7 +212,9 @@ def exported_losses(
         raise OtherExamples(f"its tokenizer makes {len(examples)} examples of texts that were {len(raw_rows.at)}")
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
     device, losses = next(model.parameters()).device, dict[bool, list[float]]()
-    for narrow in (True, False):
+    for narrow in (False, True):
+        if narrow and run.model.trained_in_bfloat16:  # as in the run: autocast keeps more than that in float32
+            model.bfloat16()
         with torch.no_grad(), torch.autocast(device.type, low or torch.bfloat16, narrow and low is not None):
             pairs = [batch_loss(job, model, [examples[place]]) for place in places]
             losses[narrow] = [float(total) / count for total, count in pairs]

@@ -237,11 +237,13 @@ def texts(config: Any) -> list[Any]:
 
 def entry(config: Any, name: str, otherwise: Any = None) -> Any:
     """An entry of a config. XLNet has no limit of positions, and its config raises an error of its own where it is
-    asked for one."""
+    asked for one. Where some layers have a value of their own (Gemma 4), it is that of the others."""
     try:
         return getattr(config, name, otherwise)
     except NotImplementedError:
         return otherwise
+    except RuntimeError:
+        return vars(config).get(name, otherwise)
 
 
 LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # entries of configs: how often a layer is left out

@@ -74,9 +74,19 @@ def check(
                 f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits}; lower it"
             )
     block_sparse.check(config, tokens or run.data.max_length, key)
+    _check_half_precision(run, config)
     config_checks.check(run, head)
     padding_refused(run, head)  # tried here once, and known to all processes
     config_checks.notes(run, head)
+
+
+def _check_half_precision(run: Run, config: Any) -> None:
+    """Refuse a family whose layers write what autocast computes into tensors of float32. Errors: `RunError`."""
+    if config.model_type == "xmod" and run.precision != "fp32" and not run.model.trained_in_bfloat16:
+        raise RunError(
+            f"precision: the adapters within an xmod do not compute in {run.precision} beside weights in float32; set "
+            "precision: fp32, or precision: bf16 and model.dtype: bfloat16"
+        )
 
 
 def padding_refused(run: Run, head: str) -> str | None:

@@ -1,0 +1,73 @@
+"""What the plain reference rounds: its norm is summed in float64, and several draws show what rounding comes to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.plain import train
+from lockstep.tools import against_plain
+from lockstep.training.plain_measures import perturb_
+
+SIZE, TINY = 64, 1e-25  # whose square is no float32
+
+
+def test_the_norm_is_summed_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, gradient = nn.Linear(SIZE, SIZE, bias=False), torch.full((SIZE, SIZE), TINY)
+    monkeypatch.setattr(train, "batch_loss", lambda job, model, examples: ((model.weight * gradient).sum(), 1.0))
+    optim = {"name": "lion", "layerwise_lr_decay": 1.0, "learning_rate": 1.0, "min_lr_ratio": 0.0}
+    optim |= {"schedule": [[0, 1.0]], "max_grad_norm": None}
+    job: Any = SimpleNamespace(run={"precision": "fp32", "optim": optim})
+    step = next(train.train_steps(job, model, [[[{}]]], 1, [0]))
+    assert step.norm == pytest.approx(SIZE * TINY, rel=1e-6)
+    assert float(torch.nn.utils.get_total_norm([gradient])) == 0  # the control: a sum of float32 loses it
+
+
+def test_each_draw_moves_other_weights() -> None:
+    drawn = [nn.Linear(SIZE, SIZE, bias=False) for _ in range(4)]
+    for seed, model in enumerate(drawn):
+        nn.init.ones_(model.weight)
+        perturb_(model, "fp32", seed)
+    assert len({tuple(model.weight.flatten().tolist()) for model in drawn}) == 4
+    again = nn.Linear(SIZE, SIZE, bias=False)
+    nn.init.ones_(again.weight)
+    perturb_(again, "fp32", 3)  # the control: a draw is a function of its seed
+    assert torch.equal(again.weight, drawn[3].weight)
+
+
+def record(loss: float, norm: float) -> train.StepRecord:
+    weight = {"weight": torch.ones(SIZE)}
+    return train.StepRecord(loss, norm, math.nan, weight, weight)
+
+
+def compared(monkeypatch: pytest.MonkeyPatch, optimizer: str, precision: str, apart: float, spread: float) -> list[str]:
+    """What differs in a step whose loss and norm are `apart` from plain's, relatively, where the third draw of a last
+    bit alone moves them, by `spread`."""
+    step = SimpleNamespace(number=0, micro_batches=[])
+    held = SimpleNamespace(tokenizer=None, evaluated=[], steps=[step])
+    job = SimpleNamespace(run={"precision": precision})
+
+    def trained(run: Any, job: Any, record_: Any, folder: Any, draw: int) -> Iterator[train.StepRecord]:
+        size = 1 + spread * (draw == 3)
+        yield record(size, size)
+
+    monkeypatch.setattr(against_plain.PlainRecord, "read", lambda folder: held)
+    monkeypatch.setattr(against_plain, "Plain", lambda *_: job)
+    monkeypatch.setattr(against_plain, "plain_run", lambda *_: {})
+    monkeypatch.setattr(against_plain, "_check_numbers", lambda *_: None)
+    monkeypatch.setattr(against_plain, "_recorded", lambda *_: iter([record(1 + apart, 1 + apart)]))
+    monkeypatch.setattr(against_plain, "_trained", trained)
+    run: Any = SimpleNamespace(seed=0, precision=precision, optim=SimpleNamespace(name=optimizer))
+    return against_plain.compare(run, None).differences  # type: ignore[arg-type]
+
+
+def test_four_draws_show_what_rounding_comes_to_with_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not compared(monkeypatch, "muon", "fp32", 1e-4, 5e-5)
+    assert compared(monkeypatch, "muon", "fp32", 1e-4, 5e-6)  # the controls: beyond ten times what a draw comes to,
+    assert compared(monkeypatch, "adamw", "fp32", 1e-4, 5e-5)  # and of the first draw alone

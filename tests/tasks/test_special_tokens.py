@@ -1,0 +1,91 @@
+"""Tokenizers that a family cannot be used with, and precisions, are refused before a process starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lockstep.config.run import Run, RunError
+from lockstep.tasks.models import config_checks, heads, model_configs, models, special_tokens
+from support.harness import tiny
+
+BART = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+BART |= {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 20}
+LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
+
+
+def a_run(kind: str, config: dict[str, Any], *overrides: str) -> Run:
+    return tiny(*overrides, model={"type": kind, "config": config})
+
+
+def a_tokenizer(pad: int, end: int | None, separator: int, around: list[int]) -> Any:
+    """What is asked of a tokenizer. `around`: what it writes around two empty texts."""
+
+    class Tokenizer(SimpleNamespace):
+        def __call__(self, *texts: str) -> dict[str, list[int]]:
+            return {"input_ids": list(around)}
+
+    return Tokenizer(pad_token_id=pad, pad_token="</s>", eos_token_id=end, sep_token_id=separator)
+
+
+@pytest.mark.parametrize(("end", "separator"), [(2, 2), (None, 2)])
+def test_a_classifier_that_reads_at_the_end_does_not_pad_with_it(end: int | None, separator: int) -> None:
+    run = a_run("bart", BART)
+    special_tokens.check(run, heads.CLASSIFICATION, a_tokenizer(1, end, separator, []))
+    with pytest.raises(RunError, match=r"^tokenizer: a bart classifies at the end token, .* padding token of its own"):
+        special_tokens.check(run, heads.CLASSIFICATION, a_tokenizer(2, end, separator, []))
+    special_tokens.check(run, heads.SEQ2SEQ, a_tokenizer(2, end, separator, []))
+
+
+def test_transformers_does_not_take_such_padding_either() -> None:
+    """The judge of the refusal."""
+    config = transformers.BartConfig(**BART, pad_token_id=2, eos_token_id=2, bos_token_id=0, decoder_start_token_id=2)
+    model = transformers.BartForSequenceClassification(config).eval()
+    model(torch.tensor([[0, 5, 2], [0, 6, 2]]))
+    with pytest.raises(Exception, match="number of <eos> tokens"):
+        model(torch.tensor([[0, 5, 6, 2], [0, 6, 2, 2]]))
+
+
+def test_all_families_that_read_at_the_end_are_known() -> None:
+    files = Path(str(transformers.__file__)).parent.glob("models/*/modeling_*.py")
+    said = "must have the same number of <eos> tokens"
+    assert {file.parent.name for file in files if said in file.read_text()} == {*special_tokens._CLASSIFIED_AT_END}
+
+
+def test_longformer_answers_with_three_separators_alone() -> None:
+    run = a_run("longformer", LAYERS)
+    special_tokens.check(run, heads.QUESTION_ANSWERING, a_tokenizer(1, 2, 2, [0, 2, 2, 2]))
+    for around, count in ([101, 102, 102], 0), ([0, 2, 2], 2):
+        with pytest.raises(RunError, match=rf"^tokenizer: .* this tokenizer writes {count} around"):
+            special_tokens.check(run, heads.QUESTION_ANSWERING, a_tokenizer(1, 2, 2, around))
+    special_tokens.check(run, heads.CLASSIFICATION, a_tokenizer(1, 2, 2, [0, 2, 2]))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_xmod_is_refused_beside_autocast(precision: str) -> None:
+    """As transformers' own layers do not take it."""
+    entries = LAYERS | {"languages": ["en_XX"], "default_language": "en_XX"}
+    with pytest.raises(RunError, match=r"^precision: the adapters within an xmod .* set precision: fp32"):
+        models.check(a_run("xmod", entries, f"precision={precision}"))
+    model = transformers.XmodModel(transformers.XmodConfig(**entries, vocab_size=20)).eval()
+    ids = torch.tensor([[0, 5, 2]])
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    with torch.autocast("cpu", low), pytest.raises(RuntimeError, match="dtypes match"):
+        model(ids)
+    model.bfloat16()(ids)  # what the refusal names
+    models.check(a_run("xmod", entries, "precision=bf16", "model.dtype=bfloat16"))
+
+
+def test_entries_that_layers_have_for_themselves_are_read() -> None:
+    """Gemma 4 has another `head_dim` in layers of full attention, and transformers refuses to read the entry."""
+    entries = LAYERS | {"num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full_attention"]}
+    config = model_configs.load_config(run := a_run("gemma4_text", entries))
+    with pytest.raises(RuntimeError, match="per-layer"):
+        config.head_dim  # noqa: B018
+    assert model_configs.entry(config, "head_dim") == 16
+    config_checks.notes(run, heads.CAUSAL)
