@@ -14,11 +14,11 @@ parser.add_argument("--stage", type=int, default=-1)
 parser.add_argument("--fault", default="")
 parser.add_argument("--batch", type=int, default=16, help="of a process")
 parser.add_argument("--accumulate", type=int, default=1)
-parser.add_argument("--even", action="store_true", help="sizes that two ranks divide")
+parser.add_argument("--divisible", action="store_true", help="sizes that two ranks divide")
 a = parser.parse_args()
 world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 torch.manual_seed(0)
-wide, classes = (32, 4) if a.even else (33, 3)  # numbers that two ranks divide without padding
+wide, classes = (32, 4) if a.divisible else (33, 3)  # numbers that two ranks divide without padding
 model = nn.Sequential(nn.Linear(11, wide), nn.GELU(), nn.LayerNorm(wide), nn.Linear(wide, classes))
 x = torch.randn(128, 11)
 y = x[:, :3].argmax(1)

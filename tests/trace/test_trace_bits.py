@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-# --even: what pads a partition of ZeRO is not initialized, and the judge would read it
+# --divisible: what pads a partition of ZeRO is not initialized, and the judge would read it
 ENGINES = {  # name: (script, arguments, processes, modules it needs)
     "plain": ("loop.py", "--batch 32 --dropout 0.1 --evaluate", 1, ()),
     "scaler": ("loop.py", "--batch 32 --amp float16", 1, ()),
@@ -27,9 +27,9 @@ ENGINES = {  # name: (script, arguments, processes, modules it needs)
     "fsdp1-original": ("loop.py", "--batch 16 --wrap fsdp1 --original", 2, ()),
     "accelerate": ("engines.py", "--engine accelerate --batch 4 --accumulate 2", 2, ("accelerate", "transformers")),
     "trainer": ("engines.py", "--engine trainer --batch 4", 2, ("accelerate", "transformers")),
-    "zero-1": ("sharded.py", "--stage 1 --even", 2, ("deepspeed",)),
-    "zero-2": ("sharded.py", "--stage 2 --even", 2, ("deepspeed",)),
-    "zero-3": ("sharded.py", "--stage 3 --even", 2, ("deepspeed",)),
+    "zero-1": ("sharded.py", "--stage 1 --divisible", 2, ("deepspeed",)),
+    "zero-2": ("sharded.py", "--stage 2 --divisible", 2, ("deepspeed",)),
+    "zero-3": ("sharded.py", "--stage 3 --divisible", 2, ("deepspeed",)),
 }
 QUICK = ("plain", "ddp", "fsdp2")
 
