@@ -63,8 +63,8 @@ def batch_loss(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
     twice as much, and a mean where it has as much. Errors: `NotCovered` where it is neither."""
     (batch,) = examples
     value, count = _value(job, model, batch["batch"], device), batch["batch"][1]
-    if value.numel() > 1:
-        return value.sum(), count
+    if value.numel() > 1:  # one number a target
+        return value.sum(), count if job.run["task"].get("targets") else value.numel()
     training = model.training
     try:
         with torch.no_grad():
