@@ -81,11 +81,11 @@ def test_shares_are_those_of_the_weights() -> None:
 
 def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in positions that are permuted, whatever the sizes."""
-    from lockstep.data import order as mixture
+    from lockstep.data import order as orders
 
     asked = []
-    permute = mixture.permute
-    monkeypatch.setattr(mixture, "permute", lambda p, *rest: (asked.append(len(p)), permute(p, *rest))[1])
+    permute = orders.permute
+    monkeypatch.setattr(orders, "permute", lambda p, *rest: (asked.append(len(p)), permute(p, *rest))[1])
     costs = []
     for schedules in ([[], []], [[(0, 1.0), (10**6, 2.0)], [(0, 1.0)]]):
         order = MixedOrder([10**8, 10**7], schedules, 256, 1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lockstep.config.run import Run, RunError, load
 from lockstep.data import arrow_cache as shard_index
 from lockstep.data import object_store, shard_files
-from lockstep.data import order as mixture
+from lockstep.data import order as orders
 from lockstep.data.order import MixedShards
 from lockstep.data.prepare import prepare
 from lockstep.data.streamed import Streamed, Unreadable
@@ -50,7 +50,7 @@ def test_without_weights_an_epoch_uses_every_example_once(
     sizes: list[list[int]], batch: int, window: int, period: int, seed: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(mixture, "PERIOD", period)
+        patched.setattr(orders, "PERIOD", period)
         order, count = order_of(sizes, None, batch, seed, window), sum(map(sum, sizes))
         steps = [order.step(t) for t in range(2 * order.steps_per_epoch)]
         for epoch in (steps[: order.steps_per_epoch], steps[order.steps_per_epoch :]):
@@ -71,7 +71,7 @@ def test_with_weights_what_is_at_hand_has_the_step_and_grows_with_no_step(
 ) -> None:
     schedules = [[(0, 1.0 + k), (7, 3.0)] for k in range(len(sizes))]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(mixture, "PERIOD", 256)
+        patched.setattr(orders, "PERIOD", 256)
         order = order_of(sizes, schedules, batch, seed, window)
         seen: list[list[int]] = [[] for _ in sizes]
         for t in range(20):
@@ -88,8 +88,6 @@ def test_with_weights_what_is_at_hand_has_the_step_and_grows_with_no_step(
 
 
 def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.data import order as orders
-
     asked: list[int] = []
     permute = orders.permute
 
@@ -97,8 +95,7 @@ def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) 
         asked.append(len(positions))
         return permute(positions, *rest)
 
-    for module in (orders, mixture):
-        monkeypatch.setattr(module, "permute", counted)
+    monkeypatch.setattr(orders, "permute", counted)
     sizes = [np.full(1000, 10**6), np.full(10, 10**6)]
     weighted: list[list[tuple[int, float]]] = [[(0, 1.0)], [(0, 2.0)]]
     unweighted: list[list[tuple[int, float]]] = [[], []]
@@ -110,7 +107,7 @@ def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) 
             assert len(order.step(step)) == 256
             assert sum(map(len, order.near(step))) <= 2 * (2 * 8192 + 512)
             costs.append(sum(asked))
-        assert max(costs) <= 3 * mixture.PERIOD + 4 * 1010 + 512
+        assert max(costs) <= 3 * orders.PERIOD + 4 * 1010 + 512
 
 
 # -- the data --------------------------------------------------------------------------------------------------------
