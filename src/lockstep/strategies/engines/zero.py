@@ -1,15 +1,18 @@
 """ZeRO on DeepSpeed: data parallelism whose ranks share out what each of them needs only now and then.
 
-In: this rank's micro-batches. Out: the same update on every rank, equal to that of `single` to rounding: DeepSpeed
-reduces by itself, in an order that depends on the number of ranks, in the job's own process group. `zero1.py` to
-`zero3.py` say what a stage shards, `zero_config.py` what DeepSpeed is configured with.
+In: this rank's micro-batches. Out: the same update on every rank. DeepSpeed cuts state and weights, keeps them where its
+config says, and gathers weights; gradients are added up over the tree (`zero_sums.py`), and each rank's optimizer
+updates what DeepSpeed has it hold, so that the update has the bits of `single`. Without `strategy.exact`, and where
+weights are bf16, DeepSpeed reduces and clips by itself, in an order that depends on the number of ranks: equal to
+rounding. `zero1.py` to `zero3.py` say what a stage shards, `zero_config.py` what DeepSpeed is configured with.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -28,8 +31,11 @@ from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, layers, zero_config
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
+from lockstep.strategies.engines.zero_sums import Cut, LocalSums, TurnSums, check_cuts
 from lockstep.strategies.exact import optim
+from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.optim import make_model
+from lockstep.strategies.exact.reduction import ReductionTree, most_held
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.native import call_on_cpu
 from lockstep.strategies.observer import listening, observing
@@ -47,11 +53,50 @@ class EngineGradient:
         return self.gather()
 
 
+class CutGradient(Gradient):
+    """A gradient of which each rank holds a flat cut of every parameter."""
+
+    def __init__(self, parts: Sequence[Part], names: Sequence[str], held: HeldCuts, world: World) -> None:
+        super().__init__(parts, names, world.sum)
+        self._held = held
+
+    def whole(self, world: World) -> dict[str, Tensor]:
+        """By parameter name on rank 0, nothing elsewhere. Collective."""
+        whole = {part.name: self._held.assemble(part.name, part.gradient) for part in self.parts}
+        return whole if world.is_main else {}
+
+
+class HeldCuts:
+    """What DeepSpeed has this rank update: a view of its flat fp32 weights for each trained parameter."""
+
+    def __init__(self, world: World, shapes: Mapping[str, torch.Size], flats: Sequence[Tensor], owned: Owned) -> None:
+        """`shapes`: of the trained parameters; `owned`: for each of them this rank's cut, and where in which of the
+        flat tensors it lies. Collective."""
+        self.world, self.shapes = world, shapes
+        self.cuts = [[cut for cut, _, _ in of_rank] for of_rank in world.all_gather([*owned.values()])]  # by rank
+        check_cuts(self.cuts, {name: shape.numel() for name, shape in shapes.items()})
+        self.own = {name: cut for name, (cut, _, _) in owned.items()}
+        self.parts = {
+            name: nn.Parameter(flats[flat].detach()[offset : offset + cut.length])
+            for name, (cut, flat, offset) in owned.items()
+        }
+
+    def assemble(self, name: str, part: Tensor) -> Tensor:
+        """The whole of what each rank has a part of [length of its cut], fp32. Collective."""
+        bits = torch.zeros(self.shapes[name].numel(), dtype=torch.int32, device=part.device)
+        self.own[name].of(bits).copy_(part.detach().contiguous().view(torch.int32))
+        return self.world.sum(bits).view(torch.float32).view(self.shapes[name])  # nobody else has other bits than zero
+
+
+Owned = Mapping[str, tuple[Cut, int, int]]
+
+
 class Sharded(ShardedRecovery):
     """A DeepSpeed engine, whoever made it. Where ranks are lost, another one is made for those that are left, of copies
     of the state in memory."""
 
     needs = ("deepspeed",)
+    exact = True
     flat_parts = True
     update_incomplete = True  # what a rank holds can be read with the others' help only
     stage: int  # of ZeRO
@@ -63,6 +108,24 @@ class Sharded(ShardedRecovery):
         if keeps_bf16_weights(run.strategy.options.get("deepspeed", run.strategy.options)):
             return 0.1
         return 1e-4 if run.precision == "fp32" else 1e-3
+
+    @classmethod
+    def gives_bits(cls, run: Run) -> bool:
+        options = run.strategy.options.get("deepspeed", run.strategy.options)
+        return run.strategy.exact and not zero_config.other_arithmetic(options)
+
+    @classmethod
+    def partial_sums(cls, run: Run, processes: int) -> float:
+        if not cls.gives_bits(run):
+            return 0.0
+        if cls.stage_of(run) == 1:
+            return 4.0 * (most_held(run.micro_batches, processes) - 1)
+        tree, most = ReductionTree(run.micro_batches), 1
+        for turn in range(0, run.micro_batches, processes):
+            for leaf in range(turn, min(turn + processes, run.micro_batches)):
+                tree.add(leaf, [])
+            most = max(most, len(tree.nodes))
+        return 4.0 * (most - 1) / processes
 
     @classmethod
     def survives_rank_failure(cls, run: Run) -> bool:
@@ -86,6 +149,14 @@ class Sharded(ShardedRecovery):
     def options(self) -> Mapping[str, Any]:
         """The user's part of DeepSpeed's config."""
 
+    def __init__(self, run: Run, world: World) -> None:
+        super().__init__(run, world)
+        self.followers: list[tuple[nn.Parameter, nn.Parameter]] = []  # unaligned parameters of DeepSpeed's, and ours
+        self.in_tree_order = self.gives_bits(run)
+        self.stage = self.stage_of(run)
+        if self.in_tree_order and world.size == 1:
+            self.stage = min(self.stage, 2)  # one rank has nothing to gather
+
     # -- building ----------------------------------------------------------------------------------------------------
 
     def build(self, task: Task) -> None:
@@ -106,19 +177,74 @@ class Sharded(ShardedRecovery):
         blocks.prepare(self.run, self.model)
         if self.run.precision == "bf16" and not self.low_precision:
             # Inside the engine, which switches off an autocast that it finds around itself. Stage 3 forgets the bf16
-            # copy of a weight as soon as it forgets the weight.
-            cast = torch.autocast(self.world.device.type, torch.bfloat16, cache_enabled=self.stage < 3)
+            # copy of a weight as soon as it forgets the weight; but the gradient of a weight that is used twice has
+            # other bits where each use has a copy of its own.
+            cached = self.stage < 3 or self.in_tree_order
+            cast = torch.autocast(self.world.device.type, torch.bfloat16, cache_enabled=cached)
             self.model.forward = cast(self.model.forward)
         self.named = dict(self.model.named_parameters())
         self.uses = {n: 0 for n, _ in self._trained()}  # how many of this rank's micro-batches gave each a gradient
-        for name, parameter in self._trained():
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._count(name))
         self.optimizer = self.stepper = optim.build(self.run.optim, self.model)
-        self.engine = self.start_engine()
+        if self.in_tree_order:
+            self._build_in_tree_order()
+        else:
+            for name, parameter in self._trained():
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._count(name))
+            self.engine = self.start_engine()
         assert self.engine.zero_optimization_stage() == self.stage, self.engine.zero_optimization_stage()
         assert dist.get_world_size() == self.world.size
         self.statistics = Statistics(self.model)
         self.engine.train()
+
+    def _build_in_tree_order(self) -> None:
+        """Start the engine, and take gradients and updates out of its hands. Collective."""
+        for group in self.optimizer.param_groups:  # those last after which the next one would not be aligned
+            group["params"].sort(key=lambda p: p.numel() * p.element_size() % optim.ALIGNED != 0)
+        treated = optim.assigned(self.run.optim, self.model)
+        self.engine = self.start_engine()
+        # DeepSpeed's way to let gradients be: it reduces them on leaving this context, which is never left.
+        self.coalescing = self.engine.coalesce_grad_reduction()
+        self.coalescing.__enter__()
+        self.engine.optimizer.optimizer.state.clear()  # which it has filled; the state is the stepper's
+        trained = dict(self._trained())
+        shapes = {name: self.shapes[name] for name in trained}
+        self.held = HeldCuts(self.world, shapes, self._flat(), self._owned(trained))
+        leaves = trained if self.stage == 3 else self._compute_with_own(trained)
+        sums = LocalSums if self.stage == 1 else TurnSums
+        self.sums = sums(self.world, [*leaves.values()], self.held.cuts)
+        groups = optim.groups(self.run.optim, self.held.parts.items(), treated)
+        self.optimizer = self.stepper = optim.of_groups(self.run.optim, groups)
+
+    def _owned(self, trained: Mapping[str, Any]) -> Owned:
+        """Where DeepSpeed keeps which numbers of each parameter on this rank."""
+        if self.stage < 3:
+            return {name: _fragment(parameter._hp_mapping) for name, parameter in trained.items()}
+        places = {}
+        for flat, group in enumerate(self.engine.optimizer.fp16_groups):
+            offsets = itertools.accumulate((p.partition_numel() for p in group), initial=0)
+            places |= {id(p): (flat, offset) for p, offset in zip(group, offsets, strict=False)}
+        owned = {}
+        for name, parameter in trained.items():
+            size, whole = parameter.partition_numel(), self.shapes[name].numel()
+            start = min(self.world.rank * size, whole)
+            owned[name] = Cut(start, min(size, whole - start)), *places[id(parameter)]
+        return owned
+
+    def _compute_with_own(self, trained: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
+        """Put parameters of lockstep's own in the model, which share the memory of DeepSpeed's, or where that is not
+        aligned (`optim.make_model` says why it must be) follow it after every update."""
+        own = {name: nn.Parameter(p.detach()) for name, p in trained.items()}
+        self.followers = []
+        for name, parameter in own.items():
+            if parameter.data_ptr() % optim.ALIGNED:
+                parameter.data = parameter.data.clone()
+                self.followers.append((parameter, trained[name]))
+        by_identity = {id(p): own[name] for name, p in trained.items()}
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if id(parameter) in by_identity:
+                    module._parameters[name] = by_identity[id(parameter)]
+        return own
 
     def _shard(self) -> None:
         """Partition the model module by module: rank 0 gives, the others never hold more than one module whole."""
@@ -154,7 +280,56 @@ class Sharded(ShardedRecovery):
 
     # -- one update --------------------------------------------------------------------------------------------------
 
+    def own_micro_batches(self) -> Iterable[int]:
+        if self.in_tree_order and self.stage > 1:
+            return TurnSums.own_leaves(self.run.micro_batches, self.world)
+        return super().own_micro_batches()
+
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        step = self._step_in_tree_order if self.in_tree_order else self._step_of_engine
+        return step(batch, learning_rate)
+
+    def _step_in_tree_order(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
+        self.sums.start(batch.count)
+        self.statistics.start(batch.count)
+        for micro in batch.micro_batches:
+            self.sums.begin(micro.index)
+            seed_everything(self.run.seed, batch.step, micro.index)
+            with observing(self.observer, micro.index, self.model):
+                losses[micro.index] = self._run_micro_batch(micro, batch.targets)
+            self.sums.end()
+            self.statistics.take(micro)
+        if len(batch.micro_batches) < -(-batch.count // self.world.size) and self.stage > 1:
+            self._level(batch)
+        with self.phases("reduction"):
+            gradients = self.sums.finish()
+            losses, uses = self.agree(losses, self.sums.uses)
+        if self.stage == 3:
+            self._refuse_unequal_uses(dict(zip(self.held.parts, uses, strict=True)), batch.count)
+        parts = [Part(n, p, g) for (n, p), g in zip(self.held.parts.items(), gradients, strict=True)]
+        gradient = CutGradient(parts, list(self.held.parts), self.held, self.world)
+        with self.phases("optimizer"):
+            norm, used = self.optimizer_step(batch.step, gradient, learning_rate, losses, uses)
+        self.statistics.finish(self.data_parallel.sum, used)
+        return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
+
+    def _level(self, batch: StepBatch) -> None:
+        """A turn in which other ranks run a micro-batch and this one has none: it receives what they send. Under stage
+        3 it also gathers the weights with them. Collective."""
+        self.sums.begin(None)
+        if self.stage == 3:
+            with listening(self, None), self.sources.preserved():
+                self._run_micro_batch(batch.micro_batches[-1].blank(), batch.targets)
+            self.statistics.reset()
+        self.sums.end()
+
+    def weights_changed(self) -> None:
+        super().weights_changed()
+        if self.in_tree_order:
+            self._refresh_model()
+
+    def _step_of_engine(self, batch: StepBatch, learning_rate: float) -> StepResult:
         losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
         micro_batches = self._levelled(batch)
         self.uses = dict.fromkeys(self.uses, 0)
@@ -177,14 +352,10 @@ class Sharded(ShardedRecovery):
             self.observer.reduced(EngineGradient(self._whole_gradient))
         optim.set_rate(self.optimizer, learning_rate)
         with self.phases("optimizer"):
-            frozen = [(p, key, self._whole_state(p, key)) for p in unused for key in (None, *self._moments())]
+            frozen = [(name, key, self._whole_state(name, key)) for name in unused for key in (None, *self._moments())]
             self.engine.step()
-            for (
-                parameter,
-                key,
-                whole,
-            ) in frozen:  # DeepSpeed took their gradient for zero: decay and momentum moved them
-                self._set(parameter, whole, key)
+            for name, key, whole in frozen:  # DeepSpeed took their gradient for zero: decay and momentum moved them
+                self._set(name, whole, key)
             if frozen:
                 self._refresh_model()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
@@ -195,31 +366,38 @@ class Sharded(ShardedRecovery):
     def _run_micro_batch(self, micro: MicroBatch, targets: float) -> Tensor:
         with self.phases("forward"), self.autocast(not self.low_precision):
             loss = self.loss_sum(self._run(micro.inputs), micro)
-        with self.phases("backward"):  # DeepSpeed averages over ranks: multiply back
-            self.engine.backward(loss * self.world.size / targets, scale_wrt_gas=False)
+        with self.phases("backward"):
+            if self.in_tree_order:
+                self.engine.backward(loss / targets, scale_wrt_gas=False)
+            else:  # DeepSpeed averages over ranks: multiply back
+                self.engine.backward(loss * self.world.size / targets, scale_wrt_gas=False)
         return loss.detach()
 
     def _count(self, name: str) -> None:
         self.uses[name] += self.counting
 
-    def _unused(self, uses: list[int], micro_batches: int) -> list[nn.Parameter]:
+    def _unused(self, uses: list[int], micro_batches: int) -> list[str]:
         """The parameters that no micro-batch gave a gradient. Errors: `RunError`, on every rank, when some
         micro-batches gave one and others not: what the ranks reduced together was not the same then."""
         counts = dict(zip(self.uses, uses, strict=True))
+        self._refuse_unequal_uses(counts, micro_batches)
+        return [name for name, count in counts.items() if not count]
+
+    def _refuse_unequal_uses(self, counts: Mapping[str, int], micro_batches: int) -> None:
+        """Errors: `RunError`, on every rank."""
         name = next((name for name, count in counts.items() if 0 < count < micro_batches), None)
         if name is not None and self.world.size > 1:
             raise RunError(
                 f"strategy.name: DeepSpeed needs every micro-batch to use the same weights, and {counts[name]} of "
                 f"{micro_batches} used {name}; nothing was updated. Use strategy.name=ddp or fsdp2"
             )
-        return [parameter for name, parameter in self._trained() if not counts[name]]
 
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
         return [] if self.stage == 3 or self.low_precision else super().forwards(batch)
 
     def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
         super().dry_run(batch, then)
-        if self.stage < 3:
+        if self.stage < 3 and not self.in_tree_order:
             self.engine.optimizer._hp_optimizer_states_linked = False  # to the state that was
 
     def _levelled(self, batch: StepBatch) -> list[MicroBatch]:
@@ -261,12 +439,15 @@ class Sharded(ShardedRecovery):
         inner = self.engine.optimizer
         return inner.fp32_partitioned_groups_flat if self.stage == 3 else inner.single_partition_of_fp32_groups
 
-    def _whole_weight(self, parameter: nn.Parameter) -> Tensor:
+    def _whole_weight(self, name: str) -> Tensor:
         """fp32. Collective."""
         from deepspeed import zero
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
         from deepspeed.utils import safe_get_full_fp32_param
 
+        parameter = self.named[name]
+        if parameter.requires_grad and self.in_tree_order:
+            return self.held.assemble(name, self.held.parts[name])
         if parameter.requires_grad:
             return safe_get_full_fp32_param(parameter)
         fetched = getattr(parameter, "ds_status", None)
@@ -277,24 +458,30 @@ class Sharded(ShardedRecovery):
 
     def _moments(self) -> list[str]:
         """The names of the optimizer's moments, once there are some."""
-        held = self.optimizer.state.get(self._flat()[0], {})
+        held = self.optimizer.state.get(self._first(), {})
         return [key for key in held if key not in self.stepper.rule.counters]
 
-    def _whole_state(self, parameter: nn.Parameter, key: str | None) -> Tensor:
+    def _first(self) -> Tensor:
+        """What the optimizer keeps its first state of."""
+        return next(iter(self.held.parts.values())) if self.in_tree_order else self._flat()[0]
+
+    def _whole_state(self, name: str, key: str | None) -> Tensor:
         """A copy of a weight (`key` None) or of a moment, whole. Collective."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         if key is None:
-            return self._whole_weight(parameter).clone()
+            return self._whole_weight(name).clone()
+        if self.in_tree_order:
+            return self.held.assemble(name, self.optimizer.state[self.held.parts[name]][key])
         self._link_optimizer_state()
-        return safe_get_full_optimizer_state(parameter, key).clone()
+        return safe_get_full_optimizer_state(self.named[name], key).clone()
 
     def _whole_weights(self, keepers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
         """fp32 on the CPU of rank 0 (or of a parameter's keeper), nothing elsewhere; no rank holds more than one
         parameter whole on its device. Collective."""
         weights = {}
         for name, parameter in self.named.items():
-            weight = self._whole_weight(parameter)
+            weight = self._whole_weight(name)
             assert weight.shape == self.shapes[name], f"{name}: {weight.shape}, not {self.shapes[name]}"
             if self.stage < 3:  # the model's own copy is whole: what is saved is what it computes with
                 assert torch.equal(weight.to(parameter.dtype), parameter.detach()), f"{name}: not the model's weight"
@@ -306,17 +493,23 @@ class Sharded(ShardedRecovery):
         """Whole tensors: DeepSpeed gives them to every rank, one at a time, and each is kept by one rank."""
         load = [0] * self.world.size  # numbers that each rank keeps
         tensors = {f"model.{n}": w for n, w in self._whole_weights(self._keepers(load)).items()}
-        held = self.optimizer.state.get(self._flat()[0], {})
+        if self.in_tree_order:
+            self.stepper.saved()  # begins the state of parameters that no update has touched
         for key in self._moments():
             keepers = self._keepers(load)
-            for name, parameter in self._trained():
-                value = self._whole_state(parameter, key)
+            for name, _ in self._trained():
+                value = self._whole_state(name, key)
                 if self.world.rank == keepers[name]:
                     tensors[f"optimizer.{key}.{name}"] = value.cpu()
         tensors |= {f"model.{n}": b for n, b in self.model.named_buffers()}
-        if "step" in held:  # one for all: every parameter is in every update
-            tensors |= {f"optimizer.step.{n}": held["step"].cpu().clone() for n, _ in self._trained()}
-        return tensors
+        return tensors | {f"optimizer.step.{n}": step for n, step in self._steps().items()}
+
+    def _steps(self) -> dict[str, Tensor]:
+        """How many updates each parameter has had, where the optimizer counts them. To DeepSpeed's own step every
+        parameter is in every update."""
+        held = {n: self.held.parts[n] if self.in_tree_order else self._flat()[0] for n, _ in self._trained()}
+        states = {name: self.optimizer.state.get(part, {}) for name, part in held.items()}
+        return {name: state["step"].cpu().clone() for name, state in states.items() if "step" in state}
 
     def _keepers(self, load: list[int]) -> dict[str, int]:
         """Parameter -> the rank with the least to keep so far; adds to its load."""
@@ -329,16 +522,22 @@ class Sharded(ShardedRecovery):
     def load_sharded_state_dict(self, saved: Saved) -> None:
         """Rank 0 reads every tensor by itself and sends it; each rank keeps its shard of it."""
         names = [n for n, _ in self._trained()]
-        fresh = self.stepper.rule.begin(self.optimizer.param_groups[0], self._flat()[0])
+        fresh = self.stepper.rule.begin(self.optimizer.param_groups[0], self._first())
         keys = [k for k in fresh if k not in self.stepper.rule.counters and f"optimizer.{k}.{names[0]}" in saved]
-        key = f"optimizer.step.{names[0]}"
-        step = float(self._from_main(saved, key, torch.Size())) if key in saved else None
-        self._make_optimizer_state(keys, step)
-        for name, parameter in self.named.items():
-            self._set(parameter, self._from_main(saved, f"model.{name}", self.shapes[name]), None)
+        steps = [n for n in names if f"optimizer.step.{n}" in saved]
+        if self.in_tree_order:
+            self.stepper.places(saved)
+        else:
+            first = [self._from_main(saved, f"optimizer.step.{n}", torch.Size()) for n in steps[:1]]
+            self._make_optimizer_state(keys, float(first[0]) if first else None)
+        for name in self.named:
+            self._set(name, self._from_main(saved, f"model.{name}", self.shapes[name]), None)
         for key in keys:
-            for name, parameter in self._trained():
-                self._set(parameter, self._from_main(saved, f"optimizer.{key}.{name}", self.shapes[name]), key)
+            for name in names:
+                self._set(name, self._from_main(saved, f"optimizer.{key}.{name}", self.shapes[name]), key)
+        for name in steps if self.in_tree_order else ():
+            step = self._from_main(saved, f"optimizer.step.{name}", torch.Size())
+            self.optimizer.state[self.held.parts[name]]["step"].copy_(step)
         saved.read({f"model.{n}": b for n, b in self.model.named_buffers()})
         self._refresh_model()
 
@@ -366,11 +565,16 @@ class Sharded(ShardedRecovery):
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _set(self, parameter: Any, whole: Tensor, key: str | None) -> None:
+    def _set(self, name: str, whole: Tensor, key: str | None) -> None:
         """Keep this rank's shard of a weight (`key` None) or of an optimizer state."""
         from deepspeed import utils, zero
 
-        if not parameter.requires_grad:
+        parameter: Any = self.named[name]
+        if parameter.requires_grad and self.in_tree_order:
+            part = self.held.parts[name]
+            place = part.detach() if key is None else self.optimizer.state[part][key]
+            place.copy_(self.held.own[name].of(whole))
+        elif not parameter.requires_grad:
             with zero.GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3), torch.no_grad():
                 parameter.copy_(whole)
         elif self.stage == 3:  # DeepSpeed's own `safe_set_full` cannot split what the ranks do not divide
@@ -393,6 +597,8 @@ class Sharded(ShardedRecovery):
         inner = self.engine.optimizer
         if self.stage < 3:
             inner.update_lp_params()
+            for own, parameter in self.followers:
+                own.detach().copy_(parameter.detach())
             return
         inner._partition_all_parameters()  # none stays gathered with its old value
         for i in range(len(inner.fp16_groups)):
@@ -405,6 +611,7 @@ class Sharded(ShardedRecovery):
         if not self.world.is_main:
             return None
         by_identity = {id(p): whole[n] for n, p in self.named.items()}  # tied weights have several names
+        by_identity |= {id(p): whole[n] for n, p in self.model.named_parameters()}  # where they are lockstep's own
         return {k: by_identity.get(id(v), v.detach()) for k, v in self.model.state_dict(keep_vars=True).items()}
 
     def close(self) -> None:
@@ -428,6 +635,14 @@ class Zero(Sharded):
         import deepspeed
 
         return deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=self.config)[0]
+
+
+def _fragment(held: Any) -> tuple[Cut, int, int]:
+    """DeepSpeed's `tensor_fragment` of a parameter, or None where this rank has nothing of it."""
+    if held is None:
+        return Cut(0, 0), 0, 0
+    whole, flat = held.lp_fragment_address, held.hp_fragment_address
+    return Cut(whole.start, whole.numel), held.param_group_index, flat.start
 
 
 def join_group(world: World) -> None:

@@ -102,6 +102,57 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
     refuse(rows, key)
 
 
+# Entries of DeepSpeed's config that say where and in what pieces numbers are kept and sent, or what is reported of them.
+_SAME_NUMBERS = {
+    "zero_optimization": {
+        *("stage", "reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "contiguous_gradients"),
+        *("reduce_scatter", "allgather_partitions", "use_multi_rank_bucket_allreduce", "ignore_unused_parameters"),
+        *("offload_optimizer", "offload_param", "sub_group_size", "round_robin_gradients", "parameter_alignment"),
+        *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"),
+        *("stage3_param_persistence_threshold", "stage3_module_granularity_threshold"),
+        *("stage3_gather_16bit_weights_on_model_save", "memory_efficient_linear"),
+    },
+    "bf16": {"enabled"},
+    "bfloat16": {"enabled"},
+    "fp16": {"enabled"},
+    "flops_profiler": None,
+    "comms_logger": None,
+    "tensorboard": None,
+    "wandb": None,
+    "csv_monitor": None,
+    "wall_clock_breakdown": None,
+    "memory_breakdown": None,
+    "dump_state": None,
+    "zero_allow_untested_optimizer": None,
+    "zero_force_ds_cpu_optimizer": None,
+}
+
+
+def other_arithmetic(options: Mapping[str, Any]) -> list[str]:
+    """The entries of DeepSpeed's config with which only its own reduction and update will do: they ask for another
+    arithmetic, or nobody has looked."""
+    entries: list[str] = []
+    for name, value in remaining(options).items():
+        if name == "communication_data_type" and value == "fp32":
+            continue
+        if name in ("bf16", "bfloat16") and not zero_agreement.keeps_bf16_weights(options):
+            continue
+        inner = _SAME_NUMBERS.get(name, set())
+        if inner is None:
+            continue
+        if not isinstance(value, Mapping):
+            entries.append(name)
+            continue
+        entries += [f"{name}.{key}" for key in value if key not in inner]
+        if name in ("bf16", "bfloat16"):
+            entries.append(name)
+        for key in ("offload_optimizer", "offload_param"):
+            section = value.get(key)
+            if isinstance(section, Mapping) and section.get("device") not in (None, "cpu", "none"):
+                entries.append(f"{name}.{key}.device")
+    return sorted(entries)
+
+
 def _device(run: Run) -> str:
     import torch
 

@@ -1,0 +1,227 @@
+"""The sum of a step's gradients over the reduction tree, for ranks that each update other numbers of a parameter.
+
+In: a model's parameters, and which numbers of each of them every rank updates: its cut, a range of the flattened
+parameter, as DeepSpeed lays it out. Out: this rank's cut of the sum of all micro-batches' gradients, added up in the
+order of the tree, so that its bits do not depend on the number of ranks.
+
+`LocalSums` adds up what a rank has computed and sends once a step (ZeRO's stage 1). `TurnSums` sends every gradient
+while backward goes on, and no rank ever holds a whole one (stages 2 and 3): in a turn each rank computes one
+micro-batch, and neighbours in the tree come together at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.leaf_gradients import LeafGradients
+from lockstep.strategies.exact.reduce_schedule import Bucket, InFlight, Node
+from lockstep.strategies.exact.reduction import ReductionTree, buckets
+
+BUCKET_BYTES = 25 * 2**20
+
+Layout = Sequence[Sequence[Node]]  # by rank: the nodes of which it has a partial sum
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A range of a flattened parameter; maybe empty."""
+
+    start: int
+    length: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view [length] of a contiguous tensor."""
+        return tensor.reshape(-1)[self.start : self.start + self.length]
+
+
+def check_cuts(cuts: Sequence[Sequence[Cut]], parameters: Mapping[str, int]) -> None:
+    """Errors: `AssertionError` where ranks' cuts do not make up each parameter. `cuts`: by rank, then by parameter;
+    `parameters`: names and sizes."""
+    for i, (name, size) in enumerate(parameters.items()):
+        ends = [0, *sorted(each for of_rank in cuts if of_rank[i].length for each in _ends(of_rank[i])), size]
+        assert ends[::2] == ends[1::2], f"{name}: the ranks' parts {ends[1:-1]} do not make up its {size} numbers"
+
+
+def _ends(cut: Cut) -> tuple[int, int]:
+    return cut.start, cut.start + cut.length
+
+
+class CutSums(ABC):
+    """Of one model on one rank. A step is `start`, for each micro-batch `begin`, backward and `end`, then `finish`."""
+
+    def __init__(self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[Cut]]) -> None:
+        """`parameters`: those that autograd accumulates into; `cuts`: by rank, then by parameter. Sizes are asked of
+        the cuts: an engine may have taken the parameters' memory away."""
+        self.world, self.parameters, self.cuts = world, list(parameters), cuts
+        self.sizes = [sum(of_rank[i].length for of_rank in cuts) for i in range(len(self.parameters))]
+        like = [torch.empty(size, device="meta") for size in self.sizes]
+        backwards = list(reversed(range(len(like))))  # about as backward meets them
+        self.buckets = [[backwards[j] for j in b] for b in buckets([like[i] for i in backwards], BUCKET_BYTES)]
+        self.owned = [[sum(of_rank[i].length for i in b) for b in self.buckets] for of_rank in cuts]  # by rank, bucket
+        for i, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self._note, i))
+
+    @property
+    @abstractmethod
+    def uses(self) -> list[int]:
+        """How many of this rank's micro-batches gave each parameter a gradient."""
+
+    def start(self, leaves: int) -> None:
+        """A step of so many micro-batches."""
+        self.trees = [ReductionTree(leaves) for _ in self.buckets]  # of this rank's cuts, laid end to end
+        self.travelling = InFlight()
+
+    @abstractmethod
+    def begin(self, leaf: int | None) -> None:
+        """Before a micro-batch; None: one that counts for nothing, or none."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """After its backward. Collective in a turn."""
+
+    @abstractmethod
+    def _note(self, position: int, parameter: Tensor) -> None:
+        """In backward: the gradient of a parameter is whole."""
+
+    def finish(self) -> list[Tensor]:
+        """This rank's cut of the sum of all leaves, by parameter: flat tensors, float32. Collective."""
+        self.travelling.finish()
+        sums: dict[int, Tensor] = {}
+        for bucket, tree in zip(self.buckets, self.trees, strict=True):
+            own = tree.root[0].split([self.cuts[self.world.rank][i].length for i in bucket])
+            sums |= zip(bucket, own, strict=True)
+        self.trees = []
+        return [sums[i] for i in range(len(self.parameters))]
+
+    def _send(self, number: int, nodes: Mapping[Node, Mapping[int, Tensor]], layout: Layout) -> None:
+        """Start a bucket: to each rank its cuts of this rank's partial sums, which are by node, then by position.
+        Collective."""
+        self.travelling.add(self._exchange(number, nodes, layout))
+
+    def _exchange(self, number: int, nodes: Mapping[Node, Mapping[int, Tensor]], layout: Layout) -> Bucket:
+        bucket, mine = self.buckets[number], layout[self.world.rank]
+        pieces = [of_rank[i].of(nodes[node][i]) for of_rank in self.cuts for node in mine for i in bucket]
+        device = self.parameters[0].device
+        sent = torch.cat(pieces) if pieces else torch.empty(0, device=device)
+        own = self.owned[self.world.rank][number]
+        if self.world.size == 1:
+            received, work = sent, None
+        else:
+            received = torch.empty(sum(map(len, layout)) * own, device=device)
+            arriving = [len(theirs) * own for theirs in layout]
+            leaving = [len(mine) * of_rank[number] for of_rank in self.owned]
+            work = dist.all_to_all_single(received, sent, arriving, leaving, async_op=True)
+        yield
+        if work is not None:
+            work.wait()
+        turn = ReductionTree(self.trees[number].leaves)
+        rows = iter(received.split(own)) if own else iter([received] * sum(map(len, layout)))
+        for node in (node for theirs in layout for node in theirs):
+            turn.place(node, [next(rows)])
+        alone = sum(map(len, layout)) == 1
+        for node, tensors in turn.nodes.items():  # not all that was received with them
+            self.trees[number].place(node, [tensors[0] if alone else tensors[0].clone()])
+
+
+class LocalSums(CutSums):
+    """A rank adds up the gradients of its micro-batches, contiguous leaves, and sends their partial sums once."""
+
+    def __init__(self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[Cut]]) -> None:
+        self.local = LeafGradients(parameters, {})
+        super().__init__(world, parameters, cuts)
+
+    @property
+    def uses(self) -> list[int]:
+        return self.local.uses
+
+    def start(self, leaves: int) -> None:
+        super().start(leaves)
+        self.local.start(leaves, None)
+
+    def begin(self, leaf: int | None) -> None:
+        assert leaf is not None, "each rank runs its own micro-batches"
+        self.local.begin(leaf)
+
+    def end(self) -> None:
+        self.local.end()
+
+    def _note(self, position: int, parameter: Tensor) -> None:
+        self.local.note(position)
+
+    def finish(self) -> list[Tensor]:
+        layout = self.local.layout(self.world.size)
+        for number, bucket in enumerate(self.buckets):
+            nodes = {node: {i: each[i] for i in bucket} for node, each in self.local.tree.nodes.items()}
+            self._send(number, nodes, layout)
+            del nodes
+            self.local.release(bucket)
+        self.local.let_go()
+        return super().finish()
+
+
+class TurnSums(CutSums):
+    """Every gradient travels while backward goes on; in a turn each rank runs one micro-batch, neighbouring leaves."""
+
+    def __init__(self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[Cut]]) -> None:
+        self._uses: list[int] = []
+        self._waiting: dict[int, Tensor] = {}  # gradients by position, until their bucket is complete
+        self._given: set[int] = set()  # positions that this micro-batch has given a gradient
+        super().__init__(world, parameters, cuts)
+
+    @property
+    def uses(self) -> list[int]:
+        return self._uses
+
+    @staticmethod
+    def own_leaves(leaves: int, world: World) -> range:
+        """The micro-batches that a rank runs, one a turn."""
+        return range(world.rank, leaves, world.size)
+
+    def start(self, leaves: int) -> None:
+        super().start(leaves)
+        self._uses = [0] * len(self.parameters)
+        self._turn = -1
+
+    def begin(self, leaf: int | None) -> None:
+        self._turn += 1
+        first = self._turn * self.world.size
+        leaves = self.trees[0].leaves
+        self._layout = [((0, each),) if each < leaves else () for each in range(first, first + self.world.size)]
+        assert self._layout[self.world.rank] == (() if leaf is None else ((0, leaf),)), "not this rank's turn"
+        self._sent, self._leaf = 0, leaf
+        self._given.clear()
+
+    def _note(self, position: int, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self._given.add(position)
+        if self._leaf is not None:
+            self._uses[position] += 1
+            self._waiting[position] = gradient
+        while self._sent < len(self.buckets) and self._given >= set(self.buckets[self._sent]):
+            self._send_next()
+
+    def end(self) -> None:
+        while self._sent < len(self.buckets):
+            self._send_next()
+
+    def _send_next(self) -> None:
+        bucket, nodes = self.buckets[self._sent], dict[Node, Mapping[int, Tensor]]()
+        if self._leaf is not None:
+            nodes[0, self._leaf] = dict(self._gradients(bucket))
+        self._send(self._sent, nodes, self._layout)
+        self._sent += 1
+
+    def _gradients(self, bucket: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Of this micro-batch, zero where it has none; they are let go of."""
+        for i in bucket:
+            gradient = self._waiting.pop(i, None)
+            yield i, torch.zeros(self.sizes[i], device=self.parameters[i].device) if gradient is None else gradient
