@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
-from lockstep.distributed.world import World
 from lockstep.strategies.engines import layers, zero_config
 from lockstep.strategies.engines.accelerated import Accelerated, accelerator, only, prepared
 from lockstep.strategies.engines.zero import Sharded
@@ -108,10 +107,6 @@ class AcceleratedZero(Accelerated, Sharded):
     @classmethod
     def stage_of(cls, run: Run) -> int:
         return int(run.strategy.options["deepspeed"]["zero_stage"])
-
-    def __init__(self, run: Run, world: World) -> None:
-        super().__init__(run, world)
-        self.stage = self.stage_of(run)
 
     def options(self) -> Mapping[str, Any]:
         return {k: v for k, v in self.run.strategy.options["deepspeed"].items() if k != "zero_stage"}

@@ -1,7 +1,7 @@
 """ZeRO on DeepSpeed: data parallelism whose ranks share out what each of them needs only now and then.
 
-In: this rank's micro-batches. Out: the same update on every rank. DeepSpeed cuts state and weights, keeps them where its
-config says, and gathers weights; gradients are added up over the tree (`zero_sums.py`), and each rank's optimizer
+In: this rank's micro-batches. Out: the same update on every rank. DeepSpeed cuts state and weights, keeps them where
+its config says, and gathers weights; gradients are added up over the tree (`zero_sums.py`), and each rank's optimizer
 updates what DeepSpeed has it hold, so that the update has the bits of `single`. Without `strategy.exact`, and where
 weights are bf16, DeepSpeed reduces and clips by itself, in an order that depends on the number of ranks: equal to
 rounding. `zero1.py` to `zero3.py` say what a stage shards, `zero_config.py` what DeepSpeed is configured with.

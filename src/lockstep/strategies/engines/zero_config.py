@@ -102,7 +102,7 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
     refuse(rows, key)
 
 
-# Entries of DeepSpeed's config that say where and in what pieces numbers are kept and sent, or what is reported of them.
+# Entries of DeepSpeed's config that say where and in what pieces numbers are kept and sent, or what is reported.
 _SAME_NUMBERS = {
     "zero_optimization": {
         *("stage", "reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "contiguous_gradients"),
@@ -115,6 +115,7 @@ _SAME_NUMBERS = {
     "bf16": {"enabled"},
     "bfloat16": {"enabled"},
     "fp16": {"enabled"},
+    "zero_stage": None,  # of Accelerate
     "flops_profiler": None,
     "comms_logger": None,
     "tensorboard": None,
