@@ -1,9 +1,9 @@
-"""A name in the run file -> the one class in that file.
+"""A name in the run file -> the one class behind it: of a file of lockstep's, of an installed distribution, or yours.
 
 In: a kind (`tasks`, `strategies`, `optimizers`, `launchers`, `track`) and a name, or a dotted path to a class of yours.
-Out: the class. A new plug-in is one new file in the kind's folder; nothing is registered anywhere. A plug-in is a
-public class that inherits `plugin` from the interface (`tasks/task.py`, ...). A class that sets `plugin` itself is a
-base of others. Names are read from the files' text, since importing them takes seconds.
+Out: the class. A new plug-in is one new file in the kind's folder, or in a distribution of its own with an entry point
+(`entry_points.py`). A plug-in is a public class that inherits `plugin` from the interface (`tasks/task.py`, ...); a
+class that sets `plugin` itself is a base of others. Names are read from text: importing the files takes seconds.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lockstep.config import entry_points
+from lockstep.config.entry_points import PluginError
 from lockstep.config.errors import RunError
 
 _FILES = {"ray": "ray_train"}  # a name whose file is called otherwise: no file has the name of the package it imports
@@ -45,12 +48,13 @@ def importing() -> Iterator[None]:
             gc.enable()
 
 
-class PluginError(ValueError):
-    """A name that no plug-in has, or a module that does not hold exactly one."""
-
-
 def names(kind: str) -> list[str]:
     """All names of a kind that a run file can use, in alphabetical order."""
+    return sorted({*built_in(kind), *entry_points.named(kind)})
+
+
+def built_in(kind: str) -> list[str]:
+    """Those of lockstep itself."""
     package = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}")
     return list(_names(package, tuple(os.stat(folder).st_mtime_ns for folder in package.__path__)))
 
@@ -95,7 +99,8 @@ def _home(file: Path, name: str) -> Path:
 def find(kind: str, name: str) -> type:
     """The class behind `name`.
 
-    `name` is a file of `lockstep/KIND/` or the dotted path of a class in a module of yours (`package.module.Class`).
+    `name` is a file of `lockstep/KIND/`, an entry point of an installed distribution, or the dotted path of a class in
+    a module of yours (`package.module.Class`).
     Errors: `PluginError`, naming the nearest known name. The module is imported, and with it the engine it needs.
     """
     if "." in name:
@@ -103,25 +108,69 @@ def find(kind: str, name: str) -> type:
         if kind == "optimizers" and getattr(found, "plugin", "") != kind:
             raise PluginError(f"{name} is no optimizer of lockstep's; CONTRIBUTING.md has how torch's are made one")
         return found
-    known = names(kind)
-    if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise PluginError(f"unknown {_SINGULAR[kind]} {name!r}: {hint}known are {', '.join(known)}")
+    singular = _SINGULAR[kind]
+    entry = entry_points.one(kind, name, singular)
+    if name not in built_in(kind):
+        if entry is None:
+            raise PluginError(unknown(kind, name))
+        return _of_distribution(entry, kind)
+    if entry is not None:
+        raise PluginError(f"{singular} {name!r} is one of lockstep's own, and a name in {entry_points.origin(entry)}: "
+                          "uninstall that, or name its class by a dotted path")  # fmt: skip
     with importing():
         module = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}.{_FILES.get(name, name)}")
     classes = [
         c
         for c in vars(module).values()
-        if inspect.isclass(c)
-        and c.__module__ == module.__name__
-        and not c.__name__.startswith("_")
-        and getattr(c, "plugin", "") == kind
-        and "plugin" not in vars(c)
+        if inspect.isclass(c) and c.__module__ == module.__name__ and not c.__name__.startswith("_") and _is(kind, c)
     ]
     if len(classes) != 1:
         raise PluginError(f"lockstep/{kind}/{name}.py must hold exactly one plug-in class, it holds {len(classes)}")
     return classes[0]
+
+
+def _is(kind: str, plugin_class: Any) -> bool:
+    """Whether this is the class of a plug-in, and no base of others."""
+    return (
+        inspect.isclass(plugin_class)
+        and getattr(plugin_class, "plugin", "") == kind
+        and "plugin" not in vars(plugin_class)
+    )
+
+
+def _of_distribution(entry: EntryPoint, kind: str) -> type:
+    with importing():
+        plugin_class = entry_points.load(entry, _SINGULAR[kind])
+    if not _is(kind, plugin_class):
+        raise PluginError(
+            f"{_SINGULAR[kind]} {entry.name!r} of {entry_points.origin(entry)} is {entry.value}, which is no class "
+            f"that inherits from lockstep's {_SINGULAR[kind].capitalize()}"
+        )
+    return plugin_class  # type: ignore[no-any-return]
+
+
+def unknown(kind: str, name: str) -> str:
+    """The message for a name that no plug-in of a kind has: what installs it, or the nearest known name."""
+    if (what := entry_points.missing(kind, name)) is not None:
+        return f"{name} needs {what}"
+    near = difflib.get_close_matches(name, known := names(kind), 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown {_SINGULAR[kind]} {name!r}; {hint}known are {', '.join(known)}"
+
+
+def loadable(kind: str) -> Iterator[tuple[str, type]]:
+    """Every plug-in of a kind, but for those of other distributions that cannot be loaded."""
+    for name in names(kind):
+        try:
+            yield name, find(kind, name)
+        except PluginError:
+            continue
+
+
+def path_of(kind: str, name: str) -> str:
+    """The dotted path of a class of another distribution; any other name as it is."""
+    entries = entry_points.named(kind).get(name)
+    return entries[0].value.replace(":", ".") if entries else name
 
 
 def lacking(packages: Sequence[str]) -> list[str]:
@@ -129,12 +178,12 @@ def lacking(packages: Sequence[str]) -> list[str]:
     return [package for package in packages if importlib.util.find_spec(package) is None]
 
 
-def require(packages: Sequence[str], key: str, extra: str = "") -> None:
+def require(packages: Sequence[str], key: str, extra: str = "", distribution: str = "lockstep-train") -> None:
     """Refuse a plug-in whose packages are not installed. `key`: of the run file, and its value, which need them.
-    `extra`: what installs them; by default it is named as the package. Errors: `RunError`."""
+    `extra`: what installs them, of a `distribution`; by default it is named as the package. Errors: `RunError`."""
     for package in lacking(packages):
         raise RunError(
-            f"{key} needs {package}, which is not installed: pip install 'lockstep-train[{extra or package}]'"
+            f"{key} needs {package}, which is not installed: pip install '{distribution}[{extra or package}]'"
         )
 
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config import plugins
+from lockstep.config import entry_points, plugins
 from lockstep.config.errors import DONE, FAILED
 from lockstep.config.redaction import one_line
 from lockstep.config.run import QUICK_START, Run, RunError, load, overrides_of, schema
@@ -26,6 +26,8 @@ from lockstep.tools.sweep import sweep_file
 from lockstep.track.console import Console, error
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from lockstep.data.arrow_cache import Prepared
     from lockstep.launchers.launcher import Launcher, LaunchPlan
     from lockstep.training.resolve import Job
@@ -184,9 +186,14 @@ def run_list(known: argparse.Namespace) -> int:
 
 def rows_of(kind: str) -> list[list[str]]:
     """A row for each plug-in: its name and what it is; of a strategy also what it is beside one process (the same bits,
-    or equal to rounding), of these, trackers and optimizers whether what it needs is installed."""
+    or equal to rounding), of these, trackers and optimizers whether what it needs is installed. Those of other
+    distributions are read and not imported."""
     rows = []
+    added, own = entry_points.named(kind), plugins.built_in(kind)
     for name in plugins.names(kind):
+        if name in added and name not in own:
+            rows += [row_of(kind, entry) for entry in added[name]]
+            continue
         try:
             plugin: Any = plugins.find(kind, name)
             lacking = _lacking(kind, plugin)
@@ -199,6 +206,18 @@ def rows_of(kind: str) -> list[list[str]]:
         told += ["lacking" if lacking else "ready"] if kind in ("strategies", "optimizers", "track") else []
         rows.append([name, *told, f"{lacking}; {summary}" if lacking else summary])
     return rows
+
+
+def row_of(kind: str, entry: EntryPoint) -> list[str]:
+    """The row of a plug-in of another distribution."""
+    needs = entry_points.class_attribute(entry, "needs" if kind == "strategies" else "packages") or ()
+    lacking = f"pip install {' '.join(missing)}; " if (missing := plugins.lacking(needs)) else ""
+    told = []
+    if kind == "strategies":
+        told.append("same bits" if entry_points.class_attribute(entry, "exact") else "rounding")
+    if kind in ("strategies", "optimizers", "track"):
+        told.append("lacking" if lacking else "ready")
+    return [entry.name, *told, f"{lacking}{entry_points.summary(entry)} ({entry_points.origin(entry)})"]
 
 
 def _lacking(kind: str, plugin: Any) -> str:
