@@ -8,6 +8,7 @@ base of others. Names are read from the files' text, since importing them takes 
 
 from __future__ import annotations
 
+import ast
 import difflib
 import gc
 import importlib
@@ -92,6 +93,56 @@ def _home(file: Path, name: str) -> Path:
     return file if found is None else Path(__file__).parents[1] / f"{found[1].replace('.', '/')}.py"
 
 
+def described(kind: str, name: str, *attributes: str) -> tuple[str, dict[str, Any]]:
+    """The first sentence of a plug-in's file, and literal class attributes of the plug-in, also inherited ones.
+    Everything is read from the files' text; nothing is imported. Errors: `PluginError` for an attribute that is not a
+    literal, and for a file that is not Python."""
+    package = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}")
+    file = next(f for p in package.__path__ if (f := Path(p) / f"{_FILES.get(name, name)}.py").exists())
+    interface = _SINGULAR[kind].capitalize()
+    try:
+        text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        plugin = next(each for each in _classes(file) if _inherits(file, each, interface))
+        values = {attribute: _literal(file, plugin, attribute) for attribute in attributes}
+    except (SyntaxError, ValueError, LookupError) as error:
+        raise PluginError(f"lockstep/{kind}/{file.name} cannot be read: {error}") from error
+    sentence = re.match(r".*?\.(?=\s|$)|.*", " ".join(text.partition("\n\n")[0].split()))
+    return (sentence[0] if sentence else ""), values
+
+
+def _literal(file: Path, name: str, attribute: str) -> Any:
+    """A class attribute, as Python would find it. Errors: `LookupError`, `ValueError` where it is not a literal."""
+    for home, ancestor in _ancestors(file, name):
+        for line in _class(home, ancestor).body:
+            targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
+            value = getattr(line, "value", None)
+            if value is not None and attribute in [each.id for each in targets if isinstance(each, ast.Name)]:
+                return ast.literal_eval(value)
+    raise LookupError(f"{name} has no {attribute}")
+
+
+def _ancestors(file: Path, name: str) -> list[tuple[Path, str]]:
+    """A class of lockstep and those that it inherits from, in the order in which Python looks for attributes (C3)."""
+    own = [(_home(file, base.id), base.id) for base in _class(file, name).bases if isinstance(base, ast.Name)]
+    bases = [(home, base) for home, base in own if base in _heads(home)]
+    rows, order = [*(_ancestors(*base) for base in bases), bases], [(file, name)]
+    while rows := [row for row in rows if row]:
+        first = next((row[0] for row in rows if not any(row[0] in other[1:] for other in rows)), rows[0][0])
+        order.append(first)
+        rows = [[each for each in row if each != first] for row in rows]
+    return order
+
+
+def _class(file: Path, name: str) -> ast.ClassDef:
+    return _heads(file)[name]
+
+
+@lru_cache(maxsize=512)
+def _heads(file: Path) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
 def find(kind: str, name: str) -> type:
     """The class behind `name`.
 
@@ -125,8 +176,10 @@ def find(kind: str, name: str) -> type:
 
 
 def lacking(packages: Sequence[str]) -> list[str]:
-    """Those of some packages that are not installed. Nothing is imported."""
-    return [package for package in packages if importlib.util.find_spec(package) is None]
+    """Those of some packages that are not installed. Nothing is imported. A folder of that name in the working
+    directory, such as the one W&B leaves, is no package."""
+    specs = {package: importlib.util.find_spec(package) for package in packages}
+    return [package for package, spec in specs.items() if spec is None or spec.origin is None]
 
 
 def require(packages: Sequence[str], key: str, extra: str = "") -> None:
