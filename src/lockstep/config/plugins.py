@@ -210,7 +210,7 @@ def refuse_old(packages: Sequence[str], distribution: str = "lockstep-train") ->
             if least.operator == ">=" and installed < Version(least.version):
                 raise RunError(
                     f"{package} {installed} is older than lockstep was tried with: pip install '{package}{least}' "
-                    "(docs/engines.md says what earlier versions do)"
+                    "(docs/explanation/engines.md says what earlier versions do)"
                 )
 
 
