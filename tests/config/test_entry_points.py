@@ -18,7 +18,7 @@ from lockstep.config import entry_points, plugins, user_code
 from lockstep.config.errors import RunError
 from lockstep.config.run import load
 from lockstep.tools import commands
-from lockstep.tools.commands.before_a_run import rows_of
+from lockstep.tools.commands.before_a_run import listed
 from support.contributed import distribution, example
 
 
@@ -58,14 +58,16 @@ def gossip(site: Path) -> Iterator[Path]:
 def test_listing_imports_nothing_of_what_it_lists(gossip: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "gossip" in plugins.names("strategies")
     assert "gossip" not in plugins.built_in("strategies")
-    (row,) = [row for row in rows_of("strategies") if row[0] == "gossip"]
-    assert row[1:3] == ["same bits", "ready"]  # of its base, `Native`
-    assert row[3].startswith("All-gather by hand")
-    assert row[3].endswith("(lockstep-gossip 1.0)")
+    (row,) = [row for row in listed("strategies") if row["name"] == "gossip"]
+    assert row["summary"].startswith("All-gather by hand")
+    assert (row["results"], row["ready"]) == ("same bits", True)  # as its base says, `Native`
+    assert row["distribution"] == "lockstep-gossip 1.0"
+    assert main(["list"]) == 0
+    assert "  gossip         same bits  ready    All-gather by hand" in capsys.readouterr().out
     assert main(["--help"]) == 0
-    listed = capsys.readouterr().out
-    assert "\nOf other distributions:\n  weights     show the names and shapes" in listed
-    assert "(lockstep-gossip 1.0)" in listed
+    overview = capsys.readouterr().out
+    assert "\nOf other distributions:\n  weights     show the names and shapes" in overview
+    assert "(lockstep-gossip 1.0)" in overview
     assert "lockstep_gossip" not in sys.modules
     found = plugins.find("strategies", "gossip")
     assert (found.__name__, found.__module__) == ("Gossip", "lockstep_gossip.gossip")

@@ -82,38 +82,6 @@ def summary(entry: EntryPoint) -> str:
     return text.partition("\n")[0]
 
 
-def class_attribute(entry: EntryPoint, name: str) -> Any:
-    """The value of an attribute of an entry point's class, or of the first base that sets it, as the source text has
-    it; None where no text says so in a literal."""
-    return _attribute(entry.module, entry.attr, name)
-
-
-def _attribute(module: str, class_name: str, name: str) -> Any:
-    file = file_of(module)
-    try:
-        body = [] if file is None else ast.parse(file.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        body = []
-    definition = next((node for node in body if isinstance(node, ast.ClassDef) and node.name == class_name), None)
-    if definition is None:
-        return None
-    for node in definition.body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            try:
-                return ast.literal_eval(node.value)  # type: ignore[attr-defined]
-            except (ValueError, TypeError):
-                return None
-    homes = {each.asname or each.name: (node.module, each.name)
-             for node in body if isinstance(node, ast.ImportFrom) and node.module and not node.level
-             for each in node.names}  # fmt: skip
-    bases = (homes.get(base.id, (module, base.id)) for base in definition.bases if isinstance(base, ast.Name))
-    values = (_attribute(*base, name) for base in bases if base != (module, class_name))
-    return next((value for value in values if value is not None), None)
-
-
 def file_of(module: str) -> Path | None:
     """The source file of a module; None: there is none."""
     spec = spec_of(module)
