@@ -165,7 +165,7 @@ class Rendezvous:
             if (why := network.secret_difference(key, "ranks", theirs.numpy().tobytes())) is not None:
                 raise Unreached(
                     f"rank {self.rank} of {self.size} on {socket.gethostname()} cannot train with rank {rank}: {why}. "
-                    "Set the same one for every process, or none (docs/security.md)"
+                    "Set the same one for every process, or none (docs/explanation/security.md)"
                 )
 
     @property

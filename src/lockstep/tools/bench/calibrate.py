@@ -85,7 +85,9 @@ def simulated(jobs: Mapping[int, Run], found: Sequence[Mapping[int, Rates]], say
 def job_of(run: Run, count: int, folder: Path) -> Run:
     """The run as so many processes measure it. Errors: `RunError`."""
     if run.launch.device == "cuda":
-        raise RunError("launch.device: --calibrate measures processors; for a GPU write a device file: docs/plan.md")
+        raise RunError(
+            "launch.device: --calibrate measures processors; for a GPU write a device file: docs/how-to/plan.md"
+        )
     if count > run.micro_batches:
         raise RunError(f"--processes: {count} cannot share {run.micro_batches} micro-batches")
     strategy: dict[str, Any] = {"name": "single" if count == 1 else "allreduce", "options": {}}

@@ -254,7 +254,7 @@ class Fit:
 def tasks() -> list[str]:
     """Those that a data set may be for: the built-in ones in the order in which they are tried, then plug-ins that say
     what columns are called."""
-    kinds: dict[str, Any] = {name: plugins.find("tasks", name) for name in plugins.names("tasks") if name not in _FITS}
+    kinds: dict[str, Any] = {name: kind for name, kind in plugins.loadable("tasks") if name not in _FITS}
     return [*_FITS, *(name for name, kind in kinds.items() if kind.column_aliases)]
 
 
@@ -316,7 +316,7 @@ def unfit(found: Look) -> str | None:
     """What a data set seems to be for that no task here is, with what to do; None where nothing seems so."""
     own = (
         "None of the tasks for texts learns that. Make it a column of one label (an integer or a text) a row; or bring "
-        "a model and a loss of your own (task: {name: module, ...}: docs/recipes.md); or leave it out: --task "
+        "a model and a loss of your own (task: {name: module, ...}: docs/how-to/recipes.md); or leave it out: --task "
         "language_modeling"
     )
     one = _of_one_label(found)
