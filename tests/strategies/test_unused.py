@@ -73,6 +73,10 @@ def single() -> dict[str, dict[str, Any]]:
         ("odd", "hf_trainer", 2),
         ("odd", "fsdp2", 1),
         ("odd", "fsdp2", 3),
+        ("odd", "zero2", 2),
+        ("unused", "zero3", 2),
+        slow("odd", "zero1", 3),
+        slow("unused", "zero2", 3),
         slow("layerdrop", "allreduce", 2),
         slow("layerdrop", "hf_accelerate", 2),
         slow("layerdrop", "hf_trainer", 3),
@@ -112,8 +116,8 @@ def test_what_no_piece_used_is_left_alone(single: dict) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("stage", [2, slow(1), slow(3)])
-def test_zero_leaves_them_alone_too(stage: int, single: dict) -> None:
-    found, alone = of("unused", f"zero{stage}", 2), single["unused"]
+def test_the_engine_of_zero_leaves_them_alone_too(stage: int, single: dict) -> None:
+    found, alone = of("unused", f"zero{stage}", 2, "strategy.exact=false"), single["unused"]
     assert found["norms"][:2] == pytest.approx(alone["norms"][:2], rel=1e-5)
     entities = [k for k in alone["weights"][-1] if k.startswith("model.") and "entity" in k]
     assert len(entities) == 6
@@ -121,8 +125,8 @@ def test_zero_leaves_them_alone_too(stage: int, single: dict) -> None:
         assert torch.equal(found["weights"][-1][key], alone["weights"][-1][key])
 
 
-def failed(name: str, ranks: int, task: str) -> str:
-    run = tiny(f"strategy.name={name}", f"task.name=support.odd_models.{task}")
+def failed(name: str, ranks: int, task: str, *overrides: str) -> str:
+    run = tiny(f"strategy.name={name}", f"task.name=support.odd_models.{task}", *overrides)
     with pytest.raises(AssertionError) as caught:
         run_on(ranks, steps_of, run, run=run)
     return str(caught.value)
@@ -145,8 +149,10 @@ def test_weights_of_another_precision_are_refused() -> None:
 
 
 @pytest.mark.processes
-def test_weights_that_some_pieces_use_are_an_error_of_zero() -> None:
-    assert "DeepSpeed needs every micro-batch to use the same weights" in failed("zero1", 2, "Task")
+@pytest.mark.parametrize(("name", "exact"), [("zero1", "false"), ("zero3", "true")])
+def test_weights_that_some_pieces_use_are_an_error_where_deepspeed_needs_them(name: str, exact: str) -> None:
+    said = failed(name, 2, "Task", f"strategy.exact={exact}")
+    assert "DeepSpeed needs every micro-batch to use the same weights" in said
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "pipeline"])

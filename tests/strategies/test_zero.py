@@ -1,5 +1,6 @@
-"""DeepSpeed ZeRO under the one-step contract: equal to `single` to rounding, whole states that travel between
-strategies and numbers of processes, and messages for options that DeepSpeed would swallow."""
+"""DeepSpeed ZeRO under the one-step contract: the bits of `single`, and equal to rounding where DeepSpeed reduces by
+itself; states that travel between strategies and numbers of processes, and messages for options that DeepSpeed would
+swallow."""
 
 import importlib.util
 import subprocess
@@ -27,6 +28,7 @@ pytestmark = [
 ]
 
 STAGES = [1, 2, 3]
+OWN = "strategy.exact=false"  # DeepSpeed's own reduction
 SGD = ("optim.name=sgd", "optim.learning_rate=0.1")
 BF16_WEIGHTS = ("precision=bf16", "strategy.options={bf16: {enabled: true}}")
 
@@ -103,15 +105,76 @@ def assert_equal_to_rounding(found: dict[str, Any], single: dict[str, Any]) -> N
         assert all((ours[k] - theirs[k]).abs().max() <= 1e-6 for k in theirs)
 
 
+def assert_same_bits(found: dict[str, Any], single: dict[str, Any]) -> None:
+    for kind in ("loss", "norm", "scores", "parameters"):
+        assert found[kind] == single[kind]
+    for ours, theirs in [(found[k], single[k]) for k in ("state", "export")]:
+        assert digest(ours) == digest(theirs)
+    for ours, theirs in zip(found["gradients"], single["gradients"], strict=True):
+        assert digest(ours) == digest(theirs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, slow(3)])  # 8 micro-batches on 3 ranks: in the last turn one has none
+@pytest.mark.parametrize("stage", STAGES)
+def test_exact_means_the_gradients_and_moments_of_single_too(
+    stage: int, ranks: int, single_adamw: dict[str, Any]
+) -> None:
+    assert_same_bits(strategy_class(f"zero{stage}", ranks), single_adamw)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_that_are_not_aligned_keep_the_bits(stage: int) -> None:
+    """Every size is odd here, so that DeepSpeed lays weights where products would round in another way."""
+    odd = ("model.config.n_embd=27", "model.config.n_head=3", "batch_size=7", "micro_batches=7")
+    assert_same_bits(strategy_class(f"zero{stage}", 2, *odd), strategy_class("single", 1, *odd))
+
+
+@pytest.mark.parametrize("stage", [slow(2), 3])
+def test_layers_that_are_used_several_times_keep_the_bits_in_bf16(stage: int) -> None:
+    """A weight's gradients are added up in bf16 or in float32, as its low copy is one or several."""
+    sizes = "{hidden_size: 32, num_hidden_layers: 3, num_attention_heads: 2, intermediate_size: 64, embedding_size: 16}"
+    albert = ("model.type=albert", f"model.config={sizes}", "tokenizer.train=wordpiece", "precision=bf16")
+    assert_same_bits(strategy_class(f"zero{stage}", 2, *albert), strategy_class("single", 1, *albert))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [1, slow(2), 3])
+def test_accelerate_with_deepspeed_has_the_bits_too(stage: int, ranks: int, single_adamw: dict[str, Any]) -> None:
+    options = f"strategy.options={{deepspeed: {{zero_stage: {stage}}}}}"
+    assert_same_bits(strategy_class("hf_accelerate", ranks, options), single_adamw)
+
+
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [
+        ("{}", True),
+        ("{zero_optimization: {offload_optimizer: {device: cpu}, reduce_bucket_size: 5000}}", True),
+        ("{communication_data_type: fp32}", True),
+        ("{communication_data_type: bf16}", False),
+        ("{zero_optimization: {zero_quantized_weights: true}}", False),
+        ("{zero_optimization: {zero_hpz_partition_size: 2}}", False),
+        ("{zero_optimization: {offload_optimizer: {device: nvme, nvme_path: /tmp}}}", False),
+        ("{prescale_gradients: true}", False),
+        ("{bf16: {enabled: true}}", False),
+        ("{bf16: {enabled: auto}}", True),
+    ],
+)
+def test_which_options_leave_the_bits_to_deepspeed(options: str, bits: bool) -> None:
+    run = tiny("strategy.name=zero3", f"strategy.options={options}", "precision=bf16")
+    assert class_of(run).gives_bits(run) is bits
+    own = tiny("strategy.name=zero3", f"strategy.options={options}", "precision=bf16", OWN)
+    assert not class_of(own).gives_bits(own)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])  # 8 micro-batches on 3 ranks: one is levelled with a blank micro-batch
 @pytest.mark.parametrize("stage", STAGES)
 def test_equal_to_single_to_rounding(stage: int, ranks: int, single: dict[str, Any]) -> None:
-    assert_equal_to_rounding(strategy_class(f"zero{stage}", ranks, *SGD), single)
+    assert_equal_to_rounding(strategy_class(f"zero{stage}", ranks, OWN, *SGD), single)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_adamw_has_the_losses_and_norms_of_single(stage: int, single_adamw: dict[str, Any]) -> None:
-    single, found = single_adamw, strategy_class(f"zero{stage}", 2)
+    single, found = single_adamw, strategy_class(f"zero{stage}", 2, OWN)
     assert found["loss"] == pytest.approx(single["loss"], rel=1e-6)
     assert found["norm"] == pytest.approx(single["norm"], rel=2e-5)
     assert found["state"].keys() == single["state"].keys()
@@ -130,8 +193,9 @@ OPTIONS = [
 @pytest.mark.parametrize(("stage", "option"), OPTIONS)
 def test_options_pass_through(stage: int, option: str, single: dict[str, Any]) -> None:
     given = f"strategy.options={{zero_optimization: {{{option}}}, communication_data_type: fp32}}"
-    found = strategy_class(f"zero{stage}", 2, *SGD, given)
-    assert_equal_to_rounding(found, single)
+    own, found = (strategy_class(f"zero{stage}", 2, *SGD, given, exact) for exact in (OWN, "strategy.exact=true"))
+    assert_equal_to_rounding(own, single)
+    assert_same_bits(found, single)
     options = yaml.safe_load(f"{{{option}}}")
     for name, value in options.items():
         assert differing(found["engine"][name], value) == [], name
@@ -171,7 +235,7 @@ def test_options_reach_the_engine() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_is_close(stage: int, extra: tuple[str, ...], single: dict[str, Any], single_bf16: dict[str, Any]) -> None:
     bf16 = single_bf16
-    found = strategy_class(f"zero{stage}", 2, *extra, *SGD)
+    found = strategy_class(f"zero{stage}", 2, OWN, *extra, *SGD)
     exact_at_first = 1e-6 if len(extra) == 1 else 2e-3
     assert found["loss"][0] == pytest.approx(bf16["loss"][0], rel=exact_at_first)
     assert found["loss"] == pytest.approx(bf16["loss"], rel=2e-3)
@@ -204,7 +268,7 @@ def averaged(world: World, run: Run) -> float:
 
 
 def test_the_control_an_average_over_ranks_is_seen_in_the_norm(single: dict[str, Any]) -> None:
-    run = tiny("strategy.name=single")
+    run = tiny("strategy.name=single", OWN)
     assert run_on(2, averaged, run, run=run)[0] == pytest.approx(single["norm"][0] / 2, rel=1e-5)
 
 
@@ -247,7 +311,7 @@ def travel(start: tuple[str, int], end: tuple[str, int], *overrides: str) -> tup
     [slow(1, ()), (2, ()), (3, ()), slow(3, SGD), slow(1, BF16_WEIGHTS), (3, BF16_WEIGHTS)],
 )
 def test_going_on_has_the_bits_of_not_stopping(stage: int, overrides: tuple[str, ...]) -> None:
-    same, *_ = travel((f"zero{stage}", 2), (f"zero{stage}", 2), *overrides)
+    same, *_ = travel((f"zero{stage}", 2), (f"zero{stage}", 2), OWN, *overrides)
     assert same
 
 
@@ -264,7 +328,10 @@ def test_going_on_has_the_bits_of_not_stopping(stage: int, overrides: tuple[str,
 def test_a_state_travels_between_strategies_and_numbers_of_processes(
     start: tuple[str, int], end: tuple[str, int]
 ) -> None:
-    _, losses, others = travel(start, end)
+    same, losses, others = travel(start, end)
+    assert same
+    assert others == losses
+    _, losses, others = travel(start, end, OWN)
     assert others == pytest.approx(losses, rel=1e-6)
 
 

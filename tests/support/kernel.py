@@ -19,6 +19,8 @@ KERNEL = {
     "strategies/test_pipeline.py::test_a_pipeline_has_the_bits_of_one_process[3 stages-fp32]",
     f"{EXACT}[ddp-2-bf16]",
     f"{EXACT}[fsdp2-2-bf16]",
+    f"{EXACT}[zero1-2-fp32]",
+    f"{EXACT}[zero3-2-fp32]",
     "strategies/test_strategies.py::test_the_engine_s_own_reduction_is_equal_to_rounding[zero1-2]",
     "strategies/test_strategies.py::test_the_engine_s_own_reduction_is_equal_to_rounding[zero3-2]",
     # controls: these must differ
