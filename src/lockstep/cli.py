@@ -17,8 +17,9 @@ import sys
 import warnings
 from typing import TextIO
 
+from lockstep._coded import VERBOSE
 from lockstep._version import __version__
-from lockstep.config.errors import RunError
+from lockstep.config.errors import RunError, coded, coded
 from lockstep.tools import commands
 
 
@@ -36,7 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     if (name := words[0]) not in commands.HELP:
         near = difflib.get_close_matches(name, commands.HELP, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        print(f"lockstep: unknown command {name!r}; {hint}`lockstep --help` lists them all", file=sys.stderr)
+        text = coded("LS0000", f"unknown command {name!r}; {hint}`lockstep --help` lists them all")
+        print(f"lockstep: {text}", file=sys.stderr)
         return 2
     return _command(name, words[1:])
 
@@ -57,13 +59,15 @@ def _command(name: str, words: list[str]) -> int:
     if takes_run_file(parser):
         words = run_file.joined(parser, words)
     known, rest = parser.parse_known_args(words)
+    if getattr(known, "verbose", False):
+        os.environ[VERBOSE] = "1"
     try:
         if hasattr(known, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
             known.overrides, rest = [*known.overrides, *rest], []  # argparse takes none behind another option
         if hasattr(known, "words") and not any(word.startswith("-") for word in rest):
             known.words, rest = [*known.words, *rest], []  # nor these
         if rest:
-            raise RunError(f"unknown argument {rest[0]!r}; see lockstep {name} --help")
+            raise RunError("LS0010", f"unknown argument {rest[0]!r}; see lockstep {name} --help")
         status: int = getattr(module, f"run_{name}")(known)
         sys.stdout.flush()
         return status
@@ -79,10 +83,15 @@ def _command(name: str, words: list[str]) -> int:
     except OSError as caught:
         if caught.errno != errno.ENAMETOOLONG:
             raise
-        error(f"{str(caught.filename)[:40]!r}... has {len(str(caught.filename)):,} characters; no path is that long")
+        error(
+            coded(
+                "LS0011",
+                f"{str(caught.filename)[:40]!r}... has {len(str(caught.filename)):,} characters; no path is that long",
+            )
+        )
         return 2
     except KeyboardInterrupt:
-        error("interrupted")
+        error(coded("LS0012", "interrupted"))
         return 130
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.config.errors import RunError
+from lockstep.config.errors import InvalidValue, RunError
 
 _FILES = {"ray": "ray_train"}  # a name whose file is called otherwise: no file has the name of the package it imports
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
@@ -45,7 +45,7 @@ def importing() -> Iterator[None]:
             gc.enable()
 
 
-class PluginError(ValueError):
+class PluginError(InvalidValue):
     """A name that no plug-in has, or a module that does not hold exactly one."""
 
 
@@ -101,13 +101,15 @@ def find(kind: str, name: str) -> type:
     if "." in name:
         found = attribute(name)
         if kind == "optimizers" and getattr(found, "plugin", "") != kind:
-            raise PluginError(f"{name} is no optimizer of lockstep's; CONTRIBUTING.md has how torch's are made one")
+            raise PluginError(
+                "LS1090", f"{name} is no optimizer of lockstep's; CONTRIBUTING.md has how torch's are made one"
+            )
         return found
     known = names(kind)
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise PluginError(f"unknown {_SINGULAR[kind]} {name!r}: {hint}known are {', '.join(known)}")
+        raise PluginError("LS1091", f"unknown {_SINGULAR[kind]} {name!r}: {hint}known are {', '.join(known)}")
     with importing():
         module = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}.{_FILES.get(name, name)}")
     classes = [
@@ -120,7 +122,9 @@ def find(kind: str, name: str) -> type:
         and "plugin" not in vars(c)
     ]
     if len(classes) != 1:
-        raise PluginError(f"lockstep/{kind}/{name}.py must hold exactly one plug-in class, it holds {len(classes)}")
+        raise PluginError(
+            "LS1092", f"lockstep/{kind}/{name}.py must hold exactly one plug-in class, it holds {len(classes)}"
+        )
     return classes[0]
 
 
@@ -134,7 +138,7 @@ def require(packages: Sequence[str], key: str, extra: str = "") -> None:
     `extra`: what installs them; by default it is named as the package. Errors: `RunError`."""
     for package in lacking(packages):
         raise RunError(
-            f"{key} needs {package}, which is not installed: pip install 'lockstep-train[{extra or package}]'"
+            "LS1093", f"{key} needs {package}, which is not installed: pip install 'lockstep-train[{extra or package}]'"
         )
 
 
@@ -156,8 +160,9 @@ def refuse_old(packages: Sequence[str], distribution: str = "lockstep-train") ->
         for least in (bound for each in wanted if each.name == package for bound in each.specifier):
             if least.operator == ">=" and installed < Version(least.version):
                 raise RunError(
+                    "LS1094",
                     f"{package} {installed} is older than lockstep was tried with: pip install '{package}{least}' "
-                    "(docs/engines.md says what earlier versions do)"
+                    "(docs/engines.md says what earlier versions do)",
                 )
 
 
@@ -187,7 +192,7 @@ def attribute(name: str) -> Any:
     try:
         return getattr(_imported(module_name), last)
     except (ImportError, AttributeError) as error:
-        raise PluginError(f"cannot import {name!r}: {error}") from error
+        raise PluginError("LS1095", f"cannot import {name!r}: {error}") from error
 
 
 def _imported(name: str) -> ModuleType:
