@@ -191,7 +191,7 @@ def verify(run: Run, steps: int = 5, show: Callable[[str], object] | None = prin
     Errors: `RunError`, `JobFailed`.
     """
     if steps < 1:
-        raise RunError("LS0000", f"steps: {steps} is not a positive number of steps")
+        raise RunError("LS0002", f"steps: {steps} is not a positive number of steps")
     _begins()
     _importable(run)
     with _written(run) as path:

@@ -19,7 +19,7 @@ from typing import TextIO
 
 from lockstep._coded import VERBOSE
 from lockstep._version import __version__
-from lockstep.config.errors import RunError, coded, coded
+from lockstep.config.errors import RunError, coded
 from lockstep.tools import commands
 
 
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     if (name := words[0]) not in commands.HELP:
         near = difflib.get_close_matches(name, commands.HELP, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        text = coded("LS0000", f"unknown command {name!r}; {hint}`lockstep --help` lists them all")
+        text = coded("LS0013", f"unknown command {name!r}; {hint}`lockstep --help` lists them all")
         print(f"lockstep: {text}", file=sys.stderr)
         return 2
     return _command(name, words[1:])

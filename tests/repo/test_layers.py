@@ -121,7 +121,14 @@ def file_of(module: str) -> str | None:
 def test_the_house_is_seen_at_a_glance() -> None:
     inside = [p for p in ROOT.iterdir() if p.name != "__pycache__"]
     assert sorted(p.name for p in inside if p.is_dir()) == sorted(ROOMS)
-    assert sorted(p.stem for p in inside if p.suffix == ".py") == ["__init__", "__main__", "_coded", "_version", "api", "cli"]
+    assert sorted(p.stem for p in inside if p.suffix == ".py") == [
+        "__init__",
+        "__main__",
+        "_coded",
+        "_version",
+        "api",
+        "cli",
+    ]
     folders = [p for p in ROOT.rglob("*") if p.is_dir() and any(p.glob("*.py"))]
     assert not [p.name for p in folders if p.name in ("parts", "utils", "common", "helpers", "misc")]
     for folder in folders:  # says what it is for
