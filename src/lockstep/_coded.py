@@ -1,6 +1,6 @@
 """Messages with codes: `LS` and four digits, in brackets at the end of a message's first line.
 
-The first digit is the room's (`tests/repo/test_messages.py` has the ranges). docs/messages.md has an entry for each
+The first digit is the room's (`tests/repo/test_messages.py` has the ranges). docs/reference/messages.md has an entry for each
 code. Imports nothing of lockstep.
 """
 
@@ -10,7 +10,7 @@ import os
 import re
 from typing import Self
 
-PAGE = "docs/messages.md"
+PAGE = "docs/reference/messages.md"
 VERBOSE = "LOCKSTEP_VERBOSE"  # set: `with_addresses` adds where each code is explained
 FOREIGN = "LS0000"  # another program's words
 _CODE = re.compile(r" \[(LS\d{4})\]")

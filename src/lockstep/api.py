@@ -113,7 +113,7 @@ def fit(
     show: Callable[[str], object] | None = print,
     on_event: Callable[[Event], object] | None = None,
 ) -> Result:
-    """Train a model of your own (docs/own-module.md): `task: {name: module}` without a run file.
+    """Train a model of your own (docs/how-to/own-module.md): `task: {name: module}` without a run file.
 
     `model`: function or class that makes a `torch.nn.Module`; `data`: function that gives data sets by split, or these
     themselves; `loss`: of (outputs, batch). Each is a name at the top of the script or of a module: every process

@@ -11,13 +11,13 @@ from lockstep.config import error_messages, plugins
 from lockstep.config.key_aliases import FOREIGN, NOWHERE
 from lockstep.config.run import Run, RunError, load, schema
 from lockstep.tools.import_config import trainer
-from support.places import ROOT
+from support.documents import chapters
 
 KEYS = {*error_messages.keys_of(Run)}
 for kind, part in (("tasks", "task"), ("launchers", "launch"), ("optimizers", "optim")):
     for each in plugins.names(kind):
         KEYS |= {f"{part}.{key}" for key in plugins.find(kind, each).Options.model_fields}  # type: ignore[attr-defined]
-PAGE = (ROOT / "docs/coming-from.md").read_text()
+PAGE = chapters("reference/coming-from")
 SMALL: dict[str, Any] = {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}}
 
 

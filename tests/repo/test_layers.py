@@ -16,7 +16,8 @@ from support.places import TESTS
 ROOT = Path(lockstep.__file__).parent
 FILES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 
-# From the ground up. Four files beside them (`api`, `cli`, `__init__`, `__main__`) are the roof, `_coded` and `_version` the ground.
+# From the ground up. Four files beside them (`api`, `cli`, `__init__`, `__main__`) are the roof, `_coded` and
+# `_version` the ground.
 ROOMS = (
     "plain",
     "trace",
@@ -32,7 +33,8 @@ ROOMS = (
     "tools",
 )
 
-# Where private names of torch, transformers, accelerate and deepspeed may be used: docs/engines.md has a row for each.
+# Where private names of torch, transformers, accelerate and deepspeed may be used: docs/explanation/engines.md has a
+# row for each.
 ADAPTERS = (
     "strategies/engines/",
     "trace/tracer/deepspeed_engine.py",
@@ -205,7 +207,7 @@ def test_what_engines_keep_private_is_used_in_adapters_only() -> None:
 
 
 def test_every_adapter_is_in_the_table() -> None:
-    page = (TESTS.parent / "docs/engines.md").read_text()
+    page = (TESTS.parent / "docs/explanation/engines.md").read_text()
     using = [f for f in FILES if f.startswith(ADAPTERS) and facts(ROOT / f).private]
     assert [file for file in using if f"`{file}`" not in page] == []
 

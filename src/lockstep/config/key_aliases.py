@@ -1,10 +1,10 @@
 """Other names of keys: those of other systems, those that have no counterpart here, and former ones of our own.
 
-`FOREIGN`: a key's last part as it is written elsewhere (Trainer, Lightning, axolotl, LLaMA-Factory, scripts) -> our
-key ("" where nothing has to be set), and one sentence on what is different. `NOWHERE`: a name of TrainingArguments ->
-why nothing is to be set. Messages about unknown keys look in both before they guess; docs/coming-from.md shows them. A
-former name of our own is read for one release, with a note: `present`, of a section or of the flat keys of a
-checkpoint.
+`FOREIGN`: a key's last part as it is written elsewhere (Trainer, Lightning, axolotl, LLaMA-Factory, scripts) -> our key
+("" where nothing has to be set), and one sentence on what is different. `NOWHERE`: a name of TrainingArguments -> why
+nothing is to be set. Messages about unknown keys look in both before they guess; docs/reference/coming-from/names.md
+shows them. A former name of our own is read for one release, with a note: `present`, of a section or of the flat keys
+of a checkpoint.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ NOWHERE: dict[str, str] = {
     "fp16_full_eval": "an evaluation computes as training does (precision)",
     "bf16_full_eval": "an evaluation computes as training does (precision)",
     "tf32": _KERNELS,
-    "optim_args": "each optimizer has keys of its own: docs/optimizers.md",
+    "optim_args": "each optimizer has keys of its own: docs/reference/optimizers.md",
     "optim_target_modules": "optim.muon_params of muon; optim.groups has rates",
     "average_tokens_across_devices": _SUMS,
     "activation_checkpointing_kwargs": AGAIN,

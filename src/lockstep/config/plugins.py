@@ -162,7 +162,7 @@ def refuse_old(packages: Sequence[str], distribution: str = "lockstep-train") ->
                 raise RunError(
                     "LS1094",
                     f"{package} {installed} is older than lockstep was tried with: pip install '{package}{least}' "
-                    "(docs/engines.md says what earlier versions do)",
+                    "(docs/explanation/engines.md says what earlier versions do)",
                 )
 
 

@@ -3,8 +3,8 @@
 In: a host and a port; `LOCKSTEP_SECRET`, given by whoever starts the job, or made by a launcher that hands it to all of
 its ranks. Out: addresses and names of interfaces, or a `NetworkError` that names what cannot be reached; an HMAC over
 everything that travels through a store, checked before anything is parsed. Without a secret the seal is one that
-anybody can make: it finds damage and machines that do not have the secret, and keeps nobody out. docs/security.md says
-what that leaves open. Nothing here imports torch.
+anybody can make: it finds damage and machines that do not have the secret, and keeps nobody out.
+docs/explanation/security.md says what that leaves open. Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class Rendezvous:
                 raise Unreached(
                     "LS7041",
                     f"rank {self.rank} of {self.size} on {socket.gethostname()} cannot train with rank {rank}: {why}. "
-                    "Set the same one for every process, or none (docs/security.md)",
+                    "Set the same one for every process, or none (docs/explanation/security.md)",
                 )
 
     @property

@@ -172,7 +172,8 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
         variables[network.SECRET_VARIABLE] = key
     else:
         say(
-            f"note: no {network.SECRET_VARIABLE}: whoever reaches {host}:{port} can disturb this job (docs/security.md)"
+            f"note: no {network.SECRET_VARIABLE}: whoever reaches {host}:{port} can disturb this job "
+            "(docs/explanation/security.md)"
         )
     if not holds:
         network.reach(host, port, options.join_timeout_s, say)

@@ -139,7 +139,7 @@ FACTOR = 10.0  # times what a change of a weight's last bit comes to, or half pr
 
 @dataclass(frozen=True)
 class PlainTolerance:
-    """Tolerances: relative differences of two correct computations. docs/verify.md has their source."""
+    """Tolerances: relative differences of two correct computations. docs/how-to/verify.md has their source."""
 
     loss: float
     gradient: float  # of the norm of the whole gradient

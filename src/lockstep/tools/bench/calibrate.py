@@ -86,7 +86,8 @@ def job_of(run: Run, count: int, folder: Path) -> Run:
     """The run as so many processes measure it. Errors: `RunError`."""
     if run.launch.device == "cuda":
         raise RunError(
-            "LS8041", "launch.device: --calibrate measures processors; for a GPU write a device file: docs/plan.md"
+            "LS8041",
+            "launch.device: --calibrate measures processors; for a GPU write a device file: docs/how-to/plan.md",
         )
     if count > run.micro_batches:
         raise RunError("LS8042", f"--processes: {count} cannot share {run.micro_batches} micro-batches")

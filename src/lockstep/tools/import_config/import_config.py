@@ -283,7 +283,7 @@ def _header(origin: Path, called: str, moved: Imported, talk: Prompter) -> list[
     for title, understood in (("No counterpart here:", True), ("Not understood:", False)):
         if gaps := [gap for gap in moved.gaps if gap.understood is understood]:
             lines += ["", title, *(f"  {gap.name} ({gap.why})" for gap in gaps)]
-    return [*lines, "", "All keys: `lockstep schema`. The tables: docs/coming-from.md."]
+    return [*lines, "", "All keys: `lockstep schema`. The tables: docs/how-to/coming-from.md."]
 
 
 Move = Callable[[Mapping[str, Any], Imported, int | None], None]
@@ -386,7 +386,7 @@ def script(of: Script) -> Read:
     raise RunError(
         "LS8207",
         f"--from: {of.path} has no Trainer of transformers, TRL or Lightning, and no training loop that would be "
-        "known; a model and a loss of your own: docs/own-module.md",
+        "known; a model and a loss of your own: docs/how-to/own-module.md",
     )
 
 

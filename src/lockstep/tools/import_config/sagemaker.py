@@ -237,7 +237,7 @@ def _product(node: ast.expr) -> Any:
 
 
 def row(name: str) -> str:
-    """A row of the table in docs/coming-from.md."""
+    """A row of the table in docs/how-to/coming-from.md."""
     of, newer = TABLE[name], [path for path, older in NEWER.items() if older == name]
     names = ", ".join(f"`{each}`" for each in [name, *newer])
     return f"| {names} | `{of.here}` | {of.how} |" if of.here else f"| {names} | {of.how} |"

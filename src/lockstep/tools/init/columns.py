@@ -319,7 +319,7 @@ def unfit(found: Look) -> str | None:
     """What a data set seems to be for that no task here is, with what to do; None where nothing seems so."""
     own = (
         "None of the tasks for texts learns that. Make it a column of one label (an integer or a text) a row; or bring "
-        "a model and a loss of your own (task: {name: module, ...}: docs/recipes.md); or leave it out: --task "
+        "a model and a loss of your own (task: {name: module, ...}: docs/how-to/recipes.md); or leave it out: --task "
         "language_modeling"
     )
     one = _of_one_label(found)

@@ -264,7 +264,7 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-_BY_HAND = "write it by hand: data.sources: [{source: ..., rename: {...}}, ...] (docs/run-file.md)"
+_BY_HAND = "write it by hand: data.sources: [{source: ..., rename: {...}}, ...] (docs/reference/run-file.md)"
 
 
 def together(

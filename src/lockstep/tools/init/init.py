@@ -392,7 +392,7 @@ _ABOUT = {
     "model.config": "entries of the model's config: a small model, to begin with",
     "optim.warmup_fraction": "share of all steps in which the rate rises from 0",
     "strategy.name": "how processes share a step; `lockstep list` says what there is",
-    "data.layout": "what the files are: docs/run-file.md",
+    "data.layout": "what the files are: docs/reference/run-file.md",
 }
 _WIDTH = 44  # of keys, where comments begin
 
