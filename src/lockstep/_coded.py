@@ -1,7 +1,7 @@
 """Messages with codes: `LS` and four digits, in brackets at the end of a message's first line.
 
-The first digit is the room's (`tests/repo/test_messages.py` has the ranges). docs/reference/messages.md has an entry for each
-code. Imports nothing of lockstep.
+The first digit is the room's (`tests/repo/test_messages.py` has the ranges). docs/reference/messages.md has
+an entry for each code. Imports nothing of lockstep.
 """
 
 from __future__ import annotations
