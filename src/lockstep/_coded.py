@@ -12,21 +12,21 @@ from typing import Self
 
 PAGE = "docs/reference/messages.md"
 VERBOSE = "LOCKSTEP_VERBOSE"  # set: `with_addresses` adds where each code is explained
-FOREIGN = "LS0000"  # another program's words
 _CODE = re.compile(r" \[(LS\d{4})\]")
 
 
 class CodedError(Exception):
-    """An error with a message for the user and the message's code."""
+    """An error with a message for the user and the message's code; an error of a plug-in may be a message alone."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str | None = None) -> None:
+        code, message = ("", code) if message is None else (code, message)
         super().__init__(code, message)
         self.code, self.message = code, message
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """The error of a text that holds its code, such as one from another process; `FOREIGN` where it holds none."""
-        return cls(next(iter(codes(text)), FOREIGN), text)
+        """The error of a text that holds its code, such as one from another process."""
+        return cls(next(iter(codes(text)), ""), text)
 
     def __str__(self) -> str:
         return coded(self.code, self.message)
@@ -34,7 +34,7 @@ class CodedError(Exception):
 
 def coded(code: str, message: str) -> str:
     """The message with its code. A message of several lines may hold codes of its own, `code` among them."""
-    if code in codes(message):
+    if not code or code in codes(message):
         return message
     first, newline, rest = uncoded(message).partition("\n")
     return f"{first} [{code}]{newline}{rest}"
@@ -42,7 +42,7 @@ def coded(code: str, message: str) -> str:
 
 def appended(message: str, more: str) -> str:
     """A coded message with more words before its code."""
-    return coded(codes(message)[0], uncoded(message) + more)
+    return coded(next(iter(codes(message)), ""), uncoded(message) + more)
 
 
 def codes(text: str) -> list[str]:

@@ -153,7 +153,7 @@ def test_a_server_that_stays_away_ends_training_where_it_can_go_on(web: Served, 
         batches(feed)
     assert "the server answered 503" in str(caught.value)
     assert f"{web.address}/train-0" in str(caught.value)
-    assert str(caught.value).endswith("Once it can be had, the same command goes on")
+    assert caught.value.message.endswith("Once it can be had, the same command goes on")
     web.faults = {}
     assert batches(feed_of(run)) == batches(feed_of(streamed(folder, *RUN, data=SMALL)))
 

@@ -143,3 +143,8 @@ def test_a_message_around_another_one_has_the_code_it_is_given() -> None:
     assert coded("LS1000", f"run.yaml: {inner}") == "run.yaml: no such key [LS1000]"
     assert coded("LS2000", f"run.yaml: {inner}") == "run.yaml: no such key [LS2000]"
     assert CodedError.read(f"trial 3: {inner}").code == "LS1000"
+
+
+def test_an_error_of_a_plug_in_may_have_no_code() -> None:
+    error = CodedError("no such key")
+    assert (error.code, error.message, str(error)) == ("", "no such key", "no such key")

@@ -426,11 +426,8 @@ def in_workers(
         for bundle in loader:
             _, index, rows = asked.pop(0)
             yield placed(columns, rows, index, bundle)
-    except RuntimeError as caught:  # torch's, for an error of a worker: with the worker's traceback in front
-        _, raised, text = str(caught).rpartition("RunError: ")
-        if not raised:
-            raise
-        raise RunError.read(text.strip()) from None
+    except RunError as caught:  # with the worker's traceback in front
+        raise RunError.read(caught.message.strip().rpartition("RunError: ")[2]) from None
 
 
 class _Jobs:
