@@ -158,7 +158,7 @@ def test_a_short_override_sets_one_key_and_leaves_the_others() -> None:
 
 
 def test_a_short_section_that_will_not_do_is_refused() -> None:
-    assert "strategy.name: unknown name 'deepsped'" in said("strategy=deepsped")
+    assert "strategy.name: unknown strategy 'deepsped'" in said("strategy=deepsped")
     assert "not both" in said("model=gpt2")  # beside type: which of the two is not guessed
     assert "model: 5 will not do" in said("model=5")
     assert "'fp8' will not do: wanted is 'fp32', 'bf16' or 'fp16'" in said("precision=fp8")

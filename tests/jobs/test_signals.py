@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.errors import uncoded
 from lockstep.distributed.signals import AGAIN_S, Interrupts, Stopped
 from lockstep.distributed.world import World
 from support.command import (
@@ -173,7 +172,7 @@ def test_a_signal_that_comes_before_anything_listens_ends_with_a_word(
         process.send_signal(number)
         status, out, err = ended(process)
     assert status == -number, (out, err)
-    assert uncoded(err) == f"lockstep: ended by {number.name}, which came while nothing was being trained; {KEPT}\n"
+    assert err == f"lockstep: ended by {number.name}, which came while nothing was being trained; {KEPT}\n"
 
 
 def test_of_a_ctrl_c_that_is_heard_twice_only_the_next_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint import exported
 from lockstep.config import key_aliases, optim, plugins, user_code
 from lockstep.config.run import Run, RunError
-from lockstep.data.arrow_cache import Prepared
 from lockstep.track.report import history
 
 if TYPE_CHECKING:
+    from lockstep.data.arrow_cache import Prepared
     from lockstep.distributed.world import World
 
 

@@ -210,8 +210,8 @@ def keys_of(model: type[BaseModel]) -> dict[str, str]:
     launchers and optimizers, which need no torch for it."""
     found = dict.fromkeys(_described(model), "")
     for kind, section in _SECTIONS.items():
-        for name in plugins.names(kind):
-            for option in plugins.find(kind, name).Options.model_fields:  # type: ignore[attr-defined]
+        for name, plugin in plugins.loadable(kind):
+            for option in plugin.Options.model_fields:  # type: ignore[attr-defined]
                 key = f"{section}.{option}"
                 if key not in found or found[key]:
                     found[key] = f"{found[key]}, {name}" if key in found else f"with {section}.name: {name}"

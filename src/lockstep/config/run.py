@@ -8,7 +8,6 @@ Nothing here imports torch: the machine you submit from may have none.
 
 from __future__ import annotations
 
-import difflib
 import glob
 import json
 import os
@@ -353,12 +352,8 @@ class _Source:
         return messages.where(key, self.origin, self.lines, self.overridden)
 
     def known(self, key: str, kind: str, name: str) -> None:
-        if name not in (names := plugins.names(kind)):
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise RunError(
-                "LS1108", f"{key}: unknown name {name!r}; {hint}known are {', '.join(names)} ({self.where(key)})"
-            )
+        if name not in plugins.names(kind):
+            raise RunError("LS1121", f"{key}: {plugins.unknown(kind, name)} ({self.where(key)})")
 
     def typed(self, key: str, kind: str, section: PluginSection) -> PluginSection:
         """The section with the keys of its plug-in, defaults filled in."""

@@ -255,7 +255,7 @@ class Fit:
 def tasks() -> list[str]:
     """Those that a data set may be for: the built-in ones in the order in which they are tried, then plug-ins that say
     what columns are called."""
-    kinds: dict[str, Any] = {name: plugins.find("tasks", name) for name in plugins.names("tasks") if name not in _FITS}
+    kinds: dict[str, Any] = {name: kind for name, kind in plugins.loadable("tasks") if name not in _FITS}
     return [*_FITS, *(name for name, kind in kinds.items() if kind.column_aliases)]
 
 
