@@ -231,7 +231,7 @@ def _of_distribution(entry: EntryPoint, kind: str) -> type:
             f"{_SINGULAR[kind]} {entry.name!r} of {entry_points.origin(entry)} is {entry.value}, which is no class "
             f"that inherits from lockstep's {_SINGULAR[kind].capitalize()}",
         )
-    return plugin_class  # type: ignore[no-any-return]
+    return plugin_class
 
 
 def unknown(kind: str, name: str) -> str:
