@@ -13,6 +13,7 @@ import itertools
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.world import World
 from lockstep.strategies.abilities import ShardedRecovery
-from lockstep.strategies.engines import blocks, layers, zero_config
+from lockstep.strategies.engines import blocks, layers, zero_config, zero_graph
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.engines.zero_sums import Cut, LocalSums, TurnSums, check_cuts
@@ -152,6 +153,7 @@ class Sharded(ShardedRecovery):
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)
         self.followers: list[tuple[nn.Parameter, nn.Parameter]] = []  # unaligned parameters of DeepSpeed's, and ours
+        self.saving: AbstractContextManager[Any] = nullcontext()  # around forward
         self.in_tree_order = self.gives_bits(run)
         self.stage = self.stage_of(run)
         if self.in_tree_order and world.size == 1:
@@ -168,6 +170,8 @@ class Sharded(ShardedRecovery):
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
         self.low_precision = keeps_bf16_weights(self.options())
         self.config = zero_config.config(self.run, self.stage, self.parameter_count, self.options())
+        if self.in_tree_order:
+            self.config["zero_optimization"]["memory_efficient_linear"] = False  # `SavedByName` takes its place
         if self.stage == 3:
             call = partial(call_on_cpu, self.model, task)
             refuse_writes(self.model, self.world, call, "strategy.name: zero3", "zero2 or ddp")
@@ -210,6 +214,10 @@ class Sharded(ShardedRecovery):
         shapes = {name: self.shapes[name] for name in trained}
         self.held = HeldCuts(self.world, shapes, self._flat(), self._owned(trained))
         leaves = trained if self.stage == 3 else self._compute_with_own(trained)
+        if self.stage == 3:
+            zero_graph.keep_sums(self.model)
+            coordinator = self.engine.optimizer.parameter_offload.get_param_coordinator()
+            self.saving = zero_graph.SavedByName(self.model, coordinator)
         sums = LocalSums if self.stage == 1 else TurnSums
         self.sums = sums(self.world, [*leaves.values()], self.held.cuts)
         groups = optim.groups(self.run.optim, self.held.parts.items(), treated)
@@ -364,7 +372,7 @@ class Sharded(ShardedRecovery):
         return StepResult(losses.sum() / batch.targets, norm, loss_sums_of=self.sources.of_step)
 
     def _run_micro_batch(self, micro: MicroBatch, targets: float) -> Tensor:
-        with self.phases("forward"), self.autocast(not self.low_precision):
+        with self.phases("forward"), self.autocast(not self.low_precision), self.saving:
             loss = self.loss_sum(self._run(micro.inputs), micro)
         with self.phases("backward"):
             if self.in_tree_order:

@@ -116,7 +116,7 @@ _SAME_NUMBERS = {
         *("offload_optimizer", "offload_param", "sub_group_size", "round_robin_gradients", "parameter_alignment"),
         *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"),
         *("stage3_param_persistence_threshold", "stage3_module_granularity_threshold"),
-        *("stage3_gather_16bit_weights_on_model_save", "memory_efficient_linear"),
+        "stage3_gather_16bit_weights_on_model_save",
     },
     "bf16": {"enabled"},
     "bfloat16": {"enabled"},

@@ -1,0 +1,113 @@
+"""ZeRO's stage 3 without another arithmetic: the graph of a model stays what it is without DeepSpeed.
+
+In: a model whose weights DeepSpeed gathers before a module computes, and lets go of afterwards. Out: forward and
+backward of PyTorch's own operations, in their own order. Two things of DeepSpeed's are replaced:
+
+- It hears of backward by nodes of its own in the graph, around the inputs and outputs of every module. Gradients that
+  meet at an input are added up in other groups then: (query + key + value) + residual (`keep_sums`).
+- Its `memory_efficient_linear` puts another function in the place of `torch.nn.functional.linear`, for the whole
+  process, which rounds in another way. It is there because autograd would keep gathered weights in memory until
+  backward. Here autograd keeps where in which weight the numbers lie, whatever the operation.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+
+# Of their input each of these makes one thing: a node of DeepSpeed's in between adds nothing up.
+_USE_ONCE = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
+
+
+def keep_sums(model: nn.Module) -> None:
+    """Leave DeepSpeed's nodes where they change no sum, once it has put them in: after a module that has weights and no
+    modules within it, and before one that uses its input once. Other modules with weights have hooks of tensors, and
+    those without weights nothing, as there is nothing to gather."""
+    for module in model.modules():
+        functions = {name: vars(module)[name] for name in ("pre_bwd_fn", "post_bwd_fn") if name in vars(module)}
+        weights, inner = any(True for _ in module.parameters(recurse=False)), any(True for _ in module.children())
+        for name, function in functions.items():
+            if not weights:
+                setattr(module, name, _Nothing)
+            elif inner or (name == "post_bwd_fn" and not isinstance(module, _USE_ONCE)):
+                setattr(module, name, _TensorHook(function))
+
+
+class _Nothing:
+    """In the place of an autograd function of DeepSpeed's."""
+
+    @staticmethod
+    def apply(tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+
+class _TensorHook:
+    """Does what an autograd function of DeepSpeed's does, of which every gradient is that of its input."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        """The tensor itself. Of several of its hooks the last one hears first, as nodes of the graph would."""
+        if tensor.requires_grad and torch.is_grad_enabled():
+            context = SimpleNamespace()
+            self._function.setup_context(context, (tensor,), tensor)
+            hearing: list[tuple[Any, Any]] | None = getattr(tensor, "lockstep_hearing", None)
+            if hearing is None:
+                hearing = tensor.lockstep_hearing = []  # type: ignore[attr-defined]
+                tensor.register_hook(partial(_hear, hearing))
+            hearing.append((self._function, context))
+        return tensor
+
+
+def _hear(hearing: list[tuple[Any, Any]], gradient: Tensor) -> None:
+    for function, context in reversed(hearing):
+        function.backward(context, gradient)
+
+
+class SavedByName(torch.autograd.graph.saved_tensors_hooks):
+    """In here forward runs. What it saves of a gathered weight, or of a view of one, is where it lies in the weight."""
+
+    def __init__(self, model: nn.Module, coordinator: Any) -> None:
+        """`coordinator`: DeepSpeed's, which gathers weights in advance."""
+        super().__init__(self._pack, self._unpack)
+        self._arriving = coordinator._PartitionedParameterCoordinator__inflight_param_registry  # weight -> handle
+        self._weights: dict[int, Any] = {}  # address of the memory of a gathered weight -> the weight
+        for module in model.modules():
+            if any(hasattr(p, "ds_id") for p in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(self._note)  # after DeepSpeed's, which gathers
+                module.register_forward_hook(self._forget, prepend=True)  # before DeepSpeed's, which lets go
+
+    def _note(self, module: nn.Module, _: Any) -> None:
+        for weight in module.parameters(recurse=False):
+            if weight.numel():
+                self._weights[weight.untyped_storage().data_ptr()] = weight
+
+    def _forget(self, module: nn.Module, *_: Any) -> None:
+        for weight in module.parameters(recurse=False):
+            if weight.numel():
+                self._weights.pop(weight.untyped_storage().data_ptr(), None)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        weight = self._weights.get(tensor.untyped_storage().data_ptr()) if self._weights else None
+        if weight is None or weight.dtype != tensor.dtype:
+            return tensor
+        return weight, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        weight, size, stride, offset = packed
+        if weight in self._arriving:  # asked for in advance, and used before DeepSpeed hears of its module
+            self._arriving.pop(weight).wait()
+        if weight.ds_status.name == "NOT_AVAILABLE":
+            weight.all_gather()
+        assert weight.ds_status.name == "AVAILABLE", weight.ds_summary()
+        return weight.data.as_strided(size, stride, offset)
