@@ -161,7 +161,9 @@ def arguments(tree: ast.Module, where: str = "the file") -> dict[str, Any] | Non
     if not made:
         return None
     if len(made) > 1:
-        raise RunError(f"--from: {where} makes estimators on lines {', '.join(str(c.lineno) for c in made)}; leave one")
+        raise RunError(
+            "LS8220", f"--from: {where} makes estimators on lines {', '.join(str(c.lineno) for c in made)}; leave one"
+        )
     known = _assigned(tree)
     found: dict[str, Any] = {}
     for word in made[0].keywords:
@@ -269,7 +271,7 @@ def _launcher() -> Any:
     try:
         return plugins.find("launchers", "sagemaker")
     except plugins.PluginError as error:
-        raise RunError(f"launch.name: {error}") from None
+        raise RunError(error.code, f"launch.name: {error.message}") from None
 
 
 def _where(theirs: Mapping[str, Any], moved: Imported) -> None:
