@@ -23,7 +23,7 @@ from typing import Any
 from lockstep.config.run import Run, RunError, load
 from lockstep.tools.bench import bench, calibrate
 from lockstep.tools.bench.bench_results import Bench, BenchRow, machine
-from lockstep.tools.planner import planner
+from lockstep_plan import planner
 
 SMALL = {
     "name": "planned",
