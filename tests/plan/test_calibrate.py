@@ -11,9 +11,8 @@ import yaml
 from lockstep.cli import main
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.tools.bench import calibrate, rates
 from lockstep.training.resolve import for_rank
-from lockstep_plan import devices
+from lockstep_plan import calibrate, devices, rates
 from lockstep_plan.devices import Device, Link
 from lockstep_plan.estimate import computed, estimate, travelling
 from lockstep_plan.rates import Rates
