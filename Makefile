@@ -93,7 +93,8 @@ size:
 
 site: SITE := build/docs-environment
 site:
-	@test -x $(SITE)/bin/mkdocs || { "$(PYTHON)" -m venv $(SITE) && $(SITE)/bin/python -m pip install -q $$("$(PYTHON)" -c "import tomllib; \
+	@test -x $(SITE)/bin/zensical || { "$(PYTHON)" -m venv $(SITE) && $(SITE)/bin/python -m pip install -q $$("$(PYTHON)" -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])"); }
-	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
+	@"$(PYTHON)" docs/site.py
+	@$(SITE)/bin/zensical build --strict --clean --config-file mkdocs.yml
 	@echo "build/site/index.html"

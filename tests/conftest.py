@@ -35,7 +35,7 @@ if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" not in os.environ:
 
 if hasattr(os, "SCHED_BATCH"):
     # gloo's thread, once woken, took the processor from the thread it waits for, and asked again and again: a quarter
-    # of what some of these tests took (docs/log.md). A thread of this class takes it from nobody.
+    # of what some of these tests took (benchmarks/log.md). A thread of this class takes it from nobody.
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

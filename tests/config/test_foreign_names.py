@@ -11,13 +11,13 @@ from lockstep.config import error_messages, plugins
 from lockstep.config.key_aliases import FOREIGN, NOWHERE
 from lockstep.config.run import Run, RunError, load, schema
 from lockstep.tools.import_config import trainer
-from support.places import ROOT
+from support.documents import chapters
 
 KEYS = {*error_messages.keys_of(Run)}
 for kind, part in (("tasks", "task"), ("launchers", "launch"), ("optimizers", "optim")):
     for each in plugins.names(kind):
         KEYS |= {f"{part}.{key}" for key in plugins.find(kind, each).Options.model_fields}  # type: ignore[attr-defined]
-PAGE = (ROOT / "docs/coming-from.md").read_text()
+PAGE = chapters("reference/coming-from")
 SMALL: dict[str, Any] = {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}}
 
 
@@ -158,7 +158,7 @@ def test_a_short_override_sets_one_key_and_leaves_the_others() -> None:
 
 
 def test_a_short_section_that_will_not_do_is_refused() -> None:
-    assert "strategy.name: unknown name 'deepsped'" in said("strategy=deepsped")
+    assert "strategy.name: unknown strategy 'deepsped'" in said("strategy=deepsped")
     assert "not both" in said("model=gpt2")  # beside type: which of the two is not guessed
     assert "model: 5 will not do" in said("model=5")
     assert "'fp8' will not do: wanted is 'fp32', 'bf16' or 'fp16'" in said("precision=fp8")

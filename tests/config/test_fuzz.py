@@ -70,7 +70,7 @@ ONCE = {
     "in UTF-16": (
         {"rows.json": f'[{{"text": "a", "x": {"[" * 5000 + "]" * 5000}}}]'.encode("utf-16")},
         ["data.source=rows.json", "data.encoding=utf-16"],
-        "rows.json, it is nested too deeply",
+        "rows.json, line 1: nested more than 200 levels deep",
     ),
     "a number of 5,000 digits": (
         {"long.yaml": "steps: " + "9" * 5000},

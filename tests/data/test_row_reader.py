@@ -59,7 +59,7 @@ def whole(path: Path, plain: str | None = None) -> list[dict[str, Any]] | str:
     try:
         return list(source.load(DataSection(train=str(path)), 0, plain).splits["train"].to_list())  # type: ignore[arg-type]
     except RunError as error:
-        return str(error)
+        return error.message
 
 
 def streamed(path: Path, plain: str | None = None) -> list[dict[str, Any]] | str:
@@ -68,7 +68,7 @@ def streamed(path: Path, plain: str | None = None) -> list[dict[str, Any]] | str
     try:
         steps = list(reader.walk())
     except RunError as error:
-        return str(error)
+        return error.message
     again = [reader.read(chunk) for chunk, _ in reversed(steps)]
     assert [repr(rows) for _, rows in steps] == [repr(rows) for rows in reversed(again)]
     tables = [rows if isinstance(rows, pa.Table) else pa.table(rows) for _, rows in steps]

@@ -320,7 +320,7 @@ def test_several_processes_hash_rows_as_one_does(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_edit_is_seen_by_size_and_time(tmp_path: Path) -> None:
-    """And one that keeps both is not: docs/run-file.md says so."""
+    """And one that keeps both is not: docs/reference/run-file.md says so."""
     path = tmp_path / "train.jsonl"
     write(path, [{"text": f"text {i}", "label": i % 2} for i in range(30)])
     before, was = path.stat(), path.read_text()

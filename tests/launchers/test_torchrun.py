@@ -27,6 +27,7 @@ from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, L
 from lockstep.launchers.start import joined, joining
 from lockstep.launchers.torchrun import Torchrun, node_range
 from support.command import LOCKSTEP, RUN, bits, ended, free_port, start, step_of, until, write
+from support.documents import chapters
 from support.harness import lean, run_on, tiny
 from support.places import ROOT
 
@@ -104,7 +105,7 @@ def test_what_is_refused_before_anything_starts(name: str, overrides: list[str],
 
 @pytest.mark.parametrize("name", ["torchrun", "accelerate", "tcp"])
 def test_every_key_is_documented(name: str) -> None:
-    page = (ROOT / "docs/launchers.md").read_text()
+    page = chapters("how-to/launchers.md", "how-to/torchrun.md")
     keys = find("launchers", name).Options.model_fields  # type: ignore[attr-defined]
     assert [key for key in keys if f"launch.{key}" not in page] == []
 
@@ -350,7 +351,7 @@ def test_accelerate_s_own_command(tmp_path: Path, cache: Path, untouched: Path) 
 @pytest.mark.usefixtures("nobody_is_left")
 def test_the_task_for_skypilot_in_the_documents(tmp_path: Path, cache: Path, untouched: Path) -> None:
     """Its `run` lines, on two nodes that are this machine, with the variables that SkyPilot sets."""
-    page = (ROOT / "docs/clouds.md").read_text().partition("## SkyPilot")[2]
+    page = (ROOT / "docs/how-to/clouds.md").read_text().partition("## SkyPilot")[2]
     task = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
     write(tmp_path)
     lines = task["run"].replace("~/venv/bin/lockstep", shlex.join(LOCKSTEP)).replace("/outputs/run", "out")

@@ -49,7 +49,7 @@ FILES = sorted(Path(lockstep.plain.__file__).parent.glob("**/*.py"))
 ALLOWED = {"torch", "transformers", "peft", "numpy", "pyarrow", "datasets", "trl", "sentence_transformers", "sacrebleu"}
 ALLOWED |= {"PIL", "sklearn", "scipy", "seqeval", "rouge_score"}
 MOST = {"rows.py": 170, "scores.py": 110}  # logical lines that read rows, and that score an evaluation
-MOST_OF_REST = 640  # for the examples, losses and steps of all tasks; 600 were aimed at (docs/log.md)
+MOST_OF_REST = 640  # for the examples, losses and steps of all tasks; 600 were aimed at (benchmarks/log.md)
 OTHERS = ("allreduce", "fsdp2", "zero2", "pipeline", "hf_accelerate", "hf_trainer")
 QUICK = ("classification", "prompts", "pairs")  # the others are slow
 

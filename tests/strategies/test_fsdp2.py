@@ -123,7 +123,8 @@ def written(world: World, run: Run) -> tuple[int, int]:
 @pytest.mark.processes
 def test_only_the_first_rank_ever_holds_the_whole_model() -> None:
     """A part is a quarter of the model; the rest is one weight on its way, or two while a thread has not let go. The
-    system's count of pages once read 0.71, when freed memory was kept from before the build: docs/log.md, "Memory"."""
+    system's count of pages once read 0.71, when freed memory was kept from before the build:
+    benchmarks/log.md, "Memory"."""
     large = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 4, "n_embd": 128, "n_positions": 32}}
     run = tiny("strategy.name=fsdp2", model=large)
     (first, size), *others = run_on(4, written, run, run=run)

@@ -1,8 +1,9 @@
-"""Every key of the run file, with what changing it changes: the data of docs/run-file-keys.md and of its test.
+"""Every key of the run file, with what changing it changes: the data of docs/reference/run-file-keys.md and
+of its test.
 
 In: nothing. Out: `KEYS`, a key -> `Tried`, a pair of small runs that differ in the key and what must differ between
 them, or `Elsewhere`, the test file that tries it, because it needs several processes, a network, a cluster or a GPU.
-`PYTHONPATH=tests python -m support.key_table` writes docs/run-file-keys.md.
+`PYTHONPATH=tests python -m support.key_table` writes docs/reference/run-file-keys.md.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from support.places import ROOT
 
-PAGE = ROOT / "docs/run-file-keys.md"
+PAGE = ROOT / "docs/reference/run-file-keys.md"
 # What may differ between two runs, and in which words the page says so.
 EFFECTS = {
     "order": "which examples stand in which step and micro-batch",
@@ -333,7 +334,7 @@ def row(key: str, case: Tried | Elsewhere) -> str:
 
 
 def page() -> str:
-    """docs/run-file-keys.md."""
+    """docs/reference/run-file-keys.md."""
     words = "\n".join(f"- **{name}**: {text}" for name, text in EFFECTS.items())
     rows = "\n".join(row(key, KEYS[key]) for key in sorted(KEYS))
     return f"""# What each key changes

@@ -73,7 +73,7 @@ def test_a_sum_that_hangs_on_the_other_examples_is_told(here: Path) -> None:
 
 
 def test_the_example_of_the_page(here: Path) -> None:
-    page = (ROOT / "docs/own-module.md").read_text()
+    page = (ROOT / "docs/how-to/own-module.md").read_text()
     (here / "my_file.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     values = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
     assert found_of(Run.load(values))["loss"] == "mean"

@@ -1,4 +1,4 @@
-"""`lockstep init --from`: files of other systems become run files; docs/coming-from.md says the same as the tables."""
+"""`lockstep init --from`: files of other systems become run files; the documents have the same tables."""
 
 import dataclasses
 import json
@@ -14,9 +14,9 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.tools.import_config import axolotl, command_line, trainer
 from lockstep.tools.import_config.table import Row, Table
-from support.places import ROOT
+from support.documents import chapters
 
-PAGE = (ROOT / "docs/coming-from.md").read_text()
+PAGE = chapters("how-to/coming-from.md", "how-to/coming-from-loops.md", "reference/coming-from")
 TABLES: dict[str, Table] = {
     "Trainer": trainer.TABLE,
     "axolotl": axolotl.TABLE,

@@ -50,7 +50,7 @@ def test_a_loop_whose_functions_have_no_names_is_said_to_be_one(
 ) -> None:
     said = refused("points.py", DDP.replace(old, new), capsys)
     assert "this is a loop of its own" in said
-    assert "docs/own-module.md" in said
+    assert "docs/how-to/own-module.md" in said
     run = moved("points.py", DDP.replace(old, new), "--partial")
     assert "FILL-IN" in run.task.options.values()
     assert run.batch_size == 20

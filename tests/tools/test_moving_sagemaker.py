@@ -15,10 +15,9 @@ from lockstep.config.run import RunError, load
 from lockstep.tools.import_config import sagemaker
 from lockstep.tools.import_config.sagemaker import NEWER, TABLE, arguments, move
 from lockstep.tools.import_config.table import Imported
-from support.places import ROOT
+from support.documents import chapters
 
-SECTION = (ROOT / "docs/coming-from.md").read_text().partition("\n## SageMaker\n")[2]
-SECTION = SECTION.partition("\n## ")[0]
+SECTION = chapters("reference/coming-from/sagemaker.md")
 ROLE = "arn:aws:iam::123456789012:role/training"
 OLDER = f"""
 from sagemaker.huggingface import HuggingFace as Estimator

@@ -123,7 +123,7 @@ def test_plan_says_what_a_run_amounts_to(here: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_bytes_of_a_parameter_are_those_of_the_docs(words: list[str], held: tuple[float, ...], here: Path) -> None:
-    """docs/strategies.md, of four processes; tests/strategies/test_memory.py measures them."""
+    """docs/reference/strategies.md, of four processes; tests/strategies/test_memory.py measures them."""
     run = load("run.yaml", words)
     assert tuple(strategy_class(run).bytes_held(run, 4).values()) == held
 

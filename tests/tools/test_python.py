@@ -1,4 +1,4 @@
-"""The Python interface: the examples of docs/python.md, Ctrl-C, a parent that is gone, and a notebook."""
+"""The Python interface: the examples of docs/how-to/python.md, Ctrl-C, a parent that is gone, and a notebook."""
 
 import os
 import re
@@ -12,8 +12,8 @@ import pytest
 import lockstep
 from lockstep.tools.subprocess_job import Child
 from support.command import RUN, ended, saved, start, step_of, until, write
+from support.documents import DOCS
 from support.harness import lockstep_environment
-from support.places import ROOT
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 LONG = RUN | {"steps": 5000, "output": "out", "checkpoint": {"every": 0}}  # saved when it is stopped, and only then
@@ -31,7 +31,7 @@ def blocks(page: Path) -> list[str]:
 @pytest.mark.processes
 def test_the_examples_of_the_page_run_without_a_main_guard(tmp_path: Path, cache: Path) -> None:
     code = []
-    for block in blocks(ROOT / "docs" / "python.md"):
+    for block in blocks(DOCS / "how-to/python.md"):
         if named := re.match(r"# (\w+\.py)\n", block):
             (tmp_path / named[1]).write_text(block)
         else:

@@ -1,10 +1,10 @@
 """Other names of keys: those of other systems, those that have no counterpart here, and former ones of our own.
 
-`FOREIGN`: a key's last part as it is written elsewhere (Trainer, Lightning, axolotl, LLaMA-Factory, scripts) -> our
-key ("" where nothing has to be set), and one sentence on what is different. `NOWHERE`: a name of TrainingArguments ->
-why nothing is to be set. Messages about unknown keys look in both before they guess; docs/coming-from.md shows them. A
-former name of our own is read for one release, with a note: `present`, of a section or of the flat keys of a
-checkpoint.
+`FOREIGN`: a key's last part as it is written elsewhere (Trainer, Lightning, axolotl, LLaMA-Factory, scripts) -> our key
+("" where nothing has to be set), and one sentence on what is different. `NOWHERE`: a name of TrainingArguments -> why
+nothing is to be set. Messages about unknown keys look in both before they guess; docs/reference/coming-from/names.md
+shows them. A former name of our own is read for one release, with a note: `present`, of a section or of the flat keys
+of a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import difflib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from lockstep.config.errors import InvalidValue
 
 CLOSE = 0.75  # how alike a name must be to one of ours to be guessed
 MOST = 4  # places named for one name
@@ -275,8 +277,9 @@ def translate(section: str, values: Any, known: Mapping[str, Any]) -> Any:
             name = key  # a plug-in of the user's own may have a key of that name
         if name != key:
             if name in values:
-                raise ValueError(
-                    f"{prefix}{key} is the former name of {prefix}{name}, and both are given; leave {prefix}{key} out"
+                raise InvalidValue(
+                    "LS1050",
+                    f"{prefix}{key} is the former name of {prefix}{name}, and both are given; leave {prefix}{key} out",
                 )
             _note(f"{prefix}{key} is called {prefix}{name} now; the former name is read for one release")
         present[name] = _present_value(f"{prefix}{name}", value) if name in known else value
@@ -333,7 +336,7 @@ NOWHERE: dict[str, str] = {
     "fp16_full_eval": "an evaluation computes as training does (precision)",
     "bf16_full_eval": "an evaluation computes as training does (precision)",
     "tf32": _KERNELS,
-    "optim_args": "each optimizer has keys of its own: docs/optimizers.md",
+    "optim_args": "each optimizer has keys of its own: docs/reference/optimizers.md",
     "optim_target_modules": "optim.muon_params of muon; optim.groups has rates",
     "average_tokens_across_devices": _SUMS,
     "activation_checkpointing_kwargs": AGAIN,

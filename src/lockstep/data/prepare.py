@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lockstep._version import __version__
-from lockstep.config import user_code
+from lockstep.config import plugins, user_code
 from lockstep.config.run import Run, RunError
 from lockstep.data import file_formats, raw_rows, remote, row_files, source
 from lockstep.data.arrow_cache import VERSION, Prepared, content, digest
@@ -88,8 +88,9 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
                 with made_by(digest(code)), remote.as_found(elsewhere):
                     found = task.prepare(run)
             except RunError as error:
-                raise RunError(remote.named(str(error))) from error
-            if user_code.is_own(run.task.name):  # the key that such a task gives may follow its code, or its paths
+                raise RunError(error.code, remote.named(error.message)) from error
+            # the key that a task of the user's own gives may follow its code, or its paths
+            if user_code.is_own(plugins.path_of("tasks", run.task.name)):
                 found = replace(found, key=_content_of(found))
             if (
                 sources := found.facts.get("sources")

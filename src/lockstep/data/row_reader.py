@@ -82,18 +82,22 @@ def reader(
     kind = kinds.get(file_formats.plain(path).suffix)
     if kind is None or (kind is ParquetReader and file_formats.is_compressed(path)):
         raise RunError(
-            f"{key}: {path} cannot be streamed, since nothing tells where its rows begin; a stream reads {READ}"
+            "LS2220",
+            f"{key}: {path} cannot be streamed, since nothing tells where its rows begin; a stream reads {READ}",
         )
     if file_formats.plain(path).suffix == ".txt" and plain == "file":
-        raise RunError(f"{key}: {path}: a stream reads a .txt file line by line; set task.document=line")
+        raise RunError("LS2221", f"{key}: {path}: a stream reads a .txt file line by line; set task.document=line")
     return kind(path, plain, wanted, how, key)
 
 
 def whole(file: Path, key: str, plain: str | None = None) -> Iterator[Rows]:
     """All rows of a file in UTF-8, as columns a chunk at a time; a .json file may hold one list of rows. Errors:
     `RunError`."""
-    if file.suffix == ".json" and (rows := _json_list(file, key)) is not None:
-        yield columns_of(rows)
+    if file.suffix == ".json" and (text := file.read_bytes().decode("utf-8-sig")).lstrip()[:1] == "[":
+        try:
+            yield columns_of(_json_list(text))
+        except ValueError as error:
+            raise RunError("LS2227", f"{key}: {file}{error}") from None
         return
     of_file = LineReader(file, key=key) if file.suffix == ".json" else reader(file, plain, key=key)
     for _, rows in of_file.walk():
@@ -143,12 +147,13 @@ class RowReader(ABC):
     def failed(self, error: BaseException, row: int) -> RunError:
         """The error of a library, for a person. `row`: the first that could not be read."""
         if isinstance(error, FileNotFoundError):
-            return RunError(f"{self.key}: {self.path} is gone; row {row:,} of it is wanted")
+            return RunError("LS2222", f"{self.key}: {self.path} is gone; row {row:,} of it is wanted")
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         what = "unpack" if file_formats.is_compressed(self.path) else "read"
         return RunError(
+            "LS2223",
             f"{self.key}: cannot {what} {self.path} from row {row:,} on ({reason}): it is cut off or damaged, or is no "
-            "such file; fetch or write it again"
+            "such file; fetch or write it again",
         )
 
     @abstractmethod
@@ -242,8 +247,9 @@ class LineReader(_ByteReader):
             before = block.count(b"\n", 0, error.start)
             at = f"rows from {row:,} on" if line is None else f"line {line + before}"
             raise RunError(
+                "LS2224",
                 f"{self.key}: {self.path} is not text in UTF-8 ({at}: {error.reason}), and a stream reads no other: "
-                "convert the file"
+                "convert the file",
             ) from None
         if self._is_json:
             lines = [(n, each) for n, each in enumerate(text.split("\n")) if each.strip(_BLANK.decode())]
@@ -255,8 +261,9 @@ class LineReader(_ByteReader):
         for i, (_, mark, _) in enumerate(parts):
             if not mark:
                 raise RunError(
+                    "LS2225",
                     f"{self._place(row + i, line and line + lines[i][0])}: wanted is 'text;label', there is no "
-                    "semicolon"
+                    "semicolon",
                 )
         return {"text": [text for text, _, _ in parts], "label": [label.strip() for _, _, label in parts]}
 
@@ -264,7 +271,7 @@ class LineReader(_ByteReader):
         try:
             return json_row(text)
         except ValueError as error:
-            raise RunError(f"{self._place(row, line)}{error}") from None
+            raise RunError("LS2226", f"{self._place(row, line)}{error}") from None
 
     def _place(self, row: int, line: int | None) -> str:
         return f"{self.key}: {self.path}, " + (f"row {row:,}" if line is None else f"line {line}")
@@ -317,7 +324,9 @@ class ArchiveReader(_ByteReader):
                 return name, json.loads(text)
             return name, int(text) if name.endswith("cls") and re.fullmatch(r"\s*-?\d+\s*", text) else text
         except ValueError as error:
-            raise RunError(f"{self.key}: {self.path}, row {row:,}: {member.name} cannot be read: {error}") from None
+            raise RunError(
+                "LS2228", f"{self.key}: {self.path}, row {row:,}: {member.name} cannot be read: {error}"
+            ) from None
 
 
 def _key(member: tarfile.TarInfo) -> str:
@@ -391,7 +400,7 @@ def check_levels(file: Path, key: str) -> None:
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.count(b"[") + line.count(b"{") > LEVELS and _is_deep(line):
-                raise RunError(f"{key}: {file}, line {number}{_DEEP}")
+                raise RunError("LS2067", f"{key}: {file}, line {number}{_DEEP}")
 
 
 _DEEP = f": nested more than {LEVELS} levels deep"
@@ -406,47 +415,33 @@ def json_row(line: str) -> dict[str, Any]:
     """The row on a line. Errors: `ValueError`, in words that follow the line's number."""
     if line.count("[") + line.count("{") > LEVELS and _is_deep(line.encode()):
         raise ValueError(_DEEP)
+    return _mapping(_parsed(line, f": {_shown(line)}"))
+
+
+def _json_list(text: str) -> list[dict[str, Any]]:
+    """The rows of a file that holds one list of them. Errors: `ValueError`, in words that follow the file's name."""
+    rows = _parsed(text, "")
+    for number, row in enumerate(rows):
+        _mapping(row, f", row {number}")
+    return list(rows)
+
+
+def _parsed(text: str, shown: str) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f", column {error.colno}: {_reason(error)}: {_shown(line)}") from None
+        line = "" if shown else f", line {error.lineno}"
+        raise ValueError(f"{line}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}{shown}") from None
     except RecursionError:
         raise ValueError(": nested too deeply") from None
     except ValueError as error:  # a number of 5,000 digits
         raise ValueError(f": {str(error).partition(';')[0]}") from None
-    return _mapping(row)
 
 
-def _json_list(file: Path, key: str) -> list[dict[str, Any]] | None:
-    """The rows of a file that holds one list of them; None: it is none. Errors: `RunError`."""
-    text = file.read_bytes().decode("utf-8-sig")
-    if text.lstrip()[:1] != "[":
-        return None
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise RunError(f"{key}: {file}, {place}: {_reason(error)}") from None
-    except RecursionError:
-        raise RunError(f"{key}: {file}, it is nested too deeply") from None
-    except ValueError as error:  # a number of 5,000 digits
-        raise RunError(f"{key}: {file}: {str(error).partition(';')[0]}") from None
-    for number, row in enumerate(rows):
-        try:
-            _mapping(row)
-        except ValueError as error:
-            raise RunError(f"{key}: {file}, row {number}{error}") from None
-    return list(rows)
-
-
-def _mapping(row: Any) -> dict[str, Any]:
+def _mapping(row: Any, place: str = "") -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ValueError(f" holds {messages.kind(row)}; wanted is a mapping of columns on each line")
+        raise ValueError(f"{place} holds {messages.kind(row)}; wanted is a mapping of columns on each line")
     return row
-
-
-def _reason(error: json.JSONDecodeError) -> str:
-    return error.msg[:1].lower() + error.msg[1:]
 
 
 def _shown(line: str) -> str:

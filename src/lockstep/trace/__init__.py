@@ -1,4 +1,4 @@
-"""Tracing any training script, and comparing traces: see docs/trace.md.
+"""Tracing any training script, and comparing traces: see docs/how-to/trace.md.
 
 `lockstep trace -o DIR -- COMMAND` traces a command. `import lockstep.trace` as a script's first line traces that
 script, into the folder that LOCKSTEP_TRACE names (default: lockstep-trace). `with lockstep.trace(model, optimizer):`

@@ -354,7 +354,7 @@ def _assignments(script: Script) -> list[ast.Assign]:
 
 
 _WRAPPERS = ("DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP", "compile", "prepare", "DataParallel")
-_PAGE = "docs/own-module.md"
+_PAGE = "docs/how-to/own-module.md"
 
 
 def name(script: Script, moved: Imported, optimizers: list[Call], loader: Call | None) -> None:

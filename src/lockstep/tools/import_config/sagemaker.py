@@ -162,7 +162,9 @@ def arguments(tree: ast.Module, where: str = "the file") -> dict[str, Any] | Non
     if not made:
         return None
     if len(made) > 1:
-        raise RunError(f"--from: {where} makes estimators on lines {', '.join(str(c.lineno) for c in made)}; leave one")
+        raise RunError(
+            "LS8220", f"--from: {where} makes estimators on lines {', '.join(str(c.lineno) for c in made)}; leave one"
+        )
     known = _assigned(tree)
     found: dict[str, Any] = {}
     for word in made[0].keywords:
@@ -235,7 +237,7 @@ def _product(node: ast.expr) -> Any:
 
 
 def row(name: str) -> str:
-    """A row of the table in docs/coming-from.md."""
+    """A row of the table in docs/how-to/coming-from.md."""
     of, newer = TABLE[name], [path for path, older in NEWER.items() if older == name]
     names = ", ".join(f"`{each}`" for each in [name, *newer])
     return f"| {names} | `{of.here}` | {of.how} |" if of.here else f"| {names} | {of.how} |"

@@ -2,7 +2,7 @@
 
 In: a table (their key -> `Row`) and the keys of a file. Out: `Imported`: keys of a run file, what their comments say,
 and the gaps: what has no counterpart or is not understood, with why, and whether it decides what is trained.
-docs/coming-from.md shows the same tables; a test compares them.
+docs/how-to/coming-from.md shows the same tables; a test compares them.
 """
 
 from __future__ import annotations
