@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config import key_aliases
+from lockstep.config import key_aliases, plugins
 from lockstep.config.error_messages import keys_of, secret
 from lockstep.config.run import Run, RunError
-from lockstep.launchers.cloud.aws import TAGS as CONTAINERS
 from lockstep.tools.import_config import trainer
 from lockstep.tools.import_config.script import Script
 from lockstep.tools.import_config.table import Imported, Row, Table, number
@@ -267,6 +266,14 @@ def move(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> N
     _hyperparameters(read.get("hyperparameters"), moved, processes)
 
 
+def _launcher() -> Any:
+    """The class behind `launch.name: sagemaker`. Errors: `RunError` where it is not installed."""
+    try:
+        return plugins.find("launchers", "sagemaker")
+    except plugins.PluginError as error:
+        raise RunError(error.code, f"launch.name: {error.message}") from None
+
+
 def _where(theirs: Mapping[str, Any], moved: Imported) -> None:
     """The instance, its container, and what is in it."""
     instance = theirs.get("instance_type")
@@ -278,10 +285,10 @@ def _where(theirs: Mapping[str, Any], moved: Imported) -> None:
         moved.set("launch.instance", instance, "instance_type")
     for name in ("pytorch_version", "framework_version"):
         version = ".".join(str(theirs.get(name) or "").split(".")[:2])
-        if version in CONTAINERS:
+        if version and version in (known := _launcher().pytorch_versions):
             moved.set("launch.pytorch", version, name)
         elif version:
-            moved.drop(name, theirs[name], f"launch.pytorch is one of {', '.join(CONTAINERS)}; its default is taken")
+            moved.drop(name, theirs[name], f"launch.pytorch is one of {', '.join(known)}; its default is taken")
     for name, key in (("environment", "launch.environment"), ("inputs", "launch.inputs")):
         pairs, unread = _pairs(name, theirs.get(name))
         for left in [left for left, right in pairs.items() if secret({"launch": {name: [f"{left}={right}"]}})]:
