@@ -35,7 +35,7 @@ RANGES = {
     "lockstep_plan": range(8000, 9000),
     "trace": range(9000, 10000),
 }
-RETIRED: set[str] = set()  # codes of messages that are gone: no other message takes them
+RETIRED = {"LS2198", "LS2199"}  # codes of messages that are gone: no other message takes them
 UNCODED = {"plain"}  # shares no code with the rest, which gives its messages codes
 
 
