@@ -10,7 +10,7 @@ import yaml
 from transformers import GPT2Config
 
 from lockstep import cli
-from lockstep.data import file_formats
+from lockstep.data import row_reader
 from lockstep.distributed.world import World
 from lockstep.training.predicting import row_of
 from support.fuzz import KINDS, RUN, Fuzz, without_ranks
@@ -70,7 +70,7 @@ ONCE = {
     "in UTF-16": (
         {"rows.json": f'[{{"text": "a", "x": {"[" * 5000 + "]" * 5000}}}]'.encode("utf-16")},
         ["data.source=rows.json", "data.encoding=utf-16"],
-        "rows.json, it is nested too deeply",
+        "rows.json, line 1: nested more than 200 levels deep",
     ),
     "a number of 5,000 digits": (
         {"long.yaml": "steps: " + "9" * 5000},
@@ -112,9 +112,9 @@ def test_what_once_was_a_crash(
 
 def test_brackets_in_texts_are_none(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "%s \\" [[[", "x": [[1]]}\n' % ("[" * 500))
-    file_formats.check_levels(tmp_path / "rows.jsonl", "data.train")
+    row_reader.check_levels(tmp_path / "rows.jsonl", "data.train")
     (tmp_path / "rows.json").write_text("[" + ",".join(['{"x": [1, {}]}'] * 400) + "]")
-    file_formats.check_levels(tmp_path / "rows.json", "data.train")
+    row_reader.check_levels(tmp_path / "rows.json", "data.train")
 
 
 def test_a_path_of_a_command_that_is_too_long(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from lockstep.config.run import Run, load
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.prepare import prepare
 from lockstep.distributed.consistency_check import disagreement, facts
-from lockstep.launchers.cloud.code_bundle import modules_of
+from lockstep_clouds.code_bundle import modules_of
 from support.contributed import example
 from support.harness import TINY
 from support.messages import raises
@@ -186,7 +186,7 @@ def test_a_parcel_holds_everything_of_the_user_s(here: Path) -> None:
 
 
 def test_kubernetes_mounts_a_package_as_folders(here: Path) -> None:
-    from lockstep.launchers.kubernetes import Kubernetes
+    from lockstep_clouds.kubernetes import Kubernetes
 
     launch = {"name": "kubernetes", "image": "i", "pvc": "c", "processes": 1, "machines": 1}
     run = run_of(launch=launch)

@@ -268,8 +268,8 @@ def test_what_the_hub_does_not_have_is_said(hub: Hub, folder: Path) -> None:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    pytest.importorskip("obstore", reason="needs the extras stores and clouds")
-    pytest.importorskip("moto", reason="needs the extras stores and clouds")
+    pytest.importorskip("obstore", reason="needs the extras stores and cloud-tests")
+    pytest.importorskip("moto", reason="needs the extras stores and cloud-tests")
     with Store() as store:
         for name, value in store.environment.items():
             monkeypatch.setenv(name, value)

@@ -12,7 +12,7 @@ import pytest
 from lockstep.config.errors import uncoded
 from lockstep.config.run import RunError
 from lockstep.data import arrow_cache as shard_index
-from lockstep.data import shard_files
+from lockstep.data import row_reader
 from lockstep.data.streamed import Streamed, Unreadable
 from support.command import LOCKSTEP, ended, lines, start
 from support.command import write as write_run
@@ -168,7 +168,7 @@ def test_parquet_that_is_cut_off_is_named(tmp_path: Path) -> None:
 
 
 def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_files, "ROWS", 10)
+    monkeypatch.setattr(row_reader, "ROWS", 10)
     folder = shards(tmp_path)
     path = folder / "train-02.jsonl"
     good = path.read_text().splitlines()
@@ -177,8 +177,8 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
         path.write_text("\n".join([*good[:row], text, *good[row + 1 :]]) + "\n")
         return said(folder)
 
-    assert with_row("{'text': 1}").startswith(f"data.train: {path}, row 25: it is not JSON (")
-    assert with_row("[1]").startswith(f"data.train: {path}, row 25: wanted is a mapping of columns, and not '[1]'")
+    assert with_row("{'text': 1}").startswith(f"data.train: {path}, line 26, column 2: expecting property name")
+    assert with_row("[1]").startswith(f"data.train: {path}, line 26 holds a list; wanted is a mapping")
     where = f"(rows are counted from row 20 of {path})"
     assert "task.text: column 'text' of the train split of train-02.jsonl must hold" in with_row('{"label": "joy"}')
     assert "in 1 of 10 (row 5 holds None)" in said(folder)
@@ -189,7 +189,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
     assert uncoded(told).endswith(where)
     assert "hold values of several kinds" in with_row('{"text": "a", "label": ["joy"]}')
     path.write_bytes("\n".join(good).encode()[:-10] + b"\xff\xfe\n")
-    assert "is not UTF-8" in said(folder)
+    assert f"{path} is not text in UTF-8 (line {len(good)}: invalid start byte)" in said(folder)
     path.write_text("\n".join(good).replace('"text"', '"body"'))
     assert "data.train: train-02.jsonl has no column 'text'; it has body, label" in said(folder)
     path.write_text("\n".join(json.dumps({"text": "a", "label": i % 2}) for i in range(5)))

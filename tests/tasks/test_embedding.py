@@ -21,6 +21,7 @@ from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.tasks.embedding import Embedding
 from lockstep.tasks.models import pooling, retrieval
+from lockstep.training.plain_sides import with_defaults
 from support.messages import raises
 from support.task_runs import make, write
 
@@ -261,7 +262,7 @@ def test_the_loss_is_that_of_sentence_transformers(tmp_path: Path) -> None:
             ours = float(task.loss_sum(task.model().eval()(**batch.inputs), batch.targets)) / 6
             made = (loss or CosineSimilarityLoss)(model)
             theirs = float(made(read, torch.tensor([row["score"] / 5 for row in rows])))
-            job = Plain(task.run.model_dump(mode="json"), task.prepared.tokenizer, {"train": rows})
+            job = Plain(with_defaults(task.run), task.prepared.tokenizer, {"train": rows})
             plain, count = batch_loss(job, model[0].auto_model.eval(), job.encode(rows))
         assert ours == pytest.approx(theirs, rel=1e-4)
         assert float(plain) / count == pytest.approx(theirs, rel=1e-6)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.run import load
-from lockstep.launchers.cloud.sagemaker_entry import Hosts, overrides, set_secrets
+from lockstep_clouds.sagemaker_entry import Hosts, overrides, set_secrets
 from support.sagemaker import RUN, cloud, here, request, run_of
 
 __all__ = ["cloud", "here"]  # fixtures
@@ -57,7 +57,7 @@ def test_secrets_are_read_by_name(cloud: Any, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.processes
 def test_the_tail_passes_on_and_remembers() -> None:
     code = (
-        "import os, sys; from lockstep.launchers.cloud.sagemaker_entry import Tail; t = Tail(10); "
+        "import os, sys; from lockstep_clouds.sagemaker_entry import Tail; t = Tail(10); "
         "os.system('echo child went wrong >&2'); text = t.text(); print(repr(text)); print('after', file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -68,5 +68,5 @@ def test_the_tail_passes_on_and_remembers() -> None:
 @pytest.mark.processes
 def test_the_entry_needs_nothing_that_is_not_installed_yet() -> None:
     lacking = "import sys; sys.modules |= dict.fromkeys(('pydantic', 'yaml', 'torch', 'rich')); "
-    code = f"{lacking}import lockstep.launchers.cloud.sagemaker_entry"
+    code = f"{lacking}import lockstep_clouds.sagemaker_entry"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -15,11 +15,11 @@ from lockstep.cli import main
 from lockstep.config.run import RunError, load
 from lockstep.distributed import job_record
 from lockstep.launchers import start
-from lockstep.launchers.cloud import aws
-from lockstep.launchers.cloud.sagemaker_job import STOPPED, fetch, new_lines, state_from
-from lockstep.launchers.cloud.sagemaker_request import check_request, name_of
-from lockstep.launchers.sagemaker import Sagemaker
 from lockstep.tools.commands import while_it_runs as logs_command
+from lockstep_clouds import aws
+from lockstep_clouds.sagemaker import Sagemaker
+from lockstep_clouds.sagemaker_job import STOPPED, fetch, new_lines, state_from
+from lockstep_clouds.sagemaker_request import check_request, name_of
 from support.golden import compare
 from support.messages import mentions
 from support.sagemaker import LAUNCH, RUN, cloud, here, needs, request, run_of
@@ -208,9 +208,7 @@ def test_submit_then_fetch(cloud: Any, here: Path, capsys: pytest.CaptureFixture
     body = s3.get_object(Bucket="lockstep-tests", Key=f"runs/{name}/source/source.tar.gz")["Body"].read()
     with tarfile.open(fileobj=io.BytesIO(body)) as tar:
         names = tar.getnames()
-    assert {"lockstep/__init__.py", "lockstep/launchers/cloud/sagemaker_entry.py", "run.yaml", "requirements.txt"} <= {
-        *names
-    }
+    assert {"lockstep/__init__.py", "lockstep_clouds/sagemaker_entry.py", "run.yaml", "requirements.txt"} <= {*names}
 
     held = found["ModelArtifacts"]["S3ModelArtifacts"]
     bucket, key = aws.split_s3(held)

@@ -14,7 +14,7 @@ import pytest
 from lockstep.config import plugins
 from lockstep.config.errors import BAD
 from lockstep.config.run import load
-from lockstep.launchers.ray_train import Ray, RayBoard, outcome
+from lockstep_clouds.ray_train import Ray, RayBoard, outcome
 from support.command import LOCKSTEP, bits, each_step_once, ended, start_anew, step_of, train, until, write
 from support.harness import TINY, lean
 from support.messages import raises

@@ -16,7 +16,7 @@ from lockstep.config import errors
 from lockstep.config.run import RunError
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import State
-from lockstep.launchers.cloud import aws
+from lockstep_clouds import aws
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 STOPPED = "lockstep: stopped on request"  # how `sagemaker_entry` begins its /opt/ml/output/failure for status 75

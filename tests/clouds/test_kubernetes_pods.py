@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from lockstep.config.run import Run, load
-from lockstep.launchers.cloud.kubernetes_manifests import name_of, output_of
-from lockstep.launchers.kubernetes import Kubernetes
+from lockstep_clouds.kubernetes import Kubernetes
+from lockstep_clouds.kubernetes_manifests import name_of, output_of
 from support.command import finish, until, write
 from support.harness import LEAN, TINY
 from support.hosts import Hosts, cluster, hosts

@@ -14,8 +14,8 @@ import yaml
 from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.distributed import job_record
-from lockstep.launchers.cloud.kubernetes_manifests import name_of, output_of
-from lockstep.launchers.kubernetes import Kubernetes, state_from
+from lockstep_clouds.kubernetes import Kubernetes, state_from
+from lockstep_clouds.kubernetes_manifests import name_of, output_of
 from support.golden import compare
 from support.kubernetes import LAUNCH, RUN
 from support.messages import mentions
@@ -65,7 +65,7 @@ def test_manifests_are_as_written_down(case: str, kubeflow: bool) -> None:
 @pytest.mark.extras
 @pytest.mark.parametrize("case", CASES)
 def test_the_api_server_would_take_them(case: str) -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="needs the extra kubernetes")
+    validate = pytest.importorskip("kubernetes_validate", reason="needs the extra cloud-tests")
     for manifest in found(**CASES[case]):
         validate.validate(manifest, "1.31", strict=True)
     broken = found(**CASES[case])[2]
@@ -78,7 +78,7 @@ def test_the_api_server_would_take_them(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_kubeflow_would_take_them(case: str) -> None:
     """Its models drop what they do not know: what comes back must be what went in."""
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the extra clouds")
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the extra cloud-tests")
     _, runtime, job = found(**CASES[case], kubeflow=True)
     for manifest, model in ((runtime, models.TrainerV1alpha1TrainingRuntime), (job, models.TrainerV1alpha1TrainJob)):
         assert model.from_dict(manifest).to_dict() == manifest

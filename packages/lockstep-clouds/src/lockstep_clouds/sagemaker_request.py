@@ -16,13 +16,13 @@ from typing import Any
 from lockstep.config import error_messages as messages
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
-from lockstep.launchers.cloud import aws
-from lockstep.launchers.cloud.code_bundle import Parcel, pairs
+from lockstep_clouds import aws
+from lockstep_clouds.code_bundle import Parcel, pairs
 
 CODE, DATA, CHECKPOINTS = "/opt/ml/code", "/opt/ml/input/data/data", "/opt/ml/checkpoints"
 COMMAND = (
     f"mkdir -p {CODE} && cd {CODE} && tar -xzf /opt/ml/input/data/source/source.tar.gz && "
-    "exec python3 -m lockstep.launchers.cloud.sagemaker_entry"
+    "exec python3 -m lockstep_clouds.sagemaker_entry"
 )
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import source
-from lockstep.launchers.cloud import kubernetes_manifests
-from lockstep.launchers.cloud.code_bundle import packed
-from lockstep.launchers.kubernetes import Kubernetes
+from lockstep_clouds import kubernetes_manifests
+from lockstep_clouds.code_bundle import packed
+from lockstep_clouds.kubernetes import Kubernetes
 from support.harness import tiny
 
 NO_SOURCE = "data.source=null"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.run import RunError
-from lockstep.launchers.cloud import aws
+from lockstep_clouds import aws
 from support.messages import raises
 from support.places import ROOT
 from support.sagemaker import here, request, run_of

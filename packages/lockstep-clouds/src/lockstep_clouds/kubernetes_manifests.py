@@ -21,7 +21,7 @@ import yaml
 from lockstep.config import error_messages as messages
 from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError
-from lockstep.launchers.cloud.code_bundle import inside, modules_of, pairs
+from lockstep_clouds.code_bundle import inside, modules_of, pairs
 
 OUTPUTS, RUN_FOLDER, CACHE = "/lockstep", "/etc/lockstep", "/cache"
 PORT = 29400

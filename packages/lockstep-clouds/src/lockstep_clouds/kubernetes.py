@@ -26,9 +26,9 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section, Steps
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import TRAIN, JobRecord, State
-from lockstep.launchers.cloud.kubernetes_manifests import dump, manifests, name_of, output_of, processes_of
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.track.console import Console, error
+from lockstep_clouds.kubernetes_manifests import dump, manifests, name_of, output_of, processes_of
 
 
 class Kubernetes(Launcher):

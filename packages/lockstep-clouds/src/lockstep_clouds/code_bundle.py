@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lockstep
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection, LaunchSection
@@ -178,9 +179,9 @@ def requirements(extra: list[str]) -> str:
 
 
 def archive(texts: Mapping[str, str], modules: Mapping[str, Path]) -> bytes:
-    """A gzipped tar of lockstep's own package, of `modules` and of `texts`; the same content gives the same bytes."""
-    package = Path(__file__).parents[2]
-    files = {f"lockstep/{f.relative_to(package)}": f for f in _sources(package)} | dict(modules)
+    """A gzipped tar of lockstep, this package, `modules` and `texts`; the same content gives the same bytes."""
+    packages = [Path(str(lockstep.__file__)).parent, Path(__file__).parent]
+    files = {f"{each.name}/{f.relative_to(each)}": f for each in packages for f in _sources(each)} | dict(modules)
     held = {name: file.read_bytes() for name, file in files.items()} | {k: v.encode() for k, v in texts.items()}
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w") as tar:

@@ -25,12 +25,12 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import TRAIN, JobRecord, State
-from lockstep.launchers.cloud import aws
-from lockstep.launchers.cloud.code_bundle import Parcel, archive, inside, packed, requirements, world_size_of
-from lockstep.launchers.cloud.sagemaker_job import describe, fetch, new_lines, state_from
-from lockstep.launchers.cloud.sagemaker_request import CHECKPOINTS, COMMAND, DATA, check_request, prefix_of, request_of
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.track.console import Console, error
+from lockstep_clouds import aws
+from lockstep_clouds.code_bundle import Parcel, archive, inside, packed, requirements, world_size_of
+from lockstep_clouds.sagemaker_job import describe, fetch, new_lines, state_from
+from lockstep_clouds.sagemaker_request import CHECKPOINTS, COMMAND, DATA, check_request, prefix_of, request_of
 
 FIRST, PORT = "algo-1", 29400  # SageMaker names its instances algo-1, algo-2, ...; they meet at the first
 
@@ -41,6 +41,7 @@ class Sagemaker(Launcher):
     submits = True
     shares_files = False
     every_s = 10.0  # between questions to AWS
+    pytorch_versions = tuple(aws.TAGS)  # that AWS has containers of
 
     class Options(Section):
         """What a training job needs."""
