@@ -18,7 +18,6 @@ from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import NotFinite, strategy_class
 from lockstep.tools import attest, diff, verify
-from lockstep.tools.bench import calibrate
 from lockstep.tools.sweep import sweep
 from lockstep.tools.sweep.sweep_file import read as read_sweep
 from lockstep.track.best import Best
@@ -28,6 +27,7 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.recording import RecordedStep, Recording
 from lockstep.training.recording import read as read_recording
 from lockstep.training.throughput import Spikes
+from lockstep_plan import calibrate
 from support.command import bits, lines, train, write
 from support.harness import build, digest, run_on, tiny
 from support.messages import raises
