@@ -11,8 +11,8 @@ from pathlib import Path
 
 from lockstep.config.run import Run, RunError
 from lockstep.launchers import start
-from lockstep.tools.planner import devices, planner, render
 from lockstep.track.console import Console
+from lockstep_plan import devices, planner, render
 
 
 def answered(
