@@ -42,8 +42,8 @@ class Launcher(ABC):
 
     plugin: ClassVar[str] = "launchers"
     joins: ClassVar[bool] = False  # True: this process becomes one rank, and decides nothing without the others
-    # True: `start` hands the job over to a scheduler or a service (`SubmittedJob`), and writes OUTPUT/launch.json itself
-    # as soon as it has the job's id.
+    # True: `start` hands the job over to a scheduler or a service, and writes OUTPUT/launch.json itself as soon as it
+    # has the job's id: `SubmittedJob`.
     submits: ClassVar[bool] = False
     # False: the ranks do not see this machine's files, so that no data is prepared here and OUTPUT is not looked at.
     shares_files: ClassVar[bool] = True
