@@ -116,6 +116,7 @@ def problems(block: Block) -> list[str]:
 def command_lines(code: str) -> Iterator[list[str]]:
     """The words of each command of a shell block; pipes and `&&` part commands."""
     joined = re.sub(r"\\\n", " ", code)
+    joined = re.sub(r"^\((.*)\)( &)?$", r"\1", joined, flags=re.M)
     joined = re.sub(r"<<'?(\w+)'?\n.*?\n\1\n", "\n", joined, flags=re.S)
     for line in joined.splitlines():
         try:
@@ -166,7 +167,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _of_lockstep(words: list[str]) -> list[str]:
-    words = [word for word in words if word != "..."]
+    words = [word for word in words if word != "..." and not word.startswith("$")]
     if not words or words[0] in ("COMMAND", "--help", "-h", "--version"):
         return []
     name = words[0]
