@@ -212,7 +212,7 @@ def test_a_job_is_submitted_followed_and_stopped(
     assert main(["logs", "out", "--follow"]) == 0
     assert capsys.readouterr().out == "step 1\nstep 2\n"
     assert main(["status", "out", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["facts"]
     assert (found["state"], found["status"], found["job"]) == ("stopped", 75, "7")
 
 

@@ -172,7 +172,7 @@ def _of_lockstep(words: list[str]) -> list[str]:
         return []
     name = words[0]
     if name not in commands.HELP:
-        return [f"no command {name!r}"]
+        return [] if name in ("--version", "--help", "--completion") else [f"no command {name!r}"]
     if "--help" in words or "-h" in words:
         return []
     parser = _Parser(prog=name)
