@@ -161,11 +161,11 @@ class _Parser(argparse.ArgumentParser):
 
 def _of_lockstep(words: list[str]) -> list[str]:
     words = [word for word in words if word != "..."]
-    if not words or words[0] in ("COMMAND", "--help", "-h", "--version"):
+    if not words or words[0] in ("COMMAND", "--help", "-h", "--version", "--completion"):
         return []
     name = words[0]
     if name not in commands.HELP:
-        return [] if name in ("--version", "--help", "--completion") else [f"no command {name!r}"]
+        return [f"no command {name!r}"]
     if "--help" in words or "-h" in words:
         return []
     parser = _Parser(prog=name)
