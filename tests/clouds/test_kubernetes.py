@@ -18,6 +18,7 @@ from lockstep_clouds.kubernetes import Kubernetes, state_from
 from lockstep_clouds.kubernetes_manifests import name_of, output_of
 from support.golden import compare
 from support.kubernetes import LAUNCH, RUN
+from support.messages import mentions
 
 RICH = {
     "gpus": 4,
@@ -185,7 +186,7 @@ def test_bad_input_is_one_message(
 def test_data_that_no_pod_sees(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "texts").mkdir()
     assert main(["plan", "run.yaml", "data.source=texts"]) == 2
-    assert "no pod sees it" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, "LS7243")
     assert main(["plan", "run.yaml", "data.source=/data/texts", "launch.volumes=[corpus=/data]"]) == 0
 
 
@@ -203,7 +204,7 @@ def test_the_plan_is_pure_and_shows_no_secret(
 def test_without_kubectl(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", str(here))
     assert main(["train", "run.yaml"]) == 2
-    assert "needs kubectl, which is not on PATH" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, "LS7282")
     assert not (here / "out/launch.json").exists()
 
 

@@ -13,10 +13,11 @@ import pytest
 
 from lockstep.config import plugins
 from lockstep.config.errors import BAD
-from lockstep.config.run import RunError, load
+from lockstep.config.run import load
 from lockstep_clouds.ray_train import Ray, RayBoard, outcome
 from support.command import LOCKSTEP, bits, each_step_once, ended, start_anew, step_of, train, until, write
 from support.harness import TINY, lean
+from support.messages import raises
 from support.places import TESTS_PATH
 
 LAUNCH = {"name": "ray", "processes": 2, "device": "cpu", "threads": 1}
@@ -38,7 +39,7 @@ def test_the_plan_names_what_ray_is_asked_for() -> None:
 
 
 def test_too_many_workers() -> None:
-    with pytest.raises(RunError, match="9 workers cannot share 8 micro-batches"):
+    with raises("LS1104", "9", "8"):
         plan(workers=9)
 
 

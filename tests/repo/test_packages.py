@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import tomllib
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from lockstep._version import __version__
+from lockstep.cli import main
 from lockstep.config import entry_points, plugins
+from lockstep.tools import commands
 from support.places import ROOT
 
 PACKAGES = {path.name: path for path in sorted((ROOT / "packages").iterdir())}
@@ -69,7 +72,27 @@ def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytes
             if kind != "commands":
                 for each in project(folder)["entry-points"].get(group, {}):
                     assert entry_points.EXTRAS[kind][each] == name.removeprefix("lockstep-")
+            elif each := project(folder)["entry-points"].get(group, {}):
+                for command in each:
+                    assert name.removeprefix("lockstep-") in entry_points.EXTRAS[f"lockstep {command}"].values()
     monkeypatch.setattr(entry_points, "named", lambda kind: {})
     with pytest.raises(plugins.PluginError) as caught:
         plugins.find("launchers", "kubernetes")
     assert str(caught.value).startswith('kubernetes needs lockstep-clouds: pip install "lockstep-train[clouds]"')
+
+
+@pytest.mark.parametrize("option", ["plan --simulate", "plan --suggest", "plan --processes=8", "bench --calibrate"])
+def test_an_option_that_is_not_installed_says_what_installs_it(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(entry_points, "named", lambda kind: {})
+    assert main(option.split()) == 2
+    needs = f'lockstep {option.partition("=")[0]} needs lockstep-plan: pip install "lockstep-train[plan]"'
+    assert capsys.readouterr().err.startswith(f"lockstep: {needs}")
+
+
+def test_every_option_that_is_added_is_known_where_it_is_not_installed() -> None:
+    for command in ("plan", "bench"):
+        parser = argparse.ArgumentParser(add_help=False)
+        getattr(commands.modules_of(command)[0], f"{command}_arguments")(parser)
+        assert set(parser._option_string_actions) == entry_points.EXTRAS[f"lockstep {command}"].keys()

@@ -181,7 +181,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "launch.processes": Elsewhere("nothing", "strategies/test_strategies.py", "several processes"),
     "launch.device": Elsewhere("weights", "strategies/test_gpu.py", "a GPU"),
     "launch.processes_per_gpu": Elsewhere("nothing", "launchers/test_shared_gpus.py", "a GPU"),
-    "launch.threads": Elsewhere("weights", "tools/test_calibrate.py", "several threads"),
+    "launch.threads": Elsewhere("weights", "plan/test_calibrate.py", "several threads"),
     "launch.max_restarts": Tried("launch.max_restarts=1", "nothing"),
     "launch.on_rank_failure": Elsewhere("nothing", "training/test_going_on.py", "several processes"),
     "launch.replicate_every": Elsewhere("nothing", "training/test_lost_shards.py", "several processes"),

@@ -147,10 +147,10 @@ class RankZeroSinks(Sinks):
         self._trackers = Trackers(session.run, step, ids, console.tracker, console.note, loud)
         self._usage = SystemMetrics(session.world)
 
-    def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+    def log(self, step: int, split: str, numbers: dict[str, float], closing: bool = False) -> None:
         if self._told.get(split, -1) < step:  # else it is done once more, after a loss
             self._told[split] = step
-            self._console.log(step, split, numbers)
+            self._console.log(step, split, numbers, closing)
             self._trackers.log(step, split, numbers)
         if split == "train":
             self._usage.ask(step)
@@ -275,7 +275,7 @@ def show_final_scores(session: Session, state: TrainState, exported: int, final:
     with strategy.phases("evaluation"):
         for split, (scores, _) in final.items():
             if split != "validation" or (exported == step and not logged):
-                session.sinks.log(step, split, scores)
+                session.sinks.log(step, split, scores, closing=True)
         session.sinks.show(step, generate_samples(session.task, strategy, session.world))
     session.journal.event("evaluation", step)
     session.journal.last_times(step, strategy.phases.take())
@@ -330,8 +330,7 @@ def export_and_publish(
     write_model(session, weights, trained.scores, steps, trained.exported)
     sha256 = write_summary(run, task, session.journal, console, steps, weights)
     compared = export_check.compare(run, task, evaluated, run.folder / "export", session.world.device)
-    console.facts({"compared": session.compared} if session.compared else {})
-    console.facts({"export": compared.text} if compared.agrees else {})
+    console.detail({"export": compared.text} if compared.agrees else {})
     closing(console, run, task, trained.scores, trained.counts, session.world, sha256, known)
     if not compared.agrees:
         exported.withdraw(run.folder)

@@ -30,13 +30,13 @@ from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import fsdp
-from lockstep.strategies.engines.simulated import Product, Products
 from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
-from lockstep.tools.planner.fake_world import middle
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import Job
 from lockstep.training.session import join_ranks
+from lockstep_plan.fake_world import middle
+from lockstep_plan.simulated import Product, Products
 
 FILE = "rates.json"
 PRODUCTS = 16  # sizes of matrix products that are measured: half an octave apart, those with most work in a step

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.config.run import RunError
-from lockstep.tools.planner.devices import Device
-from lockstep.tools.planner.estimate import Estimate
-from lockstep.tools.planner.planner import Plan
 from lockstep.track.report import charts
 from lockstep.track.report.report import write_page
 from lockstep.training.model_stats import size
+from lockstep_plan.devices import Device
+from lockstep_plan.estimate import Estimate
+from lockstep_plan.planner import Plan
 
 KINDS = ("weights", "gradients", "partial sums", "optimizer", "activations", "on the way", "buffers")
 Lines = dict[str, list[tuple[float, float]]]  # of a chart, by name

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.tools.planner.devices import load as device_of
-from lockstep.tools.planner.fake_world import Simulated
-from lockstep.tools.planner.planner import candidates
+from lockstep_plan.devices import load as device_of
+from lockstep_plan.fake_world import Simulated
+from lockstep_plan.planner import candidates
 from support.command import LOCKSTEP, ended, start_anew, step_of, write
 from support.harness import run_on, tiny
 from support.planned_memory import DEEP, NEAR, planned, taken

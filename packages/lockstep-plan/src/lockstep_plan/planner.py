@@ -19,13 +19,13 @@ from lockstep.data.prepare import prepare
 from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.strategy import strategy_class
 from lockstep.tasks.task import Task
-from lockstep.tools.planner import fake_world as ranks_of
-from lockstep.tools.planner.devices import Device
-from lockstep.tools.planner.estimate import Estimate, estimate, padding, power_of_two
 from lockstep.tools.subprocess_job import Child
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import counts
 from lockstep.training.resolve import resolve_strategy
+from lockstep_plan import fake_world as ranks_of
+from lockstep_plan.devices import Device
+from lockstep_plan.estimate import Estimate, estimate, padding, power_of_two
 
 AT_ONCE = 2  # simulations
 Say = Callable[[str], None]
@@ -118,7 +118,7 @@ def simulate(run: Run, processes: int, device: Device, say: Say) -> list[ranks_o
 def _child(folder: Path, rank: int, processes: int, device: Device) -> Child:
     of = (processes, rank, device.kind, device.ranks_per_node)
     words = [str(folder / "run.yaml"), *map(str, of), str(folder / f"{rank}.json")]
-    return Child("lockstep.tools.planner.fake_world.main", words, folder, f"rank-{rank}", {"OMP_NUM_THREADS": "1"})
+    return Child("lockstep_plan.fake_world.main", words, folder, f"rank-{rank}", {"OMP_NUM_THREADS": "1"})
 
 
 # -- which one -------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.strategies.engines.fsdp import roomy
-from lockstep.strategies.engines.simulated import Ledger, on_meta, without_numbers
-from lockstep.tools.planner.fake_world import Simulated
+from lockstep_plan.fake_world import Simulated
+from lockstep_plan.simulated import Ledger, on_meta, without_numbers
 from support.harness import run_on, tiny
 from support.marks import long, slow
 from support.planned_memory import DEEP, MODEL, NEAR, planned, taken

@@ -11,13 +11,12 @@ import yaml
 from lockstep.cli import main
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.strategies.engines.simulated import Product, Products
-from lockstep.tools.bench import calibrate, rates
-from lockstep.tools.bench.rates import Rates
-from lockstep.tools.planner import devices
-from lockstep.tools.planner.devices import Device, Link
-from lockstep.tools.planner.estimate import computed, estimate, travelling
 from lockstep.training.resolve import for_rank
+from lockstep_plan import calibrate, devices, rates
+from lockstep_plan.devices import Device, Link
+from lockstep_plan.estimate import computed, estimate, travelling
+from lockstep_plan.rates import Rates
+from lockstep_plan.simulated import Product, Products
 from support.command import LOCKSTEP, ended, start_anew, write
 from support.harness import run_on, tiny
 from support.marks import long
@@ -139,7 +138,7 @@ class Uneven:
 
 
 def test_ranks_that_share_cores_do_not_wait_for_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.tools.planner.estimate.levels", lambda *_: (0.8, dict.fromkeys(range(4), 1.0)))
+    monkeypatch.setattr("lockstep_plan.estimate.levels", lambda *_: (0.8, dict.fromkeys(range(4), 1.0)))
     ops = [("forward", 10**8, 0, 100.0)]
     feed: Any = Uneven()
     shared = estimate(tiny(strategy="allreduce"), 4, [simulated(ops=ops)], device(), feed)

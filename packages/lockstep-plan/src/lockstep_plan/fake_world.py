@@ -1,7 +1,7 @@
 """One rank of a job of any size, simulated: its memory, its work and its messages in a step.
 
 In: a run, how many ranks there are and which one this is. Out: a `Simulated`. The strategy itself runs, its code and
-its engine's, on tensors without numbers (`strategies/engines/simulated.py`); so each simulation is a process of its
+its engine's, on tensors without numbers (`simulated.py`); so each simulation is a process of its
 own, which `lockstep plan` starts.
 """
 
@@ -26,13 +26,14 @@ from lockstep.distributed.sharded import local
 from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.world import World
 from lockstep.strategies import native
-from lockstep.strategies.engines import pipelining, simulated
-from lockstep.strategies.engines.simulated import ENGINE, GRADIENTS, Ledger, Peak
+from lockstep.strategies.engines import pipelining
 from lockstep.strategies.exact.optim import freeze
 from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import counts
+from lockstep_plan import simulated
+from lockstep_plan.simulated import ENGINE, GRADIENTS, Ledger, Peak
 
 MOST = 8  # micro-batches of a rank that are run; what more of them hold is added by formula
 MOST_OF_LARGE = 2  # the same of a model of more than LARGE parameters, each of which takes long

@@ -7,10 +7,10 @@ import yaml
 
 from lockstep.cli import main
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.tools.planner import devices, planner
-from lockstep.tools.planner import fake_world as ranks_of
-from lockstep.tools.planner.devices import Device, at
-from lockstep.tools.planner.estimate import (
+from lockstep_plan import devices, planner
+from lockstep_plan import fake_world as ranks_of
+from lockstep_plan.devices import Device, at
+from lockstep_plan.estimate import (
     Estimate,
     Wire,
     beside_slowest,
@@ -21,7 +21,7 @@ from lockstep.tools.planner.estimate import (
     travelling,
     turns,
 )
-from lockstep.tools.planner.planner import Plan, candidates, looked_at, ranked
+from lockstep_plan.planner import Plan, candidates, looked_at, ranked
 from support.command import write
 from support.harness import tiny
 from support.planned_memory import simulated

@@ -25,14 +25,14 @@ from lockstep.config.run import Run, RunError, keep
 from lockstep.distributed.hardware import available_cores, processor
 from lockstep.launchers import start
 from lockstep.tools.bench.bench import resolved
-from lockstep.tools.bench.rates import ENGINES, ENGINES_ON, NOT_THE_ENGINES, Rates, read, with_strategy
-from lockstep.tools.planner import planner
-from lockstep.tools.planner.devices import Device
-from lockstep.tools.planner.estimate import computed
-from lockstep.tools.planner.fake_world import Simulated
 from lockstep.tools.subprocess_job import Child
+from lockstep_plan import planner
+from lockstep_plan.devices import Device
+from lockstep_plan.estimate import computed
+from lockstep_plan.fake_world import Simulated
+from lockstep_plan.rates import ENGINES, ENGINES_ON, NOT_THE_ENGINES, Rates, read, with_strategy
 
-MEASURE = "lockstep.tools.bench.rates.measure"  # the job that every rank does
+MEASURE = "lockstep_plan.rates.measure"  # the job that every rank does
 FASTEST = 1e15  # bytes/s, of what is not slower than what is measured beside it
 
 Say = Callable[[str], None]
@@ -101,7 +101,7 @@ def one(run: Run, steps: int) -> Rates:
     """One job of one round. Errors: `RunError` with what it said."""
     shutil.rmtree(run.folder, ignore_errors=True)
     keep(run)
-    child = Child("lockstep.tools.bench.calibrate.job", [str(run.folder / "run.yaml"), str(steps)], run.folder, "job")
+    child = Child("lockstep_plan.calibrate.job", [str(run.folder / "run.yaml"), str(steps)], run.folder, "job")
     try:
         child.wait()
     except BaseException:  # Ctrl-C

@@ -14,9 +14,9 @@ import numpy as np
 from lockstep.config.run import Run
 from lockstep.strategies.engines import fsdp
 from lockstep.strategies.exact.reduction import share
-from lockstep.tools.planner.devices import Device
-from lockstep.tools.planner.fake_world import Simulated
 from lockstep.training.data_loader import StepLoader
+from lockstep_plan.devices import Device
+from lockstep_plan.fake_world import Simulated
 
 HIDDEN = ("forward", "backward", "overlapped", "forward+backward")  # phases in which messages may travel meanwhile
 LOOKED_AT = 16  # steps, evenly spread, of whose lengths the waiting is told
