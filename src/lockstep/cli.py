@@ -13,6 +13,9 @@ import gc
 import os
 import sys
 import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import ModuleType
 from typing import TextIO
 
 from lockstep._coded import VERBOSE
@@ -20,6 +23,9 @@ from lockstep._version import __version__
 from lockstep.config import entry_points
 from lockstep.config.errors import RunError, coded
 from lockstep.tools import commands
+
+# Commands that may compute for long without a word: on a terminal a line says what they are at.
+COMPUTES = ("plan", "predict", "verify", "evaluate", "diff", "replay", "audit")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,13 +36,29 @@ def main(arguments: list[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         print(f"lockstep {__version__}")
         return 0
-    if not words or words[0] in ("-h", "--help"):
+    if not words:
+        print(commands.first_visit())
+        return 2
+    if words[0] in ("-h", "--help"):
         print(commands.overview())
-        return 0 if words else 2
+        return 0
+    if words[0] == "--completion":
+        return _completion(words[1:])
     if (text := commands.unknown(words[0])) is not None:
         print(f"lockstep: {text}", file=sys.stderr)
         return 2
     return _command(words[0], words[1:])
+
+
+def _completion(words: list[str]) -> int:
+    from lockstep.tools.commands import completion
+    from lockstep.track.console import error
+
+    try:
+        return completion.run_completion(words)
+    except RunError as caught:
+        error(str(caught))
+        return 2
 
 
 def _command(name: str, words: list[str]) -> int:
@@ -68,8 +90,7 @@ def _command(name: str, words: list[str]) -> int:
             known.words, rest = [*known.words, *rest], []  # nor these
         if rest:
             raise RunError("LS0010", f"unknown argument {rest[0]!r}; see lockstep {name} --help")
-        answers = (getattr(module, f"run_{function}")(known) for module in modules)
-        status: int = next(answer for answer in answers if answer is not None)
+        status = _answer(name, modules, known)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # `| head` has seen enough
@@ -94,6 +115,22 @@ def _command(name: str, words: list[str]) -> int:
     except KeyboardInterrupt:
         error(coded("LS0012", "interrupted"))
         return 130
+
+
+def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace) -> int:
+    """Run the command's functions until one answers. Returns the exit status. With `--json`, an object is printed in
+    place of what the command says, but by commands that print their own."""
+    from lockstep.distributed.activity import ACTIVITY
+    from lockstep.tools.commands import json_output
+    from lockstep.track.busy import Waiting
+
+    answers = (getattr(module, f"run_{name.replace('-', '_')}")(known) for module in modules)
+    with ExitStack() as stack:
+        finish = stack.enter_context(json_output.recording(name)) if getattr(known, "answer_json", False) else int
+        if name in COMPUTES:
+            ACTIVITY.at("importing torch and transformers")
+            stack.enter_context(Waiting(lambda: ACTIVITY.name))
+        return finish(next(int(answer) for answer in answers if answer is not None))
 
 
 _show = warnings.showwarning
