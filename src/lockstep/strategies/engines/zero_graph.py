@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-
 # Of their input each of these makes one thing: a node of DeepSpeed's in between adds nothing up.
 _USE_ONCE = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 
