@@ -32,7 +32,7 @@ from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, layers, zero_config, zero_graph
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
-from lockstep.strategies.engines.zero_sums import Cut, LocalSums, TurnSums, check_cuts
+from lockstep.strategies.engines.zero_sums import OwnedRange, LocalSums, TurnSums, check_cuts
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.optim import make_model
@@ -89,7 +89,7 @@ class HeldCuts:
         return self.world.sum(bits).view(torch.float32).view(self.shapes[name])  # nobody else has other bits than zero
 
 
-Owned = Mapping[str, tuple[Cut, int, int]]
+Owned = Mapping[str, tuple[OwnedRange, int, int]]
 
 
 class Sharded(ShardedRecovery):
@@ -235,7 +235,7 @@ class Sharded(ShardedRecovery):
         for name, parameter in trained.items():
             size, whole = parameter.partition_numel(), self.shapes[name].numel()
             start = min(self.world.rank * size, whole)
-            owned[name] = Cut(start, min(size, whole - start)), *places[id(parameter)]
+            owned[name] = OwnedRange(start, min(size, whole - start)), *places[id(parameter)]
         return owned
 
     def _compute_with_own(self, trained: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
@@ -646,12 +646,12 @@ class Zero(Sharded):
         return deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=self.config)[0]
 
 
-def _fragment(held: Any) -> tuple[Cut, int, int]:
+def _fragment(held: Any) -> tuple[OwnedRange, int, int]:
     """DeepSpeed's `tensor_fragment` of a parameter, or None where this rank has nothing of it."""
     if held is None:
-        return Cut(0, 0), 0, 0
+        return OwnedRange(0, 0), 0, 0
     whole, flat = held.lp_fragment_address, held.hp_fragment_address
-    return Cut(whole.start, whole.numel), held.param_group_index, flat.start
+    return OwnedRange(whole.start, whole.numel), held.param_group_index, flat.start
 
 
 def join_group(world: World) -> None:

@@ -31,7 +31,7 @@ Layout = Sequence[Sequence[Node]]  # by rank: the nodes of which it has a partia
 
 
 @dataclass(frozen=True)
-class Cut:
+class OwnedRange:
     """A range of a flattened parameter; maybe empty."""
 
     start: int
@@ -42,7 +42,7 @@ class Cut:
         return tensor.reshape(-1)[self.start : self.start + self.length]
 
 
-def check_cuts(cuts: Sequence[Sequence[Cut]], parameters: Mapping[str, int]) -> None:
+def check_cuts(cuts: Sequence[Sequence[OwnedRange]], parameters: Mapping[str, int]) -> None:
     """Errors: `AssertionError` where ranks' cuts do not make up each parameter. `cuts`: by rank, then by parameter;
     `parameters`: names and sizes."""
     for i, (name, size) in enumerate(parameters.items()):
@@ -50,14 +50,14 @@ def check_cuts(cuts: Sequence[Sequence[Cut]], parameters: Mapping[str, int]) -> 
         assert ends[::2] == ends[1::2], f"{name}: the ranks' parts {ends[1:-1]} do not make up its {size} numbers"
 
 
-def _ends(cut: Cut) -> tuple[int, int]:
+def _ends(cut: OwnedRange) -> tuple[int, int]:
     return cut.start, cut.start + cut.length
 
 
 class CutSums(ABC):
     """Of one model on one rank. A step is `start`, for each micro-batch `begin`, backward and `end`, then `finish`."""
 
-    def __init__(self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[Cut]]) -> None:
+    def __init__(self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[OwnedRange]]) -> None:
         """`parameters`: those that autograd accumulates into; `cuts`: by rank, then by parameter. Sizes are asked of
         the cuts: an engine may have taken the parameters' memory away."""
         self.world, self.parameters, self.cuts = world, list(parameters), cuts
@@ -134,7 +134,7 @@ class CutSums(ABC):
 class LocalSums(CutSums):
     """A rank adds up the gradients of its micro-batches, contiguous leaves, and sends their partial sums once."""
 
-    def __init__(self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[Cut]]) -> None:
+    def __init__(self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[OwnedRange]]) -> None:
         self.local = LeafGradients(parameters, {})
         super().__init__(world, parameters, cuts)
 
@@ -170,7 +170,7 @@ class LocalSums(CutSums):
 class TurnSums(CutSums):
     """Every gradient travels while backward goes on; in a turn each rank runs one micro-batch, neighbouring leaves."""
 
-    def __init__(self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[Cut]]) -> None:
+    def __init__(self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[OwnedRange]]) -> None:
         self._uses: list[int] = []
         self._waiting: dict[int, Tensor] = {}  # gradients by position, until their bucket is complete
         self._given: set[int] = set()  # positions that this micro-batch has given a gradient
