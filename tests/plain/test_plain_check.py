@@ -493,6 +493,18 @@ def test_scores_of_an_export_are_compared(tmp_path: Path) -> None:
     assert "but other scores: accuracy" in compared.text
 
 
+@pytest.mark.extras
+def test_scored_pairs_of_a_large_train_split_are_compared(tmp_path: Path) -> None:
+    """Correlations are of all pairs that are compared, also where train has more rows than any split evaluated."""
+    pytest.importorskip("scipy", reason="needs the extra compared")
+    run = make(tmp_path, "pairs", *ONE, "task.negative=null", "task.score=score")
+    task, found, folder = exported(run, tmp_path / "out")
+    assert len(task.splits["train"]) > len(task.splits["validation"])
+    compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
+    assert compared.agrees, compared.text
+    assert "all together its pearson, spearman" in compared.text
+
+
 def other_weight(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["score.weight"] *= 1.1
