@@ -15,9 +15,10 @@ import sys
 import warnings
 from typing import TextIO
 
+from lockstep._coded import VERBOSE
 from lockstep._version import __version__
 from lockstep.config import entry_points
-from lockstep.config.errors import RunError
+from lockstep.config.errors import RunError, coded
 from lockstep.tools import commands
 
 
@@ -59,12 +60,14 @@ def _command(name: str, words: list[str]) -> int:
         if takes_run_file(parser):
             words = run_file.joined(parser, words)
         known, rest = parser.parse_known_args(words)
+        if getattr(known, "verbose", False):
+            os.environ[VERBOSE] = "1"
         if hasattr(known, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
             known.overrides, rest = [*known.overrides, *rest], []  # argparse takes none behind another option
         if hasattr(known, "words") and not any(word.startswith("-") for word in rest):
             known.words, rest = [*known.words, *rest], []  # nor these
         if rest:
-            raise RunError(f"unknown argument {rest[0]!r}; see lockstep {name} --help")
+            raise RunError("LS0010", f"unknown argument {rest[0]!r}; see lockstep {name} --help")
         answers = (getattr(module, f"run_{function}")(known) for module in modules)
         status: int = next(answer for answer in answers if answer is not None)
         sys.stdout.flush()
@@ -81,10 +84,15 @@ def _command(name: str, words: list[str]) -> int:
     except OSError as caught:
         if caught.errno != errno.ENAMETOOLONG:
             raise
-        error(f"{str(caught.filename)[:40]!r}... has {len(str(caught.filename)):,} characters; no path is that long")
+        error(
+            coded(
+                "LS0011",
+                f"{str(caught.filename)[:40]!r}... has {len(str(caught.filename)):,} characters; no path is that long",
+            )
+        )
         return 2
     except KeyboardInterrupt:
-        error("interrupted")
+        error(coded("LS0012", "interrupted"))
         return 130
 
 
@@ -112,7 +120,7 @@ def refuse_missing(name: str, command: argparse.ArgumentParser, option: str) -> 
     """Refuse an option of a distribution of this repository that is not installed. Errors: `RunError`."""
     known = any(option in action.option_strings for action in command._actions)
     if not known and (what := entry_points.missing(f"lockstep {name}", option)) is not None:
-        raise RunError(f"lockstep {name} {option} needs {what}")
+        raise RunError("LS0014", f"lockstep {name} {option} needs {what}")
 
 
 def takes_run_file(command: argparse.ArgumentParser) -> bool:

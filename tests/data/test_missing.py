@@ -67,7 +67,7 @@ def test_what_is_missing_in_several_columns_is_told_at_once(tmp_path: Path) -> N
     path = save(tmp_path / "data.jsonl", rows)
     with pytest.raises(RunError) as caught:
         prepared(run_of(path, "task.text_pair=other"))
-    head, first, second = str(caught.value).splitlines()
+    head, first, second = caught.value.message.splitlines()
     assert head.endswith(":")
     assert first.startswith("  task.text: ")
     assert "1 of 40 (row 3 holds '')" in first

@@ -31,7 +31,7 @@ def read(**data: Any) -> source.Source:
 def refused(**data: Any) -> str:
     with pytest.raises(RunError) as caught:
         read(**data)
-    return str(caught.value)
+    return caught.value.message
 
 
 # -- addresses -------------------------------------------------------------------------------------------------------

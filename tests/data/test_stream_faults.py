@@ -81,7 +81,7 @@ def said(folder: Path, *overrides: str, **values: Any) -> str:
     with pytest.raises(RunError) as caught:
         task_of(streamed(folder, *overrides, **values))
     assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return caught.value.message
 
 
 def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_term_is_refused_by_the_entry_that_asks_for_it(
 ) -> None:
     with pytest.raises(RunError) as caught:
         models.check(run_of(family, config), head)
-    said = str(caught.value)
+    said = caught.value.message
     assert said.startswith(f"model.config.{given} adds a term to the loss of {family} that lockstep does not compute")
     assert said.endswith(instead)
 

@@ -15,6 +15,8 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.errors import InvalidValue
+
 GROUPS = {
     "tasks": "lockstep.tasks",
     "strategies": "lockstep.strategies",
@@ -28,7 +30,7 @@ GROUPS = {
 EXTRAS: dict[str, dict[str, str]] = {}
 
 
-class PluginError(ValueError):
+class PluginError(InvalidValue):
     """A name that no plug-in has, or a module that does not hold exactly one."""
 
 
@@ -53,7 +55,7 @@ def one(kind: str, name: str, called: str) -> EntryPoint | None:
     entries = named(kind).get(name, [])
     if len(entries) > 1:
         owners = " and ".join(map(origin, entries))
-        raise PluginError(f"{called} {name!r} is a name in {owners}: uninstall all but one of them")
+        raise PluginError("LS1140", f"{called} {name!r} is a name in {owners}: uninstall all but one of them")
     return entries[0] if entries else None
 
 
@@ -62,7 +64,7 @@ def load(entry: EntryPoint, called: str) -> Any:
     try:
         return entry.load()
     except Exception as error:  # whatever the code of others raises while it is imported
-        raise PluginError(f"{called} {entry.name!r} of {origin(entry)} cannot be loaded: {error}") from error
+        raise PluginError("LS1141", f"{called} {entry.name!r} of {origin(entry)} cannot be loaded: {error}") from error
 
 
 def origin(entry: EntryPoint) -> str:

@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lockstep.config.errors import InvalidValue
+
 CLOSE = 0.75  # how alike a name must be to one of ours to be guessed
 MOST = 4  # places named for one name
 
@@ -275,8 +277,9 @@ def translate(section: str, values: Any, known: Mapping[str, Any]) -> Any:
             name = key  # a plug-in of the user's own may have a key of that name
         if name != key:
             if name in values:
-                raise ValueError(
-                    f"{prefix}{key} is the former name of {prefix}{name}, and both are given; leave {prefix}{key} out"
+                raise InvalidValue(
+                    "LS1050",
+                    f"{prefix}{key} is the former name of {prefix}{name}, and both are given; leave {prefix}{key} out",
                 )
             _note(f"{prefix}{key} is called {prefix}{name} now; the former name is read for one release")
         present[name] = _present_value(f"{prefix}{name}", value) if name in known else value

@@ -114,7 +114,7 @@ def described(kind: str, name: str, *attributes: str) -> tuple[str, dict[str, An
         (entry,) = entry_points.named(kind)[name]
         module = entry_points.file_of(entry.module)
         if module is None:
-            raise PluginError(f"{entry.module} of {entry_points.origin(entry)} is not there")
+            raise PluginError("LS1096", f"{entry.module} of {entry_points.origin(entry)} is not there")
         file, plugin, called = module, entry.attr, f"{entry.module} of {entry_points.origin(entry)}"
     try:
         text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
@@ -122,7 +122,7 @@ def described(kind: str, name: str, *attributes: str) -> tuple[str, dict[str, An
             plugin = next(each for each in _classes(file) if _inherits(file, each, _SINGULAR[kind].capitalize()))
         values = {attribute: _literal(file, plugin, attribute) for attribute in attributes}
     except (SyntaxError, ValueError, LookupError) as error:
-        raise PluginError(f"{called} cannot be read: {error}") from error
+        raise PluginError("LS1097", f"{called} cannot be read: {error}") from error
     sentence = re.match(r".*?\.(?=\s|$)|.*", " ".join(text.partition("\n\n")[0].split()))
     return (sentence[0] if sentence else ""), values
 
@@ -174,12 +174,14 @@ def find(kind: str, name: str) -> type:
     if "." in name:
         found = attribute(name)
         if kind == "optimizers" and getattr(found, "plugin", "") != kind:
-            raise PluginError(f"{name} is no optimizer of lockstep's; CONTRIBUTING.md has how torch's are made one")
+            raise PluginError(
+                "LS1090", f"{name} is no optimizer of lockstep's; CONTRIBUTING.md has how torch's are made one"
+            )
         return found
     _refuse_ambiguous(kind, name)
     if name not in built_in(kind):
         if name not in (added := entry_points.named(kind)):
-            raise PluginError(unknown(kind, name))
+            raise PluginError("LS1098", unknown(kind, name))
         return _of_distribution(added[name][0], kind)
     with importing():
         module = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}.{_FILES.get(name, name)}")
@@ -189,7 +191,9 @@ def find(kind: str, name: str) -> type:
         if inspect.isclass(c) and c.__module__ == module.__name__ and not c.__name__.startswith("_") and _is(kind, c)
     ]
     if len(classes) != 1:
-        raise PluginError(f"lockstep/{kind}/{name}.py must hold exactly one plug-in class, it holds {len(classes)}")
+        raise PluginError(
+            "LS1092", f"lockstep/{kind}/{name}.py must hold exactly one plug-in class, it holds {len(classes)}"
+        )
     return classes[0]
 
 
@@ -198,8 +202,9 @@ def _refuse_ambiguous(kind: str, name: str) -> None:
     entry = entry_points.one(kind, name, _SINGULAR[kind])
     if entry is not None and name in built_in(kind):
         raise PluginError(
+            "LS1099",
             f"{_SINGULAR[kind]} {name!r} is one of lockstep's own, and a name in {entry_points.origin(entry)}: "
-            "uninstall that, or name its class by a dotted path"
+            "uninstall that, or name its class by a dotted path",
         )
 
 
@@ -222,10 +227,11 @@ def _of_distribution(entry: EntryPoint, kind: str) -> type:
         plugin_class = entry_points.load(entry, _SINGULAR[kind])
     if not _is(kind, plugin_class):
         raise PluginError(
+            "LS1111",
             f"{_SINGULAR[kind]} {entry.name!r} of {entry_points.origin(entry)} is {entry.value}, which is no class "
-            f"that inherits from lockstep's {_SINGULAR[kind].capitalize()}"
+            f"that inherits from lockstep's {_SINGULAR[kind].capitalize()}",
         )
-    return plugin_class  # type: ignore[no-any-return]
+    return plugin_class
 
 
 def unknown(kind: str, name: str) -> str:
@@ -264,7 +270,7 @@ def require(packages: Sequence[str], key: str, extra: str = "", distribution: st
     `extra`: what installs them, of a `distribution`; by default it is named as the package. Errors: `RunError`."""
     for package in lacking(packages):
         raise RunError(
-            f"{key} needs {package}, which is not installed: pip install '{distribution}[{extra or package}]'"
+            "LS1120", f"{key} needs {package}, which is not installed: pip install '{distribution}[{extra or package}]'"
         )
 
 
@@ -286,8 +292,9 @@ def refuse_old(packages: Sequence[str], distribution: str = "lockstep-train") ->
         for least in (bound for each in wanted if each.name == package for bound in each.specifier):
             if least.operator == ">=" and installed < Version(least.version):
                 raise RunError(
+                    "LS1094",
                     f"{package} {installed} is older than lockstep was tried with: pip install '{package}{least}' "
-                    "(docs/explanation/engines.md says what earlier versions do)"
+                    "(docs/explanation/engines.md says what earlier versions do)",
                 )
 
 
@@ -317,7 +324,7 @@ def attribute(name: str) -> Any:
     try:
         return getattr(_imported(module_name), last)
     except (ImportError, AttributeError) as error:
-        raise PluginError(f"cannot import {name!r}: {error}") from error
+        raise PluginError("LS1095", f"cannot import {name!r}: {error}") from error
 
 
 def _imported(name: str) -> ModuleType:

@@ -197,8 +197,9 @@ def locked(name: str) -> Iterator[None]:
         lock.__enter__()
     except OSError as error:
         raise RunError(
+            "LS2030",
             f"the token cache {folder} cannot be written: {error.strerror or error}; "
-            "set LOCKSTEP_CACHE to a folder that can"
+            "set LOCKSTEP_CACHE to a folder that can",
         ) from error
     try:
         yield
@@ -234,8 +235,9 @@ def placed(path: Path, make: Callable[[Path], None], resumed: Path | None = None
         if isinstance(error, RunError):
             raise
         raise RunError(
+            "LS2031",
             f"the token cache {cache_folder()} cannot be written: {error.strerror or error}; make room, or set "
-            "LOCKSTEP_CACHE to another folder"
+            "LOCKSTEP_CACHE to another folder",
         ) from error
     finally:
         if resumed is None:
@@ -322,8 +324,9 @@ def _check_own(folder: Path) -> None:
         own = os.fstat(probe.fileno()).st_uid == found.st_uid
     if (not stat.S_ISDIR(found.st_mode) and folder.name.startswith("user-")) or not own or not _private(found):
         raise RunError(
+            "LS2032",
             f"the token cache {folder} can be written by others, who could put other data there; set LOCKSTEP_CACHE to "
-            "a folder of your own"
+            "a folder of your own",
         )
 
 

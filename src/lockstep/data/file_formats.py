@@ -80,18 +80,22 @@ def blocks(file: Path, key: str) -> Iterator[bytes]:
                 total += len(block)
                 if is_compressed(file) and total > max(LARGE, MOST * size):
                     raise RunError(
+                        "LS2060",
                         f"{key}: {file} has {size:,} bytes and unpacks to more than {total / 2**30:,.1f} GiB, which "
-                        "looks like a mistake or a trap; unpack it if it is meant"
+                        "looks like a mistake or a trap; unpack it if it is meant",
                     )
                 yield block
                 lines += block.count(b"\n")
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         if not is_compressed(file):
-            raise RunError(f"{key}: cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
+            raise RunError(
+                "LS2061", f"{key}: cannot read {file}: {getattr(error, 'strerror', None) or error}"
+            ) from error
         raise RunError(
+            "LS2062",
             f"{key}: cannot unpack {file} beyond line {lines:,} ({ENDINGS[file.suffix.lower()]}: "
             f"{getattr(error, 'strerror', None) or str(error) or type(error).__name__}): it is cut off or damaged, or "
-            "is no such file; fetch or write it again"
+            "is no such file; fetch or write it again",
         ) from None
 
 
@@ -120,10 +124,10 @@ def unpacked(files: list[Path], key: str) -> Iterator[list[Path]]:
         try:
             yield [there[file] for file in files]
         except RunError as error:
-            said = str(error)
+            said = error.message
             for file, to in there.items():
                 said = said.replace(str(to), str(file))
-            raise RunError(said) from error
+            raise RunError(error.code, said) from error
 
 
 def _unpack(file: Path, to: Path, key: str) -> None:
@@ -135,8 +139,9 @@ def _unpack(file: Path, to: Path, key: str) -> None:
         os.utime(to, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
     except OSError as error:
         raise RunError(
+            "LS2063",
             f"{key}: cannot unpack {file} into {to.parent}: {error.strerror or error}; make room, or set "
-            "LOCKSTEP_CACHE to another folder"
+            "LOCKSTEP_CACHE to another folder",
         ) from error
 
 
@@ -166,7 +171,7 @@ def check(file: Path, key: str, encoding: str) -> None:
             found = "holds another compressed file" if is_compressed(file) else "is compressed"
             endings = {kind: ending for ending, kind in ENDINGS.items()}
             mend = f"call it {plain(file).name}{endings[name]}, or unpack it" if name in endings else "unpack it"
-            raise RunError(f"{key}: {file} {found} ({name}), whatever its name says: {mend}")
+            raise RunError("LS2064", f"{key}: {file} {found} ({name}), whatever its name says: {mend}")
     return _check_text(file, key, encoding, itertools.chain([start], parts))
 
 
@@ -196,8 +201,9 @@ def _check_text(file: Path, key: str, encoding: str, blocks: Iterator[bytes]) ->
         reason = f"line {line}: {getattr(error, 'reason', error)}"
     others = f"{guess}: it begins as that does" if guess else "cp1252, latin-1, utf-16, or what it was written in"
     raise RunError(
+        "LS2065",
         f"{key}: {file} is not text in {encoding.upper() if encoding == 'utf-8' else encoding} ({reason}): set "
-        f"data.encoding ({others}), or convert the file"
+        f"data.encoding ({others}), or convert the file",
     )
 
 
@@ -231,9 +237,10 @@ def _check_unpacked(file: Path, key: str) -> None:
         return  # its reader says what is wrong with it
     if unpacked >= LARGE and unpacked > MOST * size:
         raise RunError(
+            "LS2066",
             f"{key}: {file} has {size:,} bytes and unpacks to about {unpacked / 2**30:,.1f} GiB, "
             f"{unpacked / size:,.0f} times as much, which looks like a mistake or a trap; if it is "
-            "meant, write it as .jsonl or .csv"
+            "meant, write it as .jsonl or .csv",
         )
 
 
@@ -255,7 +262,7 @@ def check_levels(file: Path, key: str) -> None:
             for mark in _STRINGS.sub(b"", line).translate(None, _OTHERS):
                 depth += 1 if mark in b"[{" else -1
                 if depth > LEVELS:
-                    raise RunError(f"{key}: {file}, line {number}: nested more than {LEVELS} levels deep")
+                    raise RunError("LS2067", f"{key}: {file}, line {number}: nested more than {LEVELS} levels deep")
 
 
 def json_rows(file: Path, encoding: str) -> list[dict[str, Any]]:
@@ -317,8 +324,8 @@ csv.field_size_limit(2**31 - 1)  # texts may be books
 class Misfit(RunError):
     """Rows that are not those of a table with this separator and these quotes, from a line on."""
 
-    def __init__(self, said: str, line: int = 0) -> None:
-        super().__init__(said)
+    def __init__(self, code: str, message: str, line: int = 0) -> None:
+        super().__init__(code, message)
         self.line = line
 
 
@@ -358,10 +365,14 @@ class _Lines:
             for number, line in enumerate(text, 1):
                 if number == 1 and _EXCEL.fullmatch(line.strip()):
                     raise Misfit(
-                        f"{self.file}, line 1: {line.strip()!r} is for Excel; take it out, and set data.separator", 1
+                        "LS2068",
+                        f"{self.file}, line 1: {line.strip()!r} is for Excel; take it out, and set data.separator",
+                        1,
                     )
                 if "\0" in line:
-                    raise Misfit(f"{self.file}, line {number:,}: a zero byte stands in the row; take it out", number)
+                    raise Misfit(
+                        "LS2069", f"{self.file}, line {number:,}: a zero byte stands in the row; take it out", number
+                    )
                 if (self.quote or '"') in line:
                     self.quoted, self.doubled = True, self.doubled or '""' in line
                 self.last = line
@@ -381,6 +392,7 @@ def _rows(lines: _Lines, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
             row = next(reader, None)
         except csv.Error as error:
             raise Misfit(
+                "LS2070",
                 f"{lines.file}, line {start:,}: {_quoting(str(error), dialect.quote)}: {_shown_tables([lines.last])}. "
                 "A quote within quotes is doubled; data.quote: none reads quotes as letters",
                 start,
@@ -419,8 +431,9 @@ def table(file: Path, key: str, data: DataSection) -> Table:
     for place, name in enumerate(found.names):
         if name and name in found.names[:place]:
             raise RunError(
+                "LS2071",
                 f"{key}: {file}: columns {found.names.index(name) + 1} and {place + 1} are both called {name!r}; give "
-                "each a name of its own"
+                "each a name of its own",
             )
     return found
 
@@ -433,7 +446,7 @@ def scanned(file: Path, key: str, data: DataSection) -> Table:
             return _scan(file, data, Dialect(separator, QUOTES[data.quote]))
         return _found(file, data, separator)
     except Misfit as error:
-        raise RunError(f"{key}: {error}") from None
+        raise RunError(error.code, f"{key}: {error.message}") from None
 
 
 def _found(file: Path, data: DataSection, separator: str) -> Table:
@@ -448,7 +461,8 @@ def _found(file: Path, data: DataSection, separator: str) -> Table:
             raise max(error, later, key=lambda each: each.line) from None  # the way that fits for longer is meant
         if other.escaped:
             raise Misfit(
-                f'{error}. Quotes within quotes seem to have a backslash (\\"); write them doubled ("")'
+                error.code,
+                f'{error.message}. Quotes within quotes seem to have a backslash (\\"); write them doubled ("")',
             ) from None
         if other.wrapped:  # a file with quotes, in which something is wrong with one
             raise error from None
@@ -465,8 +479,9 @@ def _found(file: Path, data: DataSection, separator: str) -> Table:
     if other.names[0].startswith('"') or (other.doubled and len(found.names) < 2):
         return found
     raise TwoWays(
+        "LS2072",
         f"{file} can be read in two ways: {found.rows:,} rows where quotes stand around cells, some of them of several "
-        f"lines, and {other.rows:,} where quotes are letters. Set data.quote: double, or none"
+        f"lines, and {other.rows:,} where quotes are letters. Set data.quote: double, or none",
     )
 
 
@@ -481,7 +496,7 @@ def _scan(file: Path, data: DataSection, dialect: Dialect) -> Table:
             found.names = row
             continue
         if len(row) != len(found.names):
-            raise Misfit(_misfit(file, line, row, found, data), line)
+            raise Misfit("LS2073", _misfit(file, line, row, found, data), line)
         batch.append(row)
         found.rows += 1
         if len(batch) == BATCH:

@@ -536,5 +536,5 @@ def cut(train: Dataset, share: float, seed: Any, key: str, column: str | None = 
     order = np.random.default_rng(seed).permutation(len(train))
     held = round(len(train) * share)
     if held in (0, len(train)):
-        raise RunError(f"data.{key}: {share:g} of {len(train)} examples leaves one of the splits empty")
+        raise RunError("LS2120", f"data.{key}: {share:g} of {len(train)} examples leaves one of the splits empty")
     return train.select(np.sort(order[held:])), train.select(np.sort(order[:held]))

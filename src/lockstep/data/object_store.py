@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from lockstep.config.data_sources import Address
+from lockstep.config.errors import CodedError
 from lockstep.config.redaction import one_line
 from lockstep.config.run import RunError
 from lockstep.data.hub import explained, transient
@@ -53,19 +54,19 @@ class Web:
             raise
         if size is None or tag is None:
             lacking = "its size" if size is None else "neither an ETag nor when it was changed"
-            raise StoreError(f"{address}: the server does not say {lacking}; download the file and name that")
+            raise StoreError("LS2130", f"{address}: the server does not say {lacking}; download the file and name that")
         return Object(address, int(size), tag)
 
     def inside(self, address: Address) -> list[Object]:
         """See `Readable`."""
-        raise StoreError(f"{address}: what is in a folder of a web server cannot be listed; name each file")
+        raise StoreError("LS2131", f"{address}: what is in a folder of a web server cannot be listed; name each file")
 
     def blocks(self, found: Object, start: int) -> Iterator[bytes]:
         """See `Readable`."""
         with self._asked(found.address, "GET", start) as answer:
             tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
             if tag != found.tag and self._tags:
-                raise StoreError(f"{found.address} was changed while it was read; start again")
+                raise StoreError("LS2132", f"{found.address} was changed while it was read; start again")
             left = start if answer.status != 206 else 0  # a server that knows no ranges begins at the beginning
             try:
                 while block := answer.read(_BLOCK):
@@ -74,7 +75,7 @@ class Web:
                     if len(block) > skipped:
                         yield block[skipped:]
             except (OSError, http.client.HTTPException) as error:
-                raise StoreError(f"{found.address}: {one_line(error, 200)}", again=True) from None
+                raise StoreError("LS2133", f"{found.address}: {one_line(error, 200)}", again=True) from None
 
     _tags = True
 
@@ -90,13 +91,15 @@ class Web:
         except urllib.error.HTTPError as error:
             error.close()
             if error.code in (404, 410):
-                raise StoreError(f"there is nothing at {address}", absent=True) from None
+                raise StoreError("LS2134", f"there is nothing at {address}", absent=True) from None
             if error.code in (401, 403):
-                raise StoreError(f"{address}: access is refused ({error.code})") from None
-            raise StoreError(f"{address}: the server answered {error.code}", again=error.code in _AGAIN) from None
+                raise StoreError("LS2135", f"{address}: access is refused ({error.code})") from None
+            raise StoreError(
+                "LS2136", f"{address}: the server answered {error.code}", again=error.code in _AGAIN
+            ) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
-            raise StoreError(f"{address} cannot be reached: {one_line(reason, 200)}", again=True) from None
+            raise StoreError("LS2137", f"{address} cannot be reached: {one_line(reason, 200)}", again=True) from None
 
     def _url(self, address: Address) -> str:
         return f"{address.root}/{quote(address.path, safe='/%')}"
@@ -141,7 +144,7 @@ class HubFiles(Web):
         except EntryNotFoundError:
             return []
         except Exception as error:  # whatever the Hub, the network and the library between raise
-            raise StoreError(f"{address}: {explained(error, self._revision)}", transient(error)) from None
+            raise StoreError("LS2138", f"{address}: {explained(error, self._revision)}", transient(error)) from None
         return [
             Object(Address("hf", address.place, file.path), file.size, file.lfs.sha256 if file.lfs else file.blob_id)
             for file in found
@@ -175,12 +178,12 @@ _ENDPOINTS = {  # of a store that is not the scheme's own
 }
 
 
-class StoreError(Exception):
+class StoreError(CodedError):
     """What a store did not do, in one line without a secret."""
 
-    def __init__(self, text: str, again: bool = False, absent: bool = False) -> None:
+    def __init__(self, code: str, message: str, again: bool = False, absent: bool = False) -> None:
         """`again`: the same may succeed later. `absent`: what was asked for is not there."""
-        super().__init__(text)
+        super().__init__(code, message)
         self.again, self.absent = again, absent
 
 
@@ -224,7 +227,7 @@ class Readable(Protocol):
 def require(address: Address, key: str) -> None:
     """Errors: `RunError` when what reads the store is not installed."""
     if importlib.util.find_spec("obstore") is None:
-        raise RunError(f"{key}: {address} needs obstore, which is not installed: {EXTRA}")
+        raise RunError("LS2139", f"{key}: {address} needs obstore, which is not installed: {EXTRA}")
 
 
 class Bucket:
@@ -313,7 +316,7 @@ class Bucket:
         except Exception as error:
             raise self._store_error(error, address) from None
         if self.read(address) != content:
-            raise StoreError(f"{address} does not hold what was written to it", again=True)
+            raise StoreError("LS2140", f"{address} does not hold what was written to it", again=True)
 
     def remove(self, address: Address) -> None:
         """An object, if it is there. Errors: `StoreError`."""
@@ -335,7 +338,7 @@ class Bucket:
                 whole.update(block)
                 parts.append(hashlib.md5(block, usedforsecurity=False))
         if whole.hexdigest() != sha256:
-            raise StoreError(f"{file} does not match its hash any more, and is not copied")
+            raise StoreError("LS2141", f"{file} does not match its hash any more, and is not copied")
         size = file.stat().st_size
         try:
             self._calls.put(self._store, address.path, file, chunk_size=PART, max_concurrency=4)
@@ -344,7 +347,7 @@ class Bucket:
         found = self.find(address)
         if found is None or found.size != size:
             there = "is not there" if found is None else f"has {found.size:,} bytes, and not {size:,}"
-            raise StoreError(f"{address} {there} after it was sent", again=True)
+            raise StoreError("LS2142", f"{address} {there} after it was sent", again=True)
         joined = hashlib.md5(b"".join(part.digest() for part in parts), usedforsecurity=False).hexdigest()
         known = {f"{joined}-{len(parts)}", *(part.hexdigest() for part in parts[:1] if len(parts) == 1)}
         if found.tag.strip('"') in known:
@@ -353,7 +356,7 @@ class Bucket:
         for block in self.blocks(found, 0):
             stored.update(block)
         if stored.hexdigest() != sha256:
-            raise StoreError(f"{address} does not hold what was sent: its hash is another one", again=True)
+            raise StoreError("LS2143", f"{address} does not hold what was sent: its hash is another one", again=True)
 
     def _object(self, found: Any) -> Object:
         tag = found["e_tag"] or found["last_modified"].isoformat()
@@ -366,21 +369,29 @@ class Bucket:
         status = re.search(r"status code: (\d{3})|Client error with status (\d{3})", said)
         number = int(status[1] or status[2]) if status else 0
         if re.search(r"NoSuchBucket|ContainerNotFound|specified bucket does not exist", said):
-            return StoreError(f"there is no bucket {address.place}: make it, or correct the address", absent=True)
+            return StoreError(
+                "LS2144", f"there is no bucket {address.place}: make it, or correct the address", absent=True
+            )
         if isinstance(error, FileNotFoundError):
-            return StoreError(f"there is nothing at {address}", absent=True)
+            return StoreError("LS2145", f"there is nothing at {address}", absent=True)
         if "redential" in said and number == 0:
-            return StoreError(f"no credentials for {address.root} were found ({where}): {one_line(said, 200)}")
+            return StoreError(
+                "LS2146", f"no credentials for {address.root} were found ({where}): {one_line(said, 200)}"
+            )
         if kind in ("PermissionDeniedError", "UnauthenticatedError") or number in (401, 403):
-            return StoreError(f"{address.root} refuses access ({number or 403}): check the credentials ({where})")
+            return StoreError(
+                "LS2147", f"{address.root} refuses access ({number or 403}): check the credentials ({where})"
+            )
         if kind == "PreconditionError" or number == 412:
-            return StoreError(f"{address} was changed while it was read; start again")
+            return StoreError("LS2148", f"{address} was changed while it was read; start again")
         if number in (301, 307, 400) and address.scheme == "s3":
-            return StoreError(f"{address.root} answered {number}: is AWS_REGION that of the bucket? {_cause(said)}")
+            return StoreError(
+                "LS2149", f"{address.root} answered {number}: is AWS_REGION that of the bucket? {_cause(said)}"
+            )
         if number:
-            return StoreError(f"{address} cannot be used now: the store answered {number}", again=True)
+            return StoreError("LS2150", f"{address} cannot be used now: the store answered {number}", again=True)
         again = "error sending request" in said or "timed out" in said.lower() or "connect" in said.lower()
-        return StoreError(f"{address}: {_cause(said)}", again=again or "body" in said)
+        return StoreError("LS2151", f"{address}: {_cause(said)}", again=again or "body" in said)
 
 
 def _cause(said: str) -> str:
@@ -417,14 +428,18 @@ def download(store: Readable, found: Object, to: Path, tell: Callable[[int], Non
                     file.write(block)
                     tell(len(block))
                 if file.tell() == start:
-                    raise StoreError(f"{found.address} ends after {start:,} of {found.size:,} bytes", again=True)
+                    raise StoreError(
+                        "LS2152", f"{found.address} ends after {start:,} of {found.size:,} bytes", again=True
+                    )
             except StoreError as error:
                 tries = tries + 1 if file.tell() == start else 1
                 if not error.again or tries >= store.patience.tries:
                     raise
                 time.sleep(min(0.1 * 2**tries, 5.0))
         if file.tell() > found.size:
-            raise StoreError(f"{found.address} holds more than the {found.size:,} bytes that it says; start again")
+            raise StoreError(
+                "LS2153", f"{found.address} holds more than the {found.size:,} bytes that it says; start again"
+            )
         file.flush()
         os.fsync(file.fileno())
     with open(aside, "rb") as whole:

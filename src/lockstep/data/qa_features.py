@@ -140,12 +140,15 @@ def _checked(value: Any, context: str, where: str, column: str) -> None:
     try:
         told = answers_of(value)
     except ValueError as error:
-        raise RunError(f"task.answers: {where} holds {str(value)[:80]} in column {column!r}; {error}") from None
+        raise RunError(
+            "LS2160", f"task.answers: {where} holds {str(value)[:80]} in column {column!r}; {error}"
+        ) from None
     for text, start in told:
         if not text.strip() or start < 0 or context[start : start + len(text)] != text:
             raise RunError(
+                "LS2161",
                 f"task.answers: {where}: {text[:60]!r} does not stand in its context at character {start}, where "
-                f"{context[max(0, start) : start + len(text)][:60]!r} is; mend its answer_start"
+                f"{context[max(0, start) : start + len(text)][:60]!r} is; mend its answer_start",
             )
 
 
@@ -168,8 +171,9 @@ def encoder_of(
             parts = windows(tokenizer, question, context, most, stride)
         except ValueError as error:
             raise RunError(
+                "LS2162",
                 f"task.question: the {split} split of {name} has {question[:60]!r}: {error}; raise data.max_length, "
-                "lower task.stride, or leave it out"
+                "lower task.stride, or leave it out",
             ) from None
         end = start + len(texts[0]) if texts else 0
         held = [part.held(start, end) if texts else (NOWHERE, NOWHERE) for part in parts]

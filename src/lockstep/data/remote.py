@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lockstep.config.data_sources import STORES, Address, address_of, is_address
+from lockstep.config.errors import InvalidValue
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.arrow_cache import digest
@@ -55,7 +56,7 @@ def fetch(store: Readable, found: Object, to: Path, tell: Callable[[int], None])
     if found.address.scheme != "hf" or found.tag in (sha256, _git(to, found.size)):
         return
     to.unlink()
-    raise StoreError(f"{found.address} does not match the hash that the Hub has of it", again=True)
+    raise StoreError("LS2170", f"{found.address} does not match the hash that the Hub has of it", again=True)
 
 
 def path_of(address: Address) -> str:
@@ -99,8 +100,9 @@ class ShardCache:
         if 2 * largest.size * self.among > self._most:
             of = f" of each of {self.among} sources" if self.among > 1 else ""
             raise RunError(
+                "LS2171",
                 f"data.stream_cache_gb: {self._most / 1e9:g} GB have no room for two shards{of}, of which the largest, "
-                f"{largest.address}, has {largest.size / 1e9:.3g} GB; give more, or make more and smaller shards"
+                f"{largest.address}, has {largest.size / 1e9:.3g} GB; give more, or make more and smaller shards",
             )
 
     @property
@@ -114,7 +116,9 @@ class ShardCache:
             self.fetch(path)
             with suppress(FileNotFoundError):  # another process has made room
                 return open(path, "rb")
-        raise Unfetched(f"data.train: {self._objects[path].address}: its copy is removed whenever it is there: {_MORE}")
+        raise Unfetched(
+            "LS2172", f"data.train: {self._objects[path].address}: its copy is removed whenever it is there: {_MORE}"
+        )
 
     def fetch(self, path: Path) -> None:
         """Have a copy. Errors: as those of `opened`."""
@@ -125,7 +129,7 @@ class ShardCache:
                 if damage(path) is None:
                     return
                 if os.getpid() != self._own:  # the libraries that ask stores do not survive a fork
-                    raise Unfetched(f"data.train: {found.address}: another run has removed its copy: {_MORE}")
+                    raise Unfetched("LS2173", f"data.train: {found.address}: another run has removed its copy: {_MORE}")
                 discard(path)
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 store = self._reader(found.address)
@@ -134,7 +138,7 @@ class ShardCache:
                 )
         except StoreError as error:
             kind = Unfetched if error.again else RunError
-            raise kind(f"data.train: {error}") from error
+            raise kind(error.code, f"data.train: {error.message}") from error
 
     def done_with(self, path: Path) -> None:
         """Of all copies this one makes room first, until it is wanted again; not one that was fetched earlier and waits
@@ -308,13 +312,13 @@ def here(data: DataSection, splits: Splits) -> Iterator[DataSection]:
     try:
         cached(folder, lambda aside: _fetch(found, aside, data), folder.with_name(f"{folder.name}.parts"))
     except StoreError as error:
-        raise RunError(f"{_key_of(data)}: {error}") from error
+        raise RunError(error.code, f"{_key_of(data)}: {error.message}") from error
     finally:
         ACTIVITY.at(place)
     try:
         yield _local(data, found.given, folder)
     except RunError as error:
-        raise RunError(_named(str(error), folder)) from error
+        raise RunError(error.code, _named(error.message, folder)) from error
 
 
 def _found_again(data: DataSection, splits: Splits) -> _Found:
@@ -322,8 +326,9 @@ def _found_again(data: DataSection, splits: Splits) -> _Found:
     found = _find(data, splits)
     if (known := _known.get()) is not None and found.facts not in known:
         raise RunError(
+            "LS2174",
             f"{_key_of(data)}: what is at {_addresses(data)[0][1]} was changed, or is not listed whole, while the data "
-            "are prepared; start again"
+            "are prepared; start again",
         )
     return found
 
@@ -351,20 +356,20 @@ def _find(data: DataSection, splits: Splits) -> _Found:
         ACTIVITY.at(f"looking at {text}")
         try:
             address = address_of(text)
-        except ValueError as error:
-            raise RunError(f"{key}: {error}") from None
+        except InvalidValue as error:
+            raise RunError(error.code, f"{key}: {error.message}") from None
         try:
             if address.root not in readers:
                 readers[address.root] = reader(address, key)
             store = readers[address.root]
             found = _objects(store, address, text.endswith("/"))
         except StoreError as error:
-            raise RunError(f"{key}: {error}") from error
+            raise RunError(error.code, f"{key}: {error.message}") from error
         if not found:
-            raise RunError(f"{key}: there is nothing at {text}")
+            raise RunError("LS2176", f"{key}: there is nothing at {text}")
         if len(found) > MOST:
             raise RunError(
-                f"{key}: {text} holds {len(found):,} files; name those that are meant, by a pattern (*.jsonl)"
+                "LS2177", f"{key}: {text} holds {len(found):,} files; name those that are meant, by a pattern (*.jsonl)"
             )
         for each in found:
             objects[path_of(each.address)] = (each, store)
@@ -377,7 +382,7 @@ def _find(data: DataSection, splits: Splits) -> _Found:
         try:
             chosen = splits(_local(data, paths, root)) or {}
         except RunError as error:
-            raise RunError(_named(str(error), root)) from None
+            raise RunError(error.code, _named(error.message, root)) from None
     used = {
         split: [below for file in files if (below := _below(file, root)) is not None] for split, files in chosen.items()
     }
@@ -385,8 +390,9 @@ def _find(data: DataSection, splits: Splits) -> _Found:
     local = [file for file in chosen.get("train", []) if _below(file, root) is None]
     if train and local:
         raise RunError(
+            "LS2178",
             f"data.train: of the shards of a stream some are here ({local[0]}) and others are not "
-            f"({objects[train[0]][0].address}); bring them together"
+            f"({objects[train[0]][0].address}); bring them together",
         )
     others = {path for split, some in used.items() for path in some if split != "train"}
     several = sorted(others.union(used.get("train", [])))

@@ -64,14 +64,14 @@ def is_of_folder(file: Path) -> bool:
 def check_columns(local: dict[str, list[Path]], data: DataSection) -> None:
     """Errors: `RunError` where keys about tables are given, and files are none."""
     if data.columns is not None and len(set(data.columns)) < len(data.columns):
-        raise RunError(f"data.columns: {', '.join(data.columns)}: a name is there twice")
+        raise RunError("LS2190", f"data.columns: {', '.join(data.columns)}: a name is there twice")
     files = [file for some in local.values() for file in some]
     others = [file for file in files if format_of(file) not in file_formats.SEPARATORS]
     if data.columns is not None and others:
-        raise RunError(f"data.columns: for .csv and .tsv files without a header, and {others[0]} is none")
+        raise RunError("LS2191", f"data.columns: for .csv and .tsv files without a header, and {others[0]} is none")
     for key in ("separator", "quote"):
         if getattr(data, key) is not None and others == files:
-            raise RunError(f"data.{key}: for .csv and .tsv files, and there are none")
+            raise RunError("LS2192", f"data.{key}: for .csv and .tsv files, and there are none")
 
 
 def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> Dataset:
@@ -81,7 +81,7 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> D
 
     for file in files:
         if format_of(file) == ".tar":
-            raise RunError(f"{key}: {file} is an archive; archives are read in train, with data.stream=true")
+            raise RunError("LS2193", f"{key}: {file} is an archive; archives are read in train, with data.stream=true")
         file_formats.check(file, key, data.encoding)
     parts: list[tuple[Path, Dataset]] = []
     with file_formats.unpacked(files, key) as there:
@@ -141,8 +141,9 @@ def _table(files: list[Path], key: str, data: DataSection, known: dict[Path, fil
     rows = _loaded("csv", files, key, data.encoding, options)
     if len(rows) != (wanted := sum(each.rows for each in found)):
         raise RunError(
+            "LS2194",
             f"{key}: {', '.join(map(str, files))}: {len(rows):,} rows were read, and there are {wanted:,}; write them "
-            "as .jsonl"
+            "as .jsonl",
         )
     return rows
 
@@ -157,11 +158,15 @@ def _loaded(builder: str, files: list[Path], key: str, encoding: str, options: d
         return datasets.load_dataset(builder, name, data_files=[str(f) for f in files], split="train", **options)
     except Exception as error:  # datasets wraps whatever its readers raise
         if any(f.stat().st_size == 0 for f in files) or "corresponds to no data" in str(error):  # a header alone
-            raise RunError(f"{key}: {', '.join(str(f) for f in files)} is empty, it holds no example") from None
+            raise RunError(
+                "LS2195", f"{key}: {', '.join(str(f) for f in files)} is empty, it holds no example"
+            ) from None
         for file in files if builder == "json" else ():
             _rows_of(file, key, encoding)  # says on which line it goes wrong
         cause = " ".join(str(error.__cause__ or error).split())
-        raise RunError(f"{key}: cannot read {', '.join(str(f) for f in files)} as {builder}: {cause}") from error
+        raise RunError(
+            "LS2196", f"{key}: cannot read {', '.join(str(f) for f in files)} as {builder}: {cause}"
+        ) from error
 
 
 # -- several formats -------------------------------------------------------------------------------------------------
@@ -174,18 +179,20 @@ def agreeing(parts: Sequence[tuple[Any, Dataset]], key: str, what: str = "files 
     for file, part in parts[1:]:
         if missing := [c for c in start.column_names if c not in part.column_names]:
             raise RunError(
-                _differ(f"{key}: {what}", first, file, f"has no column {missing[0]!r}: it has {_named(part)}", start)
+                "LS2211",
+                _differ(f"{key}: {what}", first, file, f"has no column {missing[0]!r}: it has {_named(part)}", start),
             )
         if more := [c for c in part.column_names if c not in wanted]:
-            raise RunError(_differ(f"{key}: {what}", first, file, f"has a column {more[0]!r} more", start))
+            raise RunError("LS2212", _differ(f"{key}: {what}", first, file, f"has a column {more[0]!r} more", start))
     for column in start.column_names:
         kinds = {file: part.features[column] for file, part in parts}
         common = _common(list(kinds.values()))
         if common is None:
             other = next(file for file, kind in kinds.items() if _common([kinds[first], kind]) is None)
             raise RunError(
+                "LS2197",
                 f"{key}: {what} must agree in what their columns hold: {column!r} holds "
-                f"{_kind(kinds[first])} in {first} and {_kind(kinds[other])} in {other}"
+                f"{_kind(kinds[first])} in {first} and {_kind(kinds[other])} in {other}",
             )
         wanted = type(wanted)({**wanted, column: common})
     return [part.select_columns(start.column_names).cast(wanted) for _, part in parts]
@@ -237,7 +244,7 @@ def _rows_of(file: Path, key: str, encoding: str) -> list[dict[str, Any]]:
     try:
         return file_formats.json_rows(file, encoding)
     except ValueError as error:
-        raise RunError(f"{key}: {file}, {error}") from None
+        raise RunError("LS2198", f"{key}: {file}, {error}") from None
 
 
 def _plain(files: list[Path], each: str, encoding: str) -> Dataset:
@@ -262,7 +269,9 @@ def _lines(files: list[Path], key: str, encoding: str) -> Dataset:
             if line.strip():
                 text, mark, label = line.rpartition(";")
                 if not mark:
-                    raise RunError(f"{key}: {file}, line {number}: wanted is 'text;label', there is no semicolon")
+                    raise RunError(
+                        "LS2199", f"{key}: {file}, line {number}: wanted is 'text;label', there is no semicolon"
+                    )
                 texts.append(text)
                 labels.append(label.strip())
     if labels and all(re.fullmatch("-?[0-9]+", label) for label in labels):
@@ -327,21 +336,24 @@ def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[st
     if data.source is not None:
         root = Path(data.source).expanduser()
         if not root.is_dir():
-            raise RunError(f"data.source: {root} is no folder; layout: class_folders wants one with a folder a label")
+            raise RunError(
+                "LS2200", f"data.source: {root} is no folder; layout: class_folders wants one with a folder a label"
+            )
         named = {s: next((root / w for w in words if classes_in(root / w)), None) for s, words in usual.items()}
         found = {split: _of_classes(classes_in(folder)) for split, folder in named.items() if folder is not None}
         if not found and "train" not in given:
             found = {"train": _of_classes(classes_in(root))}
             if not found["train"]:
                 raise RunError(
+                    "LS2201",
                     f"data.source: no folder in {root} holds texts or images; wanted are files like "
-                    "train/LABEL/1.txt or LABEL/1.jpg"
+                    "train/LABEL/1.txt or LABEL/1.jpg",
                 )
     for split, value in given.items():
         folders = [f for text in ([value] if isinstance(value, str) else value) for f in _folders(text, split, data)]
         found[split] = [file for f in folders for file in (_texts_in(f) or _of_classes(classes_in(f)))]
         if not found[split]:
-            raise RunError(f"data.{split}: {value} holds no texts or images in folders called by their label")
+            raise RunError("LS2202", f"data.{split}: {value} holds no texts or images in folders called by their label")
     return found
 
 
@@ -350,7 +362,7 @@ def _folders(text: str, split: str, data: DataSection) -> list[Path]:
     for path in (Path(text).expanduser(), root / text):
         if found := sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_dir()):
             return found
-    raise RunError(f"data.{split}: no such folder: {text}")
+    raise RunError("LS2203", f"data.{split}: no such folder: {text}")
 
 
 def _of_classes(folders: Iterable[Path]) -> list[Path]:
@@ -368,7 +380,9 @@ def read_classes(files: list[Path], key: str, data: DataSection) -> Dataset:
         return datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
     if any(images):
         text, image = files[images.index(False)], files[images.index(True)]
-        raise RunError(f"{key}: {text} is a text and {image} an image; a data set holds texts or images, and not both")
+        raise RunError(
+            "LS2204", f"{key}: {text} is a text and {image} an image; a data set holds texts or images, and not both"
+        )
 
     for file in files:
         file_formats.check(file, key, encoding)
@@ -408,14 +422,17 @@ def parallel_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict
     if data.source is not None:
         root = Path(data.source).expanduser()
         if not root.is_dir():
-            raise RunError(f"data.source: {root} is no folder; name files in data.train: [train.en, train.de]")
+            raise RunError(
+                "LS2205", f"data.source: {root} is no folder; name files in data.train: [train.en, train.de]"
+            )
         found = {split: files for split, words in usual.items() if (files := _of_split(root, words))}
         if not found and "train" not in given:
             found = {"train": list(itertools.chain(*parallel_in(root).values()))}
             if not found["train"]:
                 raise RunError(
+                    "LS2206",
                     f"data.source: {root} holds no two files that differ in their language alone, such as train.en and "
-                    "train.de; name them in data.train"
+                    "train.de; name them in data.train",
                 )
     for split, value in given.items():
         found[split] = []
@@ -423,7 +440,7 @@ def parallel_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict
             paths = [Path(text).expanduser(), Path(data.source or "").expanduser() / text]
             there = next((f for p in paths if (f := sorted(Path(g) for g in glob.glob(str(p))))), None)
             if there is None:
-                raise RunError(f"data.{split}: no such file: {text}")
+                raise RunError("LS2207", f"data.{split}: no such file: {text}")
             found[split] += there
     return found
 
@@ -452,20 +469,21 @@ def read_parallel(files: list[Path], key: str, data: DataSection) -> Dataset:
         stem, side = named(file)
         group = together.setdefault(file.parent / stem, {})
         if side in group:
-            raise RunError(f"{key}: {group[side]} and {file} are the same side ({side}); leave one out")
+            raise RunError("LS2208", f"{key}: {group[side]} and {file} are the same side ({side}); leave one out")
         group[side] = file
     sides = sorted({side for group in together.values() for side in group})
     for called, group in together.items():
         if sorted(group) != sides or len(sides) < 2:
             raise RunError(
+                "LS2209",
                 f"{key}: {called} has {' and '.join(sorted(group))}; wanted are files of the same name for "
-                f"{' and '.join(sides) if len(sides) > 1 else 'two sides'}, such as train.en and train.de"
+                f"{' and '.join(sides) if len(sides) > 1 else 'two sides'}, such as train.en and train.de",
             )
         lines = {side: _lines_text_files(file, key, data.encoding) for side, file in sorted(group.items())}
         counts = {side: len(found) for side, found in lines.items()}
         if len(set(counts.values())) > 1:
             told = ", ".join(f"{group[side]} has {count:,} lines" for side, count in counts.items())
-            raise RunError(f"{key}: {told}: line n of one has to be the translation of line n of the other")
+            raise RunError("LS2210", f"{key}: {told}: line n of one has to be the translation of line n of the other")
         for side, found in lines.items():
             columns.setdefault(side, []).extend(found)
     return datasets.Dataset.from_dict(columns)

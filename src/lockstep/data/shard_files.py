@@ -68,10 +68,11 @@ def shard(path: Path, plain: str | None = None, wanted: Sequence[str] = (), how:
     kind = kinds.get(file_formats.plain(path).suffix)
     if kind is None or (kind is Parquet and file_formats.is_compressed(path)):
         raise RunError(
-            f"data.train: {path} cannot be streamed, since nothing tells where its rows begin; a stream reads {READ}"
+            "LS2220",
+            f"data.train: {path} cannot be streamed, since nothing tells where its rows begin; a stream reads {READ}",
         )
     if file_formats.plain(path).suffix == ".txt" and plain == "file":
-        raise RunError(f"data.train: {path}: a stream reads a .txt file line by line; set task.document=line")
+        raise RunError("LS2221", f"data.train: {path}: a stream reads a .txt file line by line; set task.document=line")
     return kind(path, plain, wanted, how)
 
 
@@ -105,12 +106,13 @@ class ShardFile(ABC):
     def failed(self, error: BaseException, row: int) -> RunError:
         """Whatever a library says of it, for a person. `row`: the first that could not be read."""
         if isinstance(error, FileNotFoundError):
-            return RunError(f"data.train: {self.path} is gone; row {row:,} of it is wanted")
+            return RunError("LS2222", f"data.train: {self.path} is gone; row {row:,} of it is wanted")
         said = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         what = "unpack" if file_formats.is_compressed(self.path) else "read"
         return RunError(
+            "LS2223",
             f"data.train: cannot {what} {self.path} from row {row:,} on ({said}): it is cut off or damaged, or is no "
-            "such file; fetch or write it again"
+            "such file; fetch or write it again",
         )
 
     @abstractmethod
@@ -194,7 +196,9 @@ class LineShard(_Bytes):
         try:
             lines = [line for line in block.decode("utf-8-sig" if row == 0 else "utf-8").split("\n") if line.strip()]
         except UnicodeDecodeError as error:
-            raise RunError(f"data.train: {self.path}, rows from {row:,} on: it is not UTF-8 ({error.reason})") from None
+            raise RunError(
+                "LS2224", f"data.train: {self.path}, rows from {row:,} on: it is not UTF-8 ({error.reason})"
+            ) from None
         if file_formats.plain(self.path).suffix == ".jsonl":
             return _columns([self._value(line, row + i) for i, line in enumerate(lines)])
         if self.plain:
@@ -203,7 +207,7 @@ class LineShard(_Bytes):
         for i, (_, mark, _) in enumerate(parts):
             if not mark:
                 raise RunError(
-                    f"data.train: {self.path}, row {row + i:,}: wanted is 'text;label', there is no semicolon"
+                    "LS2225", f"data.train: {self.path}, row {row + i:,}: wanted is 'text;label', there is no semicolon"
                 )
         return {"text": [text for text, _, _ in parts], "label": [label.strip() for _, _, label in parts]}
 
@@ -212,10 +216,12 @@ class LineShard(_Bytes):
             value = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
             said = getattr(error, "msg", "nested too deeply")
-            raise RunError(f"data.train: {self.path}, row {row:,}: it is not JSON ({said}): {line[:60]!r}") from None
+            raise RunError(
+                "LS2226", f"data.train: {self.path}, row {row:,}: it is not JSON ({said}): {line[:60]!r}"
+            ) from None
         if not isinstance(value, dict):
             raise RunError(
-                f"data.train: {self.path}, row {row:,}: wanted is a mapping of columns, and not {line[:60]!r}"
+                "LS2227", f"data.train: {self.path}, row {row:,}: wanted is a mapping of columns, and not {line[:60]!r}"
             )
         return value
 
@@ -267,7 +273,9 @@ class Archive(_Bytes):
                 return name, json.loads(text)
             return name, int(text) if name.endswith("cls") and re.fullmatch(r"\s*-?\d+\s*", text) else text
         except ValueError as error:
-            raise RunError(f"data.train: {self.path}, row {row:,}: {member.name} cannot be read: {error}") from None
+            raise RunError(
+                "LS2228", f"data.train: {self.path}, row {row:,}: {member.name} cannot be read: {error}"
+            ) from None
 
 
 def _key(member: tarfile.TarInfo) -> str:

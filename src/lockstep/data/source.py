@@ -50,9 +50,10 @@ def check(data: DataSection, files: Mapping[str, list[Path]]) -> None:
         if out:
             more = f" (and {len(out) - 1:,} more like it)" if len(out) > 1 else ""
             raise RunError(
+                "LS2240",
                 f"data.{split}: {out[0]} leads by a link to {out[0].resolve()}{more}, out of what the run file names: "
                 "with a folder that comes from elsewhere, that may be a file of yours. Where the links are meant, set "
-                "data.follow_links=true"
+                "data.follow_links=true",
             )
 
 
@@ -124,7 +125,7 @@ def load_mixture(
         try:
             found = read(section, seed, plain, tokens=tokens and tokens.renamed(entry.rename))
         except RunError as error:
-            raise RunError(f"data.sources: {entry.name}: {error}") from error
+            raise RunError(error.code, f"data.sources: {entry.name}: {error.message}") from error
         fewer.update(found.left_out)
         for split, rows in found.splits.items():
             rows = called(rows, entry, columns, split, found.name)
@@ -159,8 +160,9 @@ def theirs(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str
         return dict(columns)
     if unknown := [ours for ours in entry.rename if ours not in columns.values()]:
         raise RunError(
+            "LS2241",
             f"data.sources: {entry.name}: rename: the task reads no column {unknown[0]!r}; it reads "
-            f"{', '.join(columns.values())}"
+            f"{', '.join(columns.values())}",
         )
     return {key: entry.rename.get(column, column) for key, column in columns.items()}
 
@@ -175,8 +177,9 @@ def called(rows: Dataset, entry: OneSource, columns: Mapping[str, str], split: s
     for key, column in found.items():
         if column not in rows.column_names:
             raise RunError(
+                "LS2242",
                 f"data.sources: {entry.name}: {key}: the {split} split of {name} has no column {column!r}; it has "
-                f"{', '.join(rows.column_names)}. Say what it is called here: rename: {{{columns[key]}: ...}}"
+                f"{', '.join(rows.column_names)}. Say what it is called here: rename: {{{columns[key]}: ...}}",
             )
     rows = rows.select_columns(list(dict.fromkeys(found.values())))
     return rows.rename_columns({found[key]: ours for key, ours in columns.items() if found[key] != ours})
@@ -289,7 +292,7 @@ def load(
     own = [key for key in ("columns", "separator", "quote") if getattr(data, key) is not None]
     own += ["layout"] if data.layout != "rows" else []
     if own and (data.source == BUILTIN or local_splits(data) is None):
-        raise RunError(f"data.{own[0]}: for local files, and {data.source} is none; leave it out")
+        raise RunError("LS2243", f"data.{own[0]}: for local files, and {data.source} is none; leave it out")
     if data.source == BUILTIN and not data.stream:
         source = _builtin(seed)
     elif (files := local_splits(data)) is not None:
@@ -303,11 +306,13 @@ def load(
             },
         )
     elif data.stream:
-        raise RunError(f"data.stream: {data.source} has no shards to stream; name files, or a data set of the Hub")
+        raise RunError(
+            "LS2244", f"data.stream: {data.source} has no shards to stream; name files, or a data set of the Hub"
+        )
     else:
         source = _from_hub(data)
     if "train" not in source.splits and not data.stream:
-        raise RunError(f"data.train: no training split in {source.name}; name it or its files in data.train")
+        raise RunError("LS2245", f"data.train: no training split in {source.name}; name it or its files in data.train")
     splits, left_out = usable_rows.filtered(source.splits, data, source.name, tokens)
     if data.split_column is not None:
         splits = usable_rows.told_apart(splits, data, source.name, USUAL)
@@ -316,7 +321,7 @@ def load(
         splits = {name: split.select(range(min(data.limit, len(split)))) for name, split in splits.items()}
     for name, split in splits.items():
         if len(split) == 0:
-            raise RunError(f"data.{name}: the {name} split of {source.name} is empty")
+            raise RunError("LS2246", f"data.{name}: the {name} split of {source.name} is empty")
     return Source(source.name, splits, left_out, columns=tuple((columns or {}).values()))
 
 
@@ -343,7 +348,7 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
     given = {split: getattr(data, split) for split in USUAL if getattr(data, split) is not None}
     if data.source is None:
         if not given:
-            raise RunError("data: give data.source (a Hub id, a folder or a file) or data.train (files)")
+            raise RunError("LS2247", "data: give data.source (a Hub id, a folder or a file) or data.train (files)")
         if data.layout in _FILES:
             return _FILES[data.layout](data, USUAL)
         return {split: _expand(value, f"data.{split}", data.layout) for split, value in given.items()}
@@ -359,8 +364,9 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
             if not single:
                 endings = row_files.READ if data.layout == "rows" else ", ".join(annotated.ENDINGS[data.layout])
                 raise RunError(
+                    "LS2248",
                     f"data.source: the folder {root} holds no data file; "
-                    f"wanted are files like train.jsonl with one of the endings {endings}"
+                    f"wanted are files like train.jsonl with one of the endings {endings}",
                 )
             found["train"] = single
         for split, value in given.items():
@@ -399,7 +405,7 @@ def _check_keys(files: dict[str, list[Path]], data: DataSection) -> None:
         return
     for key in ("separator", "quote") if data.layout == "conll" else ("columns", "separator", "quote"):
         if getattr(data, key) is not None:
-            raise RunError(f"data.{key}: does not go with data.layout: {data.layout}; leave it out")
+            raise RunError("LS2249", f"data.{key}: does not go with data.layout: {data.layout}; leave it out")
 
 
 def _expand(value: str | list[str], key: str, layout: str, root: Path | None = None) -> list[Path]:
@@ -410,10 +416,10 @@ def _expand(value: str | list[str], key: str, layout: str, root: Path | None = N
             path = root / path
         found = [path] if path.is_file() else sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_file())
         if not found:
-            raise RunError(f"{key}: no such file: {path}")
+            raise RunError("LS2250", f"{key}: no such file: {path}")
         for file in found:
             if layout == "rows" and row_files.format_of(file) is None:
-                raise RunError(f"{key}: {file} has none of the endings that can be read: {row_files.READ}")
+                raise RunError("LS2251", f"{key}: {file} has none of the endings that can be read: {row_files.READ}")
         files += found
     return files
 
@@ -462,14 +468,16 @@ def _from_hub(data: DataSection) -> Source:
         Exception
     ) as error:  # network, authorisation, no such data set, a config to choose: all are the user's to mend
         raise RunError(
+            "LS2252",
             f"data.source: {data.source!r} is not a local file or folder, and loading it from the Hub failed: "
-            f"{explained(error, data.revision)}"
+            f"{explained(error, data.revision)}",
         ) from error
     for name, rows in found.items():
         if row_files.INDEX in rows.column_names and rows.info.builder_name == "csv":  # as pandas reads wider rows
             raise RunError(
+                "LS2253",
                 f"data.source: the {name} split of {data.source} is a table whose rows have more cells than its "
-                "header, so that each text is in the next column; download its files, and name them in data.train"
+                "header, so that each text is in the next column; download its files, and name them in data.train",
             )
     splits: dict[str, Dataset] = {}
     for split, usual in USUAL.items():
@@ -481,7 +489,7 @@ def _from_hub(data: DataSection) -> Source:
         else:
             if given is not None:
                 raise RunError(
-                    f"data.{split}: {data.source} has no split {given!r}; it has {', '.join(map(str, found))}"
+                    "LS2254", f"data.{split}: {data.source} has no split {given!r}; it has {', '.join(map(str, found))}"
                 )
     return Source(data.source, {split: row_files.without_index(rows) for split, rows in splits.items()})
 

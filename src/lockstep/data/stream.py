@@ -79,7 +79,9 @@ class StreamingSource:
             here = found if isinstance(found, list) else []
             files = copies.paths if copies else here or (source.local_splits(self.data) or {}).get("train") or []
             if not files:
-                raise RunError("data.train: there is no file to stream; name them in data.train or data.source")
+                raise RunError(
+                    "LS2270", "data.train: there is no file to stream; name them in data.train or data.source"
+                )
             for file in files:
                 self.opened(file)
             if copies:
@@ -100,11 +102,11 @@ class StreamingSource:
         try:
             yield
         except Unfetched as error:
-            raise Unfetched(self.with_source(str(error))) from error
+            raise Unfetched(error.code, self.with_source(error.message)) from error
         except RunError as error:
             if self.entry is None:
                 raise
-            raise RunError(self.with_source(str(error))) from error
+            raise RunError(error.code, self.with_source(error.message)) from error
 
     def with_source(self, text: str) -> str:
         """A message that names the source, where there are several."""
@@ -166,7 +168,7 @@ class StreamingSource:
         try:
             yield
         except RunError as error:
-            raise RunError(f"{error} (rows are counted from row {chunk.row:,} of {file})") from None
+            raise RunError(error.code, f"{error.message} (rows are counted from row {chunk.row:,} of {file})") from None
 
     @property
     def facts(self) -> list[Identity]:
@@ -196,7 +198,7 @@ def _dataset(found: Found, wanted: list[str], file: Path, lenient: bool, within:
         root = next((prefix for prefix in prefixes if prefix in names), None)
         root = within if root is None and within in names else root
         if root is None and not lenient:
-            raise RunError(f"data.train: {file.name} has no column {path!r}; it has {', '.join(names)}")
+            raise RunError("LS2271", f"data.train: {file.name} has no column {path!r}; it has {', '.join(names)}")
         (lacking if root is None else roots).append(root or path)
     roots = list(dict.fromkeys(roots))
     try:
@@ -214,7 +216,7 @@ def _dataset(found: Found, wanted: list[str], file: Path, lenient: bool, within:
         )
     except (pa.ArrowException, TypeError, OverflowError, ValueError) as error:
         said = _unlike(found, roots) or " ".join(str(error).split())
-        raise RunError(f"data.train: columns of {file.name} hold values of several kinds: {said}") from None
+        raise RunError("LS2272", f"data.train: columns of {file.name} hold values of several kinds: {said}") from None
     for path in lacking:
         made = made.add_column(path, [None] * len(made))
     return made
@@ -358,7 +360,7 @@ class Stream:
     def _nothing(part: StreamingSource, what: str) -> RunError:
         with part.named():
             raise RunError(
-                f"data.train: nothing to train on: {len(part.files)} shard(s), {part.files[0]} first, {what}"
+                "LS2273", f"data.train: nothing to train on: {len(part.files)} shard(s), {part.files[0]} first, {what}"
             )
 
     def index(self, make: Make, key: str) -> Path:

@@ -100,12 +100,13 @@ class _Chunks(Shards):
                     self._open[source] = of, shard
             except RunError as error:
                 mend = _LATER if isinstance(error, Unfetched) else _MEND
-                raise Unreadable(f"{named(str(error))}{_since(path, size)}. {mend}") from error
+                raise Unreadable(error.code, f"{named(error.message)}{_since(path, size)}. {mend}") from error
             if batch is None or stream.counted(batch)["hash"] != int(self.chunks["hash"][number]):
                 rows_there = f"data.train: {path}, rows {row:,} to {row + rows - 1:,}"
                 raise Unreadable(
+                    "LS2280",
                     part.with_source(f"{rows_there}: they are not what they were when the shards were counted")
-                    + f"{_since(path, size)}. {_MEND}"
+                    + f"{_since(path, size)}. {_MEND}",
                 )
             return batch
 

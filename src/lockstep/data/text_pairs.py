@@ -61,8 +61,9 @@ def whole(
             if not number or not ends[0] <= value <= ends[1]:
                 remedy = "" if not number else "; say which there are, such as task.score_range=[0,5]"
                 raise RunError(
+                    "LS2290",
                     f"task.score: row {row} of the {split} split of {name} holds {str(value)[:60]!r} in column "
-                    f"{score!r}, which is no number from {ends[0]:g} to {ends[1]:g}{remedy}"
+                    f"{score!r}, which is no number from {ends[0]:g} to {ends[1]:g}{remedy}",
                 )
     return found
 
@@ -77,9 +78,10 @@ def told_apart(
             if len(rows := np.flatnonzero(negative == theirs)):
                 text = str(dataset[int(rows[0])][columns[key]])[:60]
                 raise RunError(
+                    "LS2291",
                     f"{key}: in {len(rows)} of {len(dataset)} rows of the {split} split of {name} it is the same text "
                     f"as {other}; the first is row {rows[0]}: {text!r}. Nothing can be told apart there: mend these "
-                    "rows, or take them out"
+                    "rows, or take them out",
                 )
 
 

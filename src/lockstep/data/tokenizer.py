@@ -74,7 +74,9 @@ def embeddings_of(run: Run, tokenizer: Any) -> int:
     if asked is None:
         return len(tokenizer)
     if not isinstance(asked, int) or asked < len(tokenizer):
-        raise RunError(f"model.config.vocab_size: {asked!r} is fewer than the {len(tokenizer):,} of the tokenizer")
+        raise RunError(
+            "LS2300", f"model.config.vocab_size: {asked!r} is fewer than the {len(tokenizer):,} of the tokenizer"
+        )
     return asked
 
 
@@ -90,8 +92,9 @@ def _folder(run: Run, texts: Iterator[list[str]], content: str, generative: bool
     source = run.tokenizer.source or run.model.source
     if source is None:
         raise RunError(
+            "LS2301",
             "tokenizer: a model from scratch (model.type) needs one; "
-            "give tokenizer.train (bpe, wordpiece, wordlevel, unigram, character) or tokenizer.source"
+            "give tokenizer.train (bpe, wordpiece, wordlevel, unigram, character) or tokenizer.source",
         )
     return _kept(_load_source(run, source), source)
 
@@ -125,7 +128,7 @@ def _kept(tokenizer: Any, source: str) -> Path:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token is None:
-        raise RunError(f"tokenizer: that of {source} has neither a padding nor an end token to pad with")
+        raise RunError("LS2302", f"tokenizer: that of {source} has neither a padding nor an end token to pad with")
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
     parts = [hashlib.sha256(state.encode()).hexdigest(), str(tokenizer.special_tokens_map)]
     if "auto_map" in tokenizer.init_kwargs:  # code of its own, which is saved with it
@@ -186,7 +189,9 @@ def _load_source(run: Run, source: str, **place: str) -> Any:
     except (
         Exception
     ) as error:  # a missing file, a Hub that cannot be reached, an unknown type: all are the user's to mend
-        raise RunError(f"{key}: cannot load a tokenizer from {source!r}: {explained(error, revision)}") from error
+        raise RunError(
+            "LS2303", f"{key}: cannot load a tokenizer from {source!r}: {explained(error, revision)}"
+        ) from error
 
 
 def _local(source: str) -> str:

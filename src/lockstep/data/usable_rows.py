@@ -120,7 +120,8 @@ def values(dataset: Dataset, key: str, path: str, split: str, name: str) -> Iter
     found = (path, ()) if path in dataset.column_names else _parted(dataset, path)
     if found is None:
         raise RunError(
-            f"{key}: the {split} split of {name} has no column {path!r}; it has {', '.join(dataset.column_names)}"
+            "LS2310",
+            f"{key}: the {split} split of {name} has no column {path!r}; it has {', '.join(dataset.column_names)}",
         )
     root, parts = found
     column = dataset.select_columns([root]).with_format("arrow")
@@ -158,7 +159,7 @@ class _Told:
     def wrong(self, parts: tuple[str, ...], why: str) -> RunError:
         """`parts`: what of the path is left to go."""
         before = self.path.removesuffix("." + ".".join(parts)) if parts else self.path
-        return RunError(f"{self.key}: {self.path}: {before!r} of the {self.split} split of {self.name} {why}")
+        return RunError("LS2311", f"{self.key}: {self.path}: {before!r} of the {self.split} split of {self.name} {why}")
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -219,7 +220,9 @@ def present(dataset: Dataset, columns: Mapping[str, str], split: str, name: str)
     for key, column in columns.items():
         if column not in dataset.column_names:
             raise RunError(
-                f"{key}: the {split} split of {name} has no column {column!r}; it has {', '.join(dataset.column_names)}"
+                "LS2312",
+                f"{key}: the {split} split of {name} has no column {column!r}; it has "
+                f"{', '.join(dataset.column_names)}",
             )
 
 
@@ -240,11 +243,15 @@ def without(
         return dataset
     if not drop:
         told = [_describe(dataset, key, *found, split, name) for key, found in lacks.items()]
-        raise RunError("\n  ".join(["columns lack something in some rows:", *told] if len(told) > 1 else told))
+        raise RunError(
+            "LS2323", "\n  ".join(["columns lack something in some rows:", *told] if len(told) > 1 else told)
+        )
     kept = np.flatnonzero(~np.logical_or.reduce([rows for _, rows in lacks.values()]))
     if len(kept) == 0:
         columns = " and ".join(repr(column) for column, _ in lacks.values())
-        raise NothingLeft(f"data.drop_missing: no row of the {split} split of {name} has something in {columns}")
+        raise NothingLeft(
+            "LS2313", f"data.drop_missing: no row of the {split} split of {name} has something in {columns}"
+        )
     return dataset.select(kept)
 
 
@@ -259,8 +266,9 @@ def texts(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, d
             bad = next((first + i for first, part in parts for i, v in enumerate(part) if not isinstance(v, str)), None)
             if bad is not None:
                 raise RunError(
+                    "LS2314",
                     f"{key}: column {column!r} of the {split} split must hold texts; row {bad} holds "
-                    f"{str(dataset[bad][column])[:80]}{within(column, dataset[bad][column])}"
+                    f"{str(dataset[bad][column])[:80]}{within(column, dataset[bad][column])}",
                 )
     return dataset
 
@@ -319,15 +327,17 @@ class TokenCounts:
 
         if self.run.tokenizer.train is not None:
             raise RunError(
+                "LS2315",
                 f"data.filter: {path}: the tokenizer (tokenizer.train) is trained on the texts that the filter leaves, "
-                "so it cannot count their tokens before; give tokenizer.source, or min_words, max_words instead"
+                "so it cannot count their tokens before; give tokenizer.source, or min_words, max_words instead",
             )
         column = added(dataset, {"data.filter": path}, split, name).select_columns([path])
         dtype = getattr(column.features[path], "dtype", None)
         if dtype not in ("string", "large_string"):
             told = f"{dtype} values" if dtype else "lists or mappings"
             raise RunError(
-                f"data.filter: {path}: the {split} split of {name} holds {told} there; tokens are counted in texts"
+                "LS2316",
+                f"data.filter: {path}: the {split} split of {name} holds {told} there; tokens are counted in texts",
             )
         wanted = path in self.targets
         apart = tokenizer.of_targets(self.run) if wanted else None
@@ -363,7 +373,9 @@ def filtered(
             each = ", ".join(
                 f"{_format_condition(data.filter[c])} of {c!r} in {mask.sum():,}" for c, mask in masks.items()
             )
-            raise RunError(f"data.filter: no row of the {split} split of {name} is left; of {len(dataset):,}: {each}")
+            raise RunError(
+                "LS2317", f"data.filter: no row of the {split} split of {name} is left; of {len(dataset):,}: {each}"
+            )
         fewer[split] = int(len(dataset) - kept.sum())
         found[split] = dataset.select(np.flatnonzero(kept)) if fewer[split] else dataset
     return found, {split: count for split, count in fewer.items() if count}
@@ -392,13 +404,15 @@ def _mask(dataset: Dataset, path: str, wanted: Wanted, split: str, name: str, to
         try:
             holds = _holds(_with_names(column, names), wanted)
         except _Unlike as error:
-            raise RunError(f"data.filter: {path}: the {split} split of {name} holds {error}") from None
+            raise RunError("LS2318", f"data.filter: {path}: the {split} split of {name} holds {error}") from None
         parts.append(pc.fill_null(holds, False).to_numpy(zero_copy_only=False))
     mask = np.concatenate(parts)
     if not isinstance(wanted, Condition) or not wanted.counts_tokens or len(mask) == 0:
         return mask
     if tokens is None:
-        raise RunError(f"data.filter: {path}: this task has no tokenizer that counts tokens; give min_words, max_words")
+        raise RunError(
+            "LS2319", f"data.filter: {path}: this task has no tokenizer that counts tokens; give min_words, max_words"
+        )
     counts = tokens(dataset, path, split, name)
     least, most = wanted.min_tokens or 0, np.inf if wanted.max_tokens is None else wanted.max_tokens
     return mask & (counts >= least) & (counts <= most)
@@ -489,8 +503,9 @@ def told_apart(
     assert data.split_column is not None
     if list(splits) != ["train"]:
         raise RunError(
+            "LS2320",
             f"data.split_column: {name} has {' and '.join(splits)} already; give all rows in data.source or data.train "
-            "alone, or leave data.split_column out"
+            "alone, or leave data.split_column out",
         )
     train, column = splits["train"], data.split_column
     names = getattr(train.features.get(column), "names", None)
@@ -509,12 +524,13 @@ def told_apart(
         places.append(np.array([order.index(to[v] or "train") for v in in_part], dtype=np.int8))
     if first is not None:
         raise RunError(
+            "LS2321",
             f"data.split_column: column {column!r} of {name} says {first[1]!r} in {others[first[1]]:,} row(s), the "
             f"first is row {first[0]:,}; known are {', '.join(known)}. To leave other rows out: data.filter: "
-            f"{{{column}: [{', '.join(there) or 'train'}]}}"
+            f"{{{column}: [{', '.join(there) or 'train'}]}}",
         )
     split_of = np.concatenate(places)
     found = {split: np.flatnonzero(split_of == place) for place, split in enumerate(order)}
     if len(found["train"]) == 0:
-        raise RunError(f"data.split_column: {column!r} of {name} says train in no row")
+        raise RunError("LS2322", f"data.split_column: {column!r} of {name} says train in no row")
     return {split: train.select(rows) for split, rows in found.items() if len(rows)}

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
+from lockstep.config.errors import coded
 from lockstep.distributed import network, rendezvous, torch_internals
 from lockstep.distributed.rendezvous import Sealed
 from lockstep.track.console import error
@@ -283,7 +284,9 @@ class Membership:
             if state != "S" or now != spent:  # it computes, or looks for the others
                 spent, since = now, time.monotonic()
             elif time.monotonic() - since > STUCK_S:
-                error("this rank does not come out of a collective that was cut off; it counts as lost")
+                error(
+                    coded("LS7010", "this rank does not come out of a collective that was cut off; it counts as lost")
+                )
                 os.kill(os.getpid(), signal.SIGKILL)
                 return
 

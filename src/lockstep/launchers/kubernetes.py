@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import Field
 
-from lockstep.config.errors import STOPPED
+from lockstep.config.errors import STOPPED, coded
 from lockstep.config.redaction import one_line
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section, Steps
@@ -89,7 +89,9 @@ class Kubernetes(Launcher):
 
     def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         if tuple(words) != TRAIN:
-            raise RunError("launch.name: kubernetes only trains; use launch.name=local to verify a few steps here")
+            raise RunError(
+                "LS7280", "launch.name: kubernetes only trains; use launch.name=local to verify a few steps here"
+            )
         options = self.options(run)
         kind, name = kind_of(options.kubeflow), name_of(run)
         facts = {"kind": kind, "namespace": options.namespace, "context": options.context or ""}
@@ -121,7 +123,7 @@ class Kubernetes(Launcher):
         elif state.word == "stopped":
             Console(True).say("stopped; the same command goes on from the last checkpoint")
         else:
-            error(f"{record.facts['kind']} {record.job} failed: {state.text or state.word}")
+            error(coded("LS7281", f"{record.facts['kind']} {record.job} failed: {state.text or state.word}"))
         job_record.note(run.folder, status=state.status, ended=time.time())
         return int(1 if state.status is None else state.status)
 
@@ -175,8 +177,9 @@ def command(facts: Any) -> list[str]:
     """kubectl for this namespace and context. Errors: `RunError` where it is missing."""
     if shutil.which("kubectl") is None:
         raise RunError(
+            "LS7282",
             "launch.name: kubernetes needs kubectl, which is not on PATH. Install it, or take the manifests that "
-            "`lockstep plan` shows to where it is"
+            "`lockstep plan` shows to where it is",
         )
     context = ["--context", facts["context"]] if facts.get("context") else []
     return ["kubectl", *context, "--namespace", facts["namespace"]]
@@ -187,7 +190,7 @@ def kubectl(facts: Any, *words: str) -> str:
     done = subprocess.run([*command(facts), *words], capture_output=True, text=True)
     if done.returncode:
         said = one_line(done.stderr or done.stdout, 500)
-        raise RunError(f"kubectl {words[0]}: {said or f'status {done.returncode}'}")
+        raise RunError("LS7283", f"kubectl {words[0]}: {said or f'status {done.returncode}'}")
     return done.stdout
 
 
@@ -202,8 +205,8 @@ def allowed(facts: Any) -> None:
     said = " ".join((done.stderr or done.stdout).split())[-400:]
     if done.stdout.strip().startswith("no"):
         hint = ". Is Kubeflow Trainer installed there?" if facts["kind"] == "trainjob" else ""
-        raise RunError(f"launch.namespace: you may not create {what} in {facts['namespace']}{hint}")
-    raise RunError(f"launch.name: kubernetes: no cluster answers to kubectl: {said}")
+        raise RunError("LS7284", f"launch.namespace: you may not create {what} in {facts['namespace']}{hint}")
+    raise RunError("LS7285", f"launch.name: kubernetes: no cluster answers to kubectl: {said}")
 
 
 def state_from(found: dict[str, Any]) -> State:

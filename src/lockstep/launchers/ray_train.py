@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lockstep.config.errors import BAD, DONE, FAILED, STOPPED
+from lockstep.config.errors import BAD, DONE, FAILED, STOPPED, coded
 from lockstep.config.redaction import one_line
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section
@@ -60,7 +60,7 @@ class Ray(Launcher):
         workers = options.workers or processes_of(run)
         run.check_shared(workers, f"launch.workers: {workers} workers")
         if run.launch.device == "cuda" and run.launch.processes_per_gpu > 1:
-            raise RunError("launch.processes_per_gpu: Ray gives each worker a GPU of its own; leave it out")
+            raise RunError("LS7360", "launch.processes_per_gpu: Ray gives each worker a GPU of its own; leave it out")
         notes = [
             f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
             for name, given in asked(run, options).items()
@@ -85,7 +85,7 @@ class Ray(Launcher):
             import ray
         except ImportError:
             raise RunError(
-                "launch.name: ray needs Ray Train, which is not installed: pip install 'lockstep-train[ray]'"
+                "LS7361", "launch.name: ray needs Ray Train, which is not installed: pip install 'lockstep-train[ray]'"
             ) from None
         options = self.options(run)
         mine = connect(options.address)
@@ -136,15 +136,16 @@ def connect(address: str | None) -> bool:
     except Exception as caught:  # ConnectionError, RuntimeError, what gRPC raises
         said = one_line(caught, 300)
         if address is None:
-            raise RunError(f"launch.name: ray: Ray did not start on this machine: {said}") from None
+            raise RunError("LS7362", f"launch.name: ray: Ray did not start on this machine: {said}") from None
         raise unanswered(address, said) from None
     return True
 
 
 def unanswered(address: str, why: str) -> RunError:
     return RunError(
+        "LS7363",
         f"launch.address: no Ray cluster answers at {address}: {why}. Start one with `ray start --head`; where it uses "
-        "tokens, set RAY_AUTH_MODE and RAY_AUTH_TOKEN here too"
+        "tokens, set RAY_AUTH_MODE and RAY_AUTH_TOKEN here too",
     )
 
 
@@ -182,7 +183,7 @@ def fit(given: dict[str, dict[str, Any]], config: dict[str, Any]) -> int | None:
     while thread.is_alive():
         thread.join(0.2)
     if caught:
-        error(f"Ray gave up: {one_line(caught[0], 600)}")
+        error(coded("LS7364", f"Ray gave up: {one_line(caught[0], 600)}"))
         return FAILED
     return None
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import Field
 
+from lockstep.config.errors import coded
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section
 from lockstep.distributed import job_record
@@ -87,8 +88,10 @@ class Sagemaker(Launcher):
         if parcel.data:
             notes.append(f"{sent[-1]} will be uploaded to {prefix_of(run, options)}/data")
         if options.machines > 1:
-            notes.append("the instances share no disk: rank 0 alone writes checkpoints, so the strategy must not cut "
-                         "the model up over instances")  # fmt: skip
+            notes.append(
+                "the instances share no disk: rank 0 alone writes checkpoints, so the strategy must not cut "
+                "the model up over instances"
+            )
         files = {
             str(run.folder / "launch/create_training_job.json"): json.dumps(request, indent=1) + "\n",
             str(run.folder / "launch/run.yaml"): parcel.run.dump(),
@@ -105,7 +108,9 @@ class Sagemaker(Launcher):
 
     def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         if tuple(words) != TRAIN:
-            raise RunError("launch.name: sagemaker only trains; use launch.name=local to verify a few steps here")
+            raise RunError(
+                "LS7370", "launch.name: sagemaker only trains; use launch.name=local to verify a few steps here"
+            )
         options = self.options(run)
         session = aws.session(aws.region_of(options.region))
         client = session.client("sagemaker")
@@ -134,7 +139,7 @@ class Sagemaker(Launcher):
             if found["TrainingJobStatus"] == "Completed":
                 return str(request["TrainingJobName"])
             if found["TrainingJobStatus"] in ("InProgress", "Stopping"):
-                raise RunError(f"training job {request['TrainingJobName']} is already running in AWS")
+                raise RunError("LS7371", f"training job {request['TrainingJobName']} is already running in AWS")
             tries += 1
             request["TrainingJobName"] = f"{base}-{tries}"
         return None
@@ -153,7 +158,7 @@ class Sagemaker(Launcher):
             client.create_training_job(**request)
         except (BotoCoreError, ClientError) as caught:
             raise RunError(
-                f"AWS did not accept the training job, nothing was started: {aws.explained(caught)}"
+                "LS7372", f"AWS did not accept the training job, nothing was started: {aws.explained(caught)}"
             ) from None
 
     def _ended(self, run: Run, session: Any, name: str) -> int:
@@ -170,7 +175,7 @@ class Sagemaker(Launcher):
         if state.word == "stopped":
             Console(True).say(f"training job {name} was stopped; the same command goes on from its last checkpoint")
         else:
-            error(f"training job {name} failed: {state.text}")
+            error(coded("LS7373", f"training job {name} failed: {state.text}"))
         job_record.note(run.folder, status=state.status, ended=time.time())
         return int(state.status or 1)
 
@@ -211,5 +216,5 @@ class Sagemaker(Launcher):
         try:
             client.stop_training_job(TrainingJobName=record.job)
         except (BotoCoreError, ClientError) as caught:
-            raise RunError(f"AWS did not stop training job {record.job}: {aws.explained(caught)}") from None
+            raise RunError("LS7374", f"AWS did not stop training job {record.job}: {aws.explained(caught)}") from None
         return f"AWS was asked to stop training job {record.job}; it has 120 s to write its checkpoint"

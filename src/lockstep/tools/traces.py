@@ -33,7 +33,7 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except TraceError as error:
-        raise RunError(str(error)) from None
+        raise RunError(error.code, error.message) from None
 
 
 def record(command: Sequence[str], folder: Path, options: Mapping[str, Any]) -> int:

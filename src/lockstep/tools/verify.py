@@ -334,7 +334,7 @@ _SHOWN = 12  # keys that differ
 def write(run: Run, steps: int, path: Path) -> int:
     """Record and write down. Returns 0, or the job's own exit status. Errors: `RunError`."""
     if not path.parent.is_dir():
-        raise RunError(f"--write: there is no folder {path.parent}")
+        raise RunError("LS8390", f"--write: there is no folder {path.parent}")
     console = Console(True)
     found = taken(run, steps, console)
     if isinstance(found, int):
@@ -342,7 +342,7 @@ def write(run: Run, steps: int, path: Path) -> int:
     try:
         path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise RunError(f"--write: {path}: {error.strerror}") from error
+        raise RunError("LS8391", f"--write: {path}: {error.strerror}") from error
     console.say(f"{len(found['steps'])} steps are written down in {path}; lockstep verify ... --against {path}")
     return 0
 
@@ -374,11 +374,13 @@ def opened(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RunError(f"--against: {path}: {error.strerror}") from error
+        raise RunError("LS8392", f"--against: {path}: {error.strerror}") from error
     except ValueError:
-        raise RunError(f"--against: {path} is not JSON") from None
+        raise RunError("LS8393", f"--against: {path} is not JSON") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT or not found.get("steps"):
-        raise RunError(f"--against: {path} was not written by lockstep verify --write, or by another version of it")
+        raise RunError(
+            "LS8394", f"--against: {path} was not written by lockstep verify --write, or by another version of it"
+        )
     return found
 
 
@@ -387,7 +389,7 @@ def taken(run: Run, steps: int, console: Console) -> dict[str, Any] | int:
     `RunError` for a strategy that promises no bits."""
     if start.joining():
         raise RunError(
-            "lockstep verify --write and --against start their processes themselves: call it without torchrun"
+            "LS8395", "lockstep verify --write and --against start their processes themselves: call it without torchrun"
         )
     folder = Path(tempfile.mkdtemp(prefix="lockstep-golden-"))
     try:
@@ -397,8 +399,9 @@ def taken(run: Run, steps: int, console: Console) -> dict[str, Any] | int:
         told = read(folder / "run")
         if not told.bits:
             raise RunError(
+                "LS8396",
                 f"strategy.name: {told.strategy} adds in an order of its own under these options, and promises no bits "
-                "that could be compared; take one that does, such as ddp"
+                "that could be compared; take one that does, such as ddp",
             )
         return _described(run, prepared, told) | {"asked": steps, "steps": list(_steps(folder / "run", told))}
     finally:
@@ -427,7 +430,9 @@ def _steps(folder: Path, told: Recording) -> Iterator[dict[str, Any]]:
             bad = [name.partition(".")[2] for name in file.keys() if _not_finite(name, file.get_tensor(name))]  # noqa: SIM118
         if bad or not (math.isfinite(step.loss) and math.isfinite(step.norm)):
             what = f"its {bad[0]}" if bad else f"loss {step.loss!r} or gradient norm {step.norm!r}"
-            raise RunError(f"step {step.number}: {what} is not finite; such a step proves nothing, and is not compared")
+            raise RunError(
+                "LS8397", f"step {step.number}: {what} is not finite; such a step proves nothing, and is not compared"
+            )
         yield {"step": step.number, "loss": step.loss.hex(), "grad_norm": step.norm.hex(), "tensors": tensors}
 
 

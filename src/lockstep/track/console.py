@@ -34,6 +34,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.config.errors import with_addresses
 from lockstep.config.redaction import printable
 from lockstep.config.run import led_away
 from lockstep.track.best import Best
@@ -324,7 +325,7 @@ def _highest(numbers: Mapping[str, float], kind: str) -> float | None:
 def error(text: str, log: Path | None = None) -> None:
     """A message for the user on standard error, and in the run's log file where there is one."""
     with suppress(OSError):  # a window that was closed
-        print(f"lockstep: {printable(text)}", file=sys.stderr, flush=True)
+        print(f"lockstep: {printable(with_addresses(text))}", file=sys.stderr, flush=True)
     append(log, f"lockstep: {text}")
 
 

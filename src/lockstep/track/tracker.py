@@ -46,8 +46,9 @@ class Tracker(ABC):
         if missing := plugins.lacking(cls.packages):
             extra = cls.__module__.rpartition(".")[2]
             raise RunError(
+                "LS0500",
                 f"track.to: {extra} needs {', '.join(missing)}, which is not installed: "
-                f"pip install 'lockstep-train[{extra}]'"
+                f"pip install 'lockstep-train[{extra}]'",
             )
 
     @abstractmethod

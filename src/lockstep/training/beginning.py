@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.export import try_export
-from lockstep.config.errors import BAD
+from lockstep.config.errors import BAD, coded
 from lockstep.config.run import RunError
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
@@ -95,9 +95,15 @@ def try_a_step(session: Session, then: Callable[[], None] = lambda: None) -> Non
         if not isinstance(caught, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in text:
             raise
         error(
-            f"rank {world.rank} of {world.size} on {world.host}: memory does not suffice for the longest examples (a "
-            f"step of {run.batch_size} in {run.micro_batches} micro-batches): {text[:200]}\nUse more micro_batches, a "
-            f"smaller batch_size or data.max_length, precision=bf16, or a strategy that shares out the model (fsdp2)",
+            coded(
+                "LS5000",
+                f"rank {world.rank} of {world.size} on {world.host}: memory does not suffice "
+                "for the longest examples (a "
+                f"step of {run.batch_size} in {run.micro_batches} micro-batches): "
+                f"{text[:200]}\nUse more micro_batches, a "
+                "smaller batch_size or data.max_length, precision=bf16, or a strategy that "
+                "shares out the model (fsdp2)",
+            ),
             world.log,
         )
         sys.stderr.flush()
@@ -163,5 +169,5 @@ def enough_room(session: Session, step: int) -> list[str]:
         except RunError as caught:
             fault = str(caught)
     if (fault := session.world.broadcast(fault)) is not None:
-        raise RunError(fault)
+        raise RunError.read(fault)
     return notes

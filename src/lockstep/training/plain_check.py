@@ -207,7 +207,7 @@ def check(session: Session, causes: Callable[[Sides, Strategy], str]) -> str:
             outcome = _outcome(session, causes)
     agrees, text = world.broadcast(outcome)
     if not agrees:
-        raise TrainingFailed(text)
+        raise TrainingFailed("LS5170", text)
     return str(text)
 
 

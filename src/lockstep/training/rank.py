@@ -24,7 +24,7 @@ from lockstep.checkpoint import exported, remote_sync
 from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
 from lockstep.checkpoint.export import require
 from lockstep.checkpoint.manifest import export_of
-from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
+from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED, coded
 from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import Run, RunError, keep, led_away, load, replace_text
 from lockstep.distributed import job_record
@@ -335,7 +335,7 @@ def export_and_publish(
     closing(console, run, task, trained.scores, trained.counts, session.world, sha256, known)
     if not compared.agrees:
         exported.withdraw(run.folder)
-        error(compared.text, session.world.log)
+        error(coded("LS5182", compared.text), session.world.log)
         return FAILED
     return publish_until_stopped(run, session.world, console, session.checkpoints.mirror)
 
@@ -382,7 +382,7 @@ def finished_already(job: Job, world: World) -> bool:
     if world.is_main:
         try:
             if world.refusal is not None:
-                raise RunError(world.refusal)
+                raise RunError.read(world.refusal)
             manifest = check_resumable(run, prepared)
             outcome = finished(run, manifest)
             keep(run)
@@ -396,7 +396,7 @@ def finished_already(job: Job, world: World) -> bool:
             outcome = str(caught)
     outcome = world.broadcast(outcome)
     if isinstance(outcome, str):
-        raise RunError(outcome)
+        raise RunError.read(outcome)
     return outcome
 
 

@@ -77,12 +77,16 @@ def region_of(given: str | None) -> str:
         except ImportError:
             pass
     if region is None:
-        raise RunError("launch.region: which AWS region? Set it, for example eu-west-1, or set AWS_REGION")
+        raise RunError("LS7210", "launch.region: which AWS region? Set it, for example eu-west-1, or set AWS_REGION")
     if region not in _ACCOUNTS:
         near = difflib.get_close_matches(region, _ACCOUNTS, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise RunError(f"launch.region: AWS has no PyTorch container in a region {region!r}; {hint}With an image of "
-                       "your own, any region does: set launch.image")  # fmt: skip
+        raise RunError(
+            "LS7211",
+            "launch.region: AWS has no PyTorch container in a region "
+            f"{region!r}; {hint}With an image of "
+            "your own, any region does: set launch.image",
+        )
     return region
 
 
@@ -90,8 +94,9 @@ def image(version: str, region: str, gpu: bool) -> str:
     """The address of AWS's PyTorch container for SageMaker. Errors: `RunError`."""
     if version not in TAGS:
         raise RunError(
+            "LS7212",
             f"launch.pytorch: no container of AWS is known for PyTorch {version!r}; known are {', '.join(TAGS)}. "
-            "Any other one can be given as launch.image"
+            "Any other one can be given as launch.image",
         )
     ending = ".cn" if region.startswith("cn-") else ""
     tag = TAGS[version][0 if gpu else 1]
@@ -109,8 +114,9 @@ def check_image(address: str | None) -> None:
     for what, found in (("PyTorch", torch), ("Python", python)):
         if found is not None and (version := (int(found[1]), int(found[2]))) < OLDEST[what]:
             raise RunError(
+                "LS7213",
                 f"launch.image: {tag} has {what} {'.'.join(map(str, version))}; lockstep needs "
-                f"{'.'.join(map(str, OLDEST[what]))} or later. Leave it out for AWS's container of launch.pytorch"
+                f"{'.'.join(map(str, OLDEST[what]))} or later. Leave it out for AWS's container of launch.pytorch",
             )
 
 
@@ -127,7 +133,7 @@ def check_instance(instance: str, own_image: str | None) -> None:
         why = "its processors are Arm's, and AWS's container is for x86; give a launch.image for Arm"
     else:
         return
-    raise RunError(f"launch.instance: {instance} cannot be used: {why}")
+    raise RunError("LS7214", f"launch.instance: {instance} cannot be used: {why}")
 
 
 def has_gpu(instance: str) -> bool:
@@ -143,18 +149,20 @@ def session(region: str) -> Any:
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError:
         raise RunError(
-            "launch.name: sagemaker needs boto3, which is not installed: pip install 'lockstep-train[sagemaker]'"
+            "LS7215",
+            "launch.name: sagemaker needs boto3, which is not installed: pip install 'lockstep-train[sagemaker]'",
         ) from None
     try:
         made = boto3.session.Session(region_name=region)
         if made.get_credentials() is None:
             raise RunError(
+                "LS7216",
                 "launch.name: sagemaker needs credentials of AWS; there are none in AWS_ACCESS_KEY_ID, AWS_PROFILE, "
-                "~/.aws or the role of this machine. `aws configure` or `aws sso login` provides them"
+                "~/.aws or the role of this machine. `aws configure` or `aws sso login` provides them",
             )
         made.client("sts").get_caller_identity()
     except (BotoCoreError, ClientError) as caught:
-        raise RunError(f"launch.name: AWS does not accept these credentials: {explained(caught)}") from None
+        raise RunError("LS7217", f"launch.name: AWS does not accept these credentials: {explained(caught)}") from None
     return made
 
 
@@ -167,7 +175,7 @@ def split_s3(address: str) -> tuple[str, str]:
     """`s3://bucket/prefix` -> bucket, prefix without a slash at its ends. Errors: `RunError`."""
     found = re.fullmatch(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*))?", address)
     if found is None:
-        raise RunError(f"launch.s3: {address!r} is no address of S3; wanted is s3://BUCKET/PREFIX")
+        raise RunError("LS7218", f"launch.s3: {address!r} is no address of S3; wanted is s3://BUCKET/PREFIX")
     return found[1], (found[2] or "").strip("/")
 
 
@@ -185,4 +193,4 @@ def upload(client: Any, prefix: str, contents: Mapping[str, bytes | Path]) -> No
             else:
                 client.put_object(Bucket=bucket, Key=key, Body=content)
         except (BotoCoreError, ClientError, S3UploadFailedError, OSError) as caught:
-            raise RunError(f"launch.s3: cannot write s3://{bucket}/{key}: {explained(caught)}") from None
+            raise RunError("LS7219", f"launch.s3: cannot write s3://{bucket}/{key}: {explained(caught)}") from None

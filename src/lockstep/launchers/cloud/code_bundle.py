@@ -114,8 +114,9 @@ def world_size_of(run: Run, machines: int) -> int:
     """Processes in all, on machines that cannot be looked at from here. Errors: `RunError`."""
     if run.launch.processes == "auto":
         raise RunError(
+            "LS7230",
             f"launch.processes: how many on each machine? auto cannot count GPUs that {run.launch.name} has not "
-            "started yet. Give a number: one a GPU, or 1 on a machine without"
+            "started yet. Give a number: one a GPU, or 1 on a machine without",
         )
     processes = machines * int(run.launch.processes)
     run.check_shared(processes, f"launch.processes: {machines} x {run.launch.processes} processes")
@@ -128,7 +129,7 @@ def pairs(key: str, entries: list[str], what: str = "VARIABLE=value") -> dict[st
     for entry in entries:
         name, equals, value = entry.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*", name) or not value:
-            raise RunError(f"launch.{key}: {entry!r} is not {what}")
+            raise RunError("LS7231", f"launch.{key}: {entry!r} is not {what}")
         found[name] = value
     return found
 
@@ -144,7 +145,9 @@ def modules_of(run: Run) -> dict[str, Path]:
         module = dotted.rpartition(".")[0]
         file = module.replace(".", "/")
         if not any(name.startswith((f"{file}.", f"{file}/__init__.")) for name in files):
-            raise RunError(f"{key}: there is no module {module} beside the run file or on PYTHONPATH to send along")
+            raise RunError(
+                "LS7232", f"{key}: there is no module {module} beside the run file or on PYTHONPATH to send along"
+            )
         for name, path in files.items():
             if {"site-packages", "dist-packages"} & set(path.parts):
                 continue  # a requirement, to be installed there
@@ -160,7 +163,9 @@ def requirements(extra: list[str]) -> str:
     try:
         needed = [r for r in importlib.metadata.requires(DISTRIBUTION) or [] if "extra ==" not in r]
     except importlib.metadata.PackageNotFoundError:
-        raise RunError(f"{DISTRIBUTION} is not installed here as a package, so what it needs is unknown") from None
+        raise RunError(
+            "LS7233", f"{DISTRIBUTION} is not installed here as a package, so what it needs is unknown"
+        ) from None
     lines = []
     for line in sorted(needed):
         name = re.match(r"[\w.-]+", line)

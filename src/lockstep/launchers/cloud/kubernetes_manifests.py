@@ -60,7 +60,9 @@ def manifests(run: Run, options: Any) -> list[dict[str, Any]]:
         "data": texts,
     }
     if sum(map(len, texts.values())) > 900_000:
-        raise RunError("the run file and your own modules take more than a ConfigMap holds; put them into the image")
+        raise RunError(
+            "LS7240", "the run file and your own modules take more than a ConfigMap holds; put them into the image"
+        )
     if options.kubeflow:
         return [config, training_runtime(run, options), train_job(run, options)]
     return [config, service(run, options), job(run, options)]
@@ -75,7 +77,9 @@ def _text(module: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise RunError(f"{module} is no text, and cannot be sent along; put its package into the image") from None
+        raise RunError(
+            "LS7241", f"{module} is no text, and cannot be sent along; put its package into the image"
+        ) from None
 
 
 def dump(found: list[dict[str, Any]]) -> str:
@@ -90,24 +94,25 @@ def check(run: Run, options: Any) -> None:
         ("pvc", "the name of a PersistentVolumeClaim for OUTPUT (checkpoints and the model)"),
     ):
         if getattr(options, key) is None:
-            raise RunError(f"launch.{key}: missing; kubernetes needs {what}")
+            raise RunError("LS7242", f"launch.{key}: missing; kubernetes needs {what}")
     mounts = [OUTPUTS, *volumes_of(options).values()]
     for key, path in _named_paths(run):
         if any(PurePosixPath(path).is_relative_to(mount) for mount in mounts):
             continue
         if glob.glob(str(Path(path).expanduser())):
             raise RunError(
+                "LS7243",
                 f"{key}: {path} is on this machine, where no pod sees it. Put it on a volume, mount that with "
-                "launch.volumes=[CLAIM=/data] and write /data/... there, or use an id of the Hub"
+                "launch.volumes=[CLAIM=/data] and write /data/... there, or use an id of the Hub",
             )
     if run.launch.device == "cuda" and not options.gpus:
-        raise RunError("launch.device: cuda, but launch.gpus (a pod) is 0")
+        raise RunError("LS7244", "launch.device: cuda, but launch.gpus (a pod) is 0")
     places = options.gpus * run.launch.processes_per_gpu
     if places and run.launch.processes != "auto" and int(run.launch.processes) > places:
-        raise RunError(f"launch.processes: {run.launch.processes} a pod, but launch.gpus is {options.gpus}")
+        raise RunError("LS7245", f"launch.processes: {run.launch.processes} a pod, but launch.gpus is {options.gpus}")
     if (hidden := messages.secret({"launch": {"environment": pairs("environment", options.environment)}})) is not None:
         raise RunError(
-            f"{hidden} looks like a secret. Put it into a Secret of the cluster and name it in launch.secrets"
+            "LS7246", f"{hidden} looks like a secret. Put it into a Secret of the cluster and name it in launch.secrets"
         )
 
 
@@ -129,7 +134,7 @@ def volumes_of(options: Any) -> dict[str, str]:
     found = pairs("volumes", options.volumes, "CLAIM=/path")
     for claim, path in found.items():
         if not path.startswith("/"):
-            raise RunError(f"launch.volumes: {claim}={path}: the path in the pods begins with /")
+            raise RunError("LS7247", f"launch.volumes: {claim}={path}: the path in the pods begins with /")
     return found
 
 
@@ -207,7 +212,9 @@ def processes_of(run: Run, options: Any) -> int:
         return int(run.launch.processes)
     if options.gpus:
         return int(options.gpus * run.launch.processes_per_gpu)
-    raise RunError("launch.processes: how many in each pod? auto counts launch.gpus, and there are none; give a number")
+    raise RunError(
+        "LS7248", "launch.processes: how many in each pod? auto counts launch.gpus, and there are none; give a number"
+    )
 
 
 def failure_policy(run: Run, options: Any, container: str) -> dict[str, Any]:
@@ -311,6 +318,6 @@ def environment(options: Any) -> list[dict[str, Any]]:
     for variable, reference in pairs("secrets", options.secrets, "VARIABLE=SECRET/KEY").items():
         secret, slash, key = reference.partition("/")
         if not slash or not secret or not key:
-            raise RunError(f"launch.secrets: {variable}={reference} is not VARIABLE=SECRET/KEY")
+            raise RunError("LS7249", f"launch.secrets: {variable}={reference} is not VARIABLE=SECRET/KEY")
         found.append({"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
     return found

@@ -33,9 +33,9 @@ def describe(client: Any, name: str) -> dict[str, Any] | None:
     except ClientError as caught:
         if caught.response.get("Error", {}).get("Code") in ("ValidationException", "ResourceNotFound"):
             return None
-        raise RunError(f"AWS does not say how training job {name} is: {aws.explained(caught)}") from None
+        raise RunError("LS7260", f"AWS does not say how training job {name} is: {aws.explained(caught)}") from None
     except BotoCoreError as caught:
-        raise RunError(f"AWS cannot be asked about training job {name}: {aws.explained(caught)}") from None
+        raise RunError("LS7261", f"AWS cannot be asked about training job {name}: {aws.explained(caught)}") from None
 
 
 def state_from(found: dict[str, Any]) -> State:
@@ -87,7 +87,11 @@ def fetch(client: Any, address: str, folder: Path) -> None:
             shutil.move(path, folder / path.name)
         shutil.rmtree(aside / "lockstep", ignore_errors=True)
     except (BotoCoreError, ClientError, OSError, tarfile.TarError) as caught:
-        raise RunError(f"the model cannot be fetched from {address}: {aws.explained(caught)}. The job is complete; the "
-                       "same command tries again") from None  # fmt: skip
+        raise RunError(
+            "LS7262",
+            f"the model cannot be fetched from {address}: "
+            f"{aws.explained(caught)}. The job is complete; the "
+            "same command tries again",
+        ) from None
     shutil.rmtree(folder / "export", ignore_errors=True)
     aside.rename(folder / "export")

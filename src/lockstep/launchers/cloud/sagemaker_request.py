@@ -117,13 +117,15 @@ def _check(run: Run, options: Any) -> None:
         ("instance", "a type of instance, for example ml.g5.xlarge (1 GPU) or ml.m5.xlarge (none)"),
     ):  # fmt: skip
         if getattr(options, key) is None:
-            raise RunError(f"launch.{key}: missing; sagemaker needs {what}")
+            raise RunError("LS7270", f"launch.{key}: missing; sagemaker needs {what}")
     if not re.fullmatch(r"arn:aws[a-z\-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+", options.role):
-        raise RunError(f"launch.role: {options.role!r} is no ARN of a role; wanted is arn:aws:iam::ACCOUNT:role/NAME")
+        raise RunError(
+            "LS7271", f"launch.role: {options.role!r} is no ARN of a role; wanted is arn:aws:iam::ACCOUNT:role/NAME"
+        )
     aws.check_instance(options.instance, options.image)
     aws.check_image(options.image)
     if run.launch.device == "cuda" and not aws.has_gpu(options.instance):
-        raise RunError(f"launch.device: cuda, but {options.instance} has no GPU of NVIDIA")
+        raise RunError("LS7272", f"launch.device: cuda, but {options.instance} has no GPU of NVIDIA")
 
 
 def _environment(options: Any) -> dict[str, str]:
@@ -132,8 +134,9 @@ def _environment(options: Any) -> dict[str, str]:
     environment = pairs("environment", options.environment)
     if (hidden := messages.secret({"launch": {"environment": environment}})) is not None:
         raise RunError(
+            "LS7273",
             f"{hidden} looks like a secret, which AWS would show to everyone who may look at the job. Put it in AWS "
-            "Secrets Manager and name it in launch.secrets"
+            "Secrets Manager and name it in launch.secrets",
         )
     return environment | ({"LOCKSTEP_SECRETS": json.dumps(secrets)} if secrets else {})
 
@@ -157,7 +160,9 @@ def with_extra(request: dict[str, Any], extra: Mapping[str, Any], where: str = "
             name in request and not (isinstance(value, Mapping) and isinstance(request[name], Mapping))
         ):
             key = _KEYS.get(field)
-            raise RunError(f"{path}: lockstep sets this field" + (f" of {key}; set that" if key else " itself"))
+            raise RunError(
+                "LS7274", f"{path}: lockstep sets this field" + (f" of {key}; set that" if key else " itself")
+            )
         found[name] = with_extra(request[name], value, path) if name in request else value
     return found
 
@@ -172,10 +177,12 @@ def check_request(request: dict[str, Any]) -> None:
     shape = model.operation_model("CreateTrainingJob").input_shape
     report = ParamValidator().validate(request, shape)
     if report.has_errors():
-        raise RunError(f"the training job is not as AWS wants it: {' '.join(report.generate_report().split())}")
+        raise RunError(
+            "LS7275", f"the training job is not as AWS wants it: {' '.join(report.generate_report().split())}"
+        )
     instance = request["ResourceConfig"]["InstanceType"]
     known = shape.members["ResourceConfig"].members["InstanceType"].enum
     if instance not in known:
         near = difflib.get_close_matches(instance, known, 3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise RunError(f"launch.instance: AWS has no {instance!r}{hint}")
+        raise RunError("LS7276", f"launch.instance: AWS has no {instance!r}{hint}")

@@ -55,7 +55,7 @@ def jobs_of(run: Run, processes: Sequence[int], folder: Path) -> dict[int, Run]:
     """What is measured, by the number of processes: one, and those that are asked for. Errors: `RunError`."""
     if run.model.compile or run.model.quantization is not None:
         key = "model.compile" if run.model.compile else "model.quantization"
-        raise RunError(f"{key}: cannot be simulated, and so not be planned; calibrate without it")
+        raise RunError("LS8040", f"{key}: cannot be simulated, and so not be planned; calibrate without it")
     jobs = {count: job_of(run, count, folder) for count in sorted({1, *processes})}
     for job in jobs.values():
         resolved(job)
@@ -86,10 +86,11 @@ def job_of(run: Run, count: int, folder: Path) -> Run:
     """The run as so many processes measure it. Errors: `RunError`."""
     if run.launch.device == "cuda":
         raise RunError(
-            "launch.device: --calibrate measures processors; for a GPU write a device file: docs/how-to/plan.md"
+            "LS8041",
+            "launch.device: --calibrate measures processors; for a GPU write a device file: docs/how-to/plan.md",
         )
     if count > run.micro_batches:
-        raise RunError(f"--processes: {count} cannot share {run.micro_batches} micro-batches")
+        raise RunError("LS8042", f"--processes: {count} cannot share {run.micro_batches} micro-batches")
     strategy: dict[str, Any] = {"name": "single" if count == 1 else "allreduce", "options": {}}
     sections: Mapping[str, Mapping[str, Any]] = {"strategy": strategy, "launch": {"processes": count, "device": "cpu"}}
     changed = {name: getattr(run, name).model_copy(update=values) for name, values in sections.items()}
@@ -108,7 +109,7 @@ def one(run: Run, steps: int) -> Rates:
         raise
     found = read(run.folder)
     if child.status != 0 or found is None:
-        raise RunError(f"--calibrate: {run.launch.processes} process(es): {child.reason()}")
+        raise RunError("LS8043", f"--calibrate: {run.launch.processes} process(es): {child.reason()}")
     check_finite(asdict(found))
     return found
 
@@ -231,13 +232,15 @@ def write(device: Device, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RunError(f"--out: {path} cannot be written: {error.strerror}") from error
+        raise RunError("LS8044", f"--out: {path} cannot be written: {error.strerror}") from error
 
 
 def check_finite(figures: Mapping[str, Any]) -> None:
     """Errors: `RunError` for a figure that is not."""
     if bad := [key for key, value in flat(figures).items() if not math.isfinite(value)]:
-        raise RunError(f"--calibrate: {bad[0]} was measured as no finite number; nothing is written. Measure again")
+        raise RunError(
+            "LS8045", f"--calibrate: {bad[0]} was measured as no finite number; nothing is written. Measure again"
+        )
 
 
 def flat(thing: Any, at: str = "") -> dict[str, float]:

@@ -14,7 +14,7 @@ import importlib
 from types import ModuleType
 
 from lockstep.config import entry_points
-from lockstep.config.errors import RunError
+from lockstep.config.errors import RunError, coded
 
 # Purpose -> command -> what it does, in the order of `lockstep --help`.
 PURPOSES = {
@@ -68,7 +68,7 @@ def unknown(name: str) -> str | None:
         return None
     near = difflib.get_close_matches(name, [*HELP, *added], 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown command {name!r}; {hint}`lockstep --help` lists them all"
+    return coded("LS8420", f"unknown command {name!r}; {hint}`lockstep --help` lists them all")
 
 
 def modules_of(name: str) -> list[ModuleType]:
@@ -80,7 +80,7 @@ def modules_of(name: str) -> list[ModuleType]:
             return [] if entry is None else [entry_points.load(entry, "command")]
         more = [entry_points.load(entry, "command") for entry in entry_points.named("commands").get(name, [])]
     except entry_points.PluginError as error:
-        raise RunError(str(error)) from error
+        raise RunError(error.code, error.message) from error
     return [*more, importlib.import_module(f"lockstep.tools.commands.{file_of(name)}")]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import plugins
-from lockstep.config.errors import DONE, FAILED
+from lockstep.config.errors import DONE, FAILED, coded
 from lockstep.config.redaction import one_line
 from lockstep.config.run import QUICK_START, Run, RunError, load, overrides_of, schema
 from lockstep.tools.commands import json_output, run_file
@@ -48,13 +48,13 @@ def run_plan(known: argparse.Namespace) -> int:
     run = start.further(run_file.run_of(known), Console(True).say)
     if known.simulate or known.suggest:
         if known.offline:
-            raise RunError("--offline: says something to a plan without --simulate or --suggest only")
+            raise RunError("LS8080", "--offline: says something to a plan without --simulate or --suggest only")
         from lockstep.tools.planner.options import answered
 
         return answered(run, known.processes, known.device, known.suggest, known.price, known.out)
     for name in ("processes", "price", "out"):
         if getattr(known, name) is not None:
-            raise RunError(f"--{name}: says something to --simulate only; for this plan set launch.processes")
+            raise RunError("LS8081", f"--{name}: says something to --simulate only; for this plan set launch.processes")
     launcher = start.launcher_of(run)
     plan = launcher.plan(run)
     job = start.examined(run, launcher, plan)
@@ -87,7 +87,7 @@ def run_plan(known: argparse.Namespace) -> int:
         console.say(f"note: {note}")
     wrong = failures(run, launcher, plan, job, known.offline)
     for text in wrong:
-        error(f"this would fail: {text}")
+        error(coded("LS8082", f"this would fail: {text}"))
     return FAILED if wrong else DONE
 
 
@@ -148,17 +148,17 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
 def run_doctor(known: argparse.Namespace) -> int:
 
     if known.processes is not None and known.processes < 1:
-        raise RunError(f"--processes: {known.processes} is not a positive number of processes")
+        raise RunError("LS8083", f"--processes: {known.processes} is not a positive number of processes")
     if known.selftest:
         from lockstep.tools.doctor import selftest
 
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            raise RunError("--selftest: starts its processes itself: call it without torchrun")
+            raise RunError("LS8084", "--selftest: starts its processes itself: call it without torchrun")
         names = known.strategies or plugins.names("strategies")
         return selftest(names, known.processes, known.device, Path(known.page or PAGE), known.json)
     for option in ("page", "strategies"):
         if getattr(known, option):
-            raise RunError(f"--{option}: belongs to --selftest, which is not asked for")
+            raise RunError("LS8085", f"--{option}: belongs to --selftest, which is not asked for")
     from lockstep.tools.doctor import doctor, into
 
     if known.into is not None:
@@ -260,9 +260,9 @@ def run_bench(known: argparse.Namespace) -> int:
     base = load(path, overrides, QUICK_START)
     for name in ("steps", "rounds"):
         if getattr(known, name) < 1:
-            raise RunError(f"--{name}: {getattr(known, name)} is not a positive number")
+            raise RunError("LS8086", f"--{name}: {getattr(known, name)} is not a positive number")
     if known.skip < 0:
-        raise RunError(f"--skip: {known.skip} is not a number of steps")
+        raise RunError("LS8087", f"--skip: {known.skip} is not a number of steps")
     if known.calibrate:
         return calibrated(base, known)
     over = {}
@@ -273,7 +273,7 @@ def run_bench(known: argparse.Namespace) -> int:
     over |= sweep_file.parse(known.over)
     processes = known.processes or upwards(base)
     if min(processes) < 1:
-        raise RunError(f"--processes: {min(processes)} is not a positive number")
+        raise RunError("LS8088", f"--processes: {min(processes)} is not a positive number")
     folder = Path(known.out or f"{base.folder}-bench")
     asked = Bench(base, over, sorted(set(processes)), known.steps, known.skip, known.rounds, known.weak, folder)
     return bench(asked, path, overrides, QUICK_START)
@@ -287,12 +287,12 @@ def calibrated(run: Run, known: argparse.Namespace) -> int:
 
     for name in ("strategies", "micro_batches", "over", "weak"):
         if getattr(known, name):
-            raise RunError(f"--{name.replace('_', '-')}: --calibrate measures one run; set its keys instead")
+            raise RunError("LS8089", f"--{name.replace('_', '-')}: --calibrate measures one run; set its keys instead")
     if joining():
-        raise RunError("bench starts the processes of each job itself: call it outside of torchrun and srun")
+        raise RunError("LS8090", "bench starts the processes of each job itself: call it outside of torchrun and srun")
     processes = known.processes or upwards(run)
     if min(processes) < 1:
-        raise RunError(f"--processes: {min(processes)} is not a positive number")
+        raise RunError("LS8091", f"--processes: {min(processes)} is not a positive number")
     folder, console = Path(known.out or f"{run.folder}-calibration"), Console(True)
     device = calibrate(run, processes, known.steps, known.rounds, folder, console.say)
     console.facts(

@@ -33,9 +33,11 @@ def run_diff(known: argparse.Namespace) -> int:
         perturbed = Path(known.perturbed) if known.perturbed else None
         return traces.diff(Path(known.a), Path(known.b), known.exact, perturbed, known.align)
     if any(both):
-        raise RunError(f"{known.a} and {known.b}: one is a trace and the other is not; compare two traces or two runs")
+        raise RunError(
+            "LS8120", f"{known.a} and {known.b}: one is a trace and the other is not; compare two traces or two runs"
+        )
     if known.exact or known.perturbed or known.align:
-        raise RunError("--exact, --perturbed and --align are options for traces of `lockstep trace`")
+        raise RunError("LS8121", "--exact, --perturbed and --align are options for traces of `lockstep trace`")
     from lockstep.tools.diff import diff
 
     return diff(Path(known.a), Path(known.b), known.overrides, look=not known.quick)
@@ -58,7 +60,7 @@ def replay_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_replay(known: argparse.Namespace) -> int:
     if known.processes < 1:
-        raise RunError(f"--processes: {known.processes} is not a positive number")
+        raise RunError("LS8122", f"--processes: {known.processes} is not a positive number")
     from lockstep.tools.diff import replay
 
     return replay(Path(known.output), known.step, known.overrides, known.strategy, known.processes, known.begin)
@@ -102,7 +104,7 @@ def audit_arguments(parser: argparse.ArgumentParser) -> None:
 def run_audit(known: argparse.Namespace) -> int:
     for name in ("samples", "within", "processes"):
         if (value := getattr(known, name)) is not None and value < 1:
-            raise RunError(f"--{name}: {value} is not a positive number")
+            raise RunError("LS8123", f"--{name}: {value} is not a positive number")
     from lockstep.tools.attest import audit
 
     return audit(

@@ -221,8 +221,9 @@ def _task(theirs: Mapping[str, Any], moved: Imported) -> None:
         way = "process_reward_model" if theirs.get("process_reward_model") else "reward_model"
     if moved.task is None and way and way not in (*_LOSSES, "reward_model"):
         raise RunError(
+            "LS8180",
             f"--from: {'rl: ' if theirs.get('rl') else ''}{way} has no counterpart: preference learns from pairs of "
-            f"answers by {', '.join(_LOSSES)} and hinge, reward scores them; to write another task's file, give --task"
+            f"answers by {', '.join(_LOSSES)} and hinge, reward scores them; to write another task's file, give --task",
         )
     if way in _LOSSES:
         moved.set("task.name", "preference", f"rl {way}")
@@ -468,8 +469,9 @@ def move_llama_factory(theirs: Mapping[str, Any], moved: Imported, processes: in
     if moved.task is None and (stage not in _STAGES or loss not in _LLAMA_FACTORY_LOSSES):
         way = f"stage: {stage}" if stage not in _STAGES else f"pref_loss: {loss}"
         raise RunError(
+            "LS8181",
             f"--from: {way} has no counterpart: stages are {', '.join(_STAGES)}, and losses of dpo "
-            f"{', '.join(_LLAMA_FACTORY_LOSSES)}; to write another task's file, give --task"
+            f"{', '.join(_LLAMA_FACTORY_LOSSES)}; to write another task's file, give --task",
         )
     task, columns = _STAGES.get(stage, ("language_modeling", {}))
     moved.set("task.name", task, f"stage {stage}")

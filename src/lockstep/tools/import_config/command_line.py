@@ -118,13 +118,14 @@ def read(
     if len(commands) != 1:
         lines = ", ".join(str(each.line) for each in commands)
         raise RunError(
+            "LS8190",
             f"--from: {path} "
             + (
                 f"starts several programs, on lines {lines}; leave one"
                 if commands
                 else "starts no training that is known"
             )
-            + f": a command of {', '.join(LAUNCHERS)}"
+            + f": a command of {', '.join(LAUNCHERS)}",
         )
     return lambda moved, processes: _move(path, commands[0], moved, processes, read_file, read_script)
 
@@ -272,7 +273,7 @@ def _move(
         theirs = {k: v for k, v in command.options.items() if k in trainer.TABLE}
         if not theirs:
             raise RunError(
-                f"--from: {path}, line {command.line}: {program} is not there, so its options cannot be read"
+                "LS8191", f"--from: {path}, line {command.line}: {program} is not there, so its options cannot be read"
             )
         moved.unclear(
             command.program,
@@ -335,7 +336,8 @@ def _example(command: Command, stem: str, task: str | None, moved: Imported, pro
         task = TASKS.get(command.program if command.starter == "trl" else stem)
         if task is None:
             raise RunError(
-                f"--from: line {command.line}: trl {command.program} has no counterpart: sft, dpo and reward have"
+                "LS8192",
+                f"--from: line {command.line}: trl {command.program} has no counterpart: sft, dpo and reward have",
             )
         moved.set("task.name", task, f"trl {stem}")
         trainer.move_trl(command.options, moved, processes)

@@ -162,7 +162,9 @@ def arguments(tree: ast.Module, where: str = "the file") -> dict[str, Any] | Non
     if not made:
         return None
     if len(made) > 1:
-        raise RunError(f"--from: {where} makes estimators on lines {', '.join(str(c.lineno) for c in made)}; leave one")
+        raise RunError(
+            "LS8220", f"--from: {where} makes estimators on lines {', '.join(str(c.lineno) for c in made)}; leave one"
+        )
     known = _assigned(tree)
     found: dict[str, Any] = {}
     for word in made[0].keywords:

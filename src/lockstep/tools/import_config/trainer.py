@@ -383,8 +383,9 @@ def move_trl(theirs: Mapping[str, Any], moved: Imported, processes: int | None) 
     task = moved.task or task_of(theirs)
     if task not in _RATES:
         raise RunError(
+            "LS8240",
             "--from: TRL's settings do not say which of its trainers they are for: give --task language_modeling "
-            "(SFT), preference (DPO) or reward"
+            "(SFT), preference (DPO) or reward",
         )
     full = {"learning_rate": _RATES[task], "gradient_checkpointing": True} | dict(theirs)
     if theirs.get("bf16") is None and not theirs.get("fp16"):

@@ -125,8 +125,9 @@ def _check_texts(whole: Dataset, train: Dataset, name: str, source: str) -> None
         for row, value in enumerate(part, first):
             if value is not None and not isinstance(value, str):
                 raise RunError(
+                    "LS8270",
                     f"data.train: column {name!r} of {source} holds texts, but row {row:,} holds {str(value)[:60]!r}: "
-                    "make it a text, or take the row out"
+                    "make it a text, or take the row out",
                 )
 
 
@@ -274,8 +275,9 @@ def guess(found: Look) -> tuple[str, Fit]:
     is no task here."""
     if found.sizes.get("train") == 1 and not found.plain:
         raise RunError(
+            "LS8271",
             f"{found.source} holds one row only: {found.described()}. Is it a document that holds the rows? Write each "
-            "row on a line of its own (.jsonl), or say what it is: --task NAME"
+            "row on a line of its own (.jsonl), or say what it is: --task NAME",
         )
     if (images := _image_classification(found)) is not None:
         return "image_classification", images
@@ -289,15 +291,16 @@ def guess(found: Look) -> tuple[str, Fit]:
     if _are_instructions(found) and (instructions := _language_modeling(found)) is not None:
         return "language_modeling", instructions
     if (why := unfit(found)) is not None:
-        raise RunError(why)
+        raise RunError("LS8273", why)
     for task in tasks():
         if task == "masked_language_modeling":  # for those who ask for it
             continue
         if (fitted := fit(task, found)) is not None and not _is_a_shot(task, fitted):
             return task, fitted
     raise RunError(
+        "LS8272",
         f"what {found.source} is for cannot be told from its columns: {found.described()}. "
-        "Say it: --task NAME, and its columns as task.text=... task.label=..."
+        "Say it: --task NAME, and its columns as task.text=... task.label=...",
     )
 
 

@@ -230,8 +230,9 @@ def _names(data: DataSection, count: int, talk: Prompter) -> list[str]:
         told = {texts[0]: "text"}
     elif talk.ask is None:
         raise RunError(
+            "LS8280",
             f"what the columns of {found.source} are cannot be told from what they hold; name them, each in its place: "
-            "data.columns=[text,label], [source,target] for translations, [prompt,response] for instructions"
+            "data.columns=[text,label], [source,target] for translations, [prompt,response] for instructions",
         )
     rest = [c for c in texts if c not in told]
     if talk.ask is None and (rest or len(labels) > 1):
@@ -241,7 +242,7 @@ def _names(data: DataSection, count: int, talk: Prompter) -> list[str]:
     def check(answer: str) -> list[str]:
         names = [name.strip() for name in answer.split(",")]
         if len(names) != count or len(set(names)) < count or not all(names):
-            raise RunError(f"wanted are {count} names, all different, with commas between them")
+            raise RunError("LS8281", f"wanted are {count} names, all different, with commas between them")
         return names
 
     return talk.answer("Names of its columns, in order", ",".join(told.get(c, c) for c in numbered), check)
@@ -315,8 +316,9 @@ def _rename(columns: list[str], task: dict[str, Any], found: Look, talk: Prompte
     # of two languages nothing says which is which
     if task["name"] == "translation" or len(known) < len(missing):
         raise RunError(
+            "LS8282",
             f"--data: {found.source} has no column {missing[0]!r}, and nothing says which of its columns is that one; "
-            f"it has {found.described()}. Rename it there, or {_BY_HAND}"
+            f"it has {found.described()}. Rename it there, or {_BY_HAND}",
         )
     told = ", ".join(f"{ours} is called {theirs}" for ours, theirs in known.items())
     talk.console.say(f"{found.source}: {told}")

@@ -91,9 +91,9 @@ def keys_of(overrides: list[str]) -> dict[str, Any]:
 def free(path: Path, force: bool) -> None:
     """Errors: `RunError` when the run file is there already, or cannot be."""
     if path.exists() and not force:
-        raise RunError(f"{path} is there already; choose another name, or replace it with --force")
+        raise RunError("LS8290", f"{path} is there already; choose another name, or replace it with --force")
     if not path.absolute().parent.is_dir():
-        raise RunError(f"{path}: there is no folder {path.absolute().parent}")
+        raise RunError("LS8291", f"{path}: there is no folder {path.absolute().parent}")
 
 
 @contextmanager
@@ -104,9 +104,9 @@ def _aside(path: Path, text: str) -> Iterator[Path]:
         aside.write_text(text, encoding="utf-8")
         yield aside
     except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}") from error
+        raise RunError("LS8292", f"cannot write {path}: {error.strerror}") from error
     except RunError as error:
-        raise RunError(str(error).replace(str(aside), str(path))) from None
+        raise RunError(error.code, error.message.replace(str(aside), str(path))) from None
     finally:
         aside.unlink(missing_ok=True)
 
@@ -145,7 +145,7 @@ def _data(given_source: str | None, given: dict[str, Any], talk: Prompter) -> tu
         talk.console.say(f"reading {given_source or more['train']}")
         return read(given_source)
     if talk.ask is None:
-        raise RunError("give the data: --data FOLDER, FILE, HUB-ID or builtin/emotion")
+        raise RunError("LS8293", "give the data: --data FOLDER, FILE, HUB-ID or builtin/emotion")
     return talk.answer(f"Data (a folder, a file, a Hub id, or {BUILTIN})", BUILTIN, read)
 
 
@@ -167,12 +167,13 @@ def _task(found: Look, name: str | None, given: dict[str, Any], talk: Prompter) 
             name = talk.answer(f"Task ({', '.join(columns.tasks())})", default, one_of(columns.tasks(), "task"))
     name = name or default
     if name not in columns.tasks() and "." not in name:  # a class of the user's
-        raise RunError(f"--task: {name!r} is not one of {', '.join(columns.tasks())}")
+        raise RunError("LS8294", f"--task: {name!r} is not one of {', '.join(columns.tasks())}")
     fitted = columns.fit(name, found)
     if fitted is None and not own and talk.ask is None:
         raise RunError(
+            "LS8295",
             f"--task: {found.source} seems to have no columns for {name}; it has {found.described()}. "
-            "Name them: task.text=... task.label=... (see `lockstep schema`)"
+            "Name them: task.text=... task.label=... (see `lockstep schema`)",
         )
     keys = dict(fitted.keys) if fitted else {}
     doubts = fitted.doubts if fitted else dict.fromkeys(_kind(name).column_keys, "")
@@ -239,7 +240,7 @@ def _tried_with_model(
         except RunError as error:
             if str(error).startswith(("model", "tokenizer", "data.max_length", "task.block_size")):
                 raise
-            raise NoAnswerMends(str(error)) from None
+            raise NoAnswerMends(error.code, error.message) from None
 
     if given_model is not None or talk.ask is None:
         return tried(given_model or default)
@@ -276,7 +277,7 @@ def _trial(path: Path, filled: dict[str, Any], found: Look, here: MachineInfo, t
                 return _prepared(path, small, found, exact)
             else:
                 raise
-    raise RunError(f"{found.source}: what training wants of it cannot be found out; write a run file by hand")
+    raise RunError("LS8296", f"{found.source}: what training wants of it cannot be found out; write a run file by hand")
 
 
 def _unreachable(said: str, here: MachineInfo) -> bool:

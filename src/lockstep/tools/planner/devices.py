@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from lockstep.config.errors import InvalidValue
 from lockstep.config.run import RunError
 
 FOLDER = Path(__file__).parent / "devices"
@@ -72,13 +73,13 @@ class Device(BaseModel):
         """Every rate, and every factor."""
         each = found.values() if isinstance(found, dict) else [found]
         if not all(rate > 0 for one in each for rate in ([r for _, r in one] if isinstance(one, list) else [one])):
-            raise ValueError("is not positive")
+            raise InvalidValue("LS8310", "is not positive")
         return found
 
     @model_validator(mode="after")
     def check_sources(self) -> Device:
         if missing := [figure for figure in FIGURES if figure not in self.sources]:
-            raise ValueError(f"sources: says nothing of {', '.join(missing)}")
+            raise InvalidValue("LS8311", f"sources: says nothing of {', '.join(missing)}")
         return self
 
     def seconds(self, precision: str, flops: int, size: int) -> float:
@@ -130,12 +131,12 @@ def load(name: str) -> Device:
     shipped = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
     path = shipped.get(name, Path(name).expanduser())
     if not path.is_file():
-        raise RunError(f"--device: {name!r} is none of {', '.join(sorted(shipped))}, and no file")
+        raise RunError("LS8312", f"--device: {name!r} is none of {', '.join(sorted(shipped))}, and no file")
     try:
         return Device.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise RunError(f"--device: {path}: {place}: {first['msg']}".replace(": : ", ": ")) from None
+        raise RunError("LS8314", f"--device: {path}: {place}: {first['msg']}".replace(": : ", ": ")) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RunError(f"--device: {path} cannot be read: {' '.join(str(error).split())[:200]}") from None
+        raise RunError("LS8313", f"--device: {path} cannot be read: {' '.join(str(error).split())[:200]}") from None

@@ -22,13 +22,13 @@ def answered(
     found = devices.load(device)
     asked = sorted(set(processes or [start.launcher_of(run).plan(run).processes]))
     if asked[0] < 1:
-        raise RunError(f"--processes: {asked[0]} is not a positive number")
+        raise RunError("LS8320", f"--processes: {asked[0]} is not a positive number")
     if price is not None and price < 0:
-        raise RunError(f"--price: {price:g} is no price")
+        raise RunError("LS8321", f"--price: {price:g} is no price")
     if out is not None and not out.endswith(".html"):
-        raise RunError(f"--out: {out} does not end in .html")
+        raise RunError("LS8322", f"--out: {out} does not end in .html")
     if run.precision not in found.flops and not run.model.trained_in_bfloat16:
-        raise RunError(f"--device: {found.name} has no flops for precision={run.precision}")
+        raise RunError("LS8323", f"--device: {found.name} has no flops for precision={run.precision}")
     console = Console(True)
     plans: list[planner.Plan] = []
     with ThreadPoolExecutor(len(asked)) as at_once:

@@ -56,9 +56,10 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
     if processes > run.micro_batches:
         least = power_of_two(processes)
         raise RunError(
+            "LS8330",
             f"--processes: {processes:,} processes cannot share {run.micro_batches:,} micro-batches; they need "
             f"micro_batches={least} or more, and {2 * least} leave room for twice as many (batch_size is "
-            f"{run.batch_size:,} examples, and every micro-batch needs one)"
+            f"{run.batch_size:,} examples, and every micro-batch needs one)",
         )
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepare(run, task_class))
@@ -71,7 +72,7 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
     resolve_strategy(run, processes)
     if run.model.quantization is not None or run.model.compile:
         key = "model.compile" if run.model.compile else "model.quantization"
-        raise RunError(f"{key}: cannot be simulated; plan without --simulate tells its memory by formula")
+        raise RunError("LS8331", f"{key}: cannot be simulated; plan without --simulate tells its memory by formula")
     feed = StepLoader(run, task, [], torch.device("cpu"))
     simulated = simulate(run, processes, device, say)
     made = estimate(run, processes, simulated, device, feed)
@@ -107,7 +108,9 @@ def simulate(run: Run, processes: int, device: Device, say: Say) -> list[ranks_o
                 raise
             for rank, child in children.items():
                 if child.status != 0:
-                    raise RunError(f"--simulate: rank {rank} of {processes:,} cannot be simulated: {child.reason()}")
+                    raise RunError(
+                        "LS8332", f"--simulate: rank {rank} of {processes:,} cannot be simulated: {child.reason()}"
+                    )
                 found.append(ranks_of.read(Path(folder) / f"{rank}.json"))
     return found
 
@@ -143,8 +146,9 @@ def suggest(run: Run, processes: int, device: Device, say: Say) -> list[Plan]:
     runs = candidates(run, processes)
     if not runs:
         raise RunError(
+            "LS8333",
             f"--suggest: {processes:,} processes need {power_of_two(processes)} micro-batches or more, and a step has "
-            f"batch_size={run.batch_size} examples; raise it, or use fewer processes"
+            f"batch_size={run.batch_size} examples; raise it, or use fewer processes",
         )
     plans = []
     for each in runs:
