@@ -497,7 +497,7 @@ def test_scores_of_an_export_are_compared(tmp_path: Path) -> None:
 def test_scored_pairs_of_a_large_train_split_are_compared(tmp_path: Path) -> None:
     """Correlations are of all pairs that are compared, also where train has more rows than any split evaluated."""
     pytest.importorskip("scipy", reason="needs the extra compared")
-    run = make(tmp_path, "pairs", *ONE, "task.negative=null", "task.score=score")
+    run = make(tmp_path, "pairs", *ONE, "task.negative=null", "task.score=score", "task.score_range=[0,4]")
     task, found, folder = exported(run, tmp_path / "out")
     assert len(task.splits["train"]) > len(task.splits["validation"])
     compared = export_check.compare(run, task, found, folder, torch.device("cpu"))

@@ -7,6 +7,7 @@ reduces by itself, in an order that depends on the number of ranks, in the job's
 
 from __future__ import annotations
 
+import copy
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -100,7 +101,9 @@ class Sharded(ShardedRecovery):
         if self.stage == 3:
             call = partial(call_on_cpu, self.model, task)
             refuse_writes(self.model, self.world, call, "strategy.name: zero3", "zero2 or ddp")
+            own_activations(self.model)
             self._shard()
+            gather_together(self.model)
         else:
             self.model.to(self.world.device)
         blocks.prepare(self.run, self.model)
@@ -460,3 +463,25 @@ def _forget() -> None:
     parameter_offload.FWD_MODULE_STACK.clear()
     partition_parameters.Init.param_id = 0
     parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+
+
+def own_activations(model: nn.Module) -> None:
+    """Give the model activations of its own. Families such as Flaubert hold those of `transformers.activations`, which
+    every model of the process has: DeepSpeed hooks each module of the model, and would see another model's forward."""
+    from transformers import activations
+
+    common = {id(value) for value in vars(activations).values() if isinstance(value, nn.Module)}
+    for module in model.modules():
+        for name, child in module.named_children():
+            if id(child) in common:
+                setattr(module, name, copy.deepcopy(child))
+
+
+def gather_together(model: nn.Module) -> None:
+    """Let ZeRO-3 gather modules with a `conv1d`, the mixers of state space models, as a whole: some of them read its
+    weight without calling it, which DeepSpeed does not see once activations are recomputed."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    for module in model.modules():
+        if isinstance(getattr(module, "conv1d", None), nn.Conv1d):
+            set_z3_leaf_module(module, True)
