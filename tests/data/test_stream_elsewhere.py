@@ -20,6 +20,7 @@ from lockstep.data.streamed import Unreadable
 from lockstep.tasks.classification import Classification
 from support.harness import run_on
 from support.hub_server import Hub
+from support.messages import mentions, raises
 from support.store_server import BUCKET, Asked, Store
 from support.stream_runs import SMALL, batches, content, feed_of, folder, shards, streamed, trained
 from support.web_server import Served, web
@@ -194,10 +195,10 @@ def test_what_cannot_be_streamed_from_there_is_refused(web: Served, folder: Path
     )
     run = on_web(web, folder)
     train = [*run.data.train[:1], str(folder / "train-01.jsonl.gz")]  # type: ignore[index]
-    assert "of the shards of a stream some are here" in told(streamed(folder, data={"source": None, "train": train}))
+    assert mentions(told(streamed(folder, data={"source": None, "train": train})), "LS2178")
     data = {"source": None, "train": run.data.train}
     assert told(streamed(folder, data=data)).startswith("data.validation: missing; a share of a stream cannot be cut")
-    with pytest.raises(RunError, match="stream_cache_gb is about a stream"):
+    with raises("LS1039", "stream_cache_gb"):
         streamed(folder, "data.stream=false", "data.stream_window=8192", "data.stream_cache_gb=3")
 
 
@@ -251,7 +252,7 @@ def test_shards_of_the_hub_are_compared_with_their_hash(hub: Hub, folder: Path) 
             return super().get(name, default)[::-1] if "train-05" in name else super().get(name, default)
 
     hub.repositories["datasets", "user/set"].commits[commit] = Wrong(there)
-    assert "data/train-05.jsonl.gz does not match the hash that the Hub has of it" in told(run)
+    assert mentions(told(run), "LS2170", "data/train-05.jsonl.gz")
 
 
 def test_what_the_hub_does_not_have_is_said(hub: Hub, folder: Path) -> None:
@@ -267,8 +268,8 @@ def test_what_the_hub_does_not_have_is_said(hub: Hub, folder: Path) -> None:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    pytest.importorskip("obstore", reason="needs the extras stores and clouds")
-    pytest.importorskip("moto", reason="needs the extras stores and clouds")
+    pytest.importorskip("obstore", reason="needs the extras stores and cloud-tests")
+    pytest.importorskip("moto", reason="needs the extras stores and cloud-tests")
     with Store() as store:
         for name, value in store.environment.items():
             monkeypatch.setenv(name, value)

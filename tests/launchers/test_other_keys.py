@@ -10,9 +10,9 @@ import pytest
 from lockstep.config import plugins
 from lockstep.config.run import load
 from lockstep.launchers import slurm
-from lockstep.launchers.cloud import code_bundle
-from lockstep.launchers.kubernetes import Kubernetes
 from lockstep.launchers.slurm import Slurm
+from lockstep_clouds import code_bundle
+from lockstep_clouds.kubernetes import Kubernetes
 from support.harness import TINY, tiny
 from support.kubernetes import LAUNCH
 from support.kubernetes import RUN as POD

@@ -18,6 +18,7 @@ from lockstep.launchers.slurm import Slurm, array_plan, state_of
 from support import golden
 from support.command import LOCKSTEP, bits, ended, start, write
 from support.harness import tiny
+from support.messages import mentions, raises
 
 PLAIN = {"name": "slurm", "machines": 2, "processes": 1, "device": "cpu", "threads": 1}
 
@@ -160,7 +161,7 @@ def test_without_sbatch(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setenv("PATH", str(here / "none"))
     write(here, launch=PLAIN)
     assert main(["train", "run.yaml"]) == 2
-    assert "needs the program sbatch" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, "LS7386")
     assert {p.name for p in here.iterdir()} == {"run.yaml"}
 
 
@@ -287,7 +288,7 @@ def test_a_batch_script_is_no_task(lacking: str) -> None:
 
 
 def test_half_of_the_variables_is_told() -> None:
-    with pytest.raises(RunError, match="SLURM_STEP_NODELIST"):
+    with raises("LS7350", "SLURM_STEP_NODELIST"):
         srun.task_of({k: v for k, v in STEP.items() if k != "SLURM_STEP_NODELIST"})
 
 

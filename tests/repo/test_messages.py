@@ -4,13 +4,22 @@ import ast
 import functools
 from collections import Counter
 from collections.abc import Iterable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import NamedTuple
 
 import lockstep
 from lockstep._coded import CodedError, coded, codes, uncoded
+from support.places import ROOT as CHECKOUT
 
 ROOT = Path(lockstep.__file__).parent
+# Every file of source, and the path by which its package is imported: `launchers/start.py`, `lockstep_clouds/aws.py`.
+FILES = {file: file.relative_to(ROOT) for file in sorted(ROOT.rglob("*.py"))}
+FILES |= {
+    file: file.relative_to(source)
+    for source in sorted((CHECKOUT / "packages").glob("*/src"))
+    for file in sorted(source.rglob("*.py"))
+}
 RANGES = {
     "": range(500),
     "track": range(500, 1000),
@@ -23,9 +32,11 @@ RANGES = {
     "distributed": range(7000, 7200),
     "launchers": range(7200, 8000),
     "tools": range(8000, 9000),
+    "lockstep_clouds": range(7200, 8000),
+    "lockstep_plan": range(8000, 9000),
     "trace": range(9000, 10000),
 }
-RETIRED: set[str] = set()  # codes of messages that are gone: no other message takes them
+RETIRED = {"LS2198", "LS2199"}  # codes of messages that are gone: no other message takes them
 UNCODED = {"plain"}  # shares no code with the rest, which gives its messages codes
 
 
@@ -43,7 +54,7 @@ def nodes_of(file: Path) -> list[ast.AST]:
 def coded_classes() -> set[str]:
     """Names of all errors that take a code."""
     bases: dict[str, set[str]] = {}
-    for file in ROOT.rglob("*.py"):
+    for file in FILES:
         for node in nodes_of(file):
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = {ast.unparse(base).split(".")[-1] for base in node.bases}
@@ -72,8 +83,8 @@ def all_messages() -> list[Message]:
     names = coded_classes() | {"coded"}
     return [
         message
-        for file in sorted(ROOT.rglob("*.py"))
-        if (place := file.relative_to(ROOT)).parts[0] not in UNCODED and place.name not in ("_coded.py", "errors.py")
+        for file, place in FILES.items()
+        if place.parts[0] not in UNCODED and place.name not in ("_coded.py", "errors.py")
         for message in messages(nodes_of(file), names, place.as_posix())
     ]
 
@@ -112,7 +123,7 @@ def test_the_control_a_message_without_a_code_is_seen() -> None:
 def test_every_error_that_the_user_reads_has_a_code() -> None:
     """What is printed is a coded text, or the text of an error that has a code."""
     found = []
-    for file in sorted(ROOT.rglob("*.py")):
+    for file, place in FILES.items():
         names = {
             alias.asname or alias.name
             for node in nodes_of(file)
@@ -121,7 +132,7 @@ def test_every_error_that_the_user_reads_has_a_code() -> None:
             if alias.name == "error"
         }
         found += [
-            f"{file.relative_to(ROOT)}:{node.lineno}"
+            f"{place}:{node.lineno}"
             for node in nodes_of(file)
             if isinstance(node, ast.Call)
             and ast.unparse(node.func) in names
@@ -148,3 +159,13 @@ def test_a_message_around_another_one_has_the_code_it_is_given() -> None:
 def test_an_error_of_a_plug_in_may_have_no_code() -> None:
     error = CodedError("no such key")
     assert (error.code, error.message, str(error)) == ("", "no such key", "no such key")
+
+
+def test_the_page_of_messages_is_what_the_source_says() -> None:
+    spec = spec_from_file_location("docs_messages", CHECKOUT / "docs/messages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    page = module_from_spec(spec)
+    spec.loader.exec_module(page)
+    written = (CHECKOUT / "docs/reference/messages.md").read_text(encoding="utf-8")
+    assert written == page.messages(), "python docs/messages.py writes it"

@@ -181,7 +181,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "launch.processes": Elsewhere("nothing", "strategies/test_strategies.py", "several processes"),
     "launch.device": Elsewhere("weights", "strategies/test_gpu.py", "a GPU"),
     "launch.processes_per_gpu": Elsewhere("nothing", "launchers/test_shared_gpus.py", "a GPU"),
-    "launch.threads": Elsewhere("weights", "tools/test_calibrate.py", "several threads"),
+    "launch.threads": Elsewhere("weights", "plan/test_calibrate.py", "several threads"),
     "launch.max_restarts": Tried("launch.max_restarts=1", "nothing"),
     "launch.on_rank_failure": Elsewhere("nothing", "training/test_going_on.py", "several processes"),
     "launch.replicate_every": Elsewhere("nothing", "training/test_lost_shards.py", "several processes"),
@@ -299,12 +299,12 @@ LAUNCHERS = {
     "launchers/test_accelerate_config.py": "config_file",
     "launchers/test_slurm.py": "ranks partition account qos constraint time signal_before gpus cpus memory requeue "
     "setup extra python",
-    "launchers/test_kubernetes.py": "image pvc namespace kubeflow volumes environment secrets context wait",
-    "launchers/test_kubernetes_pods.py": "stuck_minutes",
-    "launchers/test_sagemaker.py": "role s3 region pytorch spot max_hours inputs",
-    "launchers/test_sagemaker_plan.py": "instance",
+    "clouds/test_kubernetes.py": "image pvc namespace kubeflow volumes environment secrets context wait",
+    "clouds/test_kubernetes_pods.py": "stuck_minutes",
+    "clouds/test_sagemaker.py": "role s3 region pytorch spot max_hours inputs",
+    "clouds/test_sagemaker_plan.py": "instance",
     "tools/test_moving_sagemaker.py": "wait_hours volume_gb",
-    "launchers/test_ray.py": "address workers placement",
+    "clouds/test_ray.py": "address workers placement",
     "launchers/test_other_keys.py": "grace_s requirements detach",
 }
 for test, names in LAUNCHERS.items():

@@ -20,7 +20,6 @@ support.page_commands PAGE ...` runs pages and writes what was printed into thei
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
 import shlex
@@ -169,9 +168,9 @@ def _of_lockstep(words: list[str]) -> list[str]:
         return [f"no command {name!r}"]
     if "--help" in words or "-h" in words:
         return []
-    module = importlib.import_module(f"lockstep.tools.commands.{commands.file_of(name)}")
     parser = _Parser(prog=name)
-    getattr(module, f"{name}_arguments")(parser)
+    for module in reversed(commands.modules_of(name)):
+        getattr(module, f"{name}_arguments")(parser)
     rest = words[1:]
     try:
         if takes_run_file(parser):

@@ -11,6 +11,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.tools import doctor, machine_info
 from support.command import ended, start
+from support.messages import mentions
 from support.places import TESTS_PATH
 
 # `lockstep`, in one precision and without looks at torch's devices and the network
@@ -100,4 +101,4 @@ def test_under_a_launcher(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["doctor", "--selftest"]) == 2
-    assert "call it without torchrun" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, "LS8084")

@@ -22,6 +22,7 @@ from lockstep.track.trackers import Trackers
 from support.command import LOCKSTEP, STEPS, bits, ended, lines, ranks_of, start, train, until, write
 from support.documents import chapters
 from support.harness import run_on, tiny
+from support.messages import raises
 from support.places import TESTS_PATH
 from support.tracked import numbers, there
 from support.wandb_file import records
@@ -282,7 +283,7 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch:
 
     (tmp_path / "left_here_by_a_tracker").mkdir()  # as W&B leaves `wandb`: a folder is no package
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(RunError, match="left_here_by_a_tracker, which is not installed"):
+    with raises("LS0500", "left_here_by_a_tracker"):
         Missing.check()
 
 

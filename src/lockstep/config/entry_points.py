@@ -27,7 +27,11 @@ GROUPS = {
 }
 # What the distributions of this repository bring, so that a message can say what installs it: kind -> name -> extra.
 # The distribution is called lockstep-EXTRA. Of options the kind is the command: `lockstep plan`.
-EXTRAS: dict[str, dict[str, str]] = {}
+EXTRAS: dict[str, dict[str, str]] = {
+    "launchers": dict.fromkeys(("kubernetes", "ray", "sagemaker"), "clouds"),
+    "lockstep plan": dict.fromkeys(("--simulate", "--suggest", "--processes", "--device", "--price", "--out"), "plan"),
+    "lockstep bench": {"--calibrate": "plan"},
+}
 
 
 class PluginError(InvalidValue):

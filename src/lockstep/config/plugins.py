@@ -30,7 +30,6 @@ from lockstep.config import entry_points
 from lockstep.config.entry_points import PluginError
 from lockstep.config.errors import RunError
 
-_FILES = {"ray": "ray_train"}  # a name whose file is called otherwise: no file has the name of the package it imports
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
 _SINGULAR |= {"optimizers": "optimizer"}
 _FOLDERS = {"optimizers": "strategies.optimizers"}  # kinds whose folder is inside of another one
@@ -63,11 +62,9 @@ def built_in(kind: str) -> list[str]:
 @lru_cache(maxsize=16)
 def _names(package: ModuleType, changed: tuple[int, ...]) -> list[str]:
     """`changed`: when its folders were: what is put there later is found, too."""
-    names_of = {file: name for name, file in _FILES.items()}
     interface = _SINGULAR[package.__name__.rpartition(".")[2]].capitalize()
     files = [file for folder in package.__path__ for file in Path(folder).glob("*.py")]
-    plugins = [file.stem for file in files if any(_inherits(file, name, interface) for name in _classes(file))]
-    return sorted(names_of.get(file, file) for file in plugins)
+    return sorted(file.stem for file in files if any(_inherits(file, name, interface) for name in _classes(file)))
 
 
 @lru_cache(maxsize=512)
@@ -108,7 +105,7 @@ def described(kind: str, name: str, *attributes: str) -> tuple[str, dict[str, An
     _refuse_ambiguous(kind, name)
     if name in built_in(kind):
         package = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}")
-        file = next(f for p in package.__path__ if (f := Path(p) / f"{_FILES.get(name, name)}.py").exists())
+        file = next(f for p in package.__path__ if (f := Path(p) / f"{name}.py").exists())
         plugin, called = None, f"lockstep/{kind}/{file.name}"
     else:
         (entry,) = entry_points.named(kind)[name]
@@ -184,7 +181,7 @@ def find(kind: str, name: str) -> type:
             raise PluginError("LS1098", unknown(kind, name))
         return _of_distribution(added[name][0], kind)
     with importing():
-        module = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}.{_FILES.get(name, name)}")
+        module = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}.{name}")
     classes = [
         c
         for c in vars(module).values()

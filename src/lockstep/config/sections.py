@@ -314,8 +314,8 @@ class LaunchSection(PluginSection):
 
     name: str = Field(
         "local",
-        description="local | torchrun | accelerate | slurm | sagemaker | ray | kubernetes | tcp, or your.module.Class; "
-        "its other keys are the launcher's",
+        description="local | torchrun | accelerate | slurm | tcp; with lockstep-clouds kubernetes | ray | sagemaker; "
+        "or your.module.Class; its other keys are the launcher's",
     )
     processes: Positive | Literal["auto"] = Field(
         "auto",

@@ -1,7 +1,7 @@
-"""What the bytes of a local file say: unpacked, checked to be text of one encoding, JSON or tables.
+"""The bytes of a local file: unpacked, checked to be text of one encoding, and read as a table.
 
-In: a path. Out: blocks, lines, rows of JSON, or the columns of a .csv or .tsv file; or an error that names the file and
-the line. Nothing is unpacked that would fill the disk.
+In: a path. Out: blocks, lines, or the columns of a .csv or .tsv file; or an error that names the file and the line.
+Nothing is unpacked that would fill the disk.
 
 Quotes of tables are those of RFC 4180. A file whose rows fit the header only where quotes are letters like others is
 not quoted. A file that can be read in both ways, with other rows, is refused.
@@ -16,7 +16,6 @@ import gzip
 import hashlib
 import io
 import itertools
-import json
 import lzma
 import os
 import re
@@ -27,9 +26,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from lockstep.config import error_messages as messages
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.cache import cache_folder, locked
@@ -58,13 +56,20 @@ def ending(file: Path) -> str:
 
 def opened(file: Path) -> Any:
     """The bytes that are in it, for reading from the beginning. Errors: those of the library that unpacks."""
-    kind: Any = ENDINGS.get(file.suffix.lower())
+    return unpacking(file, file)
+
+
+def unpacking(source: Path | BinaryIO, name: Path) -> Any:
+    """The unpacked bytes of a file, or of one that is open, by its name. Errors: those of the library that unpacks."""
+    kind = ENDINGS.get(name.suffix.lower())
     if kind == "zstd":
         import pyarrow as pa
 
-        return pa.CompressedInputStream(pa.OSFile(str(file)), "zstd")
-    readers: dict[str | None, Any] = {None: open, "gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
-    return readers[kind](file, "rb")
+        return pa.CompressedInputStream(pa.OSFile(str(source)) if isinstance(source, Path) else source, "zstd")
+    if kind is None:
+        return open(source, "rb") if isinstance(source, Path) else source
+    unpackers: dict[str, Any] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
+    return unpackers[kind](source, "rb")
 
 
 def blocks(file: Path, key: str) -> Iterator[bytes]:
@@ -100,14 +105,17 @@ def blocks(file: Path, key: str) -> Iterator[bytes]:
 
 
 @contextmanager
-def unpacked(files: list[Path], key: str) -> Iterator[list[Path]]:
-    """Unpack compressed files into the cache, for as long as they are read; plain files stay. They have the same paths
-    and times whenever they are unpacked: what `datasets` keeps of a file is found by these. Errors:
-    `RunError`; one that is raised meanwhile names the file as it was given."""
-    if not any(map(is_compressed, files)):
+def unpacked(files: list[Path], key: str, encoding: str = "utf-8") -> Iterator[list[Path]]:
+    """Unpack compressed files into the cache, and write texts of another encoding in UTF-8 there, for as long as they
+    are read; other files stay. They have the same paths and times each time: what `datasets` keeps of a file is found
+    by these. Errors: `RunError`; one that is raised meanwhile names the file as it was given."""
+    source = None if codecs.lookup(encoding).name == "utf-8" else encoding
+    changed = {file for file in files if is_compressed(file) or (source and file.suffix not in BINARY)}
+    if not changed:
         yield files
         return
-    known = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    known: list[Any] = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    known += [source] if source else []
     name = hashlib.sha256(repr(known).encode()).hexdigest()[:24]
     with ExitStack() as stack:
         stack.enter_context(locked(f"unpacked-{name}"))
@@ -115,12 +123,11 @@ def unpacked(files: list[Path], key: str) -> Iterator[list[Path]]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         there = {
-            file: folder / f"{i:05d}-{plain(file).name}" if is_compressed(file) else file
-            for i, file in enumerate(files)
+            file: folder / f"{i:05d}-{plain(file).name}" if file in changed else file for i, file in enumerate(files)
         }
         for file, to in there.items():
             if to is not file:
-                _unpack(file, to, key)
+                _unpack(file, to, key, source)
         try:
             yield [there[file] for file in files]
         except RunError as error:
@@ -130,12 +137,13 @@ def unpacked(files: list[Path], key: str) -> Iterator[list[Path]]:
             raise RunError(error.code, said) from error
 
 
-def _unpack(file: Path, to: Path, key: str) -> None:
-    """Errors: `RunError`."""
+def _unpack(file: Path, to: Path, key: str, encoding: str | None) -> None:
+    """`encoding`: what the text is in; None: its bytes stay. Errors: `RunError`."""
+    decoder = codecs.getincrementaldecoder(encoding)() if encoding else None
     try:
         with open(to, "wb") as out:
             for block in blocks(file, key):
-                out.write(block)
+                out.write(decoder.decode(block).encode("utf-8", "surrogatepass") if decoder else block)
         os.utime(to, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
     except OSError as error:
         raise RunError(
@@ -166,13 +174,18 @@ def check(file: Path, key: str, encoding: str) -> None:
     start = next(parts, b"")
     if file.suffix in BINARY:
         return _check_unpacked(file, key) if file.suffix == ".parquet" else None
+    check_packing(start, file, key)
+    return _check_text(file, key, encoding, itertools.chain([start], parts))
+
+
+def check_packing(start: bytes, file: Path, key: str) -> None:
+    """Refuse a file that begins as a compressed one does and is not called so. Errors: `RunError`."""
     for name, (place, mark) in _PACKED.items():
         if start.startswith(mark, place):
-            found = "holds another compressed file" if is_compressed(file) else "is compressed"
+            what = "holds another compressed file" if is_compressed(file) else "is compressed"
             endings = {kind: ending for ending, kind in ENDINGS.items()}
             mend = f"call it {plain(file).name}{endings[name]}, or unpack it" if name in endings else "unpack it"
-            raise RunError("LS2064", f"{key}: {file} {found} ({name}), whatever its name says: {mend}")
-    return _check_text(file, key, encoding, itertools.chain([start], parts))
+            raise RunError("LS2064", f"{key}: {file} {what} ({name}), whatever its name says: {mend}")
 
 
 def codec(encoding: str) -> str:
@@ -182,8 +195,12 @@ def codec(encoding: str) -> str:
 
 def text_of(file: Path, encoding: str) -> str:
     """The text of a file that was found readable, with its ends of lines as they are on Unix."""
-    text = b"".join(blocks(file, "data")).decode(codec(encoding))
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return "\n".join(unix_lines(b"".join(blocks(file, "data")).decode(codec(encoding))))
+
+
+def unix_lines(text: str) -> list[str]:
+    """The lines of a text, whichever system it is from (`splitlines` would also cut at U+2028 and the like)."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
 
 
 def _check_text(file: Path, key: str, encoding: str, blocks: Iterator[bytes]) -> None:
@@ -244,68 +261,7 @@ def _check_unpacked(file: Path, key: str) -> None:
         )
 
 
-# -- JSON ------------------------------------------------------------------------------------------------------------
-
-LEVELS = 200  # of lists and mappings in each other; pyarrow's reader ends the process at some ten thousand
-_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?')
-_OTHERS = bytes(set(range(256)) - set(b"[]{}"))
-
-
-def check_levels(file: Path, key: str) -> None:
-    """Refuse a .json or .jsonl file, not compressed, with a line that is nested more than `LEVELS` deep. Errors:
-    `RunError`."""
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.count(b"[") + line.count(b"{") <= LEVELS:
-                continue
-            depth = 0
-            for mark in _STRINGS.sub(b"", line).translate(None, _OTHERS):
-                depth += 1 if mark in b"[{" else -1
-                if depth > LEVELS:
-                    raise RunError("LS2067", f"{key}: {file}, line {number}: nested more than {LEVELS} levels deep")
-
-
-def json_rows(file: Path, encoding: str) -> list[dict[str, Any]]:
-    """The rows of a .json or .jsonl file. Errors: `ValueError`, which says what is wrong and on which line."""
-    text = file.read_bytes().decode(codec(encoding))
-    if text.lstrip()[:1] == "[":
-        try:
-            rows = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"line {error.lineno}, column {error.colno}: {_said(error)}") from None
-        except RecursionError:
-            raise ValueError("it is nested too deeply") from None
-        for number, row in enumerate(rows):
-            _check_row(row, f"row {number}")
-        return rows
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"line {number}, column {error.colno}: {_said(error)}: {_shown(line)}") from None
-            except RecursionError:
-                raise ValueError(f"line {number}: nested too deeply") from None
-            except ValueError as error:  # a number of 5,000 digits
-                raise ValueError(f"line {number}: {str(error).partition(';')[0]}") from None
-            _check_row(rows[-1], f"line {number}")
-    return rows
-
-
-def _check_row(row: Any, place: str) -> None:
-    if not isinstance(row, dict):
-        raise ValueError(f"{place} holds {messages.kind(row)}; wanted is a mapping of columns on each line")
-
-
-def _said(error: json.JSONDecodeError) -> str:
-    return error.msg[:1].lower() + error.msg[1:]
-
-
-def _shown(line: str) -> str:
-    line = line.strip()
-    return repr(line if len(line) <= 80 else f"{line[:77]}...")
-
+# -- tables ---------------------------------------------------------------------------------------------------------
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}  # ending -> what separates cells, unless data.separator says otherwise
 NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
@@ -393,7 +349,7 @@ def _rows(lines: _Lines, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
         except csv.Error as error:
             raise Misfit(
                 "LS2070",
-                f"{lines.file}, line {start:,}: {_quoting(str(error), dialect.quote)}: {_shown_tables([lines.last])}. "
+                f"{lines.file}, line {start:,}: {_quoting(str(error), dialect.quote)}: {_shown([lines.last])}. "
                 "A quote within quotes is doubled; data.quote: none reads quotes as letters",
                 start,
             ) from None
@@ -529,10 +485,10 @@ def _misfit(file: Path, line: int, row: list[str], found: Table, data: DataSecti
         how = f"A cell that holds {called} stands between double quotes"
         how += "; a file with a text on each line is called .txt" if alone else ""
     widths = f"the row has {len(row)} column(s), and {wanted} {len(found.names)}"
-    return f"{file}, line {line:,}: {widths}: {_shown_tables(row)}. {how}"
+    return f"{file}, line {line:,}: {widths}: {_shown(row)}. {how}"
 
 
-def _shown_tables(row: list[str]) -> str:
+def _shown(row: list[str]) -> str:
     text = " | ".join(" ".join(cell.split()) for cell in row)
     return repr(text if len(text) <= 100 else f"{text[:97]}...")
 

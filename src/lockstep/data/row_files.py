@@ -6,7 +6,6 @@ In: paths and the `data` section. Out: a data set, or a `RunError` that names th
 
 from __future__ import annotations
 
-import codecs
 import glob
 import hashlib
 import itertools
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import file_formats
+from lockstep.data import file_formats, row_reader
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -84,34 +83,24 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> D
             raise RunError("LS2193", f"{key}: {file} is an archive; archives are read in train, with data.stream=true")
         file_formats.check(file, key, data.encoding)
     parts: list[tuple[Path, Dataset]] = []
-    with file_formats.unpacked(files, key) as there:
-        given = dict(zip(there, files, strict=True))
-        found = {
-            file: file_formats.table(file, key, data) for file in there if format_of(file) in file_formats.SEPARATORS
-        }
-        for (ending, _), some in itertools.groupby(there, lambda f: (format_of(f), f in found and found[f].dialect)):
+    with file_formats.unpacked(files, key, data.encoding) as here:
+        names = dict(zip(here, files, strict=True))
+        section = data.model_copy(update={"encoding": "utf-8"})
+        tables = {f: file_formats.table(f, key, section) for f in here if format_of(f) in file_formats.SEPARATORS}
+        for (ending, _), group in itertools.groupby(here, lambda f: (format_of(f), f in tables and tables[f].dialect)):
             assert ending is not None
-            alike = list(some)
-            rows = _table(alike, key, data, found) if alike[0] in found else _read(alike, ending, key, plain, data)
-            parts.append((given[alike[0]], without_index(rows)))
+            alike = list(group)
+            builder, _ = FORMATS[ending]
+            if alike[0] in tables:
+                rows = _table(alike, key, data, tables)
+            elif builder == "lines":
+                rows = _texts(alike, key, plain)
+            else:
+                rows = _loaded(builder, alike, key, {})
+            parts.append((names[alike[0]], without_index(rows)))
     if len(parts) == 1:
         return parts[0][1]
     return datasets.concatenate_datasets(agreeing(parts, key))
-
-
-def _read(files: list[Path], ending: str, key: str, plain: str | None, data: DataSection) -> Dataset:
-    """Files of one format, none of them compressed. Errors: `RunError`."""
-    encoding = data.encoding
-    builder, options = FORMATS[ending]
-    if builder == "lines":
-        return _plain(files, plain, encoding) if plain else _lines(files, key, encoding)
-    utf8 = codecs.lookup(encoding).name == "utf-8"
-    if builder == "json" and not utf8:  # its reader knows UTF-8 only
-        return of_rows([row for file in files for row in _rows_of(file, key, encoding)])
-    if builder == "json":
-        for file in files:
-            file_formats.check_levels(file, key)
-    return _loaded(builder, files, key, encoding, options)
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
@@ -132,13 +121,11 @@ def _table(files: list[Path], key: str, data: DataSection, known: dict[Path, fil
     """Tables of one dialect. Errors: `RunError`."""
     found = [known[file] for file in files]
     options = found[0].dialect.options
-    if codecs.lookup(data.encoding).name != "utf-8":
-        options |= {"encoding": data.encoding}
     if data.columns is not None:
         options |= {"column_names": data.columns}
     if converters := file_formats.converters(found):
         options |= {"converters": converters}
-    rows = _loaded("csv", files, key, data.encoding, options)
+    rows = _loaded("csv", files, key, options)
     if len(rows) != (wanted := sum(each.rows for each in found)):
         raise RunError(
             "LS2194",
@@ -148,25 +135,42 @@ def _table(files: list[Path], key: str, data: DataSection, known: dict[Path, fil
     return rows
 
 
-def _loaded(builder: str, files: list[Path], key: str, encoding: str, options: dict[str, Any]) -> Dataset:
-    """What a reader of `datasets` makes of files. Errors: `RunError`."""
+def _loaded(builder: str, files: list[Path], key: str, options: dict[str, Any]) -> Dataset:
+    """The rows of files in UTF-8 by a reader of `datasets`, which is faster than ours and keeps columns of mixed types.
+    What it fails on is read by ours, which names the line. Errors: `RunError`."""
     import datasets
 
-    found = [(f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    name = hashlib.sha256(repr(found).encode()).hexdigest()[:16]  # its own cache tells files by their times alone
+    for file in files if builder == "json" else ():
+        row_reader.check_levels(file, key)
+    identities = [(f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    name = hashlib.sha256(repr(identities).encode()).hexdigest()[:16]  # its own cache tells files by their times alone
     try:
-        return datasets.load_dataset(builder, name, data_files=[str(f) for f in files], split="train", **options)
+        rows = datasets.load_dataset(builder, name, data_files=[str(f) for f in files], split="train", **options)
     except Exception as error:  # datasets wraps whatever its readers raise
-        if any(f.stat().st_size == 0 for f in files) or "corresponds to no data" in str(error):  # a header alone
-            raise RunError(
-                "LS2195", f"{key}: {', '.join(str(f) for f in files)} is empty, it holds no example"
-            ) from None
-        for file in files if builder == "json" else ():
-            _rows_of(file, key, encoding)  # says on which line it goes wrong
+        names = ", ".join(map(str, files))
+        blank = any(f.stat().st_size == 0 for f in files) or "corresponds to no data" in str(error)  # a header alone
+        if not blank and builder in ("json", "parquet"):
+            blank = sum(_count(rows) for file in files for rows in row_reader.whole(file, key)) == 0
+        if blank:
+            raise RunError("LS2195", f"{key}: {names} is empty, it holds no example") from None
         cause = " ".join(str(error.__cause__ or error).split())
-        raise RunError(
-            "LS2196", f"{key}: cannot read {', '.join(str(f) for f in files)} as {builder}: {cause}"
-        ) from error
+        raise RunError("LS2196", f"{key}: cannot read {names} as {builder}: {cause}") from error
+    return _without_times(rows, files, key) if builder == "json" else rows
+
+
+def _count(rows: row_reader.Rows) -> int:
+    return len(next(iter(rows.values()), ())) if isinstance(rows, dict) else len(rows)
+
+
+def _without_times(rows: Dataset, files: list[Path], key: str) -> Dataset:
+    """With the texts of a file of JSON, which has no times, where `datasets` has taken all of a column for times."""
+    for name, feature in list(rows.features.items()):
+        if str(getattr(feature, "dtype", "")).startswith("timestamp"):
+            names = rows.column_names
+            chunks = [chunk for file in files for chunk in row_reader.whole(file, key)]
+            texts = [text for chunk in chunks for text in chunk.get(name, [None] * _count(chunk))]
+            rows = rows.rename_column(name, f"{name} as a time").add_column(name, texts).select_columns(names)
+    return rows
 
 
 # -- several formats -------------------------------------------------------------------------------------------------
@@ -237,46 +241,24 @@ def _differ(what: str, first: Any, file: Any, how: str, start: Dataset) -> str:
     return f"{what} must have the same columns: {first} has {_named(start)}, and {file} {how}"
 
 
-# -- json and lines --------------------------------------------------------------------------------------------------
+# -- lines -----------------------------------------------------------------------------------------------------------
 
 
-def _rows_of(file: Path, key: str, encoding: str) -> list[dict[str, Any]]:
-    try:
-        return file_formats.json_rows(file, encoding)
-    except ValueError as error:
-        raise RunError("LS2198", f"{key}: {file}, {error}") from None
-
-
-def _plain(files: list[Path], each: str, encoding: str) -> Dataset:
-    """Texts without labels: each `line` that is not blank, or each whole `file`."""
+def _texts(files: list[Path], key: str, plain: str | None) -> Dataset:
+    """Texts without labels, each `line` that is not blank or each whole `file`; or `text;label` a line, where the text
+    may hold semicolons and the label may not. Files are in UTF-8. Errors: `RunError`."""
     import datasets
 
-    texts = [file_formats.text_of(file, encoding) for file in files]
-    if each == "line":
-        texts = [line for text in texts for line in text.split("\n")]
-    return datasets.Dataset.from_dict({"text": [text for text in texts if text.strip()]})
-
-
-def _lines(files: list[Path], key: str, encoding: str) -> Dataset:
-    """`text;label` a line; the text may hold semicolons, the label may not."""
-    import datasets
-
-    texts: list[str] = []
-    labels: list[str] = []
-    for file in files:
-        lines = file_formats.text_of(file, encoding).split("\n")  # splitlines would also cut at U+2028 and the like
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                text, mark, label = line.rpartition(";")
-                if not mark:
-                    raise RunError(
-                        "LS2199", f"{key}: {file}, line {number}: wanted is 'text;label', there is no semicolon"
-                    )
-                texts.append(text)
-                labels.append(label.strip())
-    if labels and all(re.fullmatch("-?[0-9]+", label) for label in labels):
-        return datasets.Dataset.from_dict({"text": texts, "label": [int(label) for label in labels]})
-    return datasets.Dataset.from_dict({"text": texts, "label": labels})
+    if plain == "file":
+        texts = [file_formats.text_of(file, "utf-8") for file in files]
+        return datasets.Dataset.from_dict({"text": [text for text in texts if text.strip()]})
+    columns: dict[str, list[Any]] = {"text": [], **({} if plain else {"label": []})}
+    for chunk in itertools.chain.from_iterable(row_reader.whole(file, key, plain) for file in files):
+        for name, values in chunk.items():
+            columns[name] += values
+    if (labels := columns.get("label")) and all(re.fullmatch("-?[0-9]+", label) for label in labels):
+        columns["label"] = [int(label) for label in labels]
+    return datasets.Dataset.from_dict(columns)
 
 
 # The codes of ISO 639-1, and those of three letters that corpora are called by most.

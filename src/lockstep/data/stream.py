@@ -30,11 +30,11 @@ import pyarrow as pa
 from lockstep.config.data_sources import OneSource, is_address
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import arrow_cache, remote, shard_files, source, tokenizer, usable_rows
+from lockstep.data import arrow_cache, file_formats, remote, row_reader, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Make, digest, encoded, table_of
 from lockstep.data.cache import cached, discard, folder_of
 from lockstep.data.remote import ShardCache, Unfetched, named, unpinned
-from lockstep.data.shard_files import Chunk, Found, ShardFile
+from lockstep.data.row_reader import Chunk, RowReader, Rows
 from lockstep.data.splitting import EvalHashes
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class StreamingSource:
     data: DataSection
     columns: Mapping[str, str]  # that the task reads, by their keys in the run file
     whole: Whole
-    plain: str | None = None  # as `shard_files.shard` has it
+    plain: str | None = None  # as `row_reader.reader` has it
     within: str | None = None  # the column that those may be in which are not there
     entry: OneSource | None = None  # of a mixture
     among: int = 1  # sources of it
@@ -117,17 +117,17 @@ class StreamingSource:
         """A shard, for a person."""
         return named(str(file)) if self.copies else str(file)
 
-    def opened(self, file: Path) -> ShardFile:
+    def opened(self, file: Path) -> RowReader:
         """A shard. Errors: `RunError` where it is none that can be streamed."""
-        how = self.copies.opened if self.copies else shard_files.opened
-        return shard_files.shard(file, self.plain, self.wanted, how)
+        how = self.copies.opened if self.copies else row_reader.opened
+        return row_reader.reader(file, self.plain, self.wanted, how)
 
     @property
     def wanted(self) -> list[str]:
         """All columns, or paths, that are looked at, as they are called in the files."""
         return list(dict.fromkeys([*source.theirs(self.entry, self.columns).values(), *self.data.filter]))
 
-    def used(self, found: Found, file: Path) -> Used:
+    def used(self, found: Rows, file: Path) -> Used:
         """Errors: `RunError`."""
         rows = _dataset(found, self.wanted, file, self.data.drop_missing, self.within)
         _, holds = usable_rows.holding(rows, self.data, "train", file.name, None)
@@ -148,7 +148,7 @@ class StreamingSource:
             some = some.select(np.flatnonzero(standing < 0))
         return Used(some, int(len(holds) - holds.sum()), dropped, numbers)
 
-    def made(self, found: Found, file: Path, chunk: Chunk, make: Make) -> tuple[pa.RecordBatch | None, Used]:
+    def made(self, found: Rows, file: Path, chunk: Chunk, make: Make) -> tuple[pa.RecordBatch | None, Used]:
         """The examples of a chunk, and the rows that they are made of. Errors: `RunError`."""
         with self.counting(file, chunk):
             used = self.used(found, file)
@@ -183,7 +183,7 @@ class StreamingSource:
         return [(unpinned(name), size, tag) for name, size, tag in self.facts]
 
 
-def _dataset(found: Found, wanted: list[str], file: Path, lenient: bool, within: str | None) -> Dataset:
+def _dataset(found: Rows, wanted: list[str], file: Path, lenient: bool, within: str | None) -> Dataset:
     """The columns of a chunk that are read, or that the paths among `wanted` lead into. `lenient`: one that is not
     there has nothing in every row. Errors: `RunError`."""
     import datasets
@@ -222,7 +222,7 @@ def _dataset(found: Found, wanted: list[str], file: Path, lenient: bool, within:
     return made
 
 
-def _unlike(found: Found, roots: list[str]) -> str:
+def _unlike(found: Rows, roots: list[str]) -> str:
     """The first value that is not of the kind of those before it, for a person; nothing where kinds are told by the
     file."""
     for root in roots if isinstance(found, dict) else []:
@@ -251,7 +251,7 @@ class Stream:
     data: DataSection
     columns: Mapping[str, str]  # that the task reads, by their keys in the run file
     whole: Whole
-    plain: str | None = None  # as `shard_files.shard` has it
+    plain: str | None = None  # as `row_reader.reader` has it
     within: str | None = None  # the column that those may be in which are not there
     parts: tuple[StreamingSource, ...] = ()  # a source each
     held_out: EvalHashes | None = None
@@ -334,7 +334,8 @@ class Stream:
         return [dict(self.columns), self.plain, held_out, *told]
 
     def _key(self, *more: Any) -> str:
-        return digest("stream", VERSION, [each.identities for each in self.parts], self._chosen, *more)
+        texts = [row_reader.TEXTS] if any(file_formats.plain(file).suffix == ".txt" for file in self.files) else []
+        return digest("stream", VERSION, [each.identities for each in self.parts], self._chosen, *texts, *more)
 
     def gather(self, tell: Callable[[Dataset], Any], key: str, doing: str) -> list[Any]:
         """What `tell` says of the rows of each chunk, as JSON has it, in order. `key` stands for `tell`. The caller

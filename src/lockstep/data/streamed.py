@@ -20,7 +20,7 @@ from lockstep.config.run import RunError
 from lockstep.data import stream
 from lockstep.data.arrow_cache import Columns, Make, Shards, table_of
 from lockstep.data.remote import Unfetched, named
-from lockstep.data.shard_files import Chunk, ShardFile
+from lockstep.data.row_reader import Chunk, RowReader
 from lockstep.data.stream import Identity, Stream
 
 _LATER = "Once it can be had, the same command goes on"
@@ -48,7 +48,7 @@ class _Chunks(Shards):
         self._how = how
         self._parts: tuple[Stream, Make] | None = None
         self._lock = threading.Lock()  # of the file that is open; whoever collates ahead is not the only reader
-        self._open: dict[int, tuple[int, ShardFile]] = {}  # of each source a file, by its number
+        self._open: dict[int, tuple[int, RowReader]] = {}  # of each source a file, by its number
 
     def column(self, shard: int, name: str) -> pa.Array:
         batch = self._opened.get(shard)  # another thread may let it go meanwhile

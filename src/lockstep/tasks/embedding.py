@@ -127,7 +127,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     @classmethod
     def fingerprint(cls, run: Run) -> str:
-        return _pooling(run)
+        return resolved_pooling(run)
 
     @classmethod
     def columns(cls, options: EmbeddingOptions) -> dict[str, str]:
@@ -166,7 +166,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     @classmethod
     def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
-        return {"pooling": _pooling(data.run)}
+        return {"pooling": resolved_pooling(data.run)}
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -385,7 +385,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         pooling.write(folder, self.prepared.facts["pooling"], size, self.run.data.max_length)
 
 
-def _pooling(run: Run) -> str:
+def resolved_pooling(run: Run) -> str:
     """What is asked for, else what the model's own files say, else the mean. Errors: `RunError`."""
     return Embedding.options_of(run).pooling or pooling.of_source(run) or "mean"
 

@@ -30,6 +30,7 @@ from lockstep.plain.rows import TASKS, NotCovered
 from lockstep.plain.scores import scores
 from lockstep.plain.train import StepRecord, build_model, train_steps
 from lockstep.track.console import Console
+from lockstep.training import plain_sides
 from lockstep.training.plain_measures import drawn_examples, masked, perturb_, without_dropout
 from lockstep.training.plain_sides import FOLDER, PlainRecord, PlainStep
 
@@ -66,7 +67,6 @@ class Verdict:
 def differences(run: Run, steps: int = 2) -> Verdict:
     """Train some steps in this process under `single`, and compare them with plain's. Errors: `RunError`."""
     from lockstep.distributed.world import World
-    from lockstep.training import plain_sides
     from lockstep.training.resolve import for_rank
 
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plain-"))
@@ -158,7 +158,7 @@ def compare(run: Run, folder: Path) -> Verdict:
 
 def plain_run(run: Run, folder: Path) -> dict[str, Any]:
     """The run as plain reads it; rows that only lockstep makes are written to files first."""
-    values = run.model_dump(mode="json")
+    values = plain_sides.with_defaults(run)
     if run.data.source == source.BUILTIN:
         rows = source.load(run.data.model_copy(update={"filter": {}, "limit": None}), run.seed)
         (folder / "rows").mkdir(exist_ok=True)
@@ -275,7 +275,7 @@ def _recorded(record: PlainRecord, folder: Path) -> Iterator[StepRecord]:
         held = load_file(folder / f"step-{place}.safetensors")
         gradients, after = _named("gradient.", held), _named("model.", held)
         changes = {name: after[name] - before[name] for name in gradients}
-        yield StepRecord(step.loss, step.norm, math.nan, gradients, changes)
+        yield StepRecord(step.loss, step.norm, gradients, changes)
         before = after
 
 

@@ -14,6 +14,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.errors import DONE, FAILED, coded
 from lockstep.config.redaction import one_line
@@ -32,29 +33,12 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--offline", action="store_true", help="what has to be asked of the Hub, and cannot be, is no failure"
     )
-    parser.add_argument("--simulate", action="store_true", help="memory, messages and time, without the machines")
-    parser.add_argument(
-        "--processes", type=int, nargs="+", metavar="N", help="simulate so many, one plan each; default: the run file's"
-    )
-    parser.add_argument("--device", default="h100", help="h100, a100, or a YAML file of rates (default h100)")
-    parser.add_argument("--suggest", action="store_true", help="simulate strategies and micro_batches, and rank them")
-    parser.add_argument("--price", type=float, metavar="P", help="of an hour of one device")
-    parser.add_argument("--out", metavar="FILE", help="also as a page: FILE.html")
 
 
 def run_plan(known: argparse.Namespace) -> int:
     from lockstep.launchers import start
 
     run = start.further(run_file.run_of(known), Console(True).say)
-    if known.simulate or known.suggest:
-        if known.offline:
-            raise RunError("LS8080", "--offline: says something to a plan without --simulate or --suggest only")
-        from lockstep.tools.planner.options import answered
-
-        return answered(run, known.processes, known.device, known.suggest, known.price, known.out)
-    for name in ("processes", "price", "out"):
-        if getattr(known, name) is not None:
-            raise RunError("LS8081", f"--{name}: says something to --simulate only; for this plan set launch.processes")
     launcher = start.launcher_of(run)
     plan = launcher.plan(run)
     job = start.examined(run, launcher, plan)
@@ -245,9 +229,6 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10, help="timed steps a job (default 10)")
     parser.add_argument("--skip", type=int, default=3, help="steps before them that do not count (default 3)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each job runs, in turns (default 3)")
-    parser.add_argument(
-        "--calibrate", action="store_true", help="measure this machine's rates instead, for `plan --simulate --device`"
-    )
     parser.add_argument("--out", help="folder of the results; default: OUTPUT-bench")
 
 
@@ -255,16 +236,7 @@ def run_bench(known: argparse.Namespace) -> int:
     from lockstep.tools.bench.bench import Bench, bench
     from lockstep.tools.sweep import sweep_file
 
-    path, words = run_file.split(known)
-    overrides = overrides_of(words)
-    base = load(path, overrides, QUICK_START)
-    for name in ("steps", "rounds"):
-        if getattr(known, name) < 1:
-            raise RunError("LS8086", f"--{name}: {getattr(known, name)} is not a positive number")
-    if known.skip < 0:
-        raise RunError("LS8087", f"--skip: {known.skip} is not a number of steps")
-    if known.calibrate:
-        return calibrated(base, known)
+    path, overrides, base = measured_run(known)
     over = {}
     if known.strategies:
         over["strategy.name"] = known.strategies
@@ -279,30 +251,18 @@ def run_bench(known: argparse.Namespace) -> int:
     return bench(asked, path, overrides, QUICK_START)
 
 
-def calibrated(run: Run, known: argparse.Namespace) -> int:
-    """Write down what the machine can do. Errors: `RunError`."""
-    from lockstep.launchers.start import joining
-    from lockstep.tools.bench.calibrate import calibrate
-    from lockstep.track.console import Console
-
-    for name in ("strategies", "micro_batches", "over", "weak"):
-        if getattr(known, name):
-            raise RunError("LS8089", f"--{name.replace('_', '-')}: --calibrate measures one run; set its keys instead")
-    if joining():
-        raise RunError("LS8090", "bench starts the processes of each job itself: call it outside of torchrun and srun")
-    processes = known.processes or upwards(run)
-    if min(processes) < 1:
-        raise RunError("LS8091", f"--processes: {min(processes)} is not a positive number")
-    folder, console = Path(known.out or f"{run.folder}-calibration"), Console(True)
-    device = calibrate(run, processes, known.steps, known.rounds, folder, console.say)
-    console.facts(
-        {
-            "device": device.name,
-            "crowding": ", ".join(f"{n} at once: {factor:.2f}" for n, factor in device.crowding.items()),
-            "file": str(folder / "device.yaml"),
-        }
-    )
-    return 0
+def measured_run(known: argparse.Namespace) -> tuple[str | None, messages.Overrides, Run]:
+    """The run file, the overrides and the run that is to be measured. Errors: `RunError`, also for numbers of steps and
+    rounds that cannot be."""
+    path, words = run_file.split(known)
+    overrides = overrides_of(words)
+    base = load(path, overrides, QUICK_START)
+    for name in ("steps", "rounds"):
+        if getattr(known, name) < 1:
+            raise RunError("LS8086", f"--{name}: {getattr(known, name)} is not a positive number")
+    if known.skip < 0:
+        raise RunError("LS8087", f"--skip: {known.skip} is not a number of steps")
+    return path, overrides, base
 
 
 def upwards(run: Run) -> list[int]:
