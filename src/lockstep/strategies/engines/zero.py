@@ -103,7 +103,6 @@ class Sharded(ShardedRecovery):
             refuse_writes(self.model, self.world, call, "strategy.name: zero3", "zero2 or ddp")
             own_activations(self.model)
             self._shard()
-            gather_together(self.model)
         else:
             self.model.to(self.world.device)
         blocks.prepare(self.run, self.model)
@@ -423,6 +422,8 @@ class Zero(Sharded):
     def check(cls, run: Run, processes: int) -> None:
         require(cls.needs, f"strategy.name: zero{cls.stage}")
         layers.check_layers(run, "DeepSpeed")
+        if cls.stage == 3:
+            layers.check_recomputed(run)
         zero_config.check(run, processes, cls.stage, run.strategy.options)
 
     def options(self) -> Mapping[str, Any]:
@@ -475,13 +476,3 @@ def own_activations(model: nn.Module) -> None:
         for name, child in module.named_children():
             if id(child) in common:
                 setattr(module, name, copy.deepcopy(child))
-
-
-def gather_together(model: nn.Module) -> None:
-    """Let ZeRO-3 gather modules with a `conv1d`, the mixers of state space models, as a whole: some of them read its
-    weight without calling it, which DeepSpeed does not see once activations are recomputed."""
-    from deepspeed.utils import set_z3_leaf_module
-
-    for module in model.modules():
-        if isinstance(getattr(module, "conv1d", None), nn.Conv1d):
-            set_z3_leaf_module(module, True)

@@ -73,6 +73,15 @@ def _float(module: nn.Module, given: Any, found: Tensor) -> Tensor:
     return found.float()
 
 
+def keep_narrow(model: nn.Module) -> None:
+    """Let frozen embeddings give bfloat16 again, for an engine that casts all weights and what goes into layers to
+    bfloat16 itself: a norm beside them has bfloat16 weights then, and takes no float32."""
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if hook is _float:
+                del module._forward_hooks[key]
+
+
 def _forward(layer: Any, x: Tensor) -> Tensor:
     """A linear layer's. Autocast casts a weight of any dtype to its own. Without it the weight is float32 while it is
     used: autograd keeps the bfloat16 one, and widens it once more in backward."""
