@@ -36,7 +36,13 @@ RANGES = {
     "lockstep_plan": range(8000, 9000),
     "trace": range(9000, 10000),
 }
-RETIRED = {"LS2198", "LS2199"}  # codes of messages that are gone: no other message takes them
+RETIRED = {
+    "LS2198",
+    "LS2199",
+    "LS7280",
+    "LS7370",
+    "LS7373",
+}  # codes of messages that are gone: no other message takes them
 UNCODED = {"plain"}  # shares no code with the rest, which gives its messages codes
 
 
