@@ -154,11 +154,7 @@ def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: tor
             "trained: do not use it before this is understood. The same command writes it again",
             False,
         )
-    others = [f"{name} {own:.7g} in this run, {theirs:.7g} by the export" for name, own, theirs in scored
-              if abs(own - theirs) > SAME_PRECISION * max(1.0, abs(own))]  # fmt: skip
-    if others:
-        moved = _moved(job, model, expected)
-        others = [line for line in others if line.partition(" ")[0] not in moved]
+    others = _other_scores(job, model, expected, scored)
     if others:
         return ExportComparison(
             f"{folder} is written, and gives {len(pairs)} examples the losses of this run, but other scores: "
@@ -181,6 +177,19 @@ def _scored(job: Plain, model: nn.Module, expected: Evaluated) -> list[tuple[str
     names = sorted(theirs.keys() & expected.scores.keys() - {"loss"})
     pairs = [(name, float(expected.scores[name]), float(theirs[name])) for name in names]
     return [pair for pair in pairs if math.isfinite(pair[1]) and math.isfinite(pair[2])]
+
+
+def _other_scores(
+    job: Plain, model: nn.Module, expected: Evaluated, scored: list[tuple[str, float, float]]
+) -> list[str]:
+    """A line for each score that differs by more than rounding."""
+    others = {
+        name: f"{name} {own:.7g} in this run, {theirs:.7g} by the export"
+        for name, own, theirs in scored
+        if abs(own - theirs) > SAME_PRECISION * max(1.0, abs(own))
+    }
+    moved = _moved(job, model, expected) if others else set()
+    return [line for name, line in others.items() if name not in moved]
 
 
 def _moved(job: Plain, model: nn.Module, expected: Evaluated) -> set[str]:
