@@ -13,6 +13,8 @@ import gc
 import os
 import sys
 import warnings
+from collections.abc import Sequence
+from types import ModuleType
 from typing import TextIO
 
 from lockstep._coded import VERBOSE
@@ -30,13 +32,29 @@ def main(arguments: list[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         print(f"lockstep {__version__}")
         return 0
-    if not words or words[0] in ("-h", "--help"):
+    if not words:
+        print(commands.first_visit())
+        return 2
+    if words[0] in ("-h", "--help"):
         print(commands.overview())
-        return 0 if words else 2
+        return 0
+    if words[0] == "--completion":
+        return _completion(words[1:])
     if (text := commands.unknown(words[0])) is not None:
         print(f"lockstep: {text}", file=sys.stderr)
         return 2
     return _command(words[0], words[1:])
+
+
+def _completion(words: list[str]) -> int:
+    from lockstep.tools.commands import completion
+    from lockstep.track.console import error
+
+    try:
+        return completion.run_completion(words)
+    except RunError as caught:
+        error(str(caught))
+        return 2
 
 
 def _command(name: str, words: list[str]) -> int:
@@ -68,8 +86,7 @@ def _command(name: str, words: list[str]) -> int:
             known.words, rest = [*known.words, *rest], []  # nor these
         if rest:
             raise RunError("LS0010", f"unknown argument {rest[0]!r}; see lockstep {name} --help")
-        answers = (getattr(module, f"run_{function}")(known) for module in modules)
-        status: int = next(answer for answer in answers if answer is not None)
+        status = _answer(name, modules, known)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # `| head` has seen enough
@@ -94,6 +111,18 @@ def _command(name: str, words: list[str]) -> int:
     except KeyboardInterrupt:
         error(coded("LS0012", "interrupted"))
         return 130
+
+
+def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace) -> int:
+    """Run the command's functions until one answers. Returns the exit status. With `--json`, an object is printed in
+    place of what the command says, but by commands that print their own."""
+    answers = (getattr(module, f"run_{name.replace('-', '_')}")(known) for module in modules)
+    if not getattr(known, "answer_json", False):
+        return next(int(answer) for answer in answers if answer is not None)
+    from lockstep.tools.commands import json_output
+
+    with json_output.recording(name) as finish:
+        return finish(next(int(answer) for answer in answers if answer is not None))
 
 
 _show = warnings.showwarning

@@ -175,7 +175,7 @@ def test_the_best_is_exported_and_training_ends_early(early: Path, capfd: pytest
     assert main(["evaluate", str(early / "out"), "--split", "validation"]) == 0
     assert f"{losses[best]:,.6g}" in capfd.readouterr().out
     assert main(["status", str(early / "out"), "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["finished"]
+    assert json.loads(capfd.readouterr().out)["facts"]["finished"]
 
 
 def test_a_killed_run_comes_to_the_same_end(early: Path, tmp_path: Path) -> None:

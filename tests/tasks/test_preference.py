@@ -101,6 +101,31 @@ def test_the_reference_is_the_model_before_training(folder: Path) -> None:
     world.close()
 
 
+def test_the_reference_is_computed_in_batches_of_the_size_that_is_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, sizes = find("tasks", "preference"), list[int]()
+    scores = kind.reference_scores
+
+    def counted(self: Any, forward: Any, batch: Any) -> torch.Tensor:
+        sizes.append(len(batch.targets) // 2)
+        return scores(self, forward, batch)
+
+    monkeypatch.setattr(kind, "reference_scores", counted)
+    outputs = {}
+    for size in ("null", "5"):
+        sizes.clear()
+        task, _, world = built(make(folder, "preference", *ONE, f"task.reference_batch_size={size}"))
+        world.close()
+        rows = sum(len(task.splits[split]) for split in task.splits)
+        assert sum(sizes) == rows
+        assert max(sizes) == (5 if size == "5" else 44)  # else four micro-batches
+        outputs[size] = task.reference_outputs
+    for split, values in outputs["null"].items():
+        np.testing.assert_allclose(outputs["5"][split], values, rtol=1e-5)
+        assert np.abs(np.diff(values, axis=0)).min() > 1e-4  # so that a row in another's place would show
+
+
 def test_a_blank_micro_batch_has_no_loss_and_a_finite_gradient(folder: Path) -> None:
     for kind in ("preference", "reward"):
         task, strategy, world = built(make(folder, kind, *ONE))

@@ -37,7 +37,9 @@ def test_each_strategy_is_told_as_it_is(tmp_path: Path, cache: Path) -> None:
     process = start(command, tmp_path, cache, PYTHONPATH=path, WANDB_API_KEY="very_secret")
     status, out, err = ended(process, 280)
     assert status == 1, err
-    outcomes = {each["strategy"]: (each["found"], " ".join(each["why"])) for each in json.loads(out)["outcomes"]}
+    outcomes = {
+        each["strategy"]: (each["found"], " ".join(each["why"])) for each in json.loads(out)["tables"]["outcomes"]
+    }
     assert outcomes["allreduce"] == ("same bits", "")
     mistake, why = outcomes["support.buggy.OneNotReduced"]
     assert mistake == "NOT as promised"

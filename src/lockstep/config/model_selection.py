@@ -19,7 +19,7 @@ _MORE = re.compile(r"(\w+_)?(accuracy|f1|precision|recall|bleu|chrf)")
 
 
 class EvaluateSection(Section):
-    every: Interval = Field(0, description="steps between evaluations, or epoch; 0: only at the end")
+    every: Interval = Field("epoch", description="steps between evaluations, or epoch; 0: only at the end")
     patience: Positive | None = Field(
         None, description="evaluations in a row without a better one by checkpoint.best, after which training ends"
     )

@@ -44,7 +44,9 @@ def train(run: Run) -> int:
     if joining():
         return joined(run)
     console = Console(True, voice=run.track.console)
-    console.facts({"lockstep": f"{__version__}, preparing {run.name}"})  # before anything is imported that takes long
+    console.facts(
+        {"lockstep": f"{__version__}, {run.name} -> {run.folder}"}
+    )  # before anything is imported that takes long
     run = further(run, console.say)
     job_record.refuse_evicted(run.folder)
     ACTIVITY.at("importing torch")
@@ -80,7 +82,10 @@ def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> t
     from lockstep.checkpoint import exported
     from lockstep.checkpoint.manifest import ended, export_of, finished, other_export
 
-    job = resolve(run, machine, plan.processes, Scope.START, lambda label, text: console.facts({label: text}))
+    def tell(label: str, text: str) -> None:
+        (console.detail if text.startswith("from the cache") else console.facts)({label: text})
+
+    job = resolve(run, machine, plan.processes, Scope.START, tell)
     plan, manifest = replace(plan, job=job), job.newest
     for note in job.notes:
         console.note(note)

@@ -103,7 +103,7 @@ def _answers(job: Any, model: nn.Module, examples: list[dict], output: Any) -> d
     from torchmetrics.functional.text import squad
 
     task, rows = job.run["task"], iter(zip(output.start_logits.tolist(), output.end_logits.tolist(), strict=True))
-    predicted, true = [], []
+    predicted, true = list[Any](), list[Any]()
     for number, example in enumerate(examples):
         spans, none = list[tuple[float, str]](), math.inf
         for window in example["windows"]:

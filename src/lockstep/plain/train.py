@@ -68,7 +68,7 @@ def _adapted(model: nn.Module, adapter: dict, kind: str | None) -> nn.Module:
 
     of_type = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(adapter.pop("type", "lora").upper())]
     keys = adapter if kind else {"modules_to_save": ["classifier"]} | adapter
-    return peft.get_peft_model(model, of_type(task_type=kind, **keys))  # type: ignore[arg-type]
+    return peft.get_peft_model(model, of_type(task_type=kind, **keys))
 
 
 def _config(job: Plain, head: str) -> Any:
@@ -99,7 +99,7 @@ def _config(job: Plain, head: str) -> Any:
     for part in parts(config) if tokenizer is not None else ():
         part.pad_token_id, part.use_cache = tokenizer.pad_token_id, False
     if head.endswith("Classification"):
-        names = {"regression": "regression", "multi_label": "multi_label_classification"}
+        names: dict[str, Any] = {"regression": "regression", "multi_label": "multi_label_classification"}
         problem = next((key for key in names if job.run["task"].get(key)), "")
         numbers = job.encode(job.splits["train"][:1])[0]["labels"] if problem == "regression" else job.labels
         config.problem_type = names.get(problem, "single_label_classification")
@@ -199,9 +199,9 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
             matrix = any(fnmatchcase(name, pattern) for pattern in optim["muon_params"])
         groups.append({"params": [p], "scale": scale, "weight_decay": decay, "matrix": matrix and p.dim() == 2})
     keys = [key for key in SHARED if key in optim]
-    options = {key: tuple(optim[key]) if isinstance(optim[key], list) else optim[key] for key in keys}
+    options: dict[str, Any] = {key: tuple(optim[key]) if isinstance(optim[key], list) else optim[key] for key in keys}
     if optim["name"] == "muon":
-        of_the_rest = {key: options.pop(key) for key in ("betas", "eps")}
+        of_the_rest: dict[str, Any] = {key: options.pop(key) for key in ("betas", "eps")}
         muon = torch.optim.Muon([g for g in groups if g["matrix"]], adjust_lr_fn=optim["lr_adjust"], **options)
         optimizers = [muon, torch.optim.AdamW([g for g in groups if not g["matrix"]], **of_the_rest)]
     else:

@@ -99,7 +99,8 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
     else:
         found = compare(run, folder)
     if found.steps:
-        console.table("beside the plain reference", COLUMNS, [_row(step.number, step.found) for step in found.steps])
+        rows = [_row(step.number, step.found) for step in found.steps]
+        console.table("beside the plain reference", COLUMNS, rows, key="plain")
         for step in found.steps:
             number, *allowed = _row(step.number, step.allowed)
             named = (f"{name} {size}" for name, size in zip(COLUMNS[1:], allowed, strict=True) if size)

@@ -450,10 +450,13 @@ def tell_step(console: Console, run: Run, found: Mapping[str, Any]) -> None:
         f"{mean:.4f})",
         ["row", "micro-batch", "length", "loss", "text"],
         rows,
+        key="examples",
     )
     norms = sorted(found["layers"].items(), key=lambda pair: -pair[1])
     told = [[name, f"{norm:.6g}"] for name, norm in norms[:SHOWN]]
-    console.table(f"gradient norms, the {len(told)} largest of {len(norms)} layers", ["layer", "norm"], told)
+    console.table(
+        f"gradient norms, the {len(told)} largest of {len(norms)} layers", ["layer", "norm"], told, key="layers"
+    )
     whole = sum(norm**2 for norm in found["norms"].values()) ** 0.5
     limit = found["clip"]
     clipped = f"clipped to {limit:g}: times {limit / whole:.4g}" if found["clipped"] else "not clipped"

@@ -35,6 +35,7 @@ from lockstep.config.run import QUICK_START, Run, RunError, keep, load
 from lockstep.distributed.hardware import available_cores, gpus_of, processor
 from lockstep.distributed.world import World
 from lockstep.tools import machine_info
+from lockstep.tools.commands import json_output
 from lockstep.tools.machine_info import Facts
 from lockstep.tools.subprocess_job import Child
 from lockstep.track.console import Console
@@ -60,7 +61,7 @@ def doctor(folder: Path, processes: int | None, as_json: bool, device: str = "au
         report = machine_info.probe(folder) | report
         report["problems"] = problems(report)
         if as_json:
-            print(json.dumps(report, indent=2))
+            json_output.emit("doctor", int(breaks(report)), report)
         else:
             tell(report)
     return int(breaks(report))
@@ -421,11 +422,11 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
         raise RunError("LS8173", f"--selftest: no strategy could run here: {' '.join(outcomes[0].why)}")
     facts = {name: told for name, told in machine_info.probe(page.absolute().parent).items() if name in _TOLD}
     facts["machine"].pop("host", None)
-    report = {"outcomes": [asdict(outcome) for outcome in outcomes], **facts}
-    if as_json:
-        print(json.dumps(report, indent=2))
-    write(page, outcomes, facts)
     wrong = [outcome for outcome in outcomes if outcome.wrong]
+    if as_json:
+        rows = [asdict(outcome) for outcome in outcomes]
+        json_output.emit("doctor", int(bool(wrong)), facts, {"outcomes": rows})
+    write(page, outcomes, facts)
     kept = sum(outcome.found in KEPT for outcome in outcomes)
     for outcome in outcomes:
         for line in outcome.why[-1:] if outcome.found in NOT_RUN else outcome.why:

@@ -306,7 +306,7 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
         found = {"agrees": not wrong, "promise": "bits" if mine.bits else "rounding", "differences": wrong}
         verdict.write_text(json.dumps(found), encoding="utf-8")
     title = f"{mine.strategy} on {mine.processes} process(es), beside one process"
-    console.table(title, COLUMNS, rows(steps))
+    console.table(title, COLUMNS, rows(steps), key="steps")
     for what in ("gradients", "changes"):
         step = max(steps, key=lambda s: getattr(s, what).largest)
         if (most := getattr(step, what)).where:

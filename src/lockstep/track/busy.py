@@ -22,7 +22,7 @@ from rich.text import Text
 
 _COUNTED = re.compile(r"([0-9][0-9,]*) of ([0-9][0-9,]*)")
 _SURE_S = 3.0  # before it is said how long the rest will take
-PAUSES_S = (2.0, 3.0, 5.0, 10.0, 20.0, 30.0)  # between plain lines; then a minute
+PAUSES_S = (10.0, 20.0, 30.0)  # between plain lines; then a minute
 
 
 class Busy:

@@ -43,7 +43,11 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
     the run compares with a plain computation. Collective."""
     run, world, strategy = session.run, session.world, session.strategy
     opening = facts(run, world, session.task, strategy, session.feed)
-    console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
+    where = {"ranks": f"{world.whereabouts}; {launched_by(run)}"}
+    alone = launched_by(run) == "launcher local" and len(set(world.hosts)) == 1
+    if alone:  # the launcher has said it
+        console.detail({"run": opening["run"], **where})
+    console.facts({k: v for k, v in opening.items() if k != "run"} if alone else opening | where)
     if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
     prepared = session.task.prepared
@@ -71,6 +75,7 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
         "start",
         step,
         steps=session.feed.total,
+        compared=compared,
         **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside),
     )
     return state, compared

@@ -96,5 +96,5 @@ def evaluate(output: Path, split: str | None, overrides: list[str]) -> int:
     console.facts({"model": str(output if hub.parts(output)[1] else output / "export"), "data": source})
     metrics = next(iter(of_splits.values()))
     rows = [[metric, *(f"{values[metric]:,.6g}" for values in of_splits.values())] for metric in metrics]
-    console.table("scores", ["", *of_splits], rows)
+    console.table("scores", ["", *of_splits], rows, key="scores")
     return 0

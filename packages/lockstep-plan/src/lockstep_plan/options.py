@@ -39,7 +39,7 @@ def answered(
             plans += at_once.map(lambda count: planner.plan(run, count, found, console.say), asked)
     if suggest or len(plans) > 1:
         of = f", {render.name_of(plans[0])}" if not suggest else ""
-        console.table(f"{run.name} on {found.name}{of}", *render.table(plans, price))
+        console.table(f"{run.name} on {found.name}{of}", *render.table(plans, price), key="plans")
         for plan in plans:
             if plan.refused is not None:
                 console.say(

@@ -48,7 +48,7 @@ def bench(asked: Bench, path: str | None, overrides: Mapping[str, Any], defaults
             name = f"{row.processes} process(es), {row.series}"
             console.say(f"[{done} of {count}] round {number + 1}: {name}: {what}")
             write(asked, rows)
-    console.table(f"{asked.base.name}: median of {asked.rounds} round(s)", *table(rows))
+    console.table(f"{asked.base.name}: median of {asked.rounds} round(s)", *table(rows), key="jobs")
     for text in reasons(rows):
         console.say(f"cannot run: {text}")
     console.say(f"results    {asked.folder}/bench.html, {asked.folder}/bench.json")

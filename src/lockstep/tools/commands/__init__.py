@@ -62,6 +62,21 @@ def file_of(name: str) -> str:
     return next(purpose for purpose, commands in PURPOSES.items() if name in commands).lower().replace(" ", "_")
 
 
+# Purpose -> a command line, for a first visit.
+FIRST = {
+    "prepare": "lockstep init run.yaml --data FOLDER",
+    "check": "lockstep plan run.yaml",
+    "train": "lockstep train run.yaml",
+    "verify": "lockstep verify run.yaml",
+    "use": "lockstep predict outputs/NAME 'a text'",
+}
+
+
+def names() -> list[str]:
+    """All commands, also those of other distributions."""
+    return [*HELP, *(name for name in entry_points.named("commands") if name not in HELP)]
+
+
 def unknown(name: str) -> str | None:
     """The message for a name that no command has; None for a command."""
     if name in HELP or name in (added := entry_points.named("commands")):
@@ -91,6 +106,23 @@ def description(name: str) -> str:
     return entry_points.summary(entry_points.named("commands")[name][0])
 
 
+def first_visit() -> str:
+    """What `lockstep` alone prints: five commands by their purpose, and the names of the others."""
+    first = {line.split()[1]: purpose for purpose, line in FIRST.items()}
+    lines = ["Train transformers: the same weights on one process or many, bit for bit.", ""]
+    for name, purpose in first.items():
+        lines += [f"  {purpose:<9}{FIRST[purpose]}", f"{'':<11}{HELP[name]}"]
+    lines += ["", "`lockstep train` alone trains the built-in quick start. Further commands:"]
+    for purpose, commands in PURPOSES.items():
+        if others := [name for name in commands if name not in first]:
+            lines.append(f"  {purpose:<19}{'  '.join(others)}")
+    if added := [name for name in names() if name not in HELP]:
+        lines.append(f"  {'Other packages':<19}{'  '.join(added)}")
+    return "\n".join(
+        [*lines, "", "`lockstep --help` says what each does, `lockstep COMMAND --help` shows its options."]
+    )
+
+
 def overview() -> str:
     """What `lockstep --help` prints."""
     added = {name: entries[0] for name, entries in entry_points.named("commands").items() if name not in HELP}
@@ -104,4 +136,5 @@ def overview() -> str:
     if added:
         lines += ["", "Of other distributions:"]
         lines += [f"  {name:<12}{entry_points.summary(e)} ({entry_points.origin(e)})" for name, e in added.items()]
-    return "\n".join([*lines, "", "`lockstep COMMAND --help` shows its options, `lockstep --version` the version."])
+    lines += ["", "`lockstep COMMAND --help` shows its options, `lockstep --version` the version,"]
+    return "\n".join([*lines, "`lockstep --completion bash|zsh|fish` a completion script."])

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)
+    json_output.option(parser)
     parser.add_argument(
         "--offline", action="store_true", help="what has to be asked of the Hub, and cannot be, is no failure"
     )
@@ -125,7 +126,7 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--strategies", nargs="+", metavar="NAME", help="of --selftest (default: all that there are)")
     parser.add_argument("--page", help=f"what --selftest writes (default: {PAGE})")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--into", help=argparse.SUPPRESS)  # of the processes that --processes starts
 
 
@@ -156,7 +157,7 @@ _KEYS |= {"launchers": "launch.name", "track": "track.to"}
 
 
 def list_arguments(parser: argparse.ArgumentParser) -> None:
-    json_output.option(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run_list(known: argparse.Namespace) -> int:
@@ -230,6 +231,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", type=int, default=3, help="steps before them that do not count (default 3)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each job runs, in turns (default 3)")
     parser.add_argument("--out", help="folder of the results; default: OUTPUT-bench")
+    json_output.option(parser)
 
 
 def run_bench(known: argparse.Namespace) -> int:

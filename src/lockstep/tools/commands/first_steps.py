@@ -11,7 +11,7 @@ from pathlib import Path
 from lockstep.config.run import RunError
 from lockstep.distributed.signals import say_what_ended
 from lockstep.launchers import start
-from lockstep.tools.commands import run_file
+from lockstep.tools.commands import json_output, run_file
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +54,7 @@ def run_predict(known: argparse.Namespace) -> int:
 def verify_arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)
     parser.add_argument("--steps", type=int, default=5, help="steps to compare (default 5)")
+    json_output.option(parser)
     plain = parser.add_mutually_exclusive_group()
     plain.add_argument("--plain", action="store_true", help="compare with the plain reference, and with nothing else")
     plain.add_argument("--no-plain", action="store_true", help="compare with one process, and not with the reference")

@@ -1,18 +1,23 @@
-"""`--json`: what a command says, as one JSON object of one shape for all commands (docs/commands.md).
+"""`--json`: what a command says, as one JSON object of one shape for all commands (docs/reference/commands.md).
 
-In: facts, tables and notes. Out: a line of JSON on standard output. Numbers are numbers, not as a terminal rounds them.
+In: facts, tables and notes. Out: a line of JSON on standard output, and nothing else there: what a command prints
+besides, and the processes that it starts, goes to standard error.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from lockstep.config.redaction import printable, redact_all
+from lockstep.track.console import RECORD, Record
 
 
 class Answer(BaseModel):
@@ -28,8 +33,34 @@ class Answer(BaseModel):
 
 
 def option(parser: argparse.ArgumentParser) -> None:
-    """`--json`, for a command that prints a table."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object (docs/commands.md has its shape)")
+    """`--json`, for a command that prints facts or a table on a console: `lockstep.cli` records them."""
+    parser.add_argument("--json", dest="answer_json", action="store_true", help="print one JSON object instead of text")
+
+
+@contextmanager
+def recording(command: str) -> Iterator[Callable[[int], int]]:
+    """Record what consoles say, and send all other output to standard error. Gives a function that takes the exit
+    status, prints the object, and returns the status."""
+    record = Record()
+    token = RECORD.set(record)
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+
+    def back() -> None:
+        sys.stdout.flush()
+        os.dup2(own, 1)
+
+    def finish(status: int) -> int:
+        back()
+        return emit(command, status, record.facts, record.tables, record.notes)
+
+    try:
+        yield finish
+    finally:
+        back()
+        os.close(own)
+        RECORD.reset(token)
 
 
 def emit(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep.config.run import RunError
 from lockstep.distributed.signals import say_what_ended
-from lockstep.tools.commands import run_file
+from lockstep.tools.commands import json_output, run_file
 
 
 def diff_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +21,7 @@ def diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--align", action="store_true", help="of traces: compare windows that saw the same examples")
     parser.add_argument("--perturbed", metavar="DIR", help="of traces: A's command traced again with --perturb")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of both, such as data.train=elsewhere.jsonl")
+    json_output.option(parser)
 
 
 def run_diff(known: argparse.Namespace) -> int:
@@ -56,6 +57,7 @@ def replay_arguments(parser: argparse.ArgumentParser) -> None:
         help="begin at a checkpoint of at most this step; 0: the start",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.train=elsewhere.jsonl")
+    json_output.option(parser)
 
 
 def run_replay(known: argparse.Namespace) -> int:
@@ -99,6 +101,7 @@ def audit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", type=Path, help="public key (PEM) of the signature")
     parser.add_argument("--seed", type=int, help="of the draw; default: another one each time")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.train=elsewhere.jsonl")
+    json_output.option(parser)
 
 
 def run_audit(known: argparse.Namespace) -> int:

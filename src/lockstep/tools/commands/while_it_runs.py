@@ -25,6 +25,7 @@ from lockstep.distributed import job_record
 from lockstep.distributed.job_record import JobRecord, State
 from lockstep.launchers import start
 from lockstep.launchers.processes import output_lock
+from lockstep.tools.commands import json_output
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
 
@@ -37,7 +38,7 @@ def status_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output")
     parser.add_argument("--verify", action="store_true", help="read every byte of the checkpoints and the export")
     trust(parser)
-    parser.add_argument("--json", action="store_true", help="the same facts as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run_status(known: argparse.Namespace) -> int:
@@ -67,8 +68,7 @@ def run_status(known: argparse.Namespace) -> int:
             "taken_out": [asdict(each) for each in job_record.evictions_of(run.folder)],
             "resumable_from": max(sound, default=None) if not finished else None,
         }
-        print(json.dumps(facts, indent=1))
-        return 0
+        return json_output.emit("status", 0, facts)
     rows = {"run": f"{run.name} -> {run.folder}"}
     if record:
         rows["launched"] = origin(record)

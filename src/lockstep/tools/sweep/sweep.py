@@ -301,7 +301,7 @@ def sweep(asked: Sweep) -> int:
             stopped = _run_all(board, count)
         finally:
             board.write()
-    console.table(f"{asked.base.name}: {asked.split}, best first", *board.table())
+    console.table(f"{asked.base.name}: {asked.split}, best first", *board.table(), key="trials")
     folders = [t.run.folder for t in board.ranked() if (t.run.folder / "metrics.jsonl").exists()]
     if folders:
         console.say(f"comparison {write_comparison(folders, asked.folder / 'comparison.html')}")
