@@ -27,6 +27,7 @@ from lockstep.distributed import job_record
 from lockstep.distributed.job_record import JobRecord, State
 from lockstep.launchers.launcher import LaunchPlan, SubmittedJob, write_files
 from lockstep.track.console import Console
+from lockstep_clouds.code_bundle import distributions_of
 from lockstep_clouds.kubernetes_manifests import dump, manifests, name_of, output_of, processes_of
 
 
@@ -74,6 +75,8 @@ class Kubernetes(SubmittedJob):
             f"OUTPUT is {output_of(run)} on the volume of the claim {options.pvc}",
             f"by hand: kubectl apply -f {file}",
         ]
+        if held := distributions_of(run):
+            notes.append(f"the image must hold {', '.join(held)}")
         if options.machines > 1:
             notes.append(f"the claim {options.pvc} must allow ReadWriteMany: pods on several nodes write checkpoints")
         command = next(m for m in objects if m["kind"] in ("Job", "TrainingRuntime"))

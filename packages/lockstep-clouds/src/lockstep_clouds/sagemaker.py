@@ -27,7 +27,7 @@ from lockstep.distributed.job_record import JobRecord, State
 from lockstep.launchers.launcher import LaunchPlan, SubmittedJob, write_files
 from lockstep.track.console import Console
 from lockstep_clouds import aws
-from lockstep_clouds.code_bundle import Parcel, archive, inside, packed, requirements, world_size_of
+from lockstep_clouds.code_bundle import Parcel, archive, distributions_of, inside, packed, requirements, world_size_of
 from lockstep_clouds.sagemaker_job import describe, fetch, new_lines, state_from
 from lockstep_clouds.sagemaker_request import CHECKPOINTS, COMMAND, DATA, check_request, prefix_of, request_of
 
@@ -94,7 +94,7 @@ class Sagemaker(SubmittedJob):
         files = {
             str(run.folder / "launch/create_training_job.json"): json.dumps(request, indent=1) + "\n",
             str(run.folder / "launch/run.yaml"): parcel.run.dump(),
-            str(run.folder / "launch/requirements.txt"): requirements(options.requirements),
+            str(run.folder / "launch/requirements.txt"): requirements([*options.requirements, *distributions_of(run)]),
         }
         return LaunchPlan(processes, ["/bin/sh", "-c", COMMAND], request["Environment"], files, notes)
 
