@@ -239,7 +239,7 @@ def repository(data: DataSection, usual: dict[str, tuple[str, ...]]) -> DataSect
         files = datasets.load_dataset_builder(data.source, data.config, revision=commit).config.data_files or {}
     except Exception as error:  # whatever the Hub and the network raise; a configuration to choose; code to run
         raise RunError("LS2083", f"data.source: {data.source}: {explained(error, commit)}") from None
-    found: dict[str, Any] = {}
+    splits: dict[str, Any] = {}
     for split, names in usual.items():
         given = getattr(data, split)
         name = next((name for name in ([given] if given is not None else names) if name in files), None)
@@ -253,12 +253,12 @@ def repository(data: DataSection, usual: dict[str, tuple[str, ...]]) -> DataSect
             raise RunError(
                 "LS2085", f"data.stream: {data.source} has its rows elsewhere ({other}); name the shards in data.train"
             )
-        found[split] = [str(each).removeprefix(f"{root}/") for each in files[name]]
-    if "train" not in found:
+        splits[split] = [str(each).removeprefix(f"{root}/") for each in files[name]]
+    if "train" not in splits:
         raise RunError(
             "LS2086", f"data.train: {data.source} has no split called train; it has {', '.join(map(str, files))}"
         )
-    return data.model_copy(update={"source": root, "config": None, "revision": None} | found)
+    return data.model_copy(update={"source": root, "config": None, "revision": None} | splits)
 
 
 def _commit(repository: str, revision: str | None, what: str) -> str:

@@ -89,7 +89,7 @@ def _folder(run: Run, texts: Iterator[list[str]], content: str, generative: bool
             return cached(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
         key = digest("tokenizer", 2, key)
         folder = cached(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
-        return _kept(load(str(folder)), "tokenizer.train")  # named by what it came to
+        return _in_cache(load(str(folder)), "tokenizer.train")  # named by what it came to
     source = run.tokenizer.source or run.model.source
     if source is None:
         raise RunError(
@@ -97,7 +97,7 @@ def _folder(run: Run, texts: Iterator[list[str]], content: str, generative: bool
             "tokenizer: a model from scratch (model.type) needs one; "
             "give tokenizer.train (bpe, wordpiece, wordlevel, unigram, character) or tokenizer.source",
         )
-    return _kept(_load_source(run, source), source)
+    return _in_cache(_load_source(run, source), source)
 
 
 def of_targets(run: Run) -> Path | None:
@@ -110,7 +110,7 @@ def of_targets(run: Run) -> Path | None:
         return None
     place = _local(source)
     try:
-        found = cached_file(
+        vocabulary = cached_file(
             place,
             "tokenizer_config.json",
             subfolder=TARGET,
@@ -121,10 +121,10 @@ def of_targets(run: Run) -> Path | None:
         )
     except OSError:  # no such repository: that is told when the sources' tokenizer is loaded
         return None
-    return _kept(_load_source(run, source, subfolder=TARGET), f"{source}/{TARGET}") if found else None
+    return _in_cache(_load_source(run, source, subfolder=TARGET), f"{source}/{TARGET}") if vocabulary else None
 
 
-def _kept(tokenizer: Any, source: str) -> Path:
+def _in_cache(tokenizer: Any, source: str) -> Path:
     """The folder in the cache of a tokenizer loaded from `source`, with a padding token. Errors: `RunError`."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -324,8 +324,8 @@ def _with_model(tokenizer: Any, model: Any) -> Any:
     """Another tokenizer that takes texts apart in the same way."""
     from tokenizers import Tokenizer
 
-    found = Tokenizer(model)
+    new_tokenizer = Tokenizer(model)
     for name in ("normalizer", "pre_tokenizer", "decoder"):
         if (part := getattr(tokenizer, name)) is not None:
-            setattr(found, name, part)
-    return found
+            setattr(new_tokenizer, name, part)
+    return new_tokenizer
