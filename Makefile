@@ -32,20 +32,23 @@ fi; \
 endef
 
 # $(1): the stamps to write, the first one being the one that is asked for; $(2): what pip installs.
-# A stamp holds this folder's name and a checksum of pyproject.toml, so an installation is made again only when one of
-# them has changed. torch comes first and by itself: pip takes the wheel for this platform (on Linux the CUDA one of
+# A stamp holds this folder's name and a checksum of every pyproject.toml, so an installation is made again only when
+# one of them has changed. torch comes first and by itself: pip takes the wheel for this platform (on Linux the CUDA one of
 # the registry, or a CPU wheel where pip is configured with one through find-links; on macOS the plain one), and what
 # follows is content with the torch it finds.
 define install
-@wanted="$$(pwd) $$(cksum < pyproject.toml)"; \
+@wanted="$$(pwd) $$(cat pyproject.toml packages/*/pyproject.toml | cksum)"; \
 if [ "$$(cat "$(VENV)/$(firstword $(1))" 2>/dev/null)" != "$$wanted" ]; then \
   echo "installing into $(VENV)"; \
   "$(VENV)/bin/python" -c 'import torch' 2>/dev/null || \
     "$(VENV)/bin/python" -m pip install -q "torch==2.13.0" || exit 1; \
-  "$(VENV)/bin/python" -m pip install -q -e "$(2)" || exit 1; \
+  "$(VENV)/bin/python" -m pip install -q -e "$(2)" $(PACKAGES) || exit 1; \
   for stamp in $(1); do echo "$$wanted" > "$(VENV)/$$stamp"; done; \
 fi
 endef
+
+# The distributions beside lockstep-train, which pip would ask an index for otherwise.
+PACKAGES := $(patsubst %,-e %,$(wildcard packages/*))
 
 .PHONY: help run test crossed check site size setup setup-dev
 
@@ -55,7 +58,7 @@ help:
 	@echo "make crossed [N=200 SEED=1]               drawn runs beside one process and the plain reference"
 	@echo "make check                                formatting, lint, types"
 	@echo "make site                                 the documentation as a site, in build/site; every link is checked"
-	@echo "make size                                 lines of code by room"
+	@echo "make size                                 lines of code by room, and of each distribution"
 	@echo "make setup                                set up only"
 	@echo "Variables: PYTHON=python3.12 chooses the Python; an active virtual environment is used as it is."
 
@@ -93,7 +96,8 @@ size:
 
 site: SITE := build/docs-environment
 site:
-	@test -x $(SITE)/bin/mkdocs || { "$(PYTHON)" -m venv $(SITE) && $(SITE)/bin/python -m pip install -q $$("$(PYTHON)" -c "import tomllib; \
+	@test -x $(SITE)/bin/zensical || { "$(PYTHON)" -m venv $(SITE) && $(SITE)/bin/python -m pip install -q $$("$(PYTHON)" -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])"); }
-	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
+	@"$(PYTHON)" docs/site.py
+	@$(SITE)/bin/zensical build --strict --clean --config-file mkdocs.yml
 	@echo "build/site/index.html"

@@ -152,8 +152,9 @@ def asked(judge: Callable[..., Verdict], copy: Copy, *given: Any) -> dict[str, A
             os.dup2(log, stream)
         os.chdir(copy.folder)
         sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() not in (ROOT / "src", ROOT / "benchmarks")]
-        sys.path[:0] = [str(copy.folder / "src"), str(copy.folder / "tests")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+        ours_first = [copy.folder / "src", copy.folder / "tests", *(copy.folder / "packages").glob("*/src")]
+        sys.path[:0] = [str(place) for place in ours_first]
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[: len(ours_first)])
         theirs.send(judge(copy, *given))
 
     process = context.Process(target=work)

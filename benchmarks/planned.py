@@ -21,9 +21,9 @@ from statistics import median
 from typing import Any
 
 from lockstep.config.run import Run, RunError, load
-from lockstep.tools.bench import bench, calibrate
+from lockstep.tools.bench import bench
 from lockstep.tools.bench.bench_results import Bench, BenchRow, machine
-from lockstep.tools.planner import planner
+from lockstep_plan import calibrate, planner
 
 SMALL = {
     "name": "planned",

@@ -1,4 +1,4 @@
-"""The museum of silent faults: run every exhibit under `lockstep trace`, and write docs/museum.md.
+"""The museum of silent faults: run every exhibit under `lockstep trace`, and write docs/reference/museum.md.
 
     python benchmarks/silent_faults.py run [--only NAME ...] [--healthy]   prints a line each; nonzero where one is not
     found python benchmarks/silent_faults.py page                                runs all, and writes the page
@@ -349,7 +349,7 @@ def main() -> int:
             clean.append((each, result))
             print("clean" if result.right else "FALSE", each.script, each.arguments, "|", result.said, flush=True)
     if known.what == "page":
-        (ROOT / "docs" / "museum.md").write_text(page(rows, clean))
+        (ROOT / "docs/reference/museum.md").write_text(page(rows, clean))
     return 0 if all(r.right for _, r in [*rows, *clean]) else 1
 
 

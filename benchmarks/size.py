@@ -1,6 +1,7 @@
 """Lines of code by room: without blank lines, comments and docstrings.
 
-In: nothing, or a folder. Out: a table: room, files, lines, the longest file. `make size` runs it; CI shows it.
+In: nothing, or a folder. Out: a table: room, files, lines, the longest file; without a folder the core by room, then
+each distribution of the repository. `make size` runs it; CI shows it.
 Example: python benchmarks/size.py src/lockstep
 """
 
@@ -36,8 +37,8 @@ def code_lines(text: str) -> int:
     return len(lines - documented)
 
 
-def main() -> None:
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else "src/lockstep")
+def table(root: Path) -> None:
+    """By room, and all together."""
     rooms: dict[str, dict[str, int]] = defaultdict(dict)
     for path in sorted(root.rglob("*.py")):
         place = path.relative_to(root)
@@ -51,6 +52,17 @@ def main() -> None:
     short = sum(count < 60 for count in every.values())
     middle = statistics.median(every.values())
     print(f"{'all':<14}{len(every):>6}{sum(every.values()):>8,}{middle:>8.0f}  {short} files under 60")
+
+
+def main() -> None:
+    table(Path(sys.argv[1] if len(sys.argv) > 1 else "src/lockstep"))
+    if len(sys.argv) > 1:
+        return
+    print()
+    for source in [Path("src"), *sorted(Path("packages").glob("*/src"))]:
+        counts = [code_lines(path.read_text()) for path in source.rglob("*.py")]
+        name = "lockstep-train" if source == Path("src") else source.parent.name
+        print(f"{name:<16}{len(counts):>4}{sum(counts):>8,}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The way of a run from the command to its first step: which files it passes, as a Mermaid picture.
 
 In: nothing; the built-in run is started as one process in a folder of its own. Out: on stdout the picture of
-docs/how-it-works.md, or with `--count` the figures of docs/log.md. Every call is looked at until the first step of
-training calls `train_step`. The files of the functions on the stack are the way, from the command down; the files that
-these call with the run, the job or the session are its stops.
+docs/explanation/how-it-works.md, or with `--count` the figures of benchmarks/log.md. Every call is looked at until the
+first step of training calls `train_step`. The files of the functions on the stack are the way, from the command down;
+the files that these call with the run, the job or the session are its stops.
 
     python benchmarks/way.py [--count]
 """
@@ -153,7 +153,7 @@ def picture(way: Way) -> str:
 
 
 def figures(calls: list[Call], way: Way) -> str:
-    """What docs/log.md compares."""
+    """What benchmarks/log.md compares."""
     entered, files = 0, list[str]()
     last = ""
     for call in calls:

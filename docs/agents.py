@@ -1,6 +1,6 @@
 """AGENTS.md and the site's llms.txt, made of pages that people read.
 
-In: CONTRIBUTING.md, docs/how-it-works.md, docs/index.md. Out: `agents()`, the text of AGENTS.md, which
+In: CONTRIBUTING.md, docs/explanation/rooms.md, docs/index.md. Out: `agents()`, the text of AGENTS.md, which
 `python docs/agents.py` writes; `llms()`, the text of llms.txt (https://llmstxt.org), which `docs/site.py` adds.
 """
 
@@ -19,7 +19,7 @@ def agents() -> str:
     return "\n\n".join(
         [
             "# For coding agents",
-            "Written by `python docs/agents.py` from CONTRIBUTING.md and docs/how-it-works.md: change those.",
+            "Written by `python docs/agents.py` from CONTRIBUTING.md and docs/explanation/rooms.md: change those.",
             "lockstep trains transformers on any number of processes with the same bits. A result that is wrong in\n"
             "silence is the worst defect there is: prefer a refusal, before any process starts, that names the key\n"
             "and what to do.",
@@ -28,7 +28,7 @@ def agents() -> str:
             "One test: `.venv/bin/python -m pytest tests/launchers/test_lock.py -k NAME`. Set `OMP_NUM_THREADS=1`. A\n"
             "change to numerics needs a control that fails without it.",
             "## Where things are",
-            _block("docs/how-it-works.md", "The rooms", "| in `", "\n\n"),
+            _block("docs/explanation/rooms.md", "The rooms", "| in `", "\n\n"),
             "## Files that commands write",
             _section("CONTRIBUTING.md", "Files that commands write"),
             "## House rules",
@@ -40,24 +40,23 @@ def agents() -> str:
 def llms(address: str = "") -> str:
     """The text of llms.txt: every page of docs/index.md, with the question it answers. `address`: the site's, with a
     slash at its end."""
-    rows = re.findall(
-        r"^\| \[[^\]]+\]\(([^)]+)\) \| (.+) \|$", (ROOT / "docs/index.md").read_text(encoding="utf-8"), re.M
-    )
-    pages = [(place, answer) for place, answer in rows if not place.startswith("..")]
-    lines = [
-        f"- [{place.removesuffix('.md')}]({address}{place.removesuffix('.md')}.html): {answer}"
-        for place, answer in pages
-    ]
+    lines: list[str] = []
+    for line in (ROOT / "docs/index.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            lines += ["", line, ""]
+        elif line.startswith("| ["):
+            answer = line.split(" | ")[-1].removesuffix(" |")
+            lines += [
+                f"- [{name}]({address}{place.removesuffix('.md')}.html): {answer}"
+                for name, place in re.findall(r"\[([^\]]+)\]\(([^)]+)\)", line.rpartition(" | ")[0])
+            ]
     return "\n".join(
         [
             "# lockstep",
             "",
             "> Distributed training of transformers that gives the same weights, bit for bit, on one process or many;",
             "> `lockstep verify` and `lockstep trace` find training that is wrong in silence.",
-            "",
-            "## Documentation",
-            "",
-            *lines,
+            *lines[: lines.index("## Project") - 1],
             "",
         ]
     )

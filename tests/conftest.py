@@ -28,6 +28,9 @@ settings.register_profile("lockstep", deadline=None)  # a busy machine is no fai
 settings.load_profile("lockstep")
 os.environ["HF_DATASETS_CACHE"] = f"{_cache.name}/datasets"
 
+# The distributions beside lockstep-train as they are in this checkout, wherever they are installed from.
+sys.path[:0] = [str(_folder) for _folder in sorted((Path(__file__).parents[1] / "packages").glob("*/src"))]
+
 if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" not in os.environ:
     # Every rank and every command would compile what it imports anew, a fifth of what a small job takes.
     for _folder in (Path(__file__).parent, Path(__file__).parents[1] / "src"):
@@ -35,7 +38,7 @@ if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" not in os.environ:
 
 if hasattr(os, "SCHED_BATCH"):
     # gloo's thread, once woken, took the processor from the thread it waits for, and asked again and again: a quarter
-    # of what some of these tests took (docs/log.md). A thread of this class takes it from nobody.
+    # of what some of these tests took (benchmarks/log.md). A thread of this class takes it from nobody.
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

@@ -1,7 +1,7 @@
 """lockstep: distributed training of text transformers, the same bits on one process or many.
 
-In: `Run.load(...)`. Out: `train`, `fit`, `evaluate`, `predict`, `verify`, `replay`, `load`: see docs/python.md. This
-imports neither torch nor anything else: each name is fetched when it is first used.
+In: `Run.load(...)`. Out: `train`, `fit`, `evaluate`, `predict`, `verify`, `replay`, `load` (docs/how-to/python.md).
+This imports neither torch nor anything else: each name is fetched when it is first used.
 """
 
 import importlib

@@ -113,7 +113,7 @@ def fit(
     show: Callable[[str], object] | None = print,
     on_event: Callable[[Event], object] | None = None,
 ) -> Result:
-    """Train a model of your own (docs/own-module.md): `task: {name: module}` without a run file.
+    """Train a model of your own (docs/how-to/own-module.md): `task: {name: module}` without a run file.
 
     `model`: function or class that makes a `torch.nn.Module`; `data`: function that gives data sets by split, or these
     themselves; `loss`: of (outputs, batch). Each is a name at the top of the script or of a module: every process
@@ -191,7 +191,7 @@ def verify(run: Run, steps: int = 5, show: Callable[[str], object] | None = prin
     Errors: `RunError`, `JobFailed`.
     """
     if steps < 1:
-        raise RunError(f"steps: {steps} is not a positive number of steps")
+        raise RunError("LS0002", f"steps: {steps} is not a positive number of steps")
     _begins()
     _importable(run)
     with _written(run) as path:
@@ -238,8 +238,9 @@ def _importable(run: Run) -> None:
     for key, name in [*names.items(), *(("track.to", name) for name in run.track.to)]:
         if name.startswith("__main__."):
             raise RunError(
+                "LS0001",
                 f"{key}: {name} is defined in this session, and other processes cannot import it: put the class in a "
-                "file, my_module.py, and write my_module.Class"
+                "file, my_module.py, and write my_module.Class",
             )
 
 
@@ -286,7 +287,7 @@ def _job(
                 show(warned)
             return int(child.status or 0)
         said = child.errors or f"ended with status {child.status}"
-        raise RunError(said) if child.status == 2 else JobFailed(said)
+        raise RunError.read(said) if child.status == 2 else JobFailed(said)
 
 
 def _show(child: Child, show: Callable[[str], object] | None) -> None:

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import difflib
 import errno
 import gc
-import importlib
 import os
 import sys
 import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import ModuleType
 from typing import TextIO
 
+from lockstep._coded import VERBOSE
 from lockstep._version import __version__
-from lockstep.config.errors import RunError
+from lockstep.config import entry_points
+from lockstep.config.errors import RunError, coded
 from lockstep.tools import commands
+
+# Commands that may compute for long without a word: on a terminal a line says what they are at.
+COMPUTES = ("plan", "predict", "verify", "evaluate", "diff", "replay", "audit")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,15 +36,29 @@ def main(arguments: list[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         print(f"lockstep {__version__}")
         return 0
-    if not words or words[0] in ("-h", "--help"):
-        print(commands.overview())
-        return 0 if words else 2
-    if (name := words[0]) not in commands.HELP:
-        near = difflib.get_close_matches(name, commands.HELP, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        print(f"lockstep: unknown command {name!r}; {hint}`lockstep --help` lists them all", file=sys.stderr)
+    if not words:
+        print(commands.first_visit())
         return 2
-    return _command(name, words[1:])
+    if words[0] in ("-h", "--help"):
+        print(commands.overview())
+        return 0
+    if words[0] == "--completion":
+        return _completion(words[1:])
+    if (text := commands.unknown(words[0])) is not None:
+        print(f"lockstep: {text}", file=sys.stderr)
+        return 2
+    return _command(words[0], words[1:])
+
+
+def _completion(words: list[str]) -> int:
+    from lockstep.tools.commands import completion
+    from lockstep.track.console import error
+
+    try:
+        return completion.run_completion(words)
+    except RunError as caught:
+        error(str(caught))
+        return 2
 
 
 def _command(name: str, words: list[str]) -> int:
@@ -51,20 +71,26 @@ def _command(name: str, words: list[str]) -> int:
     warnings.showwarning = _note
     warnings.simplefilter("once", RenamedKey)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings about sockets come with stacks of C++
-    module = importlib.import_module(f"lockstep.tools.commands.{commands.file_of(name)}")
-    parser = argparse.ArgumentParser(prog=f"lockstep {name}", description=commands.HELP[name])
-    getattr(module, f"{name}_arguments")(parser)
-    if takes_run_file(parser):
-        words = run_file.joined(parser, words)
-    known, rest = parser.parse_known_args(words)
+    known = argparse.Namespace()
     try:
+        modules, function = commands.modules_of(name), name.replace("-", "_")
+        parser = argparse.ArgumentParser(prog=f"lockstep {name}", description=commands.description(name))
+        for module in reversed(modules):
+            getattr(module, f"{function}_arguments")(parser)
+        for word in words:
+            refuse_missing(name, parser, word.partition("=")[0])
+        if takes_run_file(parser):
+            words = run_file.joined(parser, words)
+        known, rest = parser.parse_known_args(words)
+        if getattr(known, "verbose", False):
+            os.environ[VERBOSE] = "1"
         if hasattr(known, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
             known.overrides, rest = [*known.overrides, *rest], []  # argparse takes none behind another option
         if hasattr(known, "words") and not any(word.startswith("-") for word in rest):
             known.words, rest = [*known.words, *rest], []  # nor these
         if rest:
-            raise RunError(f"unknown argument {rest[0]!r}; see lockstep {name} --help")
-        status: int = getattr(module, f"run_{name}")(known)
+            raise RunError("LS0010", f"unknown argument {rest[0]!r}; see lockstep {name} --help")
+        status = _answer(name, modules, known)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # `| head` has seen enough
@@ -79,11 +105,32 @@ def _command(name: str, words: list[str]) -> int:
     except OSError as caught:
         if caught.errno != errno.ENAMETOOLONG:
             raise
-        error(f"{str(caught.filename)[:40]!r}... has {len(str(caught.filename)):,} characters; no path is that long")
+        error(
+            coded(
+                "LS0011",
+                f"{str(caught.filename)[:40]!r}... has {len(str(caught.filename)):,} characters; no path is that long",
+            )
+        )
         return 2
     except KeyboardInterrupt:
-        error("interrupted")
+        error(coded("LS0012", "interrupted"))
         return 130
+
+
+def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace) -> int:
+    """Run the command's functions until one answers. Returns the exit status. With `--json`, an object is printed in
+    place of what the command says, but by commands that print their own."""
+    from lockstep.distributed.activity import ACTIVITY
+    from lockstep.tools.commands import json_output
+    from lockstep.track.busy import Waiting
+
+    answers = (getattr(module, f"run_{name.replace('-', '_')}")(known) for module in modules)
+    with ExitStack() as stack:
+        finish = stack.enter_context(json_output.recording(name)) if getattr(known, "answer_json", False) else int
+        if name in COMPUTES:
+            ACTIVITY.at("importing torch and transformers")
+            stack.enter_context(Waiting(lambda: ACTIVITY.name))
+        return finish(next(int(answer) for answer in answers if answer is not None))
 
 
 _show = warnings.showwarning
@@ -104,6 +151,13 @@ def _note(
         print(f"lockstep: note: {message}", file=sys.stderr)
     else:
         _show(message, category, filename, lineno, file, line)
+
+
+def refuse_missing(name: str, command: argparse.ArgumentParser, option: str) -> None:
+    """Refuse an option of a distribution of this repository that is not installed. Errors: `RunError`."""
+    known = any(option in action.option_strings for action in command._actions)
+    if not known and (what := entry_points.missing(f"lockstep {name}", option)) is not None:
+        raise RunError("LS0014", f"lockstep {name} {option} needs {what}")
 
 
 def takes_run_file(command: argparse.ArgumentParser) -> bool:

@@ -11,12 +11,13 @@ from safetensors.torch import load_file
 
 from lockstep.checkpoint.manifest import Manifest, Progress, best_first, read_manifest
 from lockstep.cli import main
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, load
 from lockstep.tools.sweep.sweep import SweepTrial
 from support.best import told
 from support.command import train
 from support.harness import TINY
 from support.marks import slow
+from support.messages import raises
 
 EPOCH = 2  # steps
 # A rate at which the validation loss is best after a few epochs, and then worse.
@@ -95,7 +96,7 @@ def test_an_evaluation_that_is_hardly_better_does_not_count() -> None:
         over.append(progress.over(run))
     assert over == [False, False, False, False, True]  # 0.61 is better than 0.5 by more than 0.1, 0.7 than 0.61 is not
     assert (progress.best, progress.step, progress.since) == (0.61, 3, 2)
-    with pytest.raises(RunError, match="min_delta is of patience"):
+    with raises("LS1060"):
         run_of(evaluate={"every": 1, "min_delta": 0.1})
 
 
@@ -110,7 +111,7 @@ def test_an_evaluation_that_is_hardly_better_does_not_count() -> None:
     ],
 )
 def test_a_metric_is_not_chosen_the_wrong_way_round(best: str, wanted: str) -> None:
-    with pytest.raises(RunError, match=f"{wanted}( |$)"):
+    with raises("LS1064", str(wanted)):
         run_of(evaluate={"every": 1}, checkpoint={"best": best})
     assert run_of(evaluate={"every": 1}, checkpoint={"best": wanted.removeprefix("write ")})
     assert run_of(evaluate={"every": 1}, checkpoint={"best": "mine"})  # of one's own: as it is said
@@ -141,11 +142,12 @@ def test_which_model_is_exported_by_default(values: dict[str, Any], export: str,
 
 
 @pytest.mark.parametrize(
-    "values", [{"export": "best"}, {"evaluate": {"patience": 2}}, {"checkpoint": {"best": "loss"}}]
+    "values", [{"export": "best"}, {"evaluate": {"every": 0, "patience": 2}}, {"checkpoint": {"best": "loss"}}]
 )
 def test_there_must_be_evaluations_to_choose_from(values: dict[str, Any]) -> None:
-    with pytest.raises(RunError, match=r"set evaluate\.every to steps, or to epoch"):
-        run_of(**values)
+    with raises("LS1063"):
+        run_of(**{"evaluate": {"every": 0}} | values)
+    assert run_of(export="best").evaluate.every == "epoch"  # by default there are
 
 
 # -- one process -----------------------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ def test_the_best_is_exported_and_training_ends_early(early: Path, capfd: pytest
     assert main(["evaluate", str(early / "out"), "--split", "validation"]) == 0
     assert f"{losses[best]:,.6g}" in capfd.readouterr().out
     assert main(["status", str(early / "out"), "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["finished"]
+    assert json.loads(capfd.readouterr().out)["facts"]["finished"]
 
 
 def test_a_killed_run_comes_to_the_same_end(early: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.classification import Classification
 from lockstep.training.data_loader import StepLoader
 from support.harness import build, digest, tiny
+from support.messages import raises
 
 SHARD = "shard-00001-of-00001.safetensors"
 
@@ -188,7 +189,7 @@ def test_other_arithmetic_is_refused_with_the_keys_that_differ(trained: tuple, c
 def test_other_data_is_refused(trained: tuple) -> None:
     run = run_in(trained[0])
     other = dataclasses.replace(prepare(run, Classification), key="another")
-    with pytest.raises(RunError, match="other data"):
+    with raises("LS6051"):
         check_resumable(run, other)
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from lockstep.checkpoint.checkpoint import check_resumable
 from lockstep.checkpoint.manifest import Manifest, read_manifest
-from lockstep.config.run import RunError
 from lockstep.data.prepare import prepare
 from lockstep.tasks.classification import Classification
 from support.harness import digest
+from support.messages import raises
 from support.saving import SHARD, Job, bytes_in, run_in
 
 DAMAGES = 150
@@ -153,7 +153,7 @@ def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], 
         ends[whole] += 1
         before, content = digest(job.strategy.state_dict()), bytes_in(tmp_path / "out")
         if not whole:
-            with pytest.raises(RunError, match="none of them can be used") as caught:
+            with raises("LS6050") as caught:
                 job.opened(job.run).resume(job.strategy)
             assert all(f"step-{step:06d}: " in str(caught.value) for step in range(1, 5)), what
             assert bytes_in(tmp_path / "out") == content, what
@@ -172,5 +172,5 @@ def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], 
 
 def test_a_whole_checkpoint_of_another_run_is_refused(trained: tuple[Path, dict[int, str], Path]) -> None:
     run = run_in(trained[2])
-    with pytest.raises(RunError, match="seed: 1 in the checkpoint, 0 now"):
+    with raises("LS6051", "seed", "1", "0"):
         check_resumable(run, prepare(run, Classification))

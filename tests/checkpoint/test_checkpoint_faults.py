@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.checkpoint import CheckpointError, Checkpoints
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run
 from lockstep.distributed import job_record
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
@@ -37,6 +37,7 @@ from support.command import (
     write,
 )
 from support.harness import build, digest, run_on, tiny
+from support.messages import raises
 from support.saving import SHARD, Job, disk, here, run_in
 
 # -- beside training -------------------------------------------------------------------------------------------------
@@ -317,9 +318,9 @@ def test_the_newest_and_the_best_are_kept(best: str, scores: list[float], kept: 
 
 def test_a_metric_that_does_not_exist_is_named(tmp_path: Path) -> None:
     job = Job(run_in(tmp_path, "checkpoint.best=f1", "evaluate.every=1"))
-    with pytest.raises(RunError, match=r"checkpoint\.best: 'f1' is no metric of this task; it has accuracy, loss"):
+    with raises("LS6002", "'f1'"):
         job.checkpoints.is_best({"loss": 1.0, "accuracy": 0.1})
-    with pytest.raises(RunError, match=r"set evaluate\.every"):
+    with raises("LS1063"):
         run_in(tmp_path, "checkpoint.best=f1")
 
 

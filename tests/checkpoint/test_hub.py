@@ -18,6 +18,7 @@ from support.command import LOCKSTEP
 from support.harness import run_on, tiny
 from support.hub_jobs import PUSH, RUN, Command, finished, hub, lockstep, process, train_in, trained
 from support.hub_server import READER, WRITER, Hub
+from support.messages import mentions
 
 __all__ = ["finished", "hub", "lockstep", "trained"]  # fixtures
 
@@ -165,7 +166,7 @@ def test_an_unfinished_run_has_nothing_to_push(tmp_path: Path, lockstep: Command
     (tmp_path / "out").mkdir()
     status, _, err = lockstep(tmp_path, *PUSH)
     assert status == 2
-    assert "not finished" in err
+    assert mentions(err, "LS6017")
 
 
 # -- from a run ------------------------------------------------------------------------------------------------------

@@ -312,7 +312,9 @@ def test_what_cannot_be_written_is_refused_before(tmp_path: Path, store: Store, 
     assert "the store answered 503; without it nobody can tell" in refused(run)
     store.fault = lambda asked: None
     other = run_in(tmp_path / "out", "remote_dir=s3://no-such-bucket/run")
-    assert refused(other) == "remote_dir: there is no bucket no-such-bucket: make it, or correct the address"
+    assert refused(other).startswith(
+        "remote_dir: there is no bucket no-such-bucket: make it, or correct the address [LS"
+    )
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     assert "without it nobody can tell whether there are checkpoints" in refused(run)
 
@@ -339,7 +341,7 @@ def test_another_run_in_the_mirror_is_refused(tmp_path: Path, store: Store) -> N
     copied(trained)
     other = job(tmp_path / "elsewhere", "seed=7")
     with pytest.raises(
-        RunError, match=rf"{MIRROR} holds a checkpoint \(step 1\) of a run with other arithmetic:\n  seed"
+        RunError, match=rf"{MIRROR} holds a checkpoint \(step 1\) of a run with other arithmetic: \[LS\d+\]\n  seed"
     ):
         mirrors.check(other.run, other.task.prepared)
     with pytest.raises(RunError, match="or give another mirror"):

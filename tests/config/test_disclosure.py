@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from lockstep.checkpoint import export
 from lockstep.config import error_messages as messages
 from lockstep.config.redaction import holds_secret, printable, redact, redact_all, visible
-from lockstep.config.run import RunError, load
+from lockstep.config.run import load
 from lockstep.distributed.event_log import EventLog
 from lockstep.track import console
 from support.harness import tiny
+from support.messages import raises
 
 WORD = string.ascii_letters + string.digits
 HEX = "0123456789abcdef"
@@ -127,7 +128,7 @@ def test_a_secret_of_the_environment_is_struck_wherever_it_stands(monkeypatch: p
     ],
 )
 def test_a_run_file_that_holds_a_secret_is_refused_and_not_repeated(key: str, value: str) -> None:
-    with pytest.raises(RunError, match="looks like a secret") as caught:
+    with raises("LS1118") as caught:
         tiny(f"{key}={value}")
     assert "hunter2" not in str(caught.value)
     assert "glpat-a" not in str(caught.value)
@@ -190,5 +191,5 @@ def test_a_card_s_head_stays_yaml(label: str) -> None:
 
 
 def test_a_control_character_in_output_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="output"):
+    with raises("LS1002", "output"):
         load(None, {"output": "a\ntouch owned"}, {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}})

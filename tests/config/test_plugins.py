@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.config import plugins
-from lockstep.config.errors import RunError
 from lockstep.strategies.native import Native
 from lockstep.strategies.strategy import Strategy
+from support.messages import raises
 
 KINDS = ("tasks", "strategies", "optimizers", "launchers", "track")
 
@@ -57,5 +57,5 @@ def test_a_package_older_than_lockstep_was_tried_with_is_refused(monkeypatch: py
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"torch": "2.15.0", "peft": "0.17.1"}[name])
     plugins.refuse_old(["torch"])  # newer ones are tried at one's own risk
-    with pytest.raises(RunError, match=r"^peft 0\.17\.1 is older than .* pip install 'peft>=0\.18'"):
+    with raises("LS1094", "0.17.1", "'peft>=0.18'"):
         plugins.refuse_old(["torch", "peft"])

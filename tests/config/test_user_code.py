@@ -14,13 +14,14 @@ from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.config import user_code
 from lockstep.config.plugins import find
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, load
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.prepare import prepare
 from lockstep.distributed.consistency_check import disagreement, facts
-from lockstep.launchers.cloud.code_bundle import modules_of
+from lockstep_clouds.code_bundle import modules_of
 from support.contributed import example
 from support.harness import TINY
+from support.messages import raises
 
 FILES = {
     "mine/__init__.py": "",
@@ -166,7 +167,7 @@ def test_a_resume_with_edited_code(name: str, exact: bool, edited: str, refused:
         return
     assert edited in reason
     assert "checkpoint.changed_code=allow" in reason
-    with pytest.raises(RunError, match="other code of yours"):
+    with raises("LS6051"):
         manifests.check_resumable(run, known)
     allowed = run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"changed_code": "allow"})})
     assert manifests.check_resumable(allowed, known) == read
@@ -180,12 +181,12 @@ def test_a_parcel_holds_everything_of_the_user_s(here: Path) -> None:
     modules = modules_of(run)
     assert sorted(modules) == sorted(set(FILES) - {"unused.py"})  # of a package its data, too
     (here / "mine/rating.py").unlink()
-    with pytest.raises(RunError, match=r"task\.name: there is no module mine\.rating"):
+    with raises("LS7232", "task.name", "mine.rating"):
         modules_of(run)
 
 
 def test_kubernetes_mounts_a_package_as_folders(here: Path) -> None:
-    from lockstep.launchers.kubernetes import Kubernetes
+    from lockstep_clouds.kubernetes import Kubernetes
 
     launch = {"name": "kubernetes", "image": "i", "pvc": "c", "processes": 1, "machines": 1}
     run = run_of(launch=launch)

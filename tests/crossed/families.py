@@ -33,7 +33,7 @@ def words(text: str) -> list[str]:
 
 @functools.cache
 def known() -> dict[str, list[str]]:
-    """Head -> the families that one process trains (docs/families.md), the plainest first."""
+    """Head -> the families that one process trains (docs/reference/families.md), the plainest first."""
     found: dict[str, list[str]] = {head: [plain] for head, plain in _HEADS.items()}
     for line in _RECORD.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)

@@ -17,6 +17,7 @@ from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.prepare import prepare
 from support.caches import held, own_cache, prepared
 from support.harness import tiny
+from support.messages import raises
 from support.task_runs import make, write
 
 __all__ = ["own_cache"]  # fixtures
@@ -132,7 +133,7 @@ def test_a_cache_without_room_says_so(own_cache: Path) -> None:
         aside.write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(RunError, match=r"token cache .* cannot be written: No space left on device.*LOCKSTEP_CACHE"):
+    with raises("LS2031"):
         cache.cached(own_cache / "tokens" / "a", full)
     assert os.listdir(own_cache / "tokens") == []
 
@@ -150,7 +151,7 @@ def test_a_folder_that_others_may_write_holds_one_for_each_user(own_cache: Path)
     assert {path.name for path in own_cache.iterdir()} == {mine.name}
     assert {oct(path.stat().st_mode & 0o777) for path in (mine, *mine.iterdir())} == {"0o700"}
     mine.chmod(0o770)
-    with pytest.raises(RunError, match=r"can be written by others.*LOCKSTEP_CACHE"):
+    with raises("LS2032"):
         prepared(run)
 
 
@@ -195,7 +196,7 @@ def test_two_users_share_a_cache_without_trusting_each_other(monkeypatch: pytest
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(RunError, match=r"token cache .* cannot be written.*LOCKSTEP_CACHE"):
+    with raises("LS2030"):
         prepared(tiny())
 
 

@@ -14,6 +14,7 @@ import pytest
 from lockstep.config.run import DataSection, RunError
 from lockstep.data import file_formats, source, usable_rows
 from lockstep.data.cache import cache_folder
+from support.messages import mentions
 
 ROWS = [{"text": "été; oui", "label": 1}, {"text": "b", "label": 2}]
 PLAIN = {
@@ -52,7 +53,7 @@ def test_every_format_is_read_compressed(ending: str, packing: str, tmp_path: Pa
     assert read(source=str(path)) == ROWS
     path.write_bytes(PACK[packing](PLAIN[ending].encode("utf-16")))
     assert read(source=str(path), encoding="utf-16") == ROWS
-    assert "set data.encoding (utf-16" in refused(source=str(path))
+    assert mentions(refused(source=str(path)), "LS2065", "utf-16")
     assert list((cache_folder() / "unpacked").iterdir()) == []
 
 
@@ -69,11 +70,11 @@ def test_a_compressed_file_that_is_cut_off_names_file_and_line(packing: str, tmp
         path = tmp_path / f"{name}{packing}"
         path.write_bytes(PACK[packing](rows.encode())[:-2000])
         said = refused(source=str(path))
-        assert f"cannot unpack {path} beyond line " in said
+        assert mentions(said, "LS2062", str(path))
         assert int(said.partition("beyond line ")[2].partition(" (")[0].replace(",", "")) > 500
-        assert "fetch or write it again" in said
+        assert mentions(said, "LS2062")
         path.write_bytes(b"no such file, " * 30)
-        assert f"cannot unpack {path} beyond line 1 (" in refused(source=str(path))
+        assert mentions(refused(source=str(path)), "LS2062", str(path), "line 1")
         path.write_bytes(PACK[packing](b""))
         assert "empty" in refused(source=str(path))
 
@@ -81,15 +82,15 @@ def test_a_compressed_file_that_is_cut_off_names_file_and_line(packing: str, tmp
 def test_a_compressed_file_names_the_line_that_is_wrong_as_it_was_given(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(PLAIN[".jsonl"].encode() + b'{"text": \n'))
-    assert f"data.train: {path}, line 3, column 10: expecting value" in refused(source=str(path))
+    assert mentions(refused(source=str(path)), "LS2198", "data.train", str(path), "line 3", "column 10")
     path.write_bytes(gzip.compress(gzip.compress(b"text")))
-    assert "holds another compressed file (gzip)" in refused(source=str(path))
+    assert mentions(refused(source=str(path)), "LS2064")
     path = tmp_path / "b.jsonl"
     path.write_bytes(lzma.compress(PLAIN[".jsonl"].encode()))
-    assert "is compressed (xz), whatever its name says: call it b.jsonl.xz, or unpack it" in refused(source=str(path))
+    assert mentions(refused(source=str(path)), "LS2064", "b.jsonl.xz")
     path = tmp_path / "c.parquet.gz"
     path.write_bytes(gzip.compress(b"text"))
-    assert "has none of the endings that can be read" in refused(train=str(path))
+    assert mentions(refused(train=str(path)), "LS2251")
 
 
 @pytest.mark.parametrize("packing", PACK)
@@ -101,7 +102,7 @@ def test_what_would_fill_the_disk_is_not_unpacked(
     path = tmp_path / f"a.csv{packing}"
     path.write_bytes(PACK[packing](b"text,label\n" + b"a,1\n" * 2**19))
     monkeypatch.setattr(file_formats, "check", lambda *_: None)  # the second time that it is read there is a guard, too
-    assert "which looks like a mistake or a trap" in refused(source=str(path))
+    assert mentions(refused(source=str(path)), "LS2060")
     assert list((cache_folder() / "unpacked").iterdir()) == []
 
 
@@ -204,7 +205,7 @@ def test_dotted_paths_are_columns(path: str, wanted: list, tmp_path: Path) -> No
 )
 def test_paths_that_lead_nowhere(path: str, wanted: str, tmp_path: Path) -> None:
     said = refused({"task.text": path}, source=deep(tmp_path))
-    assert f"task.text: {path}: " in said
+    assert mentions(said, "LS2311", "task.text", str(path))
     assert wanted.replace("of x", f"of {deep(tmp_path)}") in said
 
 

@@ -38,7 +38,7 @@ def server(
         with Azure(tmp_path_factory.mktemp("az")) as azure:
             yield "az", azure, azure.environment
     else:
-        pytest.importorskip("moto", reason="needs the extra clouds")
+        pytest.importorskip("moto", reason="needs the extra cloud-tests")
         with Store() as store:
             yield "gs", store, store.as_google
 

@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.config.run import DataSection, RunError, load
 from lockstep.data import file_formats, source
+from support.messages import raises
 
 GOOD = '{"text": "abc", "label": 1}\n'
 
@@ -32,7 +33,7 @@ def said(path: Path, content: bytes, **keys: str) -> str:
     [
         ('{"text": "x", "label": ', "line 78, column 24: expecting value"),
         ('{"text": "x" "label": 3}', 'line 78, column 14: expecting \',\' delimiter: \'{"text": "x" "label": 3}\''),
-        ("[1, 2]", "line 78 holds a list; wanted is a mapping of columns on each line"),
+        ("[1, 2]", "line 78 holds a list; expected a mapping of columns on each line"),
         ("abc", "line 78, column 1: expecting value: 'abc'"),
         ('{"text": ' * 3000, "line 78: nested more than 200 levels deep"),
     ],
@@ -82,7 +83,7 @@ def test_zeros_between_letters_are_not_text(tmp_path: Path) -> None:
 
 def test_an_unknown_encoding_is_told() -> None:
     values = {"data": {"source": "builtin/emotion", "encoding": "latin-99"}, "model": {"type": "gpt2"}}
-    with pytest.raises(RunError, match=r"data.encoding: Python knows no encoding 'latin-99'"):
+    with raises("LS1132", "data.encoding", "'latin-99'"):
         load(None, [], values)
 
 
@@ -99,7 +100,7 @@ def test_a_file_that_would_fill_the_disk_is_told(tmp_path: Path, monkeypatch: py
     table = pa.table({"text": pa.array(["word " * 1000] * 2000), "label": [i % 2 for i in range(2000)]})
     pq.write_table(table, path, compression="zstd")
     assert path.stat().st_size < 9000
-    with pytest.raises(RunError, match=r"unpacks to about 0\.0 GiB, [0-9,]+ times as much, which looks like"):
+    with raises("LS2066", "0.0"):
         read(path)
     monkeypatch.setattr(file_formats, "LARGE", 2**25)
     assert len(read(path)) == 2000

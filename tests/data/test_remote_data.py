@@ -12,11 +12,13 @@ import pytest
 
 from lockstep.checkpoint import remote_sync
 from lockstep.config.data_sources import address_of
+from lockstep.config.errors import uncoded
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import object_store, remote, source
 from lockstep.data.object_store import Patience, StoreError, Web
 from support.hub_server import Hub
+from support.messages import mentions, raises
 from support.store_server import BUCKET, Asked, Store, server
 
 __all__ = ["server"]  # fixtures
@@ -43,10 +45,10 @@ def refused(**data: Any) -> str:
         ("ftp://host/train.jsonl", "unknown scheme ftp://; "),
         ("s3a://bucket/train.jsonl", "unknown scheme s3a://; did you mean s3://? known are s3://, gs://, az://, https"),
         ("file:///data/train.jsonl", "a file of this machine is named by its path alone"),
-        ("s3://", "wanted is s3://BUCKET/path"),
+        ("s3://", "expected s3://BUCKET/path"),
         ("s3://bucket/../other/train.jsonl", ". and .. mean nothing in an address"),
         ("https://host/train.jsonl?download=1", "an address with ? or # cannot be used"),
-        ("hf://models/user/repo/train.jsonl", "wanted is hf://datasets/USER/REPO/path"),
+        ("hf://models/user/repo/train.jsonl", "expected hf://datasets/USER/REPO/path"),
     ],
 )
 def test_an_address_that_is_none_is_refused(text: str, message: str) -> None:
@@ -72,23 +74,23 @@ def test_a_mirror_that_cannot_be_one_is_refused(remote_dir: str, message: str) -
 
 
 def test_output_is_a_folder() -> None:
-    with pytest.raises(RunError, match="to keep its results elsewhere, too: remote_dir=s3://bucket/run"):
+    with raises("LS1101", "remote_dir=s3://bucket/run"):
         Run.load({"output": "s3://bucket/run", "data": "builtin/emotion", "model": "gpt2"})
 
 
 def test_a_model_is_not_loaded_from_an_address() -> None:
-    with pytest.raises(RunError, match=r"model\.source: s3://bucket/run/export is not loaded from; copy that folder"):
+    with raises("LS1100", "model.source", "s3://bucket/run/export"):
         Run.load({"data": "builtin/emotion", "model": "s3://bucket/run/export"})
 
 
 def test_a_key_in_an_address_is_a_secret() -> None:
-    with pytest.raises(RunError, match=r"data\.train.*secret"):
+    with raises("LS1118", "data.train"):
         Run.load({"data": {"train": "s3://AKIAIOSFODNN7EXAMPLE:abcdefgh@bucket/train.jsonl"}, "model": "gpt2"})
 
 
 def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store.importlib.util, "find_spec", lambda name: None)
-    assert refused(train="gs://bucket/a.jsonl") == (
+    assert uncoded(refused(train="gs://bucket/a.jsonl")) == (
         "data.train: gs://bucket/a.jsonl needs obstore, which is not installed: pip install 'lockstep-train[stores]'"
     )
     run = Run.load({"remote_dir": "s3://bucket/run", "data": "builtin/emotion", "model": "gpt2"})
@@ -131,7 +133,7 @@ def test_files_of_a_web_server(web: str, tmp_path: Path) -> None:
     (tmp_path / "served/train.jsonl").write_bytes(ROWS)
     found = read(train=f"{web}/train.jsonl", validation=[f"{web}/train.jsonl"])
     assert {split: len(rows) for split, rows in found.splits.items()} == {"train": 20_000, "validation": 20_000}
-    assert refused(train=f"{web}/other.jsonl") == f"data.train: there is nothing at {web}/other.jsonl"
+    assert uncoded(refused(train=f"{web}/other.jsonl")) == f"data.train: there is nothing at {web}/other.jsonl"
     assert "cannot be listed; name each file" in refused(train=f"{web}/*.jsonl")
     (tmp_path / "served/bad.jsonl").write_bytes(b'{"text": "a"}\n{"text"')
     assert f"{web}/bad.jsonl, line 2" in refused(train=f"{web}/bad.jsonl")
@@ -147,7 +149,7 @@ def test_an_answer_that_ends_half_way_is_asked_for_again(web: str, tmp_path: Pat
     assert (tmp_path / "there.jsonl").read_bytes() == ROWS
     assert Files.cuts == 0
     monkeypatch.setattr(Files, "cuts", 99)
-    with pytest.raises(StoreError, match="ends after"):
+    with raises("LS2152", error=StoreError):
         object_store.download(reader, found, tmp_path / "other.jsonl")
     assert not (tmp_path / "other.jsonl").exists()
 
@@ -160,7 +162,7 @@ def test_what_has_changed_there_is_read_again(web: str, tmp_path: Path) -> None:
     (tmp_path / "served/train.jsonl").write_bytes(ROWS + b'{"text": "more", "label": 1}\n')
     assert source.elsewhere(data) != before
     assert len(source.load(data, 0).splits["train"]) == 20_001
-    with remote.as_found(before), pytest.raises(RunError, match="was changed, or is not listed whole, while the data"):
+    with remote.as_found(before), raises("LS2174"):
         source.load(data, 0)
 
 
@@ -182,7 +184,7 @@ def test_files_of_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.Monk
         found = read(source="hf://datasets/user/set/data")
         assert {split: len(rows) for split, rows in found.splits.items()} == {"train": 20_000, "test": 20_000}
         assert len(read(train="hf://datasets/user/set/data/*.jsonl").splits["train"]) == 40_000
-        assert "no such repository" in refused(train="hf://datasets/user/none/train.jsonl")
+        assert mentions(refused(train="hf://datasets/user/none/train.jsonl"), "LS2138")
 
 
 # -- an object store -------------------------------------------------------------------------------------------------
@@ -209,8 +211,8 @@ def test_files_folders_and_patterns(store: Store) -> None:
     assert read(source=at).name == at
     assert len(read(train=f"{at}/*.jsonl").splits["train"]) == 40_000
     assert store.sent("README", "GET") == 0  # nothing but what is used
-    assert refused(train=f"{at}/*.csv") == f"data.train: there is nothing at {at}/*.csv"
-    assert refused(source=f"s3://{BUCKET}/none") == f"data.source: there is nothing at s3://{BUCKET}/none"
+    assert uncoded(refused(train=f"{at}/*.csv")) == f"data.train: there is nothing at {at}/*.csv"
+    assert uncoded(refused(source=f"s3://{BUCKET}/none")) == f"data.source: there is nothing at s3://{BUCKET}/none"
     assert refused(train="s3://no-such-bucket/a.jsonl").startswith("data.train: there is no bucket no-such-bucket")
 
 

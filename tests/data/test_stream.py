@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.config.run import Run
 from lockstep.data import arrow_cache as shard_index
-from lockstep.data import shard_files, splitting
+from lockstep.data import row_reader, splitting
 from lockstep.data.streamed import Streamed
 from support.fed import rows_in, wanted_rows
 from support.stream_runs import FORMATS, LM, examples_of, feed_of, rows_of, shards, streamed, task_of, write
@@ -22,7 +22,7 @@ from support.task_runs import rows_of as rows_of_kind
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_files, "ROWS", 6)
+    monkeypatch.setattr(row_reader, "ROWS", 6)
     monkeypatch.setattr(shard_index, "available_cores", lambda: 1)  # no processes for so little
 
 
@@ -140,13 +140,13 @@ def test_a_resume_makes_the_same_batches_and_reads_a_window_and_a_shard(
     run = streamed(shards(tmp_path, ".jsonl.gz", [60] * 10), "epochs=2", "steps=null", "data.stream_window=40")
     untouched = [batch.ids.tolist() for batch in feed_of(run).steps(0)]
     read: list[int] = []
-    parsed = shard_files.LineShard._parsed
+    parsed = row_reader.LineReader._parsed
 
-    def counted(self: shard_files.LineShard, block: bytes, row: int) -> Any:
+    def counted(self: row_reader.LineReader, block: bytes, row: int, line: int | None = None) -> Any:
         read.append(block.count(b"\n"))
-        return parsed(self, block, row)
+        return parsed(self, block, row, line)
 
-    monkeypatch.setattr(shard_files.LineShard, "_parsed", counted)
+    monkeypatch.setattr(row_reader.LineReader, "_parsed", counted)
     assert len(untouched) == 56
     for after in (0, 1, 18, 27, 44):
         feed = feed_of(run)

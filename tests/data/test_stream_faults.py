@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from lockstep.config.errors import uncoded
 from lockstep.config.run import RunError
 from lockstep.data import arrow_cache as shard_index
-from lockstep.data import shard_files
+from lockstep.data import row_reader
 from lockstep.data.streamed import Streamed, Unreadable
 from support.command import LOCKSTEP, ended, lines, start
 from support.command import write as write_run
 from support.harness import run_on, tiny
+from support.messages import mentions, raises
 from support.stream_runs import (
     LM,
     PACKERS,
@@ -67,13 +69,11 @@ def test_keys_that_do_not_go_with_a_stream_are_refused(override: str, told: str,
 
 
 def test_tasks_that_cannot_stream_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        RunError, match=r"data.stream: the task embedding cannot: texts that are the same are found amo"
-    ):
+    with raises("LS1119", "data.stream"):
         streamed(tmp_path, task={"name": "embedding"})
-    with pytest.raises(RunError, match=r"data.stream: the model is asked about all rows of train before it is trained"):
+    with raises("LS1119", "data.stream"):
         streamed(tmp_path, task={"name": "preference"})
-    with pytest.raises(RunError, match=r"data.stream: it goes with one label a text, and not with multi_label"):
+    with raises("LS1119", "data.stream", "multi_label"):
         streamed(tmp_path, task={"multi_label": True})
 
 
@@ -86,7 +86,7 @@ def said(folder: Path, *overrides: str, **values: Any) -> str:
 
 def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", rows_of(40))
-    assert "data.validation: missing; a share of a stream cannot be cut off" in said(tmp_path)
+    assert mentions(said(tmp_path), "LS2260")
     validation = write(tmp_path / "validation.jsonl", rows_of(8, 1))
     for name in ("rows.csv", "rows.json", "rows.tsv.gz"):
         (tmp_path / name).write_text("a")
@@ -94,28 +94,28 @@ def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
         assert told.startswith(f"data.train: {tmp_path / name} cannot be streamed, since nothing tells where its rows")
     (tmp_path / "rows.txt").write_text("some text\n")
     told = said(tmp_path, f"data.train={tmp_path / 'rows.txt'}", **LM)
-    assert "reads a .txt file line by line; set task.document=line" in told
-    assert "data.stream: builtin/emotion has no shards to stream" in said(tmp_path, "data.source=builtin/emotion")
+    assert mentions(told, "LS2221")
+    assert mentions(said(tmp_path, "data.source=builtin/emotion"), "LS2244", "builtin/emotion")
     told = said(tmp_path, "data.source=some/set")
-    assert "data.source: some/set is no local file or folder, and the Hub was asked: HF_HUB_OFFLINE is set" in told
+    assert mentions(told, "LS2087", "some/set", "HF_HUB_OFFLINE")
     archive = tmp_path / "more.tar"
     archive.write_bytes(archive_of("more", rows_of(5)))
     run = tiny("data.limit=null", f"data.source={archive}")
-    with pytest.raises(RunError, match=r"more.tar is an archive; archives are read in train, with data.stream=true"):
+    with raises("LS2193", "more.tar"):
         task_of(run)
-    assert "more.tar is an archive" in said(tmp_path, f"data.validation={archive}")
+    assert mentions(said(tmp_path, f"data.validation={archive}"), "LS2193", "more.tar")
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     told = said(tmp_path, f"data.train={empty}", f"data.validation={validation}")
-    assert told == f"data.train: nothing to train on: 1 shard(s), {empty} first, hold no row that is used"
+    assert uncoded(told) == f"data.train: nothing to train on: 1 shard(s), {empty} first, hold no row that is used"
     told = said(tmp_path, f"data.train={empty}", f"data.validation={validation}", **LM)
-    assert told.endswith("first, make no example")
+    assert uncoded(told).endswith("first, make no example")
     rows = tmp_path / "train.jsonl"
     told = said(tmp_path, f"data.train={rows}", f"data.validation={validation}", "data.filter={label: [anger]}")
     assert "data.filter: no row of the validation split" in told
     write(validation, [row | {"label": "anger"} for row in rows_of(8, 1)])
     told = said(tmp_path, f"data.train={rows}", f"data.validation={validation}", "data.filter={label: [anger]}")
-    assert told.endswith(f"1 shard(s), {rows} first, hold no row that is used")
+    assert uncoded(told).endswith(f"1 shard(s), {rows} first, hold no row that is used")
 
 
 def test_a_text_file_is_streamed_line_by_line(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_parquet_that_is_cut_off_is_named(tmp_path: Path) -> None:
 
 
 def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_files, "ROWS", 10)
+    monkeypatch.setattr(row_reader, "ROWS", 10)
     folder = shards(tmp_path)
     path = folder / "train-02.jsonl"
     good = path.read_text().splitlines()
@@ -177,19 +177,19 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
         path.write_text("\n".join([*good[:row], text, *good[row + 1 :]]) + "\n")
         return said(folder)
 
-    assert with_row("{'text': 1}").startswith(f"data.train: {path}, row 25: it is not JSON (")
-    assert with_row("[1]").startswith(f"data.train: {path}, row 25: wanted is a mapping of columns, and not '[1]'")
+    assert with_row("{'text': 1}").startswith(f"data.train: {path}, line 26, column 2: expecting property name")
+    assert with_row("[1]").startswith(f"data.train: {path}, line 26 holds a list; expected a mapping")
     where = f"(rows are counted from row 20 of {path})"
     assert "task.text: column 'text' of the train split of train-02.jsonl must hold" in with_row('{"label": "joy"}')
     assert "in 1 of 10 (row 5 holds None)" in said(folder)
-    assert said(folder).endswith(where)
+    assert uncoded(said(folder)).endswith(where)
     told = with_row('{"text": 7, "label": "joy"}')
     assert "data.train: columns of train-02.jsonl hold values of several kinds: 'text' holds '" in told
     assert "', and in row 5 7 (rows are counted" in told
-    assert told.endswith(where)
+    assert uncoded(told).endswith(where)
     assert "hold values of several kinds" in with_row('{"text": "a", "label": ["joy"]}')
     path.write_bytes("\n".join(good).encode()[:-10] + b"\xff\xfe\n")
-    assert "is not UTF-8" in said(folder)
+    assert f"{path} is not text in UTF-8 (line {len(good)}: invalid start byte)" in said(folder)
     path.write_text("\n".join(good).replace('"text"', '"body"'))
     assert "data.train: train-02.jsonl has no column 'text'; it has body, label" in said(folder)
     path.write_text("\n".join(json.dumps({"text": "a", "label": i % 2}) for i in range(5)))

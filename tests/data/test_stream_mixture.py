@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lockstep.config.run import Run, RunError, load
 from lockstep.data import arrow_cache as shard_index
-from lockstep.data import object_store, shard_files
+from lockstep.data import object_store, row_reader
 from lockstep.data import order as orders
 from lockstep.data.order import MixedShards
 from lockstep.data.prepare import prepare
@@ -33,7 +33,7 @@ SIZES = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_files, "ROWS", 6)
+    monkeypatch.setattr(row_reader, "ROWS", 6)
     monkeypatch.setattr(shard_index, "available_cores", lambda: 1)
 
 
@@ -209,13 +209,13 @@ def test_a_source_s_file_stays_open_while_others_are_read(tmp_path: Path, monkey
     data = {"sources": sources, "stream": True, "stream_window": 10, "max_length": 32}
     feed = feed_of(load(None, ["batch_size=10", "epochs=1", "steps=null"], TINY | {"data": data}))
     begun: list[str] = []
-    begin = shard_files._Bytes._begin
+    begin = row_reader._ByteReader._begin
 
     def counted(self: Any) -> Any:
         begun.append(self.path.name)
         return begin(self)
 
-    monkeypatch.setattr(shard_files._Bytes, "_begin", counted)
+    monkeypatch.setattr(row_reader._ByteReader, "_begin", counted)
     for step in range(feed.total):
         feed.make(step)
     assert sorted(begun) == ["a.jsonl.gz", "b.jsonl.gz"]
@@ -266,7 +266,7 @@ def said(run: Run) -> str:
         ({"layout": "class_folders"}, "sources: x: layout does not go with data.stream"),
         ({"columns": ["text", "label"]}, "sources: x: columns does not go with data.stream"),
         ({"filter": {"text": {"min_tokens": 3}}}, "sources: x: filter: text: tokens are not counted in a stream"),
-        ({"weight": 0}, "x: weight: 0 will not do: it must be more than 0"),
+        ({"weight": 0}, "x: weight: invalid value 0; it must be more than 0"),
     ],
 )
 def test_keys_of_a_source_that_do_not_go_with_a_stream_are_refused(given: dict[str, Any], told: str) -> None:
@@ -284,7 +284,7 @@ def test_what_is_wrong_in_a_source_names_it(tmp_path: Path) -> None:
     )
     (tmp_path / "chat.txt").write_text("no label here\n")
     assert "data.sources: chat: data.train: " in said(run)
-    assert "row 0: wanted is 'text;label'" in said(run)
+    assert "row 0: expected 'text;label'" in said(run)
     run = mixed(tmp_path)
     packed = (tmp_path / "web-1.jsonl.gz").read_bytes()
     (tmp_path / "web-1.jsonl.gz").write_bytes(packed[:-30])

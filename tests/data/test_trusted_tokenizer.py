@@ -7,8 +7,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lockstep.config.run import RunError, load
+from lockstep.config.run import load
 from lockstep.data import tokenizer
+from support.messages import raises
 
 CODE = """
 from transformers import PreTrainedTokenizerFast
@@ -59,5 +60,5 @@ def test_other_code_is_another_tokenizer(source: Path) -> None:
 
 
 def test_one_that_is_not_trusted_is_refused(source: Path) -> None:
-    with pytest.raises(RunError, match=r"tokenizer\.source: cannot load a tokenizer"):
+    with raises("LS2303", "tokenizer.source"):
         prepared(source, False)

@@ -16,6 +16,7 @@ from lockstep.distributed import network, torch_internals
 from lockstep.distributed.rendezvous import Rendezvous
 from lockstep.distributed.world import World
 from support.harness import tiny
+from support.messages import raises
 
 MINUTE = timedelta(minutes=1)
 GPU = torch.device("cuda", 1)
@@ -181,7 +182,7 @@ def test_gpus_that_are_too_few_are_told_by_the_plan(
 def test_or_before_a_process_starts_where_the_plan_may_be_of_another_machine(name: str, tmp_path: Path) -> None:
     launcher = find("launchers", name)()
     run = job(tmp_path, name, processes=3)
-    with pytest.raises(RunError, match="this machine has 2 CUDA"):
+    with raises("LS7290", "2"):
         launcher.start(run, launcher.plan(run))
     slow = job(tmp_path, "slurm", processes=4, gpus=2, device="cpu")  # nobody computes on them
     assert find("launchers", "slurm")().plan(slow).processes == 4

@@ -3,16 +3,15 @@
 import socket
 import sys
 
-import pytest
-
 from lockstep.distributed import network
 from support.command import free_port
+from support.messages import raises
 
 
 def test_interfaces_and_routes() -> None:
     assert network.route_to("127.0.0.1") == "127.0.0.1"
     assert network.endpoint("[::1]:80") == ("::1", 80)
-    with pytest.raises(network.NetworkError, match="has no interface 'nothing0'"):
+    with raises("LS7023", "'nothing0'", error=network.NetworkError):
         network.address_on("nothing0")
     if sys.platform == "linux":
         assert network.interface_to("127.0.0.1", several=False) == "lo"
@@ -23,5 +22,5 @@ def test_interfaces_and_routes() -> None:
         taken.bind(("127.0.0.1", port))
         taken.listen()
         assert not network.holds("127.0.0.1", port)
-    with pytest.raises(network.NetworkError, match=rf"127\.0\.0\.1:{port} could not be reached from .* within 0\.2 s"):
+    with raises("LS7025", "127.0.0.1", str(port), "0.2", error=network.NetworkError):
         network.reach("127.0.0.1", port, 0.2, lambda text: None)

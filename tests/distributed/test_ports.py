@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
-from lockstep.config.run import RunError
 from lockstep.distributed import network, torch_internals, watchdog
 from lockstep.distributed import rendezvous as stores
 from lockstep.distributed.rendezvous import Sealed, Unreached
@@ -31,6 +30,7 @@ from lockstep.launchers import torchrun
 from lockstep.launchers.processes import elastic_rendezvous as meeting_state
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node, _parsed
 from support.harness import run_on, tiny
+from support.messages import raises
 
 KEY = "0123456789abcdef0123456789abcdef"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets through /proc")
@@ -101,7 +101,7 @@ def test_a_machine_that_comes_with_another_secret_is_told_so(
     monkeypatch.setattr(torchrun, "prestart", lambda: None)  # nothing is started
     options = ["launch.name=torchrun", "launch.machines=2", f"launch.rendezvous=127.0.0.1:{first.port}"]
     run = tiny(*options, "launch.processes=1")
-    with pytest.raises(RunError, match=rf"launch\.rendezvous: the machines cannot meet at 127\.0\.0\.1:\d+: .*{why}"):
+    with raises("LS7435", "127.0.0.1:", why):
         torchrun.Torchrun().start(run, torchrun.Torchrun().plan(run))
     assert first.ended() is None  # the job is none the worse for it
 
@@ -286,7 +286,7 @@ def test_objects_between_ranks_bear_the_seal(tmp_path: Path, monkeypatch: pytest
 
 def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(network.SECRET_VARIABLE, "hunter2")
-    with pytest.raises(RunError, match="shorter than 16 characters"):
+    with raises("LS7027", "16"):
         network.secret_from_environment()
 
 
@@ -317,5 +317,5 @@ def test_several_machines_meet_on_the_address_that_was_given() -> None:
 
 def test_whoever_says_nothing_is_not_waited_for_for_ever() -> None:
     silent = socket.create_server(("127.0.0.1", 0))
-    with silent, pytest.raises(network.NetworkError, match="has said nothing for 1 s"):
+    with silent, raises("LS7026", "1", error=network.NetworkError):
         rendezvous(silent.getsockname()[1], holds=False, join=1)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.run import RunError
 from lockstep.distributed.signals import AGAIN_S
 from support.command import LOCKSTEP, bits, ended, finish, start, step_of, until, write
 from support.harness import tiny
+from support.messages import raises
 from support.places import TESTS_PATH
 
 pytestmark = [
@@ -56,5 +56,5 @@ def test_durations(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["soon", "3 hours", "'90'"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(RunError, match="max_time"):
+    with raises("LS1002", "max_time"):
         tiny(f"max_time={text}")

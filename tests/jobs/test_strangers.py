@@ -19,6 +19,7 @@ from lockstep.distributed import job_record
 from lockstep.launchers import slurm
 from lockstep.launchers.slurm import log_of
 from lockstep.training.exported_model import finished
+from support.messages import mentions, raises
 from support.saving import run_in, trained
 
 RUN = {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}, "steps": 4}
@@ -79,7 +80,7 @@ def test_no_file_outside_is_shown(theirs: Path, tmp_path: Path, capsys: pytest.C
         with pytest.raises(RunError, match="it is not read"):
             log_of(run, job_record.here("slurm", 1, "1", {"log": str(path)}))
     (theirs / "slurm-2.out").symlink_to("/etc/passwd")
-    with pytest.raises(RunError, match="it is not read"):
+    with raises("LS7000"):
         log_of(run, job_record.here("slurm", 1, "2"))
     beside = tmp_path / "slurm-12_3.out"  # a sweep's own
     assert log_of(run, job_record.here("slurm", 1, "15", {"log": str(beside)})) == beside
@@ -103,7 +104,7 @@ def test_a_process_that_another_user_names_is_not_stopped(
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert main(["stop", str(theirs), "--wait", "0"]) == 2  # it names this very process
-    assert "may name any process or job of yours" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, "LS8137")
 
 
 def test_code_of_the_folder_s_model_runs_only_if_asked_for(theirs: Path) -> None:
@@ -111,7 +112,7 @@ def test_code_of_the_folder_s_model_runs_only_if_asked_for(theirs: Path) -> None
     (theirs / "export/config.json").write_text("{}")
     asking = RUN | {"model": {"type": "gpt2", "trust_remote_code": True}}
     (theirs / "run.yaml").write_text(yaml.safe_dump(asking))
-    with pytest.raises(RunError, match="code of a folder runs only if you do"):
+    with raises("LS5052"):
         finished(theirs, [])
     assert main(["predict", str(theirs), "a text"]) == 2
     assert finished(theirs, ["model.trust_remote_code=true"])[0].model.trust_remote_code
@@ -130,7 +131,7 @@ def test_a_link_is_not_pushed(linked: str, theirs: Path, tmp_path: Path, monkeyp
         (theirs / linked).parent.mkdir(parents=True)
         (theirs / "export/README.md").write_text("a card")
         (theirs / linked).symlink_to(real / "README.md")
-    with pytest.raises(RunError, match="is a link; what it leads to is not pushed"):
+    with raises("LS6018"):
         push(theirs, "user/model", True, print)
 
 
@@ -161,9 +162,9 @@ def test_a_folder_s_name_runs_nothing_in_an_array_s_file(name: str, tmp_path: Pa
 
 
 def test_a_newline_ends_no_line_of_a_job_s_file(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="no sbatch file can hold"):
+    with raises("LS7395"):
         slurm.text_of(job(Path("/data/a\ntouch ran")))
-    with pytest.raises(RunError, match="no sbatch file can hold"):
+    with raises("LS7395"):
         slurm.text_of(job(Path("/data"), here=Path("/a\ntouch ran")))
     assert shlex.split(slurm.text_of(job(Path("/data/a b"))).splitlines()[1].partition("again by hand:")[2]) == [
         "sbatch",

@@ -11,6 +11,7 @@ from lockstep.launchers.accelerate import Accelerate
 from lockstep.launchers.start import joined
 from lockstep.tools.verify import verify
 from support.harness import tiny
+from support.messages import raises
 
 ZERO = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}, "mixed_precision": "bf16"}
 PLAIN = {"distributed_type": "MULTI_GPU", "mixed_precision": "no", "use_cpu": True}
@@ -71,10 +72,10 @@ def test_the_default_configuration_counts_too(tmp_path: Path, monkeypatch: pytes
     Accelerate().plan(run)
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate/default_config.yaml").write_text(yaml.safe_dump(ZERO))
-    with pytest.raises(RunError, match=r"default_config\.yaml, which accelerate reads"):
+    with raises("LS7303", "default_config.yaml"):
         Accelerate().plan(run)
     (tmp_path / "accelerate/default_config.yaml").write_text("a: [")
-    with pytest.raises(RunError, match="is not valid"):
+    with raises("LS7301"):
         Accelerate().plan(run)
 
 

@@ -18,6 +18,7 @@ from lockstep.launchers.slurm import Slurm, array_plan, state_of
 from support import golden
 from support.command import LOCKSTEP, bits, ended, start, write
 from support.harness import tiny
+from support.messages import mentions, raises
 
 PLAIN = {"name": "slurm", "machines": 2, "processes": 1, "device": "cpu", "threads": 1}
 
@@ -160,7 +161,7 @@ def test_without_sbatch(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setenv("PATH", str(here / "none"))
     write(here, launch=PLAIN)
     assert main(["train", "run.yaml"]) == 2
-    assert "needs the program sbatch" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, "LS7386")
     assert {p.name for p in here.iterdir()} == {"run.yaml"}
 
 
@@ -191,7 +192,7 @@ def test_a_job_is_submitted_followed_and_stopped(
     write(here, launch=PLAIN)
     (here / "state").write_text("PENDING")
     assert main(["train", "run.yaml", "--detach"]) == 0
-    assert "job 7 is queued" in capsys.readouterr().out
+    assert "job 7 is submitted" in capsys.readouterr().out
     record = job_record.read(here / "out")
     assert record is not None
     assert (record.launcher, record.job, record.processes) == ("slurm", "7", 2)
@@ -211,7 +212,7 @@ def test_a_job_is_submitted_followed_and_stopped(
     assert main(["logs", "out", "--follow"]) == 0
     assert capsys.readouterr().out == "step 1\nstep 2\n"
     assert main(["status", "out", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["facts"]
     assert (found["state"], found["status"], found["job"]) == ("stopped", 75, "7")
 
 
@@ -287,7 +288,7 @@ def test_a_batch_script_is_no_task(lacking: str) -> None:
 
 
 def test_half_of_the_variables_is_told() -> None:
-    with pytest.raises(RunError, match="SLURM_STEP_NODELIST"):
+    with raises("LS7350", "SLURM_STEP_NODELIST"):
         srun.task_of({k: v for k, v in STEP.items() if k != "SLURM_STEP_NODELIST"})
 
 

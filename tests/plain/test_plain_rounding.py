@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +42,7 @@ def test_each_draw_moves_other_weights() -> None:
 
 def record(loss: float, norm: float) -> train.StepRecord:
     weight = {"weight": torch.ones(SIZE)}
-    return train.StepRecord(loss, norm, math.nan, weight, weight)
+    return train.StepRecord(loss, norm, weight, weight)
 
 
 def compared(monkeypatch: pytest.MonkeyPatch, optimizer: str, precision: str, apart: float, spread: float) -> list[str]:

@@ -13,8 +13,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from lockstep.config.run import load
-from lockstep.launchers.cloud.kubernetes_manifests import pod
-from lockstep.launchers.kubernetes import Kubernetes
+from lockstep_clouds.kubernetes import Kubernetes
+from lockstep_clouds.kubernetes_manifests import pod
 from support.places import ROOT
 
 DOCKERFILE = ROOT / "docker/Dockerfile"
@@ -97,7 +97,7 @@ def test_what_is_copied_suffices_to_install(tmp_path: Path) -> None:
     for words in given("COPY"):
         *sources, target = shlex.split(words)
         for source in sources:
-            to = tmp_path / "image" / target / ("" if source == "src" else source)
+            to = tmp_path / "image" / target / ("" if source in ("src", "packages") else source)
             if (ROOT / source).is_dir():
                 shutil.copytree(ROOT / source, to, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
             else:

@@ -18,20 +18,20 @@ KEYS = [key for key, section in messages._fields(Run).items() if section is None
 
 
 def test_every_key_is_documented() -> None:
-    text = (ROOT / "docs/run-file.md").read_text()
+    text = (ROOT / "docs/reference/run-file.md").read_text()
     assert [key for key in KEYS if f"`{key}`" not in text] == []
 
 
 @pytest.mark.parametrize("task", [name for name in plugins.names("tasks") if name != "classification"])
 def test_every_key_of_every_task_is_documented(task: str) -> None:
-    page = (ROOT / "docs/tasks.md").read_text().partition(f"## `{task}`")[2].partition("\n## ")[0]
+    page = (ROOT / "docs/reference/tasks.md").read_text().partition(f"## `{task}`")[2].partition("\n## ")[0]
     fields = plugins.find("tasks", task).Options.model_fields  # type: ignore[attr-defined]
     rows = [f"| `task.{key}` |" for key in fields] + [str(field.description) for field in fields.values()]
     assert [row for row in rows if row not in page] == []
 
 
 def test_every_optimizer_and_every_key_of_it_is_documented() -> None:
-    page = (ROOT / "docs/optimizers.md").read_text()
+    page = (ROOT / "docs/reference/optimizers.md").read_text()
     for name in plugins.names("optimizers"):
         assert f"| `{name}` |" in page
         for key, field in plugins.find("optimizers", name).Options.model_fields.items():  # type: ignore[attr-defined]
@@ -40,7 +40,7 @@ def test_every_optimizer_and_every_key_of_it_is_documented() -> None:
 
 
 def test_every_strategy_is_explained() -> None:
-    text = (ROOT / "docs/strategies.md").read_text()
+    text = (ROOT / "docs/reference/strategies.md").read_text()
     assert [name for name in plugins.names("strategies") if f"{name}.py" not in text] == []
 
 
@@ -57,7 +57,7 @@ def test_run_files_load_and_can_be_planned(path: Path, capsys: pytest.CaptureFix
 
 
 def test_every_command_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs/commands.md").read_text()
+    text = (ROOT / "docs/reference/commands.md").read_text()
     assert main(["--help"]) == 0
     listed = capsys.readouterr().out.partition("COMMAND")[2]
     for name in commands.HELP:
@@ -65,10 +65,41 @@ def test_every_command_is_documented(capsys: pytest.CaptureFixture[str]) -> None
         assert f"lockstep {name}" in text
 
 
+DOCS = ROOT / "docs"
+
+
+def _named() -> set[str]:
+    return set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
+
+
 def test_every_page_is_in_the_site_s_navigation() -> None:
     """`make site` refuses to build otherwise."""
-    named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
-    assert {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - named == set()
+    assert {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - _named() == set()
+
+
+def test_addresses_that_pages_had_lead_to_pages() -> None:
+    moved = re.findall(r"^ {8}([\w/-]+\.md): ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert len(moved) > 40
+    assert [to for _, to in moved if to not in _named()] == []
+    assert [old for old, _ in moved if (DOCS / old).exists()] == []
+
+
+MOST_WORDS = 1500  # of a page that is read from top to bottom; reference is looked up
+
+
+@pytest.mark.parametrize("folder", ["tutorials", "how-to", "explanation"])
+def test_a_page_can_be_read_at_one_sitting(folder: str) -> None:
+    long = {page.name: len(page.read_text().split()) for page in (DOCS / folder).rglob("*.md")}
+    assert {name: words for name, words in long.items() if words > MOST_WORDS} == {}
+
+
+def test_readme_can_be_read_in_a_minute_or_two() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+
+
+def test_pages_stand_by_purpose() -> None:
+    rooms = {"tutorials", "how-to", "reference", "explanation"}
+    assert {page.relative_to(DOCS).parts[0] for page in DOCS.rglob("*.md")} <= {"index.md", *rooms}
 
 
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / f"{n}.md" for n in ("README", "CONTRIBUTING", "AGENTS"))]
@@ -84,7 +115,11 @@ def test_every_link_to_a_file_and_every_named_test_is_there(page: Path) -> None:
 
 
 def _agents() -> ModuleType:
-    spec = spec_from_file_location("agents", ROOT / "docs/agents.py")
+    return _script("agents")
+
+
+def _script(name: str) -> ModuleType:
+    spec = spec_from_file_location(name, ROOT / f"docs/{name}.py")
     assert spec
     assert spec.loader
     module = module_from_spec(spec)
@@ -98,7 +133,12 @@ def test_what_agents_are_told_is_what_contributing_says() -> None:
     assert len(text.split()) < 1500
 
 
+def test_the_options_of_commands_are_those_of_the_parsers() -> None:
+    text = (DOCS / "reference/options.md").read_text(encoding="utf-8")
+    assert text == _script("options").page(), "PYTHONPATH=src python docs/options.py writes it"
+
+
 def test_the_list_of_pages_has_every_page_of_the_index() -> None:
-    listed = set(re.findall(r"\(([\w-]+)\.html\)", _agents().llms()))
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    listed = set(re.findall(r"\(([\w/-]+)\.html\)", _agents().llms()))
+    pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md")} - {"index"}
     assert pages - listed == set()

@@ -11,12 +11,19 @@ from typing import NamedTuple
 import pytest
 
 import lockstep
+from support.places import ROOT as CHECKOUT
 from support.places import TESTS
 
 ROOT = Path(lockstep.__file__).parent
 FILES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 
-# From the ground up. Four files beside them (`api`, `cli`, `__init__`, `__main__`) are the roof, `_version` the ground.
+# The distributions beside lockstep-train: package -> the highest room that its files import from, as one room's do.
+PACKAGES = {"lockstep_clouds": "launchers", "lockstep_plan": "tools"}
+PACKAGE_ADAPTERS = ("lockstep_plan/simulated.py",)  # as `ADAPTERS` below
+PACKAGE_FILES = {name: sorted((CHECKOUT / "packages").glob(f"*/src/{name}/**/*.py")) for name in PACKAGES}
+
+# From the ground up. Four files beside them (`api`, `cli`, `__init__`, `__main__`) are the roof, `_coded` and
+# `_version` the ground.
 ROOMS = (
     "plain",
     "trace",
@@ -32,7 +39,8 @@ ROOMS = (
     "tools",
 )
 
-# Where private names of torch, transformers, accelerate and deepspeed may be used: docs/engines.md has a row for each.
+# Where private names of torch, transformers, accelerate and deepspeed may be used: docs/explanation/engines.md has a
+# row for each.
 ADAPTERS = (
     "strategies/engines/",
     "trace/tracer/deepspeed_engine.py",
@@ -46,7 +54,7 @@ ENGINES = ("torch", "transformers", "accelerate", "deepspeed")
 def floor(path: str) -> int:
     """Of a file or folder below `ROOT`."""
     room = path.partition("/")[0]
-    if room == "_version.py":
+    if room in ("_coded.py", "_version.py"):
         return -1
     return ROOMS.index(room) if room in ROOMS else len(ROOMS)
 
@@ -121,7 +129,14 @@ def file_of(module: str) -> str | None:
 def test_the_house_is_seen_at_a_glance() -> None:
     inside = [p for p in ROOT.iterdir() if p.name != "__pycache__"]
     assert sorted(p.name for p in inside if p.is_dir()) == sorted(ROOMS)
-    assert sorted(p.stem for p in inside if p.suffix == ".py") == ["__init__", "__main__", "_version", "api", "cli"]
+    assert sorted(p.stem for p in inside if p.suffix == ".py") == [
+        "__init__",
+        "__main__",
+        "_coded",
+        "_version",
+        "api",
+        "cli",
+    ]
     folders = [p for p in ROOT.rglob("*") if p.is_dir() and any(p.glob("*.py"))]
     assert not [p.name for p in folders if p.name in ("parts", "utils", "common", "helpers", "misc")]
     for folder in folders:  # says what it is for
@@ -132,6 +147,26 @@ def test_a_file_imports_from_its_own_room_and_those_below() -> None:
     ours = [(file, found) for file in FILES for name, _ in facts(ROOT / file).imports if (found := file_of(name))]
     above = [f"{file}: {found}" for file, found in ours if floor(found) > floor(file)]
     assert above == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_distribution_beside_it_imports_the_core_by_its_public_modules(package: str) -> None:
+    assert PACKAGE_FILES[package]
+    for file in PACKAGE_FILES[package]:
+        names = [name for name, _ in facts(file).imports if name.partition(".")[0] == "lockstep"]
+        rooms = {name: floor(file_of(name) or "") for name in names if name != "lockstep"}
+        assert [name for name, room in rooms.items() if room > ROOMS.index(PACKAGES[package])] == [], file
+        assert [name for name in names if any(part.startswith("_") for part in name.split("."))] == [], file
+        assert [name for name, _ in facts(file).imports if name.partition(".")[0] in PACKAGES.keys() - {package}] == []
+        if not str(file).endswith(PACKAGE_ADAPTERS):
+            assert facts(file).private == [], file
+
+
+def test_the_core_imports_no_distribution_beside_it() -> None:
+    """What it has of them, it finds by their entry points, as it finds anybody's."""
+    names = [(file, name) for file in FILES for name, _ in facts(ROOT / file).imports]
+    assert len(names) > 1000
+    assert [(file, name) for file, name in names if name.partition(".")[0] in PACKAGES] == []
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -198,8 +233,11 @@ def test_what_engines_keep_private_is_used_in_adapters_only() -> None:
 
 
 def test_every_adapter_is_in_the_table() -> None:
-    page = (TESTS.parent / "docs/engines.md").read_text()
+    page = (TESTS.parent / "docs/explanation/engines.md").read_text()
     using = [f for f in FILES if f.startswith(ADAPTERS) and facts(ROOT / f).private]
+    packages = [f for files in PACKAGE_FILES.values() for f in files if str(f).endswith(PACKAGE_ADAPTERS)]
+    assert len(packages) == len(PACKAGE_ADAPTERS)
+    using += [file.relative_to(CHECKOUT).as_posix() for file in packages if facts(file).private]
     assert [file for file in using if f"`{file}`" not in page] == []
 
 
@@ -248,21 +286,23 @@ ELASTIC = "launchers/processes/elastic"  # runs on machines that train
 
 
 def test_what_a_submitting_machine_needs_imports_no_torch_at_the_top() -> None:
-    needed = [file for file in FILES if file.startswith(SUBMITTING) and not file.startswith(ELASTIC)]
+    needed = [ROOT / file for file in FILES if file.startswith(SUBMITTING) and not file.startswith(ELASTIC)]
+    needed += PACKAGE_FILES["lockstep_clouds"]
     heavy = ("torch", "transformers", "datasets")
-    at_top = [(file, name) for file in needed for name, top in facts(ROOT / file).imports if top]
+    at_top = [(file, name) for file in needed for name, top in facts(file).imports if top]
     assert at_top
     assert [f"{file}: {name}" for file, name in at_top if name.split(".")[0] in heavy] == []
 
 
 def test_a_file_can_be_held_in_the_head() -> None:
-    lines = {path: len(path.read_text().splitlines()) for path in [*ROOT.rglob("*.py"), *TESTS.rglob("*.py")]}
+    paths = [*ROOT.rglob("*.py"), *TESTS.rglob("*.py"), *(file for files in PACKAGE_FILES.values() for file in files)]
+    lines = {path: len(path.read_text().splitlines()) for path in paths}
     assert {str(path): count for path, count in lines.items() if count >= 700} == {}
 
 
 def test_a_function_can_be_read_without_scrolling() -> None:
-    long = [f"{file}: {name}" for file in FILES for name, lines in facts(ROOT / file).functions.items() if lines >= 60]
-    assert long == []
+    paths = [*(ROOT / file for file in FILES), *(file for files in PACKAGE_FILES.values() for file in files)]
+    assert [f"{file}: {name}" for file in paths for name, lines in facts(file).functions.items() if lines >= 60] == []
 
 
 @pytest.mark.processes

@@ -7,6 +7,7 @@ from support.places import ROOT, TESTS
 
 BESIDE = {"support", "golden"}  # folders that hold no tests
 ROOMS = {path.name for path in (ROOT / "src/lockstep").iterdir() if path.is_dir() and path.name[0] != "_"}
+ROOMS |= {path.name.removeprefix("lockstep-") for path in (ROOT / "packages").iterdir()}
 WHOLE = {
     "jobs",
     "repo",

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.optim import learning_rate
@@ -20,6 +20,7 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
 from support.harness import build, digest, run_on, tiny
+from support.messages import raises
 from support.strategy_runs import steps_of
 from support.task_runs import make
 
@@ -272,9 +273,7 @@ def test_a_resumed_run_has_the_same_bits(precision: str) -> None:
 
 def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(
-        RunError, match=r"model\.compile: this machine has no C.. compiler 'no-such-compiler'"
-    ) as caught:
+    with raises("LS4046", "'no-such-compiler'") as caught:
         blocks.check(tiny(COMPILE), here=True)
     assert "\n" not in str(caught.value)
     blocks.check(tiny(COMPILE), here=False)  # the ranks look for themselves
@@ -284,7 +283,7 @@ def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_deepspeed(name: str) -> None:
     options = {"deepspeed": {"zero_stage": 2}} if name == "hf_accelerate" else {}
     run = tiny(COMPILE, strategy={"name": name, "options": options})
-    with pytest.raises(RunError, match=r"model\.compile: DeepSpeed"):
+    with raises("LS4142"):
         resolve_strategy(run, 1)
 
 
@@ -293,7 +292,7 @@ def test_a_layer_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
         raise NotImplementedError("no kernel for this")
 
     monkeypatch.setattr(blocks, "BACKEND", backend)
-    with pytest.raises(RunError, match=r"model\.compile: torch.compile cannot take a layer of this model: .*no kernel"):
+    with raises("LS4048"):
         here(COMPILE)
 
 

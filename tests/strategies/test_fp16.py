@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import gradient
 from lockstep.strategies.exact.gradient import FIRST_SCALE, HIGHEST_SCALE, LOWEST_SCALE, SCALE_INTERVAL, LossScale
@@ -21,6 +21,7 @@ from lockstep.training.resolve import resolve_strategy
 from support import checkpoints
 from support.command import lines, train, write
 from support.harness import build, digest, run_on, tiny
+from support.messages import raises
 from support.misbehaving import planted
 from support.places import TESTS_PATH
 from support.strategy_runs import EXACT, worlds
@@ -219,5 +220,5 @@ def test_a_loss_that_is_not_finite_is_what_it_is_in_fp32(what: str, wanted: str)
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 def test_deepspeed_is_refused(name: str) -> None:
     pytest.importorskip("deepspeed")
-    with pytest.raises(RunError, match="precision: fp16, but DeepSpeed"):
+    with raises("LS4143"):
         resolve_strategy(tiny(f"strategy.name={name}", "precision=fp16"), 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.config.plugins import find
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.fsdp import TreeScatter
 from lockstep.strategies.fsdp2 import FSDP2
@@ -14,6 +14,7 @@ from lockstep.tasks.models import padding
 from lockstep.training.data_loader import StepLoader
 from support.fsdp2_runs import LLAMA, of
 from support.harness import build, run_on, tiny
+from support.messages import raises
 from support.written import Written
 
 
@@ -123,7 +124,8 @@ def written(world: World, run: Run) -> tuple[int, int]:
 @pytest.mark.processes
 def test_only_the_first_rank_ever_holds_the_whole_model() -> None:
     """A part is a quarter of the model; the rest is one weight on its way, or two while a thread has not let go. The
-    system's count of pages once read 0.71, when freed memory was kept from before the build: docs/log.md, "Memory"."""
+    system's count of pages once read 0.71, when freed memory was kept from before the build:
+    benchmarks/log.md, "Memory"."""
     large = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 4, "n_embd": 128, "n_positions": 32}}
     run = tiny("strategy.name=fsdp2", model=large)
     (first, size), *others = run_on(4, written, run, run=run)
@@ -162,20 +164,20 @@ def test_the_control_fsdp_s_own_sums_have_other_bits(single: dict) -> None:
 @pytest.mark.parametrize(
     ("options", "ranks", "said"),
     [
-        ({"shards": 2}, 2, "fsdp2 has no option shards"),
-        ({"replicate": 2}, 3, "3 processes cannot be 2 replica"),
-        ({"replicate": 2}, 2, "nothing to shard"),
-        ({"replicate": 0}, 2, "not a positive number"),
-        ({"param_dtype": "fp8"}, 2, "strategy.options.param_dtype"),
-        ({"reshard_after_forward": "no"}, 2, "strategy.options.reshard_after_forward"),
-        ({"tensor_parallel": 2}, 2, "no plan for gpt2"),
+        ({"shards": 2}, 2, ("LS4070",)),
+        ({"replicate": 2}, 3, ("LS4077", "3", "2")),
+        ({"replicate": 2}, 2, ("LS4078",)),
+        ({"replicate": 0}, 2, ("LS4076",)),
+        ({"param_dtype": "fp8"}, 2, ("LS4080", "strategy.options.param_dtype")),
+        ({"reshard_after_forward": "no"}, 2, ("LS4079",)),
+        ({"tensor_parallel": 2}, 2, ("LS4103", "gpt2")),
     ],
 )
-def test_what_cannot_work_is_refused(options: dict, ranks: int, said: str) -> None:
-    with pytest.raises(RunError, match=said):
+def test_what_cannot_work_is_refused(options: dict, ranks: int, said: tuple[str, ...]) -> None:
+    with raises(*said):
         FSDP2.check(tiny(strategy={"name": "fsdp2", "options": options}), ranks)
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
-    with pytest.raises(RunError, match="2 num_key_value_heads"):
+    with raises("LS4104", "2", "num_key_value_heads"):
         FSDP2.check(tiny(model=LLAMA, strategy={"name": "fsdp2", "options": {"tensor_parallel": 4}}), 4)

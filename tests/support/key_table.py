@@ -1,8 +1,9 @@
-"""Every key of the run file, with what changing it changes: the data of docs/run-file-keys.md and of its test.
+"""Every key of the run file, with what changing it changes: the data of docs/reference/run-file-keys.md and
+of its test.
 
 In: nothing. Out: `KEYS`, a key -> `Tried`, a pair of small runs that differ in the key and what must differ between
 them, or `Elsewhere`, the test file that tries it, because it needs several processes, a network, a cluster or a GPU.
-`PYTHONPATH=tests python -m support.key_table` writes docs/run-file-keys.md.
+`PYTHONPATH=tests python -m support.key_table` writes docs/reference/run-file-keys.md.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from support.places import ROOT
 
-PAGE = ROOT / "docs/run-file-keys.md"
+PAGE = ROOT / "docs/reference/run-file-keys.md"
 # What may differ between two runs, and in which words the page says so.
 EFFECTS = {
     "order": "which examples stand in which step and micro-batch",
@@ -176,11 +177,11 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "strategy.exact": Elsewhere("weights", "strategies/test_strategies.py", "several processes"),
     "strategy.all_reduce": Tried("strategy.all_reduce=hierarchical", "nothing"),
     "strategy.options": Elsewhere("weights", "strategies/test_fsdp2.py", "the engine of each strategy"),
-    "launch.name": Elsewhere("job", "tools/test_plan.py", "each launcher"),
+    "launch.name": Elsewhere("job", "launchers/test_accelerate_config.py", "each launcher"),
     "launch.processes": Elsewhere("nothing", "strategies/test_strategies.py", "several processes"),
     "launch.device": Elsewhere("weights", "strategies/test_gpu.py", "a GPU"),
     "launch.processes_per_gpu": Elsewhere("nothing", "launchers/test_shared_gpus.py", "a GPU"),
-    "launch.threads": Elsewhere("weights", "tools/test_calibrate.py", "several threads"),
+    "launch.threads": Elsewhere("weights", "launchers/test_torchrun.py", "several threads"),
     "launch.max_restarts": Tried("launch.max_restarts=1", "nothing"),
     "launch.on_rank_failure": Elsewhere("nothing", "training/test_going_on.py", "several processes"),
     "launch.replicate_every": Elsewhere("nothing", "training/test_lost_shards.py", "several processes"),
@@ -214,7 +215,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "average.ema": Tried("average.ema=0.5", "export scores"),
     "average.ema_warmup": Tried("average.ema_warmup=false", "export scores", beside=("average.ema=0.9",)),
     "average.last": Tried("average.last=2", "export files scores", beside=("checkpoint.every=1", "checkpoint.keep=1")),
-    "verify.plain": Elsewhere("nothing", "plain/test_plain.py", "a run that is wrong"),
+    "verify.plain": Elsewhere("nothing", "plain/test_plain_check.py", "a run that is wrong"),
     # track, profile, hub
     "track.to": Elsewhere("files", "track/test_trackers.py", "trackers"),
     "track.every": Tried("track.every=3", "files"),
@@ -234,7 +235,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.tokenizers": Tried("task.tokenizers=separate", "inputs weights", "translation"),
     "task.loss_chunk": Tried("task.loss_chunk=16", "weights", "documents"),
     "task.target_length": Tried("task.target_length=5", "order weights", "translation"),
-    "task.beams": Tried("task.beams=2", "text", "translation"),
+    "task.beams": Tried("task.beams=4", "scores", "easy", LEARNED),
     "task.bleu": Tried("task.bleu=false", "scores", "translation"),
     "task.bleu_tokenizer": Tried("task.bleu_tokenizer=char", "scores", "easy", LEARNED),
     "task.rouge": Elsewhere("scores", "tasks/test_summarization.py", "a task of its own"),
@@ -260,7 +261,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.length": Elsewhere("order", "tasks/test_own_module_data.py", "code of one's own"),
     "task.targets": Elsewhere("weights", "tasks/test_own_module.py", "code of one's own"),
     "task.metrics": Elsewhere("scores", "tasks/test_own_module.py", "code of one's own"),
-    "task.generate": Elsewhere("text", "support/own_modules.py", "code of one's own"),
+    "task.generate": Elsewhere("text", "tasks/test_own_module_strategies.py", "code of one's own"),
     "task.model_arguments": Elsewhere("weights", "tools/test_moving_loops.py", "code of one's own"),
     "task.data_arguments": Elsewhere("order", "tasks/test_own_module_data.py", "code of one's own"),
     "task.chosen": Tried("task.chosen=rejected", "order weights", "preference", ("task.rejected=prompt",)),
@@ -268,9 +269,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.conversations": Elsewhere("inputs", "tasks/test_preference.py", "conversations"),
     "task.beta": Tried("task.beta=0.5", "weights", "preference"),
     "task.gamma": Tried("task.gamma=2", "weights", "preference", ("task.loss=simpo",)),
-    "task.reference_batch_size": Tried(
-        "task.reference_batch_size=2", "inputs", "preference"
-    ),  # last bits of the reference
+    "task.reference_batch_size": Elsewhere("nothing", "tasks/test_preference.py", "batches of the reference"),
     "task.center": Tried("task.center=0.1", "weights", "reward"),
     "task.question": Tried("task.question=context", "order weights", "questions", ("data.max_length=64",)),
     "task.context": Elsewhere("inputs", "tasks/test_question_answering.py", "contexts with answers"),
@@ -298,12 +297,12 @@ LAUNCHERS = {
     "launchers/test_accelerate_config.py": "config_file",
     "launchers/test_slurm.py": "ranks partition account qos constraint time signal_before gpus cpus memory requeue "
     "setup extra python",
-    "launchers/test_kubernetes.py": "image pvc namespace kubeflow volumes environment secrets context wait",
-    "launchers/test_kubernetes_pods.py": "stuck_minutes",
-    "launchers/test_sagemaker.py": "role s3 region pytorch spot max_hours inputs",
-    "launchers/test_sagemaker_plan.py": "instance",
+    "clouds/test_kubernetes.py": "image pvc namespace kubeflow volumes environment secrets context wait",
+    "clouds/test_kubernetes_pods.py": "stuck_minutes",
+    "clouds/test_sagemaker.py": "role s3 region pytorch spot max_hours inputs",
+    "clouds/test_sagemaker_plan.py": "instance",
     "tools/test_moving_sagemaker.py": "wait_hours volume_gb",
-    "launchers/test_ray.py": "address workers placement",
+    "clouds/test_ray.py": "address workers placement",
     "launchers/test_other_keys.py": "grace_s requirements detach",
 }
 for test, names in LAUNCHERS.items():
@@ -333,7 +332,7 @@ def row(key: str, case: Tried | Elsewhere) -> str:
 
 
 def page() -> str:
-    """docs/run-file-keys.md."""
+    """docs/reference/run-file-keys.md."""
     words = "\n".join(f"- **{name}**: {text}" for name, text in EFFECTS.items())
     rows = "\n".join(row(key, KEYS[key]) for key in sorted(KEYS))
     return f"""# What each key changes

@@ -260,9 +260,9 @@ def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[A
     """A task, its strategy that is not built yet, and the batches of this rank on the host."""
     from lockstep.config import plugins
     from lockstep.data.prepare import prepare
-    from lockstep.tools.planner.fake_world import FakeWorld
     from lockstep.training.data_loader import StepLoader
     from lockstep.training.resolve import resolve_strategy
+    from lockstep_plan.fake_world import FakeWorld
     from support.harness import tiny
 
     ranks, rank = case["ranks"], case["rank"]
@@ -293,7 +293,7 @@ def build(task: Any, strategy: Any, stack: ExitStack) -> None:
     from torch.nn.parallel import distributed as parallel
 
     from lockstep.strategies import fsdp2
-    from lockstep.strategies.engines import simulated
+    from lockstep_plan import simulated
 
     stage_3 = strategy.run.strategy.name == "zero3"
     model, place = task.model, DEVICE if stage_3 else None  # DeepSpeed moves it by `.data`, which says nothing here

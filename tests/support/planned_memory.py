@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.strategies.engines.simulated import Storages
-from lockstep.tools.planner.fake_world import Simulated, middle, simulate
 from lockstep.training.data_loader import StepLoader
+from lockstep_plan.fake_world import Simulated, middle, simulate
+from lockstep_plan.simulated import Storages
 from support.harness import build
 
 NEAR = 0.05

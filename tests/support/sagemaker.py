@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lockstep.config.run import Run, load
-from lockstep.launchers.sagemaker import Sagemaker
+from lockstep_clouds.sagemaker import Sagemaker
 from support.harness import TINY
 
 LAUNCH = {
@@ -33,8 +33,8 @@ RUN = TINY | {"name": "tiny", "output": "out", "launch": LAUNCH}
 
 
 def needs(module: str) -> Any:
-    """A module of the extras sagemaker and clouds; without it the test ends here."""
-    return pytest.importorskip(module, reason="needs the extras sagemaker and clouds")
+    """A module of the extras sagemaker and cloud-tests; without it the test ends here."""
+    return pytest.importorskip(module, reason="needs the extras sagemaker and cloud-tests")
 
 
 @pytest.fixture

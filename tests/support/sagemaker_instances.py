@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.run import load
-from lockstep.launchers.cloud.code_bundle import archive
-from lockstep.launchers.cloud.sagemaker_request import COMMAND
-from lockstep.launchers.sagemaker import Sagemaker
+from lockstep_clouds.code_bundle import archive
+from lockstep_clouds.sagemaker import Sagemaker
+from lockstep_clouds.sagemaker_request import COMMAND
 from support.harness import LEAN, TINY
 from support.hosts import Hosts
 from support.sagemaker import LAUNCH

@@ -126,7 +126,7 @@ def state_of(folder: Path, cache: Path) -> dict[str, Any]:
 
     status, out, err = ended(start([*LOCKSTEP, "status", "out", "--json"], folder, cache))
     assert status == 0, err
-    return dict(json.loads(out))
+    return dict(json.loads(out)["facts"])
 
 
 assert sys.platform != "win32"

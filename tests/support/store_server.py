@@ -222,7 +222,7 @@ def _name(listed: bytes) -> str:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Store]:
-    pytest.importorskip("obstore", reason="needs the extras stores and clouds")
-    pytest.importorskip("moto", reason="needs the extras stores and clouds")
+    pytest.importorskip("obstore", reason="needs the extras stores and cloud-tests")
+    pytest.importorskip("moto", reason="needs the extras stores and cloud-tests")
     with Store() as store:
         yield store

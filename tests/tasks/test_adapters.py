@@ -16,6 +16,7 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
 from support.harness import build, digest, run_on
+from support.messages import raises
 from support.task_runs import make
 
 pytest.importorskip("peft")
@@ -158,5 +159,5 @@ def test_without_peft_it_says_how_to_get_it(folder: Path, monkeypatch: pytest.Mo
     from lockstep.tasks.models import adapters
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RunError, match="lockstep-train\\[peft\\]"):
+    with raises("LS3070"):
         adapters.check(run_of(folder, "documents"))

@@ -16,6 +16,7 @@ import torch
 from lockstep.distributed.world import World
 from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
+from lockstep.training.plain_sides import with_defaults
 from support.harness import build
 from support.task_runs import make, sentence, write
 
@@ -90,7 +91,7 @@ def judged(task: Any, model: Any, batch: Any) -> tuple[float, dict[str, torch.Te
 def by_plain(task: Any, model: Any, folder: Path, reference: Any = None) -> tuple[float, dict[str, torch.Tensor]]:
     """Mean loss and its gradients by `lockstep.plain`, from the raw rows on."""
     rows = [dict(row) for row in rows_of(folder, task.run.task.name)]
-    job = Plain(task.run.model_dump(mode="json"), task.prepared.tokenizer, {"train": rows})
+    job = Plain(with_defaults(task.run), task.prepared.tokenizer, {"train": rows})
     job.reference = reference
     model.zero_grad()
     total, count = batch_loss(job, model, job.encode(rows))

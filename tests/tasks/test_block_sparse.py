@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from lockstep.config.run import RunError
 from lockstep.tasks.models import block_sparse, models
 from support.harness import tiny
+from support.messages import raises
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
 
@@ -43,7 +43,7 @@ def test_a_forward_draws_nothing() -> None:
 def test_texts_of_which_some_would_change_it_are_refused(family: str) -> None:
     config = AutoConfig.for_model(family)
     block_sparse.check(config, 704, "data.max_length")
-    with pytest.raises(RunError, match=r"model\.config\.attention_type: .* at the first texts of at most 704 tokens"):
+    with raises("LS3080", "704"):
         block_sparse.check(config, 705, "data.max_length")
     config.attention_type = "original_full"
     block_sparse.check(config, 705, "data.max_length")
@@ -51,5 +51,5 @@ def test_texts_of_which_some_would_change_it_are_refused(family: str) -> None:
 
 def test_a_run_is_refused_before_it_starts() -> None:
     run = tiny("data.max_length=800", model={"type": "big_bird", "config": SMALL | {"max_position_embeddings": 1024}})
-    with pytest.raises(RunError, match="for good"):
+    with raises("LS3080"):
         models.check(run)

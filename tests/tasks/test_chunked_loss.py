@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHeadModel
 
-from lockstep.config.run import RunError
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
 from lockstep.tasks.models import chunked_loss, storage_dtype
 from support.harness import run_on
+from support.messages import raises
 from support.task_runs import make, trained
 
 VOCABULARY = 97
@@ -189,7 +189,7 @@ def test_an_adapter_around_the_model() -> None:
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-4)
     trained = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], modules_to_save=["lm_head"])
-    with pytest.raises(RunError, match=r"this has a peft\."):
+    with raises("LS3094"):
         chunked_loss.install(peft.get_peft_model(model_of("gpt2"), trained), 4)
 
 
@@ -244,31 +244,31 @@ class Added(GPT2LMHeadModel):
 @pytest.mark.parametrize("kind", [Doubled, Added])
 def test_a_model_that_makes_something_else_of_its_logits_is_refused(kind: Any) -> None:
     model = kind(AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, **GPT2))
-    with pytest.raises(RunError, match="what a gpt2 makes of its head's logits is not known") as caught:
+    with raises("LS3097", "gpt2") as caught:
         chunked_loss.install(model, 4)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("head", "kind"), [(None, "none"), (nn.Bilinear(2, 2, 2), r"a torch\.nn\.modules\.linear\.Bilinear")]
+    ("head", "kind"), [(None, "none"), (nn.Bilinear(2, 2, 2), "a torch.nn.modules.linear.Bilinear")]
 )
 def test_a_head_that_is_no_linear_layer_is_refused(head: Any, kind: str) -> None:
     model = GPT2LMHeadModel(AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, **GPT2))
     model.get_output_embeddings = lambda: head
-    with pytest.raises(RunError, match=f"whose head is a linear layer, and this has {kind}"):
+    with raises("LS3094", kind):
         chunked_loss.install(model, 4)
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("task.loss_chunk=8", "strategy.name=fsdp2", "strategy.options.tensor_parallel=2"), "was not tried with"),
-        (("task.loss_chunk=8", "precision=fp16", "launch.device=cuda"), "before they are scaled, as fp16 needs"),
-        (("task.loss_chunk=liger", "launch.device=cpu"), "Triton kernels, which run on GPUs only"),
+        (("task.loss_chunk=8", "strategy.name=fsdp2", "strategy.options.tensor_parallel=2"), ("LS3090",)),
+        (("task.loss_chunk=8", "precision=fp16", "launch.device=cuda"), ("LS3091", "fp16")),
+        (("task.loss_chunk=liger", "launch.device=cpu"), ("LS3092",)),
     ],
 )
-def test_refused_before_a_process_starts(overrides: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=said) as caught:
+def test_refused_before_a_process_starts(overrides: tuple[str, ...], said: tuple[str, ...], tmp_path: Path) -> None:
+    with raises(*said) as caught:
         chunked_loss.check(make(tmp_path, "prompts", *overrides), "causal", here=True)
     assert str(caught.value).startswith("task.loss_chunk: ")
     assert "\n" not in str(caught.value)
@@ -292,7 +292,7 @@ def test_what_follows_the_head_is_looked_at_before_a_process_starts(
     run = make(tmp_path, kind, "task.loss_chunk=8", f"model.type={family}", f"model.config={config}")
     head = {"masked": "masked", "documents": "causal", "translation": "seq2seq"}[kind]
     if refused:
-        with pytest.raises(RunError, match=f"what a {family} makes of its head's logits is not known"):
+        with raises("LS3097", str(family)):
             chunked_loss.check(run, head, here=True)
     else:
         chunked_loss.check(run, head, here=True)
@@ -302,14 +302,14 @@ def test_liger_on_gpus_needs_its_package(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(chunked_loss.importlib.util, "find_spec", lambda name: None)
     run = make(tmp_path, "prompts", "task.loss_chunk=liger", "launch.device=cuda")
-    with pytest.raises(RunError, match=r"pip install 'lockstep-train\[liger\]'"):
+    with raises("LS3093"):
         chunked_loss.check(run, "causal", here=True)
     chunked_loss.check(run, "causal", here=False)  # a machine that submits need not have it
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "all", "true"])
 def test_what_is_no_number_of_tokens_is_refused(value: str, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"task\.loss_chunk"):
+    with raises("LS1002", "task.loss_chunk"):
         make(tmp_path, "prompts", f"task.loss_chunk={value}")
 
 

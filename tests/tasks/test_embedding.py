@@ -21,6 +21,8 @@ from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.tasks.embedding import Embedding
 from lockstep.tasks.models import pooling, retrieval
+from lockstep.training.plain_sides import with_defaults
+from support.messages import raises
 from support.task_runs import make, write
 
 SCORED = "task={name: embedding, anchor: anchor, positive: negative, score: score, score_range: [0, 5]}"
@@ -127,7 +129,7 @@ def test_rows_meet_by_chance_and_none_is_alone(rows: int, tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_told_apart_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="batch_size: 8 pairs in 8 micro-batches leave some without a second one"):
+    with raises("LS1119", "batch_size", "8"):
         make(tmp_path, "pairs", PAIRS, "batch_size=8")
     make(tmp_path, "pairs", "task={name: embedding, negative: negative}", "batch_size=8")  # each has its own
 
@@ -260,7 +262,7 @@ def test_the_loss_is_that_of_sentence_transformers(tmp_path: Path) -> None:
             ours = float(task.loss_sum(task.model().eval()(**batch.inputs), batch.targets)) / 6
             made = (loss or CosineSimilarityLoss)(model)
             theirs = float(made(read, torch.tensor([row["score"] / 5 for row in rows])))
-            job = Plain(task.run.model_dump(mode="json"), task.prepared.tokenizer, {"train": rows})
+            job = Plain(with_defaults(task.run), task.prepared.tokenizer, {"train": rows})
             plain, count = batch_loss(job, model[0].auto_model.eval(), job.encode(rows))
         assert ours == pytest.approx(theirs, rel=1e-4)
         assert float(plain) / count == pytest.approx(theirs, rel=1e-6)
@@ -303,15 +305,18 @@ def test_bad_input_is_refused_with_one_message(case: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("row", "wanted"),
     [
-        ({"anchor": "a b", "positive": " ", "negative": "c"}, "task.positive: column 'positive' of the train split"),
-        ({"anchor": "a b", "positive": "c  d", "negative": "c d"}, "task.negative: in 1 of 9 rows .* as task.positive"),
+        ({"anchor": "a b", "positive": " ", "negative": "c"}, ("LS2323", "task.positive", "'positive'")),
+        (
+            {"anchor": "a b", "positive": "c  d", "negative": "c d"},
+            ("LS2291", "task.negative", "1", "9", "task.positive"),
+        ),
     ],
 )
-def test_bad_rows_are_refused(row: dict[str, str], wanted: str, tmp_path: Path) -> None:
+def test_bad_rows_are_refused(row: dict[str, str], wanted: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "pairs").mkdir()
     good = [{"anchor": f"a {i}", "positive": f"b {i}", "negative": f"c {i}"} for i in range(8)]
     write(tmp_path / "pairs" / "train.jsonl", [*good, row])
-    with pytest.raises(RunError, match=wanted):
+    with raises(*wanted):
         task_of(make(tmp_path, "pairs"))
 
 
@@ -339,7 +344,7 @@ def test_an_export_says_how_it_pools_and_is_trained_on_so(how: str, tmp_path: Pa
     again = make(tmp_path, "pairs", PAIRS, f"model={{source: {tmp_path}}}", "tokenizer={}")
     assert task_of(again).prepared.facts["pooling"] == how
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
-    with pytest.raises(RunError, match="pools by pooling_mode_max_tokens"):
+    with raises("LS3160", "pooling_mode_max_tokens"):
         task_of(again)
 
 

@@ -17,6 +17,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.tasks.module import Module
 from lockstep.tasks.modules.dataset import INPUT
+from support.messages import raises
 from support.own_modules import MEAN, NET, NET_FUNCTIONS, found_of, job
 
 HEAD = MEAN.partition("def data")[0]
@@ -108,7 +109,7 @@ def test_what_an_item_draws_hangs_on_seed_step_and_place_alone(here: Path) -> No
 
 def test_an_error_in_an_item_names_it(here: Path) -> None:
     run = job(here, NET.replace("noise = ", "assert i != 50 or random.getstate() is None\n        noise = "))
-    with pytest.raises(RunError, match=r"item 50 failed: AssertionError.*\(mine_.*, line"):
+    with raises("LS3204", "50"):
         found_of(run)
 
 
@@ -127,7 +128,7 @@ def test_a_batch_of_targets_that_differ_from_the_first_count_is_refused(here: Pa
     code = of_data(PAIRS.format(20)).replace("answers)\n\n", "answers, reduction='sum')\n\n")
     code += "\n\ndef targets(item):\n    return 1 + int(2 * torch.rand(()))\n"
     task = task_of(job(here, code, functions=("targets",)))
-    with pytest.raises(RunError, match=r"task\.targets: item \d+ of the train split holds \d targets, and held \d"):
+    with raises("LS3218"):
         [task.collate_at(task.splits["train"], np.arange(18), 0, step) for step in range(9)]
 
 
@@ -241,7 +242,7 @@ def test_the_export_is_loaded_again_by_its_import_path(here: Path) -> None:
     inputs = torch.randn(4, 3)
     assert torch.equal(loaded(inputs), model.eval()(inputs))
     (here / "out/export/config.json").write_text("{}")
-    with pytest.raises(RunError, match="holds no model of the task module"):
+    with raises("LS3257"):
         lockstep.load(here / "out")
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from lockstep import api
 from lockstep.config import plugins
-from lockstep.config.run import RunError
 from lockstep.tools import import_path
 from support.harness import lockstep_environment
+from support.messages import raises
 from support.own_modules import MEAN
 
 SCRIPT = f"""
@@ -58,9 +58,9 @@ def test_names_of_what_a_module_holds(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "mine_named.py").write_text(MEAN)
     module: Any = plugins.attribute("mine_named.build").__globals__
     assert import_path.name_of(module["build"], "model") == "mine_named.build"
-    with pytest.raises(RunError, match="an object of list has no name of its own"):
+    with raises("LS8260"):
         import_path.name_of([1, 2], "data")
-    with pytest.raises(RunError, match=r"<lambda> has no name of its own"):
+    with raises("LS8260", "<lambda>"):
         import_path.name_of(lambda: None, "model")
 
 
@@ -68,14 +68,14 @@ def test_a_name_that_a_session_defines_is_refused(monkeypatch: pytest.MonkeyPatc
     session: Any = type(sys)("__main__")
     exec("def build(): ...", vars(session))
     monkeypatch.setitem(sys.modules, "__main__", session)
-    with pytest.raises(RunError, match=r"build is defined in this session.*put it into a file, my_file\.py"):
+    with raises("LS8262"):
         import_path.name_of(session.build, "model")
 
 
 def test_a_script_that_ends_the_program_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine_ends.py").write_text("import sys\nif len(sys.argv) != 77:\n    sys.exit('usage: ...')\n")
-    with pytest.raises(plugins.PluginError, match=r"mine_ends\.py ends the program while it is imported"):
+    with raises("LS1095", "mine_ends.py", error=plugins.PluginError):
         plugins.attribute("mine_ends.build")
     assert "mine_ends" not in sys.modules
 
@@ -85,7 +85,7 @@ def test_the_import_of_a_script_stops_where_it_starts_a_job(tmp_path: Path, monk
     text = "import lockstep\nbefore = 1\nlockstep.evaluate('nowhere')\nafter = 1\n"
     (tmp_path / "mine_stops.py").write_text(text)
     assert plugins.attribute("mine_stops.before") == 1
-    with pytest.raises(plugins.PluginError, match="no attribute 'after'"):
+    with raises("LS1095", "'after'", error=plugins.PluginError):
         plugins.attribute("mine_stops.after")
 
 

@@ -59,7 +59,7 @@ def test_ddp_on_three_and_fsdp2_on_two_have_the_bits_of_one(here: Path) -> None:
     (scores,) = lines(here / "single-1", "validation")
     assert scores["accuracy"] == scores["right"]
     assert scores["examples"] == 10
-    assert '"guess"' in (here / "single-1/samples.jsonl").read_text()
+    assert '"guess"' in (here / "single-1/samples.jsonl").read_text(), "task.generate writes it"
 
 
 @pytest.mark.slow

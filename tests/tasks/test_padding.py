@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from lockstep.config.plugins import find
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks.models import heads, model_configs, models, padding, unpadded
@@ -20,6 +20,7 @@ from lockstep.training import model_stats
 from lockstep.training.data_loader import StepLoader
 from support.family_configs import BERT, GROUPED, batch, gradients
 from support.harness import build, digest, run_on, tiny
+from support.messages import raises
 from support.task_runs import MARIAN, make
 
 MARIAN_CONFIG = MARIAN["config"] | {"max_position_embeddings": 64, "decoder_vocab_size": 60}
@@ -199,7 +200,7 @@ def test_what_a_run_file_says(key: str, why: str) -> None:
 
 
 def test_a_wrong_value_names_the_key() -> None:
-    with pytest.raises(RunError, match=r"data\.padding.*none"):
+    with raises("LS1002", "data.padding"):
         tiny("data.padding=longest")
 
 
@@ -299,9 +300,9 @@ def test_texts_that_share_a_block_are_read_apart(tmp_path: Path, way: str) -> No
 
 
 def test_texts_apart_are_for_packed_texts_and_families_that_can(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="attend_across_documents is about packed texts"):
+    with raises("LS3053"):
         reading(tmp_path, "task.packing=false", "task.attend_across_documents=false")
-    with pytest.raises(RunError, match=r"task\.attend_across_documents: false is not for this family") as caught:
+    with raises("LS3055") as caught:
         reading(
             tmp_path,
             "task.packing=true",

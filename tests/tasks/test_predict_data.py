@@ -16,6 +16,7 @@ from lockstep.config.run import RunError, load
 from lockstep.tasks.models.inference import answers
 from lockstep.training.predicting import predictions, row_of
 from support.harness import TINY
+from support.messages import mentions
 from support.task_runs import write
 
 ONE = ("launch.processes=1", "strategy=single", "micro_batches=2")
@@ -114,7 +115,7 @@ def test_what_cannot_be_asked_is_refused(output: Path, tmp_path: Path, capfd: py
     assert main(["predict", str(output), "it stands in some.csv", "lockstep.org", "x" * 400]) == 0
     assert len(capfd.readouterr().out.splitlines()) == 6
     assert main(["predict", str(output), "x", "--out", str(tmp_path / "none" / "x.jsonl")]) == 2
-    assert "cannot be written" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, "LS5079")
 
 
 def test_rows_of_pairs() -> None:
@@ -152,7 +153,7 @@ def test_a_checkpoint_is_asked_and_scored(output: Path, capfd: pytest.CaptureFix
         scored.append([line for line in capfd.readouterr().out.splitlines() if line.startswith("│")])
     assert scored[0] == scored[1] != scored[2]
     assert main(["predict", f"{output}/checkpoints/step-000009", "x"]) == 2
-    assert "step-000009 cannot be used: manifest.json" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, "LS5010", "step-000009", "manifest.json")
 
 
 def test_a_damaged_checkpoint_is_not_asked(output: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +163,7 @@ def test_a_damaged_checkpoint_is_not_asked(output: Path, tmp_path: Path, capfd: 
     content[-3] ^= 1
     shard.write_bytes(content)
     assert main(["predict", f"{copy}/checkpoints/step-000003", "x"]) == 2
-    assert "does not match its hash" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, "LS5010")
 
 
 # -- a run that begins from a run ------------------------------------------------------------------------------------
@@ -189,9 +190,9 @@ def test_what_has_no_model_is_refused(output: Path, tmp_path: Path, capfd: pytes
     copy = Path(shutil.copytree(output, tmp_path / "copy", symlinks=True))
     shutil.rmtree(copy / "export")
     assert begun_from(copy, tmp_path) == 2
-    assert "name one of its checkpoints, for example" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, "LS2080")
     assert begun_from(copy / "checkpoints/step-000009", tmp_path) == 2
-    assert "step-000009 cannot be used" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, "LS5010", "step-000009")
 
 
 def test_more_steps_start_from_the_export(output: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -211,4 +212,4 @@ def test_more_steps_start_from_the_export(output: Path, tmp_path: Path, capfd: p
     assert "out-7-steps is finished" in capfd.readouterr().out
     assert main([*words, "steps=3"]) == 2  # lowered
     assert main([*words, "steps=7", "seed=1"]) == 2  # something else changed, too
-    assert "other arithmetic" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, "LS6051")

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, load
 from lockstep.data import builtin
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
@@ -35,6 +35,7 @@ from lockstep.tasks.translation import Translation
 from lockstep.training.data_loader import StepLoader
 from support.harness import TINY, digest, lockstep_environment, run_on, tiny
 from support.harness import build as built
+from support.messages import raises
 from support.task_runs import TASKS, make
 
 
@@ -198,6 +199,6 @@ def test_weights_begin_where_torch_puts_them() -> None:
 def test_a_padding_token_without_an_embedding_is_refused() -> None:
     """It ended in an error of torch's in the first step."""
     tokenizer = SimpleNamespace(pad_token="[PAD]", pad_token_id=100)
-    with pytest.raises(RunError, match=r"padding token '\[PAD\]' has the number 100, .* embeddings for 100 tokens"):
+    with raises("LS3145", "'[PAD]'", "100"):
         models_of._prepare(GPT2Config(vocab_size=100), tokenizer, pretrained=True)
     models_of._prepare(GPT2Config(vocab_size=101), tokenizer, pretrained=True)

@@ -22,6 +22,7 @@ from lockstep.training import model_stats
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
 from support.harness import build, digest, run_on, tiny
+from support.messages import raises
 from support.task_runs import make
 
 WIDE = {
@@ -246,16 +247,16 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], said: str, m
 
 def test_without_the_library_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _library(monkeypatch, there=False)
-    with pytest.raises(RunError, match=r"lockstep-train\[quantization\]"):
+    with raises("LS3171"):
         resolve_strategy(tiny(model=MODEL), 1)
 
 
 def test_a_kind_that_there_is_not_is_refused() -> None:
-    with pytest.raises(RunError, match=r"model\.quantization.*nf4"):
+    with raises("LS1002", "model.quantization"):
         tiny(model=MODEL | {"quantization": "int3"})
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
     narrow = torch.nn.ModuleList([torch.nn.Linear(16, 16).requires_grad_(False)])
-    with pytest.raises(RunError, match=r"model\.quantization: no block"):
+    with raises("LS3175"):
         storage_dtype.cast_weights(tiny(model=MODEL), narrow)

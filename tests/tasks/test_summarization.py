@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from lockstep.cli import main
-from lockstep.config.run import RunError, load
+from lockstep.config.run import load
 from lockstep.data.prepare import prepare
 from lockstep.tasks.summarization import NAMES, Rouge, Summarization, f_measures, words
+from support.messages import raises
 from support.task_runs import MARIAN, sentence, write
 
 
@@ -84,9 +85,9 @@ def test_targets_have_a_length_of_their_own(tmp_path: Path) -> None:
     assert columns.ragged("target_ids").lengths.max() == 4
     assert columns.ragged("input_ids").lengths.max() > 4
     assert task._decoding().new_tokens == 4
-    with pytest.raises(RunError, match=r"task\.target_length: 65 tokens, but the model has positions for 64"):
+    with raises("LS3142", "task.target_length", "65", "64"):
         prepare(run_of(tmp_path, "task.target_length=65"), Summarization)
-    with pytest.raises(RunError, match=r"task\.target: the train split .* has no column 'headline'"):
+    with raises("LS2312", "task.target", "'headline'"):
         prepare(run_of(tmp_path, "task.target=headline"), Summarization)
 
 

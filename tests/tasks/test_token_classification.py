@@ -15,6 +15,7 @@ from lockstep.data.batch import IGNORED
 from lockstep.data.prepare import prepare
 from lockstep.tasks.task import spread_rows
 from lockstep.tasks.token_classification import TokenClassification, entities, parts
+from support.messages import raises
 from support.task_runs import make, write
 
 # tags -> the entities that conlleval finds (worked out by hand)
@@ -80,7 +81,7 @@ def test_whole_entities_are_those_of_seqeval_s_schemes(name: str) -> None:
 
 
 def test_a_letter_of_no_scheme_is_refused_beside_those_of_one() -> None:
-    with pytest.raises(RunError, match=r"task.tags: 'X-P' begins with a letter of no scheme of tags"):
+    with raises("LS3360", "'X-P'"):
         parts(["B-P", "I-P", "X-P", "O"])
 
 
@@ -175,19 +176,19 @@ def test_bad_input_is_refused_with_one_message(case: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("rows", "wanted"),
     [
-        ([{"tokens": ["a", "b"], "tags": ["O"]}], "as many tags as words"),
-        ([{"tokens": [], "tags": []}], "holds no words"),
+        ([{"tokens": ["a", "b"], "tags": ["O"]}], ("LS3363",)),
+        ([{"tokens": [], "tags": []}], ("LS3364",)),
     ],
 )
-def test_bad_rows_are_refused(rows: list[dict], wanted: str, tmp_path: Path) -> None:
+def test_bad_rows_are_refused(rows: list[dict], wanted: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     write(path, rows * 4)
-    with pytest.raises(RunError, match=wanted):
+    with raises(*wanted):
         task_of(make(tmp_path, "token_classification", f"data={json.dumps({'source': str(path), 'max_length': 32})}"))
 
 
 def test_a_tag_that_is_never_trained_is_refused(tmp_path: Path) -> None:
     run = make(tmp_path, "token_classification")
     write(tmp_path / "token_classification" / "validation.jsonl", [{"tokens": ["a"], "tags": ["B-NEW"]}])
-    with pytest.raises(RunError, match="'B-NEW'"):
+    with raises("LS3361", "'B-NEW'"):
         task_of(run)

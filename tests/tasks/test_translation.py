@@ -25,6 +25,7 @@ from lockstep.tasks.translation import SIZES, Overlap, Translation
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
 from support.harness import build, run_on
+from support.messages import raises
 from support.task_runs import MARIAN, make, sentence, trained, write
 
 pytest.importorskip("sacrebleu")
@@ -162,7 +163,7 @@ def test_every_rank_translates_its_part_and_scores_are_those_of_the_corpus(
 
 def test_beams_that_a_strategy_cannot_search_with_are_refused(tmp_path: Path) -> None:
     run = teach(tmp_path, "pipeline", "task.beams=2", "strategy.options.stages=2")
-    with pytest.raises(RunError, match="decodes greedily only"):
+    with raises("LS5131"):
         resolve_strategy(run, 2)
     nothing_written = teach(tmp_path, "pipeline", "task.beams=2", "task.bleu=false", "task.samples=0")
     assert resolve_strategy(nothing_written, 2)
@@ -307,7 +308,7 @@ def test_bad_input_is_refused_with_one_message(case: str, tmp_path: Path) -> Non
 
 def test_without_sacrebleu_it_says_how_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RunError, match="lockstep-train\\[translation\\]"):
+    with raises("LS3373"):
         Translation.prepare(make(tmp_path, "translation"))
 
 

@@ -19,13 +19,14 @@ from transformers import masking_utils
 from lockstep.checkpoint.checkpoint import Checkpoints, newest_first
 from lockstep.checkpoint.manifest import changed, revisions_of
 from lockstep.config.plugins import find
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.tasks.models import heads, models, padding, unpadded
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from support.family_configs import BERT, GROUPED, batch, gradients
 from support.harness import build, tiny
+from support.messages import raises
 from support.task_runs import make
 
 WINDOW = 5  # tokens; below most of LENGTHS
@@ -220,7 +221,7 @@ def test_a_language_model_that_reads_ahead_is_refused(
         if instead is None:
             assert padding.foresight(run) is None
             continue
-        with pytest.raises(RunError, match=rf"model: {family} reads the tokens that it is to predict.*{instead}"):
+        with raises("LS3150", str(family), str(instead)):
             find("tasks", run.task.name).prepare(run)
 
 
@@ -243,7 +244,7 @@ def test_sliding_layers_without_a_window_are_refused(tmp_path: Path) -> None:
     run = make(
         tmp_path, "documents", "task.samples=0", "model.type=qwen2", f"model.config={json.dumps(GROUPED | TURNS)}"
     )
-    with pytest.raises(RunError, match=r"model\.config\.layer_types: sliding_attention.*use_sliding_window: true"):
+    with raises("LS3141"):
         models.check(run, "causal")
     windows = GROUPED | TURNS | {"use_sliding_window": True, "sliding_window": 4}
     models.check(make(tmp_path, "documents", "model.type=qwen2", f"model.config={json.dumps(windows)}"), "causal")

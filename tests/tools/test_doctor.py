@@ -29,7 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def report(capfd: pytest.CaptureFixture[str], folder: Path, status: int = 0) -> dict[str, Any]:
     assert main(["doctor", "--json", "--folder", str(folder)]) == status
-    return json.loads(capfd.readouterr().out)
+    return json.loads(capfd.readouterr().out)["facts"]
 
 
 @pytest.mark.processes
@@ -212,7 +212,7 @@ def test_under_a_launcher_a_different_version_is_status_1(tmp_path: Path, cache:
     done = subprocess.run(
         [*TORCHRUN, "rank.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
-    found = json.loads(done.stdout)  # one rank speaks
+    found = json.loads(done.stdout)["facts"]  # one rank speaks
     assert [each["what"] for each in found["ranks"]["differs"]] == ["transformers"]
     sides = found["ranks"]["differs"][0]["sides"]
     assert [side["value"] for side in sides] == [machine_info.version("transformers"), "0.0.1"]

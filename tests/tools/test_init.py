@@ -13,6 +13,7 @@ from lockstep.tools.init import questions
 from support.contributed import example
 from support.harness import lockstep_environment
 from support.init_runs import EMOTION, answering, here, jsonl, written
+from support.messages import mentions
 
 __all__ = ["here"]  # fixtures
 
@@ -119,7 +120,7 @@ def test_every_key_has_a_comment(here: Path) -> None:
 def test_a_file_that_is_there_stays(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (here / "run.yaml").write_text("mine")
     assert main(["init", "--data", "builtin/emotion", "--yes"]) == 2
-    assert "--force" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, "LS8290")
     assert (here / "run.yaml").read_text() == "mine"
     jsonl(here / "data", EMOTION)
     written("--data", "data", "--force")
@@ -213,7 +214,7 @@ def test_a_person_corrects_the_guess(here: Path, monkeypatch: pytest.MonkeyPatch
 def test_answers_that_end(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     answering(monkeypatch)
     assert main(["init"]) == 2
-    assert "the answers ended" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, "LS8300")
     assert list(here.iterdir()) == []
 
 

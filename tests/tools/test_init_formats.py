@@ -14,6 +14,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from support.init_runs import check_arithmetic, here, written
+from support.messages import mentions
 
 __all__ = ["here"]  # fixtures
 
@@ -178,8 +179,8 @@ def test_sources_that_do_not_fit_each_other_are_named(here: Path, capsys: pytest
     (here / "b.jsonl").write_bytes(lines([{"amount": i} for i in range(40)]))
     assert main(["init", "run.yaml", "--yes", "--model", "scratch", "--data", "a.jsonl", "--data", "b.jsonl"]) == 2
     told = capsys.readouterr().err
-    assert "--data: b.jsonl has no column 'text', and nothing says which of its columns is that one" in told
+    assert mentions(told, "LS8282", "b.jsonl", "'text'")
     assert not (here / "run.yaml").exists()
     (here / "ds.json").write_text("{}")
     assert main(["init", "--from", "ds.json", "--data", "a.jsonl", "--data", "b.jsonl"]) == 2
-    assert "--from: give --data once" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, "LS8109")

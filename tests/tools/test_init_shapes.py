@@ -21,6 +21,7 @@ from lockstep.tools.init.init import _unread
 from lockstep.track.console import Console
 from support.harness import lockstep_environment
 from support.init_runs import EMOTION, answering, check_arithmetic, here, jsonl, steps_in, written
+from support.messages import mentions
 
 __all__ = ["here"]  # fixtures
 
@@ -34,7 +35,7 @@ def test_a_type_that_is_given_is_made_small(here: Path, kind: str, capsys: pytes
     status = main(["init", "run.yaml", "--yes", "--data", "all.csv", f"model.type={kind}"])
     if kind == "nosuchtype":
         assert status == 2
-        assert "model.type: transformers knows no type 'nosuchtype'" in capsys.readouterr().err
+        assert mentions(capsys.readouterr().err, "LS3130", "'nosuchtype'")
         return
     assert status == 0
     run = load("run.yaml", [])
@@ -207,7 +208,7 @@ def test_a_table_with_another_separator(here: Path, capfd: pytest.CaptureFixture
 def test_what_training_refuses_is_refused(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     jsonl(here / "data", [*EMOTION, {"id": 0, "text": None, "mood": "joy"}])
     assert main(["init", "--yes", "--data", "data"]) == 2
-    assert "data.drop_missing=true" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, "LS2323", "data.drop_missing=true")
     assert written("--data", "data", "data.drop_missing=true").data.drop_missing
 
 
@@ -327,7 +328,7 @@ def test_what_no_model_mends_is_not_asked_again(
     asked = answering(monkeypatch, "data", "", "scratch", "no")
     assert main(["init"]) == 2
     assert len(asked) == 4
-    assert "data.drop_missing=true" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, "LS2323", "data.drop_missing=true")
 
 
 def test_answers_without_end_are_no_answers() -> None:

@@ -11,14 +11,13 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config import plugins
-from lockstep.config.run import RunError, load
-from lockstep.tools.import_config import sagemaker
+from lockstep.config.run import load
 from lockstep.tools.import_config.sagemaker import NEWER, TABLE, arguments, move
 from lockstep.tools.import_config.table import Imported
-from support.places import ROOT
+from support.documents import chapters
+from support.messages import raises
 
-SECTION = (ROOT / "docs/coming-from.md").read_text().partition("\n## SageMaker\n")[2]
-SECTION = SECTION.partition("\n## ")[0]
+SECTION = chapters("reference/coming-from/sagemaker.md")
 ROLE = "arn:aws:iam::123456789012:role/training"
 OLDER = f"""
 from sagemaker.huggingface import HuggingFace as Estimator
@@ -134,14 +133,23 @@ def test_older_containers_and_other_ways_of_working_together_are_listed() -> Non
 def test_what_is_not_sagemaker_s_is_none_and_several_are_refused() -> None:
     assert arguments(ast.parse("from lightning import PyTorch\nPyTorch(role=1)")) is None
     assert arguments(ast.parse("import sagemaker\nsagemaker.Session()")) is None
-    with pytest.raises(RunError, match="makes estimators on lines 2, 3; leave one"):
+    with raises("LS8220", "2", "3"):
         arguments(ast.parse("from sagemaker.pytorch import PyTorch\nPyTorch(role=1)\nPyTorch(role=2)"))
+
+
+def row(name: str) -> str:
+    """As the page has it."""
+    of, names = TABLE[name], [name, *(path for path, older in NEWER.items() if older == name)]
+    return (
+        " | ".join(["| " + ", ".join(f"`{each}`" for each in names), *([f"`{of.here}`"] if of.here else []), of.how])
+        + " |"
+    )
 
 
 def test_the_page_has_the_table_and_its_keys_are_keys() -> None:
     rows = [line for line in SECTION.splitlines() if re.match(r"\| `", line)]
     names = sorted(TABLE, key=lambda name: not TABLE[name].here)
-    assert rows == [sagemaker.row(name) for name in names]
+    assert rows == [row(name) for name in names]
     assert set(NEWER.values()) <= TABLE.keys()
     options = plugins.find("launchers", "sagemaker").Options.model_fields  # type: ignore[attr-defined]
     ours = {row.here for row in TABLE.values() if row.here}

@@ -20,6 +20,7 @@ from lockstep.tools.import_config.import_config import FILL_IN
 from lockstep.training import resolve
 from support.command import STEPS, write
 from support.harness import tiny
+from support.messages import mentions
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_plan_says_what_a_run_amounts_to(here: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_bytes_of_a_parameter_are_those_of_the_docs(words: list[str], held: tuple[float, ...], here: Path) -> None:
-    """docs/strategies.md, of four processes; tests/strategies/test_memory.py measures them."""
+    """docs/reference/strategies.md, of four processes; tests/strategies/test_memory.py measures them."""
     run = load("run.yaml", words)
     assert tuple(strategy_class(run).bytes_held(run, 4).values()) == held
 
@@ -191,7 +192,7 @@ def test_a_job_that_needs_more_memory_than_there_is_would_fail(
     assert main(["plan", "run.yaml", *small]) == 0
     assert main(["plan", "run.yaml", *small, "launch.memory=4G"]) == 0
     assert main(["plan", "run.yaml", *small, "launch.memory=3K"]) == 1
-    assert "and has 2 kB" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, "LS8082", "2")
 
 
 @pytest.mark.parametrize("launcher", ["local", "sagemaker"])
@@ -207,7 +208,7 @@ def test_what_init_has_left_to_be_filled_in_is_refused(
     for command in ("plan", "train"):
         assert main([command, "run.yaml", *words]) == 2
         said = capsys.readouterr().err
-        assert "data.source: FILL-IN stands for what is not known; fill in data.source, model.source" in said
+        assert mentions(said, "LS5130", "data.source", "model.source")
 
 
 def test_plan_without_a_file_is_the_quick_start(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The Python interface: the examples of docs/python.md, Ctrl-C, a parent that is gone, and a notebook."""
+"""The Python interface: the examples of docs/how-to/python.md, Ctrl-C, a parent that is gone, and a notebook."""
 
 import os
 import re
@@ -12,8 +12,9 @@ import pytest
 import lockstep
 from lockstep.tools.subprocess_job import Child
 from support.command import RUN, ended, saved, start, step_of, until, write
+from support.documents import DOCS
 from support.harness import lockstep_environment
-from support.places import ROOT
+from support.messages import raises
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 LONG = RUN | {"steps": 5000, "output": "out", "checkpoint": {"every": 0}}  # saved when it is stopped, and only then
@@ -31,7 +32,7 @@ def blocks(page: Path) -> list[str]:
 @pytest.mark.processes
 def test_the_examples_of_the_page_run_without_a_main_guard(tmp_path: Path, cache: Path) -> None:
     code = []
-    for block in blocks(ROOT / "docs" / "python.md"):
+    for block in blocks(DOCS / "how-to/python.md"):
         if named := re.match(r"# (\w+\.py)\n", block):
             (tmp_path / named[1]).write_text(block)
         else:
@@ -63,17 +64,17 @@ def test_functions_are_not_hidden_by_modules_of_their_name() -> None:
 
 
 def test_bad_input_is_an_exception(tmp_path: Path) -> None:
-    with pytest.raises(lockstep.RunError, match="did you mean 'seed'"):
+    with raises("LS1000", "'seed'"):
         lockstep.Run.load(RUN | {"sead": 1})
-    with pytest.raises(lockstep.RunError, match="no key of a run file"):
+    with raises("LS1112"):
         lockstep.Run.load(RUN, {"optim learning_rate": 1})
-    with pytest.raises(lockstep.RunError, match="cannot share"):
+    with raises("LS1104"):
         lockstep.train(lockstep.Run.load(RUN, {"launch.processes": 9}))
-    with pytest.raises(lockstep.RunError, match="steps"):
+    with raises("LS0002"):
         lockstep.verify(lockstep.Run.load(RUN), steps=0)
     run = lockstep.Run.load(RUN)
     run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"name": "__main__.Mine"})})
-    with pytest.raises(lockstep.RunError, match="put the class in a file"):
+    with raises("LS0001"):
         lockstep.train(run)
 
 

@@ -11,6 +11,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.tools import doctor, machine_info
 from support.command import ended, start
+from support.messages import mentions
 from support.places import TESTS_PATH
 
 # `lockstep`, in one precision and without looks at torch's devices and the network
@@ -36,7 +37,9 @@ def test_each_strategy_is_told_as_it_is(tmp_path: Path, cache: Path) -> None:
     process = start(command, tmp_path, cache, PYTHONPATH=path, WANDB_API_KEY="very_secret")
     status, out, err = ended(process, 280)
     assert status == 1, err
-    outcomes = {each["strategy"]: (each["found"], " ".join(each["why"])) for each in json.loads(out)["outcomes"]}
+    outcomes = {
+        each["strategy"]: (each["found"], " ".join(each["why"])) for each in json.loads(out)["tables"]["outcomes"]
+    }
     assert outcomes["allreduce"] == ("same bits", "")
     mistake, why = outcomes["support.buggy.OneNotReduced"]
     assert mistake == "NOT as promised"
@@ -100,4 +103,4 @@ def test_under_a_launcher(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["doctor", "--selftest"]) == 2
-    assert "call it without torchrun" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, "LS8084")

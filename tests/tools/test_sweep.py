@@ -11,12 +11,13 @@ import pytest
 import yaml
 
 from lockstep.cli import main
-from lockstep.config.run import RunError, load
+from lockstep.config.run import load
 from lockstep.tools.sweep import sweep_file
 from lockstep.tools.sweep.sweep import Slots
 from lockstep.tools.sweep.sweep_file import Range, format_value, name_of, parse, product, read
 from support.command import LOCKSTEP, bits, ended, finish, start, until, write
 from support.harness import TINY
+from support.messages import raises
 
 NOTHING: dict[str, Any] = {"over": [], "metric": None, "split": None, "parallel": None, "search": None, "out": None}
 
@@ -141,7 +142,7 @@ def test_a_sweep_file(tmp_path: Path) -> None:
     ]
     assert read(str(path), {}, [], NOTHING | {"metric": "-loss", "parallel": 3}).metric == "-loss"
     path.write_text(yaml.safe_dump(values | {"metrik": "accuracy"}))
-    with pytest.raises(RunError, match="did you mean 'metric'"):
+    with raises("LS1000", "'metric'"):
         read(str(path), {}, [], NOTHING)
 
 
@@ -181,7 +182,7 @@ def test_trials_at_once_share_the_machine(tmp_path: Path, monkeypatch: pytest.Mo
     assert slots.keys({"seed": 1}) == {"launch.processes": 2}
     assert [slots.variables(i)["CUDA_VISIBLE_DEVICES"] for i in (0, 1)] == ["4,5", "6,7"]
     assert (slots.free({0: "taken"}), slots.free({0: "taken", 1: "too"})) == (1, None)
-    with pytest.raises(RunError, match="2 trials of 3 process"):
+    with raises("LS8358", "2", "3"):
         slots.keys({"launch.processes": 3})
     assert Slots(read(None, values, [], options | {"parallel": None})).keys({"seed": 1}) == {}
 

@@ -89,9 +89,34 @@ def test_plain_lines_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += 1
         told.log(step, "train", TRAIN)
     found = [int(line.split()[1].partition("/")[0]) for line in out.getvalue().splitlines()]
-    assert found[:3] == [1, 6, 11]
+    assert found[:3] == [1, 61, 121]
     assert found[-1] - found[-2] == 60
-    assert len(found) < 1700
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(4, [1]), (30, [1, 142, 283, 424]), (80, [1, 142, 283, 424])])
+def test_a_run_of_a_minute_takes_a_few_plain_lines(
+    seconds: float, lines: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step, then a quarter of the steps each; five seconds pass between two."""
+    now = [1000.0]
+    monkeypatch.setattr("lockstep.track.console.time.monotonic", lambda: now[0])
+    told, out = console(terminal=False)
+    told.start(564, 0)
+    for step in range(1, 565):
+        now[0] += seconds / 564
+        told.log(step, "train", TRAIN)
+    found = [int(line.split()[1].partition("/")[0]) for line in out.getvalue().splitlines()]
+    assert len(found) == len(lines)
+    assert all(abs(step - wanted) <= 5 for step, wanted in zip(found, lines, strict=True)), found
+
+
+def test_what_the_closing_table_has_is_in_the_log_alone(tmp_path: Path) -> None:
+    told, out = console(terminal=False)
+    told._log = tmp_path / "log.txt"
+    told.log(9, "test", {"loss": 0.5}, closing=True)
+    told.detail({"export": "the same losses"})
+    assert out.getvalue() == ""
+    assert (tmp_path / "log.txt").read_text() == "step      9  test: loss 0.5\nexport     the same losses\n"
 
 
 def test_quiet_says_notes_only() -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from lockstep import api
 from lockstep.checkpoint import export
-from lockstep.config.run import Run, RunError, keep, load
+from lockstep.config.run import Run, keep, load
 from lockstep.distributed.watchdog import tell_failure
 from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
@@ -25,6 +25,7 @@ from lockstep.track.tracker import Tracker
 from lockstep.track.trackers import Trackers, reason
 from support.command import finish, write
 from support.harness import TINY, run_on, tiny
+from support.messages import raises
 
 TOKEN = "glpat-" + "a" * 22
 WORDS = """tr0ub & "dour" 'n 3"""  # a password that HTML, YAML and addresses write in another way
@@ -196,7 +197,7 @@ OPTIONS = [
 @pytest.mark.parametrize("option", OPTIONS)
 def test_no_way_into_run_yaml_by_options(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2)
-    with pytest.raises(RunError, match="looks like a secret") as caught:
+    with raises("LS1118") as caught:
         tiny(f"output={tmp_path / 'out'}", option)
     assert "hunter2" not in str(caught.value)
     assert TOKEN not in console.printable(str(caught.value))
@@ -204,13 +205,13 @@ def test_no_way_into_run_yaml_by_options(option: str, tmp_path: Path, monkeypatc
 
 def test_no_way_into_run_yaml_by_python(tmp_path: Path) -> None:
     source = {"data": {"source": "http://me:hunter2@host/x.csv"}}
-    with pytest.raises(RunError, match=r"data\.source .*looks like a secret"):
+    with raises("LS1118", "data.source"):
         Run.load(TINY | source)
-    with pytest.raises(RunError, match="looks like a secret"):
+    with raises("LS1118"):
         Run.load(TINY, {"model.config": {"deep": [(TOKEN,)]}})
     whole = Run.model_validate(TINY | source | {"output": str(tmp_path / "out")})
     for use in (keep, api.train, api.verify, Run.dump):
-        with pytest.raises(RunError, match="looks like a secret"):
+        with raises("LS1118"):
             use(whole)  # type: ignore[operator]
     assert "hunter2" not in "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
 
@@ -223,7 +224,7 @@ def test_no_way_into_run_yaml_by_a_sweep(part: str, tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
     path.write_text(yaml.safe_dump({"run": "run.yaml"} | asked))
     options = dict.fromkeys(("metric", "split", "parallel", "search", "out")) | {"over": []}
-    with pytest.raises(RunError, match="looks like a secret") as caught:
+    with raises("LS1118") as caught:
         Leaderboard(sweep_file.read(str(path), {}, [], options), console.Console(False))
     assert "hunter2" not in str(caught.value)
     assert not list(tmp_path.glob("out*"))

@@ -1,7 +1,6 @@
 """`lockstep status`, `logs` and `stop` from another terminal than the one that trains."""
 
 import errno
-import json
 import os
 import shlex
 import signal
@@ -18,6 +17,7 @@ from lockstep.config.run import load
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import TRAIN, JobRecord, Process, State
 from lockstep.distributed.world import World
+from lockstep.tools.commands.json_output import Answer
 from lockstep.tools.commands.while_it_runs import advice, run_and_record
 from lockstep.training.rank import note_end
 from support.command import LOCKSTEP, STEPS, TORCHRUN, bits, ended, saved, start, step_of, train, until, write
@@ -30,7 +30,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes t
 def status_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict:
     capsys.readouterr()
     assert main(["status", str(folder / "out"), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return Answer.model_validate_json(capsys.readouterr().out).facts
 
 
 @pytest.mark.processes

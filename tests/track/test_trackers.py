@@ -20,8 +20,10 @@ from lockstep.distributed.world import World
 from lockstep.track import tracker as interface
 from lockstep.track.trackers import Trackers
 from support.command import LOCKSTEP, STEPS, bits, ended, lines, ranks_of, start, train, until, write
+from support.documents import chapters
 from support.harness import run_on, tiny
-from support.places import ROOT, TESTS_PATH
+from support.messages import raises
+from support.places import TESTS_PATH
 from support.tracked import numbers, there
 from support.wandb_file import records
 
@@ -261,7 +263,7 @@ def test_the_resolved_run_has_every_key_of_the_trackers_it_names() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_key_of_every_tracker_is_documented(name: str) -> None:
-    text = (ROOT / "docs" / "trackers.md").read_text()
+    text = chapters("how-to/trackers.md")
     section = text.partition(f"## `{name}`")[2].partition("\n## ")[0]
     fields: dict[str, Any] = plugins.find("track", name).Options.model_fields  # type: ignore[attr-defined]
     rows = [f"| `track.{name}.{key}` |" for key in fields] + [str(field.description) for field in fields.values()]
@@ -281,7 +283,7 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch:
 
     (tmp_path / "left_here_by_a_tracker").mkdir()  # as W&B leaves `wandb`: a folder is no package
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(RunError, match="left_here_by_a_tracker, which is not installed"):
+    with raises("LS0500", "left_here_by_a_tracker"):
         Missing.check()
 
 

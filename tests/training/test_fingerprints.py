@@ -19,6 +19,7 @@ from lockstep.distributed.world import World
 from lockstep.training import fingerprints
 from lockstep.training.data_loader import StepLoader
 from support.harness import TINY, build, run_on, tiny
+from support.messages import mentions
 
 ONE = ("strategy.name=single", "launch.processes=1", "steps=12", "checkpoint.every=5", "fingerprint.every=4")
 
@@ -246,4 +247,4 @@ def test_a_checkpoint_of_another_version_is_named_and_not_used(
 
 def test_a_folder_that_is_no_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path), "--step", "3"]) == 2
-    assert "has no run.yaml" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, "LS1123")

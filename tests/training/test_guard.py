@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.cli import main
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.errors import CorruptionDetected
@@ -21,6 +21,7 @@ from lockstep.training.resolve import resolve_strategy
 from lockstep.training.sdc_check import SdcCheck, drawn
 from support.guarded import STEPS, Fault, Planted, Wrong, flipped, guarded, wrong_gradient
 from support.harness import TINY, build, digest, run_on, tiny
+from support.messages import raises
 
 # -- no false alarm --------------------------------------------------------------------------------------------------
 
@@ -90,7 +91,7 @@ def test_one_process_alone_sees_a_gradient_that_comes_out_otherwise_the_second_t
 
     strategy.named["transformer.h.1.mlp.c_fc.weight"].register_hook(hear)
     before = digest(strategy.state_dict())
-    with pytest.raises(CorruptionDetected, match="is not the same where"):
+    with raises("LS5152", error=CorruptionDetected):
         guard.train_step(feed.make(1), 1e-3)
     assert digest(strategy.state_dict()) == before
     strategy.close()
@@ -191,5 +192,5 @@ def test_what_happened_once_is_computed_once_more(untouched: bytes, tmp_path: Pa
     ],
 )
 def test_what_holds_parts_is_refused(words: list[str]) -> None:
-    with pytest.raises(RunError, match=r"sdc_check\.every: .* holds parts of the model"):
+    with raises("LS5133"):
         resolve_strategy(load(None, ["sdc_check.every=5", *words], TINY), 2)

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from lockstep.cli import main
-from lockstep.config.run import RunError, load
+from lockstep.config.run import load
 from lockstep.distributed import job_record
 from lockstep.training.resolve import resolve_strategy
 from lockstep.training.sdc_check import check_eviction, decide_eviction, third_of
 from support.command import LOCKSTEP, bits, each_step_once, ended, start, write
 from support.harness import TINY
 from support.marks import slow
+from support.messages import mentions, raises
 from support.places import TESTS_PATH
 
 MACHINES = ("launch.name=torchrun", "launch.machines=2:4", "launch.rendezvous=h:1", "launch.max_restarts=2")
@@ -38,7 +39,7 @@ EXCLUDE = ("sdc_check.every=1", "sdc_check.on_difference=evict")
     ],
 )
 def test_it_is_refused_where_nothing_can_be_left_out(words: tuple[str, ...]) -> None:
-    with pytest.raises(RunError, match=r"sdc_check\.on_difference: evict goes on without what was wrong, which takes"):
+    with raises("LS5132"):
         resolve_strategy(load(None, [*EXCLUDE, *words], TINY), 3)
     assert load(None, ["sdc_check.on_difference=evict", *words], TINY).sdc_check.every == 0  # nothing is guarded
 
@@ -50,9 +51,7 @@ def test_where_it_is_taken(words: tuple[str, ...]) -> None:
 
 
 def test_a_job_that_cannot_lose_ranks_after_all_says_so_before_the_first_step() -> None:
-    with pytest.raises(
-        RunError, match=r"sdc_check\.on_difference: evict cannot take a rank out here \(the model is com"
-    ):
+    with raises("LS5154"):
         check_eviction(load(None, [*EXCLUDE, *RANKS], TINY), "the model is compiled")
     check_eviction(load(None, ["sdc_check.every=1", *RANKS], TINY), "the model is compiled")  # which only stops
     check_eviction(load(None, [*EXCLUDE, *MACHINES], TINY), "it takes one machine")  # where machines leave
@@ -62,7 +61,7 @@ def test_ranks_that_another_program_started_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setattr("multiprocessing.parent_process", lambda: None)
-    with pytest.raises(RunError, match=r"takes lockstep's own launcher, and this job was started by torchrun"):
+    with raises("LS5155"):
         check_eviction(load(None, [*EXCLUDE, *MACHINES], TINY), None)
 
 
@@ -122,8 +121,8 @@ def test_a_machine_that_was_taken_out_is_not_let_in_by_a_later_start(
     ]
     assert main(["train", str(tmp_path / "run.yaml")]) == 2
     said = " ".join(capfd.readouterr().err.split())
-    assert f"{host} was taken out of this run, because it computed wrongly (guard)" in said
-    assert f"once it is mended, delete {folder}/excluded-{host}.json" in said
+    assert mentions(said, "LS7004", str(host))
+    assert mentions(said, "LS7004", str(folder), "/excluded-", str(host), ".json")
     assert not (folder / "checkpoints").exists()
 
 

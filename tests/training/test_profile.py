@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run
 from lockstep.distributed.step_timer import Profiler
 from lockstep.distributed.world import World
 from lockstep.track.report.report import write_report
@@ -14,6 +14,7 @@ from lockstep.training.loop import train
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session
 from support.harness import digest, run_on, tiny
+from support.messages import raises
 
 
 def steps(world: World, run: Run, first: int, last: int) -> None:
@@ -67,9 +68,9 @@ def test_without_the_key_nothing_is_written(tmp_path: Path) -> None:
 
 def test_the_key_is_checked_and_no_part_of_the_arithmetic() -> None:
     assert tiny("profile.steps=5").arithmetic() == tiny().arithmetic()
-    with pytest.raises(RunError, match=r"profile\.steps"):
+    with raises("LS1002", "profile.steps"):
         tiny("profile.steps=-1")
-    with pytest.raises(RunError, match="step"):
+    with raises("LS1000", "step"):
         tiny("profile.step=1")
 
 

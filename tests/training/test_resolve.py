@@ -16,6 +16,7 @@ from lockstep.strategies.pipeline import Pipeline
 from lockstep.training import resolve
 from lockstep.training.resolve import Job, Machine, Scope, for_rank
 from support.harness import tiny
+from support.messages import raises
 
 
 def of(*overrides: str, processes: int = 2, scope: Scope = Scope.DATA) -> Job:
@@ -69,7 +70,7 @@ def test_a_rank_decides_nothing_again(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_a_rank_that_resolves_refuses_what_the_command_refuses() -> None:
     run = tiny("strategy.name=single")
     for refuse in (lambda: for_rank(run, world(2)), lambda: resolve.resolve(run, Machine(), 2)):
-        with pytest.raises(RunError, match=r"strategy\.name"):
+        with raises("LS4260"):
             refuse()
     assert for_rank(run, world(1)).processes == 1
 

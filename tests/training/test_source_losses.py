@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch, StepBatch, StepResult
 from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
@@ -22,6 +22,7 @@ from lockstep.training.throughput import Meter, SourceLosses
 from support.command import train
 from support.harness import build, digest, run_on, tiny
 from support.marks import slow
+from support.messages import raises
 from support.mixtures import mixed
 from support.task_runs import TASKS, make
 
@@ -195,7 +196,7 @@ def test_the_console_lists_few_and_the_ends_of_many() -> None:
 
 
 def test_no_source_is_called_as_another_number_is() -> None:
-    with pytest.raises(RunError, match=r"data.sources: a source may not be called scale"):
+    with raises("LS1029", "data.sources"):
         tiny(NO_SOURCE, "data.sources=[scale.jsonl, b.jsonl]")
 
 

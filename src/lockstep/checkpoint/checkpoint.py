@@ -31,6 +31,7 @@ from lockstep.checkpoint.manifest import (
     score_of,
 )
 from lockstep.checkpoint.remote_sync import CheckpointCatalog, reason_of
+from lockstep.config.errors import CodedError
 from lockstep.config.run import Run, RunError
 from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed.event_log import launched_by
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointError", "Checkpoints", "check_resumable", "finished", "folder_of", "newest_first"]
 
 
-class CheckpointError(Exception):
+class CheckpointError(CodedError):
     """A checkpoint could not be written and the run is to stop then: one message, the same on every rank."""
 
 
@@ -145,7 +146,7 @@ class Checkpoints:
         if faults := self._lay_out(parts):
             text = f"no checkpoint can be written: {'; '.join(faults)}"
             if self.run.checkpoint.on_failure == "stop":
-                raise RunError(f"{text} (checkpoint.on_failure: stop)")
+                raise RunError("LS6000", f"{text} (checkpoint.on_failure: stop)")
             if self.world.is_main:
                 self.say(f"{text}. Each save tries again")
         elif self._shard is not None:
@@ -202,7 +203,7 @@ class Checkpoints:
         owed = broken > (self.newest or 0)
         if owed and broken < step and (self.run.checkpoint.best or self.run.average.last is not None):
             raise CheckpointError(
-                f"the checkpoint of step {broken} was broken off by the loss of a rank, and is needed"
+                "LS6001", f"the checkpoint of step {broken} was broken off by the loss of a rank, and is needed"
             )
         return owed
 
@@ -221,8 +222,9 @@ class Checkpoints:
         score = score_of(self.run, scores)
         if self.run.checkpoint.best and self.run.checkpoint.best.removeprefix("-") not in scores:
             raise RunError(
+                "LS6002",
                 f"checkpoint.best: {self.run.checkpoint.best!r} is no metric of this task; it has "
-                f"{', '.join(sorted(scores))} (with a minus where less is better)"
+                f"{', '.join(sorted(scores))} (with a minus where less is better)",
             )
         return score is not None and (self.best is None or score > self.best)
 
@@ -267,7 +269,7 @@ class Checkpoints:
         if self.world.is_main:
             shutil.rmtree(self.folder / f".{name_of(step)}.partial", ignore_errors=True)
         if self.run.checkpoint.on_failure == "stop":
-            raise CheckpointError(text)
+            raise CheckpointError("LS6004", text)
         if self.world.is_main:
             self.say(text)
             if (cleared := self.clear(step == self.steps)) is not None:
@@ -325,7 +327,7 @@ class Checkpoints:
             notes += manifests.differences(self.run, self.world, name, manifest, strategy.gives_bits(self.run))
             return manifest.step, notes
         if faults:
-            raise RunError(manifests.none_usable(self.run, faults))
+            raise manifests.none_usable(self.run, faults)
         if self.world.is_main:
             clear_away(self.run)
         return 0, notes
@@ -381,8 +383,9 @@ class Checkpoints:
                     break
             if fault is not None:
                 raise CheckpointError(
+                    "LS6003",
                     f"average.last: the mean is of the checkpoints of steps {', '.join(map(str, steps))}, and {name} "
-                    f"cannot be used: {fault}. With average.last=null the last model is exported"
+                    f"cannot be used: {fault}. With average.last=null the last model is exported",
                 )
         strategy.load_sharded_state_dict(Mean(saved))
         return steps

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep._version import __version__
 from lockstep.checkpoint import exported
 from lockstep.checkpoint.folder import size_of
+from lockstep.config.errors import CodedError, coded
 from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import Run, RunError
 from lockstep.data.hub import explained, one_line, status_of, transient
@@ -119,9 +120,11 @@ def check_card(text: str, path: Path) -> None:
         head = ModelCard(text).data
         missing = [name for name in ("library_name", "pipeline_tag") if not head.get(name)]
     except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise RunError(f"{path}: the head of the model card is not valid: {' '.join(str(error).split())}") from error
+        raise RunError(
+            "LS6010", f"{path}: the head of the model card is not valid: {' '.join(str(error).split())}"
+        ) from error
     if missing:
-        raise RunError(f"{path}: the head of the model card says nothing of {', '.join(missing)}")
+        raise RunError("LS6011", f"{path}: the head of the model card says nothing of {', '.join(missing)}")
 
 
 def hub_model(run: Run) -> str | None:
@@ -254,7 +257,7 @@ PUSHED = "hub.json"  # in OUTPUT: where the export was pushed to, and as which c
 _STALE = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
 
 
-class PushFailed(Exception):
+class PushFailed(CodedError):
     """The Hub could not be reached, or failed, as often as it was tried. The export is there for another try."""
 
 
@@ -358,16 +361,19 @@ def check(run: Run, timeout_s: float = 10.0) -> list[str]:
         account = HfApi(token=token).whoami()
     except Exception as error:  # whatever the Hub and the network do; only a refusal is the user's to mend
         if status_of(error) in (401, 403):
-            raise RunError(f"hub.push_to: cannot push to {repository}: {explained(error)}") from error
+            raise RunError("LS6012", f"hub.push_to: cannot push to {repository}: {explained(error)}") from error
         return [f"hub.push_to: whether HF_TOKEN may push to {repository} could not be checked: {explained(error)}"]
     role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
-        raise RunError(f"hub.push_to: HF_TOKEN may only read; pushing to {repository} needs a token that may write")
+        raise RunError(
+            "LS6013", f"hub.push_to: HF_TOKEN may only read; pushing to {repository} needs a token that may write"
+        )
     places = [str(account.get("name")), *(str(each.get("name")) for each in account.get("orgs") or [])]
     user = repository.partition("/")[0]
     if "orgs" in account and user.lower() not in [place.lower() for place in places]:
         raise RunError(
-            f"hub.push_to: HF_TOKEN belongs to {places[0]}, who cannot push to {user}; known are {', '.join(places)}"
+            "LS6014",
+            f"hub.push_to: HF_TOKEN belongs to {places[0]}, who cannot push to {user}; known are {', '.join(places)}",
         )
     return []
 
@@ -377,11 +383,14 @@ def _token(repository: str) -> str:
     token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
     if not token or not token.strip():
         raise RunError(
+            "LS6015",
             f"hub.push_to: there is no token to push to {repository} with. Make one that may write at "
-            "https://huggingface.co/settings/tokens and set it in the environment: export HF_TOKEN=..."
+            "https://huggingface.co/settings/tokens and set it in the environment: export HF_TOKEN=...",
         )
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise RunError(f"hub.push_to: HF_HUB_OFFLINE is set, so nothing can be pushed to {repository}; unset it")
+        raise RunError(
+            "LS6016", f"hub.push_to: HF_HUB_OFFLINE is set, so nothing can be pushed to {repository}; unset it"
+        )
     return token.strip()
 
 
@@ -416,9 +425,11 @@ def push(
     """
     folder, patience = output / "export", patience or PushPatience()
     if not (folder / "README.md").is_file():
-        raise RunError(f"{output} has no export to push: its run is not finished; lockstep train goes on with it")
+        raise RunError(
+            "LS6017", f"{output} has no export to push: its run is not finished; lockstep train goes on with it"
+        )
     if link := next((path for path in (folder, *sorted(folder.rglob("*"))) if path.is_symlink()), None):
-        raise RunError(f"{link} is a link; what it leads to is not pushed. Put a copy there, or remove it")
+        raise RunError("LS6018", f"{link} is a link; what it leads to is not pushed. Put a copy there, or remove it")
     token = _token(repository)
     check_card((folder / "README.md").read_text(encoding="utf-8"), folder / "README.md")
     for attempt in range(1, patience.tries + 1):
@@ -430,13 +441,14 @@ def push(
         except Exception as error:  # whatever the Hub, the network and the libraries between raise
             if not transient(error):
                 raise RunError(
-                    f"hub.push_to: pushing {folder} to {repository} was refused: {explained(error)}"
+                    "LS6019", f"hub.push_to: pushing {folder} to {repository} was refused: {explained(error)}"
                 ) from error
             if attempt == patience.tries:
                 raise PushFailed(
+                    "LS6020",
                     f"pushing {folder} to {repository} failed {attempt} times, at last because {explained(error)}\n"
                     f"The export is there; go on with: lockstep push {output} {repository}"
-                    f"{'' if private else ' --public'}"
+                    f"{'' if private else ' --public'}",
                 ) from error
             wait = patience.wait_s * 2 ** (attempt - 1)
             say(
@@ -462,8 +474,9 @@ def _once(folder: Path, repository: str, private: bool, token: str) -> Pushed:
     about = api.model_info(repository)
     if private and about.private is False:
         raise RunError(
+            "LS6021",
             f"hub.private: {repository} is there and public, and the run asks for a private one. Nothing was pushed; "
-            "make it private on its page, or push with hub.private=false (lockstep push --public)"
+            "make it private on its page, or push with hub.private=false (lockstep push --public)",
         )
     files: dict[str, Any] = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
     text = (folder / "README.md").read_text(encoding="utf-8")
@@ -495,7 +508,7 @@ def _keep(output: Path, pushed: Pushed) -> None:
         values = asdict(pushed) | {"export": _fingerprint(output / "export")}
         (output / PUSHED).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        tell(f"{output / PUSHED} could not be written: {one_line(error)}")
+        tell(coded("LS6022", f"{output / PUSHED} could not be written: {one_line(error)}"))
 
 
 def _fingerprint(export: Path) -> list[list[Any]]:

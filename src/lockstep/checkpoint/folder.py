@@ -124,8 +124,9 @@ class DiskSpace:
             rescue = self.run.checkpoint.rescue
             if rescue is None or (free_bytes(Path(rescue).expanduser()) or 0) < self.export:
                 raise RunError(
+                    "LS6030",
                     f"{fault}. Make room, or give another output=FOLDER; to train all the same, "
-                    "checkpoint.rescue=FOLDER on another disk, which has room for the export"
+                    "checkpoint.rescue=FOLDER on another disk, which has room for the export",
                 )
             return [f"{fault}. What has no room there at the end goes to {rescue}"]
         if free < wanted:

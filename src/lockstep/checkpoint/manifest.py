@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint import exported
 from lockstep.config import key_aliases, optim, plugins, user_code
 from lockstep.config.run import Run, RunError
-from lockstep.data.arrow_cache import Prepared
 from lockstep.track.report import history
 
 if TYPE_CHECKING:
+    from lockstep.data.arrow_cache import Prepared
     from lockstep.distributed.world import World
 
 
@@ -457,22 +457,23 @@ def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
             if reason is None:
                 return manifest
             if (damage := mismatch(path, manifest, sorted(manifest.hashes))) is None:
-                raise RunError(reason)
+                raise RunError("LS6051", reason)
             reason = f"{damage}, and it is of another run"
         unusable.append(f"{path.name}: {reason}")
     if unusable:
-        raise RunError(none_usable(run, unusable))
+        raise none_usable(run, unusable)
     return None
 
 
-def none_usable(run: Run, reasons: Iterable[str]) -> str:
-    """The message where there are checkpoints and not one can be gone on from: beginning anew would delete them."""
+def none_usable(run: Run, reasons: Iterable[str]) -> RunError:
+    """The error where there are checkpoints and not one can be gone on from: beginning anew would delete them."""
     rows = "\n".join(f"  {reason}" for reason in reasons)
     also, then = (f" or {run.remote_dir}", ", and give another mirror") if run.remote_dir else ("", "")
-    return (
+    return RunError(
+        "LS6050",
         f"{folder_of(run)}{also} holds checkpoints, and none of them can be used:\n{rows}\nNone of them was touched. "
         "Make one readable (permissions, a disk that is not mounted, the version of lockstep that wrote it), or "
-        f"give another output=FOLDER; to begin from the start, move {run.folder} away{then}"
+        f"give another output=FOLDER; to begin from the start, move {run.folder} away{then}",
     )
 
 

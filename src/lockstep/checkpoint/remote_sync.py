@@ -77,7 +77,7 @@ class CheckpointCatalog:
             return here, []
         there, fault = self._by_main(lambda: self.mirror.list_checkpoints() if self.mirror else [])
         if fault is not None and not here:
-            raise RunError(f"remote_dir: {fault}; without it nobody can tell whether there are checkpoints")
+            raise RunError("LS6040", f"remote_dir: {fault}; without it nobody can tell whether there are checkpoints")
         notes = [f"{fault}; only the checkpoints in {folder_of(self.run)} are looked at"] if fault else []
         every = here + [(name, manifest, True) for name, manifest in there or []]
         return sorted(every, key=lambda each: (-len(each[0]), *(-ord(c) for c in each[0]))), notes
@@ -111,7 +111,7 @@ class CheckpointCatalog:
         said = str(task.error) if refused else reason_of(task.error)
         result, said, refused = self.world.broadcast((task.result, said, refused))
         if refused:
-            raise RunError(said)
+            raise RunError.read(said)
         return result, said
 
     def rest(self, seconds: float) -> str | None:
@@ -180,7 +180,7 @@ class RemoteSync:
         if isinstance(manifest, str):
             return manifest
         if (reason := changed(self.run, prepared, manifest, str(self.address))) is not None:
-            raise RunError(reason)
+            raise RunError("LS6042", reason)
         if bad := [file for file in manifest.hashes if not re.fullmatch(r"\w[\w.-]*", file)]:
             return f"{FILE} names {bad[0]!r}, which is no file of a checkpoint"
         aside = folder_of(self.run) / f".{name}.fetched.partial"
@@ -290,7 +290,7 @@ class RemoteSync:
         self._tidy(there)
         self.copy_export(self.run.folder)
         if faults:
-            raise StoreError("; ".join(faults))
+            raise StoreError("LS6043", "; ".join(faults))
 
     def _copy(self, path: Path, manifest: Manifest, before: Manifest | None) -> None:
         at, content = self.address.below(f"checkpoints/{path.name}"), (path / FILE).read_bytes()
@@ -385,7 +385,7 @@ def check(run: Run, prepared: Prepared | None = None) -> list[str]:
         if prepared is not None:
             newest = next((m for _, m in mirror.list_checkpoints() if isinstance(m, Manifest)), None)
             if newest is not None and (reason := changed(run, prepared, newest, str(mirror.address))) is not None:
-                raise RunError(reason)
+                raise RunError("LS6044", reason)
             return []
         bucket.write(mirror.address.below(PROBE), b"lockstep\n")
         try:
@@ -396,7 +396,7 @@ def check(run: Run, prepared: Prepared | None = None) -> list[str]:
         if error.again and newest_whole(run) is not None:
             return [f"remote_dir: {error}; checkpoints are copied when it can be reached"]
         more = "; without it nobody can tell whether there are checkpoints" if error.again else ""
-        raise RunError(f"remote_dir: {error}{more}") from error
+        raise RunError(error.code, f"remote_dir: {error.message}{more}") from error
     return []
 
 

@@ -25,6 +25,8 @@ from pydantic import (
     model_validator,
 )
 
+from lockstep.config.errors import InvalidValue
+
 _NAMES = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "bar": "|", "pipe": "|", "space": " "}
 LAYOUT = (
     "of local files; class_folders: each text or image a file, in a folder called by its label; parallel: lines "
@@ -49,8 +51,8 @@ def _character(value: Any) -> Any:
 def _one(value: str) -> str:
     """Errors: `ValueError`."""
     if len(value) != 1 or value in "\r\n\"'" or value.isalnum():
-        raise ValueError(
-            f"wanted is one character that is no letter, digit or quote, or a name such as tab, not {value!r}"
+        raise InvalidValue(
+            "LS1010", f"expected one character that is no letter, digit or quote, or a name such as tab, not {value!r}"
         )
     return value
 
@@ -102,31 +104,36 @@ def address_of(text: str) -> Address:
     if scheme not in known:
         near = _ALSO.get(scheme) or next(iter(difflib.get_close_matches(scheme, known, 1)), None)
         hint = f"did you mean {near}://? " if near else "a file of this machine is named by its path alone; "
-        raise ValueError(f"{text}: unknown scheme {scheme}://; {hint}known are {', '.join(f'{s}://' for s in known)}")
+        raise InvalidValue(
+            "LS1011", f"{text}: unknown scheme {scheme}://; {hint}known are {', '.join(f'{s}://' for s in known)}"
+        )
     if scheme in ("https", "http") and re.search(r"[?#]", rest):
-        raise ValueError(f"{text}: an address with ? or # cannot be used; name the file itself")
+        raise InvalidValue("LS1012", f"{text}: an address with ? or # cannot be used; name the file itself")
     parts = [part for part in rest.split("/") if part]
     count = 3 if scheme == "hf" else 1
     if len(parts) < count or (scheme == "hf" and parts[0] != "datasets"):
         wanted = "hf://datasets/USER/REPO/path" if scheme == "hf" else f"{scheme}://BUCKET/path"
-        raise ValueError(f"{text}: wanted is {wanted}")
+        raise InvalidValue("LS1013", f"{text}: expected {wanted}")
     if ".." in parts or "." in parts:
-        raise ValueError(f"{text}: . and .. mean nothing in an address")
+        raise InvalidValue("LS1014", f"{text}: . and .. mean nothing in an address")
     return Address(scheme, "/".join(parts[:count]), "/".join(parts[count:]))
 
 
 def _of_mirror(text: str) -> str:
     """Errors: `ValueError`."""
     if not is_address(text):
-        raise ValueError(f"{text!r} is no address; wanted is one such as s3://bucket/runs/emotion")
+        raise InvalidValue("LS1015", f"{text!r} is no address; expected one such as s3://bucket/runs/emotion")
     address = address_of(text)
     if address.scheme not in STORES:
-        raise ValueError(
+        raise InvalidValue(
+            "LS1016",
             f"{address.scheme}:// can be read from and not written to; known are "
-            f"{', '.join(f'{s}://' for s in STORES)} (hub.push_to uploads the export to the Hub)"
+            f"{', '.join(f'{s}://' for s in STORES)} (hub.push_to uploads the export to the Hub)",
         )
     if not address.path:
-        raise ValueError(f"{text} is a whole bucket: give a folder of this run in it, such as {address}/runs/emotion")
+        raise InvalidValue(
+            "LS1017", f"{text} is a whole bucket: give a folder of this run in it, such as {address}/runs/emotion"
+        )
     return str(address)
 
 
@@ -138,11 +145,11 @@ def _path(text: str) -> str:
     try:
         content = text.encode()
     except UnicodeError:
-        raise ValueError(f"{text[:60]!r} is not UTF-8") from None
+        raise InvalidValue("LS1018", f"{text[:60]!r} is not UTF-8") from None
     if b"\0" in content:
-        raise ValueError(f"{text[:60]!r} holds a zero character, as no path does")
+        raise InvalidValue("LS1019", f"{text[:60]!r} holds a zero character, as no path does")
     if "://" not in text and (len(content) > 4000 or any(len(part) > 255 for part in content.split(b"/"))):
-        raise ValueError(f"{text[:40]!r}... has {len(text):,} characters; no path or name is that long")
+        raise InvalidValue("LS1020", f"{text[:40]!r}... has {len(text):,} characters; no path or name is that long")
     return text
 
 
@@ -186,7 +193,7 @@ class Condition(BaseModel):
 def _explained(values: Any) -> Any:
     """Errors: `ValueError`, in words that pydantic has not for a choice of types."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"wanted is a mapping of columns, such as {{language: en}}, and not {values!r}")
+        raise InvalidValue("LS1021", f"expected a mapping of columns, such as {{language: en}}, and not {values!r}")
     allowed = f"{_MAY_BE} {', '.join(Condition.model_fields)}"
     for column, value in values.items():
         if isinstance(value, Condition):
@@ -195,7 +202,7 @@ def _explained(values: Any) -> Any:
         if isinstance(value, Mapping):
             _check(column, value, allowed)
         elif not listed or not all(isinstance(each, Scalar) for each in listed):
-            raise ValueError(f"{column}: {value!r} is no condition; it is {allowed}")
+            raise InvalidValue("LS1022", f"{column}: {value!r} is no condition; it is {allowed}")
     return values
 
 
@@ -206,15 +213,17 @@ def _check(column: Any, value: Mapping[str, Any], allowed: str) -> None:
     except ValidationError as error:
         wrong = ".".join(str(part) for part in error.errors()[0]["loc"][:1])
         if wrong not in Condition.model_fields:
-            raise ValueError(f"{column}: there is no condition {wrong!r}; it is {allowed}") from None
+            raise InvalidValue("LS1023", f"{column}: there is no condition {wrong!r}; it is {allowed}") from None
         about = Condition.model_fields[wrong].description
-        raise ValueError(f"{column}: {wrong}: {value[wrong]!r} will not do: {about}") from None
+        raise InvalidValue("LS1024", f"{column}: {wrong}: invalid value {value[wrong]!r}; {about}") from None
     if not given:
-        raise ValueError(f"{column}: {{}} is no condition; it is {allowed}")
+        raise InvalidValue("LS1025", f"{column}: {{}} is no condition; it is {allowed}")
     for what in ("", "_characters", "_words", "_tokens"):
         low, high = given.get(f"min{what}"), given.get(f"max{what}")
         if low is not None and high is not None and low > high:
-            raise ValueError(f"{column}: min{what} ({low}) is more than max{what} ({high}): no row would be left")
+            raise InvalidValue(
+                "LS1026", f"{column}: min{what} ({low}) is more than max{what} ({high}): no row would be left"
+            )
 
 
 Filter = Annotated[
@@ -271,17 +280,23 @@ class OneSource(BaseModel):
 def _explained_mixture(values: Any) -> Any:
     """Errors: `ValueError`, which names the source."""
     if not isinstance(values, list) or not values:
-        raise ValueError(f"wanted is a list of sources, such as [{{source: web.jsonl, weight: 2}}], and not {values!r}")
+        raise InvalidValue(
+            "LS1027", f"expected a list of sources, such as [{{source: web.jsonl, weight: 2}}], and not {values!r}"
+        )
     found = [_named(value, place) for place, value in enumerate(values)]
     entries = [value if isinstance(value, OneSource) else _entry(value) for value in found]
     names = Counter(entry.name for entry in entries)
     if (twice := names.most_common(1)[0])[1] > 1:
-        raise ValueError(f"two sources are called {twice[0]}: give each a name of its own")
+        raise InvalidValue("LS1028", f"two sources are called {twice[0]}: give each a name of its own")
     if "scale" in names:
-        raise ValueError("a source may not be called scale: metrics have a loss_scale already; give it another name")
+        raise InvalidValue(
+            "LS1029", "a source may not be called scale: metrics have a loss_scale already; give it another name"
+        )
     without = [entry.name for entry in entries if entry.weight is None]
     if 0 < len(without) < len(entries):
-        raise ValueError(f"{without[0]} has no weight, and others have: give one to every source, or to none")
+        raise InvalidValue(
+            "LS1030", f"{without[0]} has no weight, and others have: give one to every source, or to none"
+        )
     for entry in entries:
         _check_weight(entry)
     return entries
@@ -293,7 +308,7 @@ def _named(value: Any, place: int) -> Any:
         return value
     value = {"source": value} if isinstance(value, str) else value
     if not isinstance(value, Mapping):
-        raise ValueError(f"source {place + 1}: wanted is a mapping of keys, and not {value!r}")
+        raise InvalidValue("LS1031", f"source {place + 1}: expected a mapping of keys, and not {value!r}")
     if value.get("name") is None:
         train = value.get("train")
         given = str(value.get("source") or (train[0] if isinstance(train, list) and train else train) or "")
@@ -313,15 +328,16 @@ def _entry(value: Mapping[str, Any]) -> OneSource:
         if first["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, OneSource.model_fields, 1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(
-                f"{name}: unknown key {key!r}; {hint}known are {', '.join(OneSource.model_fields)}"
+            raise InvalidValue(
+                "LS1032", f"{name}: unknown key {key!r}; {hint}known are {', '.join(OneSource.model_fields)}"
             ) from None
         if first["type"] == "value_error":
-            raise ValueError(f"{name}: {key}: {first['ctx']['error']}") from None
+            cause = first["ctx"]["error"]
+            raise InvalidValue(cause.code, f"{name}: {key}: {cause.message}") from None
         about = OneSource.model_fields[key].description
-        raise ValueError(f"{name}: {key}: {value.get(key)!r} will not do: {about}") from None
+        raise InvalidValue("LS1034", f"{name}: {key}: invalid value {value.get(key)!r}; {about}") from None
     if entry.source is None and entry.train is None:
-        raise ValueError(f"{name}: give source (a Hub id, a folder or a file) or train (files)")
+        raise InvalidValue("LS1035", f"{name}: give source (a Hub id, a folder or a file) or train (files)")
     return entry
 
 
@@ -329,17 +345,19 @@ def _check_weight(entry: OneSource) -> None:
     """Errors: `ValueError`."""
     for step, weight in entry.schedule:
         if not 0 < weight < float("inf"):
-            raise ValueError(
-                f"{entry.name}: weight: {weight:g} will not do: it must be more than 0; leave a source out "
-                "that is not to be used"
+            raise InvalidValue(
+                "LS1036",
+                f"{entry.name}: weight: invalid value {weight:g}; it must be more than 0; leave a source out "
+                "that is not to be used",
             )
         if step < 0:
-            raise ValueError(f"{entry.name}: weight: step {step} is before the first, 0")
+            raise InvalidValue("LS1037", f"{entry.name}: weight: step {step} is before the first, 0")
     steps = [step for step, _ in entry.schedule]
     if entry.weight is not None and (not steps or steps[0] != 0 or steps != sorted(set(steps))):
-        raise ValueError(
-            f"{entry.name}: weight: {[list(point) for point in entry.schedule]} will not do: wanted is [[0, weight], "
-            "[step, weight], ...], steps in order, the first of them 0"
+        raise InvalidValue(
+            "LS1038",
+            f"{entry.name}: weight: invalid value {[list(point) for point in entry.schedule]}; expected [[0, weight], "
+            "[step, weight], ...], steps in order, the first of them 0",
         )
 
 
@@ -387,16 +405,18 @@ class Streaming(BaseModel):
         if not self.stream:
             for key, default in (("stream_window", WINDOW), ("stream_cache_gb", CACHE_GB)):
                 if getattr(self, key) != default:
-                    raise ValueError(f"{key} is about a stream: set data.stream=true, or leave it out")
+                    raise InvalidValue("LS1039", f"{key} is about a stream: set data.stream=true, or leave it out")
             return self
         for key, why in _REFUSED.items():
             if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
-                raise ValueError(f"{key} does not go with data.stream: {why}")
+                raise InvalidValue("LS1040", f"{key} does not go with data.stream: {why}")
         _check_filter(self, "")
         for entry in getattr(self, "sources", None) or []:
             for key in [key for key in _REFUSED if key in type(entry).model_fields]:
                 if getattr(entry, key) != type(entry).model_fields[key].get_default(call_default_factory=True):
-                    raise ValueError(f"sources: {entry.name}: {key} does not go with data.stream: {_REFUSED[key]}")
+                    raise InvalidValue(
+                        "LS1041", f"sources: {entry.name}: {key} does not go with data.stream: {_REFUSED[key]}"
+                    )
             _check_filter(entry, f"sources: {entry.name}: ")
         return self
 
@@ -405,7 +425,8 @@ def _check_filter(given: Any, where: str) -> None:
     """Errors: `ValueError`."""
     for column, wanted in getattr(given, "filter", {}).items():
         if isinstance(wanted, Condition) and wanted.counts_tokens:
-            raise ValueError(
+            raise InvalidValue(
+                "LS1042",
                 f"{where}filter: {column}: tokens are not counted in a stream before it is encoded; give min_words, "
-                "max_words"
+                "max_words",
             )

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from lockstep.config import key_aliases, plugins, redaction
+from lockstep.config.errors import CodedError, RunError, appended, coded, uncoded
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -78,8 +79,12 @@ def where(key: str, origin: str, lines: dict[str, int], overridden: dict[str, An
 def fair(told: str, alone: str) -> str:
     """`told`, all that is wrong with a file and its overrides, where each line that is also `told` of the file `alone`
     blames the file."""
-    of_file = {line.rpartition(" (")[0]: line for line in alone.splitlines()}
-    return "\n".join(of_file.get(line.rpartition(" (")[0], line) for line in told.splitlines())
+    of_file = {_without_place(line): line for line in alone.splitlines()}
+    return "\n".join(of_file.get(_without_place(line), line) for line in told.splitlines())
+
+
+def _without_place(line: str) -> str:
+    return uncoded(line).rpartition(" (")[0]
 
 
 def explain(
@@ -90,8 +95,8 @@ def explain(
     overridden: dict[str, Any],
     prefix: str = "",
     options: Sequence[type[BaseModel]] = (),
-) -> str:
-    """All that is wrong, a line each: key, value, what is allowed, file and line.
+) -> RunError:
+    """The error of all that is wrong, a line each: key, value, what is allowed, file and line.
 
     `prefix`: the section whose keys were validated by themselves, and `options` what may stand in it.
     """
@@ -107,18 +112,32 @@ def explain(
         if item["type"] == "extra_forbidden":
             parent = key.rpartition(".")[0]
             siblings = [name for o in options for name in o.model_fields] or _siblings(model, parent)
-            message = f"unknown key {key!r}: {key_aliases.near(key, item['input'], siblings, keys_of(model))}"
+            near = key_aliases.near(key, item["input"], siblings, keys_of(model))
+            message = coded("LS1000", f"unknown key {key!r}: {near}")
         elif item["type"] == "missing" and not isinstance(item["loc"][-1], int):
-            message = f"{key}: missing, and it has no default"
+            message = coded("LS1001", f"{key}: missing, and it has no default")
         elif item["type"] == "value_error":
-            message = f"{key}: {item['ctx']['error']}" if key else str(item["ctx"]["error"])
+            cause = item["ctx"]["error"]
+            text = f"{key}: {uncoded(str(cause))}" if key else uncoded(str(cause))
+            message = coded(cause.code, text) if isinstance(cause, CodedError) else coded("LS1003", text)
         else:
-            message = f"{key}: {item['input']!r} will not do: {_wanted(dict(item), known.get(key))}"
-        before = rows.setdefault(key, [])
-        further = message.partition(" will not do: ")[2]
-        before.append(f"or {further.removeprefix('wanted is ')}" if before and further else message)
-    told = (f"{' '.join(dict.fromkeys(found))} ({where(k, origin, lines, overridden)})" for k, found in rows.items())
-    return "\n".join(told)
+            wanted = _wanted(dict(item), known.get(key))
+            message = coded("LS1002", f"{key}: invalid value {item['input']!r}; {wanted}")
+        if key not in rows:
+            rows[key] = [message]
+            continue
+        before, invalid, further = uncoded(message).partition("; expected ")
+        rows[key].append(f"or {further}" if invalid and "invalid value" in before else uncoded(message))
+    return RunError.read(
+        "\n".join(
+            appended(
+                first,
+                f"{''.join(f' {text}' for text in dict.fromkeys(more) if text != uncoded(first))}"
+                f" ({where(key, origin, lines, overridden)})",
+            )
+            for key, (first, *more) in rows.items()
+        )
+    )
 
 
 _KINDS = {
@@ -138,22 +157,22 @@ def _wanted(item: dict[str, Any], field: FieldInfo | None) -> str:
     """What would do, of one of pydantic's errors, in the words of run files."""
     kind, context = str(item["type"]), item.get("ctx") or {}
     if kind == "literal_error":
-        return f"wanted is {context['expected']}"
+        return f"expected {context['expected']}"
     if kind == "string_pattern_mismatch":
         told = f" ({field.description})" if field is not None and field.description else ""
         return f"it has to match {context['pattern']}{told}"
     if kind in ("too_long", "too_short", "missing"):
         most = context.get("max_length", context.get("min_length"))
-        return f"wanted are {most} values" if most is not None else "values are missing"
+        return f"expected {most} values" if most is not None else "values are missing"
     if kind.startswith(("greater_than", "less_than")):
         return (
-            f"wanted is {'a number' if field is None else _KINDS.get(_plain(field), 'a number')} "
+            f"expected {'a number' if field is None else _KINDS.get(_plain(field), 'a number')} "
             + (str(item["msg"]).partition("should be ")[2])
         )
     found = _KINDS.get(kind.partition("_")[0])
     if any(str(part).startswith("list[") for part in item["loc"]):  # the member of a union that was tried
         found = "a list of texts"
-    return f"wanted is {found}" if found is not None else str(item["msg"])[:1].lower() + str(item["msg"])[1:]
+    return f"expected {found}" if found is not None else str(item["msg"])[:1].lower() + str(item["msg"])[1:]
 
 
 def _plain(field: FieldInfo) -> str:
@@ -191,8 +210,8 @@ def keys_of(model: type[BaseModel]) -> dict[str, str]:
     launchers and optimizers, which need no torch for it."""
     found = dict.fromkeys(_described(model), "")
     for kind, section in _SECTIONS.items():
-        for name in plugins.names(kind):
-            for option in plugins.find(kind, name).Options.model_fields:  # type: ignore[attr-defined]
+        for name, plugin in plugins.loadable(kind):
+            for option in plugin.Options.model_fields:  # type: ignore[attr-defined]
                 key = f"{section}.{option}"
                 if key not in found or found[key]:
                     found[key] = f"{found[key]}, {name}" if key in found else f"with {section}.name: {name}"
@@ -289,6 +308,8 @@ def yaml_fault(error: Exception) -> str:
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
         return " ".join(str(error).split())
+    if "'\\t'" in problem:
+        return f"line {mark.line + 1}, column {mark.column + 1}: a tab; YAML is indented by spaces"
     context = getattr(error, "context", None)
     return f"line {mark.line + 1}, column {mark.column + 1}: {f'{context}, ' if context else ''}{problem}"
 

@@ -1,10 +1,19 @@
 """The one error of everything that a user gives (keys, files, folders, commands), and the exit statuses of a job,
-which launchers and schedulers act on. Imports nothing.
+which launchers and schedulers act on. Imports nothing but the message codes.
 """
 
+from lockstep._coded import CodedError, appended, coded, codes, uncoded, with_addresses
 
-class RunError(Exception):
+__all__ = ["BAD", "DONE", "EXCLUDED", "FAILED", "HALTED", "STOPPED"]
+__all__ += ["CodedError", "InvalidValue", "RunError", "appended", "coded", "codes", "uncoded", "with_addresses"]
+
+
+class RunError(CodedError):
     """Bad usage or a bad run file: one message for the user, exit status 2, before any process starts."""
+
+
+class InvalidValue(CodedError, ValueError):
+    """A value that a section of a run file refuses. Validation reports it with its key and line."""
 
 
 DONE = 0

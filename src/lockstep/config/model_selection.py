@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from lockstep.config.errors import InvalidValue
 from lockstep.config.sections import Interval, Positive, Section
 
 # Metrics of lockstep's own of which less is better, by name: losses (also of one source), perplexities, errors.
@@ -18,7 +19,7 @@ _MORE = re.compile(r"(\w+_)?(accuracy|f1|precision|recall|bleu|chrf)")
 
 
 class EvaluateSection(Section):
-    every: Interval = Field(0, description="steps between evaluations, or epoch; 0: only at the end")
+    every: Interval = Field("epoch", description="steps between evaluations, or epoch; 0: only at the end")
     patience: Positive | None = Field(
         None, description="evaluations in a row without a better one by checkpoint.best, after which training ends"
     )
@@ -40,7 +41,9 @@ class EvaluateSection(Section):
     @model_validator(mode="after")
     def _delta_of_something(self) -> EvaluateSection:
         if self.min_delta and self.patience is None:
-            raise ValueError("min_delta is of patience, which is not given: set evaluate.patience, or leave it out")
+            raise InvalidValue(
+                "LS1060", "min_delta is of patience, which is not given: set evaluate.patience, or leave it out"
+            )
         return self
 
 
@@ -62,9 +65,9 @@ class AverageSection(Section):
     @model_validator(mode="after")
     def _one_average(self) -> AverageSection:
         if self.ema is not None and self.last is not None:
-            raise ValueError("give ema or last, and not both")
+            raise InvalidValue("LS1061", "give ema or last, and not both")
         if not self.ema_warmup and self.ema is None:
-            raise ValueError("ema_warmup is of ema, which is not given: set average.ema, or leave it out")
+            raise InvalidValue("LS1062", "ema_warmup is of ema, which is not given: set average.ema, or leave it out")
         return self
 
     @property
@@ -97,16 +100,23 @@ def check(best: str | None, evaluated: bool, every: Any, average: AverageSection
     """What of `checkpoint.best`, `evaluate.every` (whether it is set), `checkpoint.every`, `average` and `export` does
     not go together. Errors: `ValueError`."""
     if best is not None and not evaluated:
-        raise ValueError("the best model is chosen from evaluations: set evaluate.every to steps, or to epoch")
+        raise InvalidValue(
+            "LS1063", "the best model is chosen from evaluations: set evaluate.every to steps, or to epoch"
+        )
     if best is not None and (_LESS if best[0] != "-" else _MORE).fullmatch(name := best.removeprefix("-")):
         less = best[0] != "-"
-        raise ValueError(
+        raise InvalidValue(
+            "LS1064",
             f"checkpoint.best: of {name} {'less' if less else 'more'} is better, and {best!r} would choose the "
-            f"{'highest' if less else 'lowest'}; write {'-' * less}{name}"
+            f"{'highest' if less else 'lowest'}; write {'-' * less}{name}",
         )
     if average.last is not None and export == "best":
-        raise ValueError(
-            "average.last exports the mean of the last checkpoints, and export: best one of them; leave one of both out"
+        raise InvalidValue(
+            "LS1065",
+            "average.last exports the mean of the last checkpoints, and export: best one of "
+            "them; leave one of both out",
         )
     if average.last is not None and not every:
-        raise ValueError("average.last is the mean of checkpoints on the way: set checkpoint.every to steps, or epoch")
+        raise InvalidValue(
+            "LS1066", "average.last is the mean of checkpoints on the way: set checkpoint.every to steps, or epoch"
+        )

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from lockstep.config.errors import InvalidValue
 from lockstep.config.sections import PluginSection, Section, Steps
 
 NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "polynomial", "wsd", "one_cycle")
@@ -36,22 +37,24 @@ _USUAL = {"schedule_free": "constant"}
 def _schedule(value: Any) -> Any:
     if not isinstance(value, list):
         if str(value) in _SAID:
-            raise ValueError(f"{value!r} will not do: {_SAID[str(value)]}")
+            raise InvalidValue("LS1070", f"invalid value {value!r}; {_SAID[str(value)]}")
         if (value := SCHEDULES.get(str(value), value)) not in NAMES:
-            raise ValueError(
-                f"{value!r} will not do: wanted is one of {', '.join(NAMES)}, or points [[step, rate], ...]"
+            raise InvalidValue(
+                "LS1071", f"invalid value {value!r}; expected one of {', '.join(NAMES)}, or points [[step, rate], ...]"
             )
         return value
-    told = "wanted are points [[step, rate], ...] in the order of their steps, the first of them 0"
+    told = "expected points [[step, rate], ...] in the order of their steps, the first of them 0"
     try:
         points = [(int(step), float(rate)) for step, rate in value if step == int(step)]
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{value!r} will not do: {told}") from None
+        raise InvalidValue("LS1072", f"invalid value {value!r}; {told}") from None
     steps = [step for step, _ in points]
     if len(points) < len(value) or not points or steps[0] != 0 or steps != sorted(set(steps)):
-        raise ValueError(f"{value!r} will not do: {told}")
+        raise InvalidValue("LS1073", f"invalid value {value!r}; {told}")
     if not all(0 <= rate < math.inf for _, rate in points) or not any(rate for _, rate in points):
-        raise ValueError(f"{value!r} will not do: rates are finite and not negative, and one of them is more than 0")
+        raise InvalidValue(
+            "LS1074", f"invalid value {value!r}; rates are finite and not negative, and one of them is more than 0"
+        )
     return points
 
 
@@ -66,7 +69,9 @@ class Group(Section):
 def _groups(value: Any) -> Any:
     """Errors: `ValueError`, which names the group and its key."""
     if not isinstance(value, list):
-        raise ValueError("wanted is a list of groups, such as [{match: 'classifier.*', learning_rate: 1e-3}]")
+        raise InvalidValue(
+            "LS1075", "expected a list of groups, such as [{match: 'classifier.*', learning_rate: 1e-3}]"
+        )
     for place, each in enumerate(value):
         try:
             Group.model_validate(each)
@@ -77,8 +82,8 @@ def _groups(value: Any) -> Any:
             wrong = {
                 "extra_forbidden": f"unknown key {key!r}; known are {', '.join(Group.model_fields)}",
                 "missing": f"{key} is missing: the names of its weights, with * for any part of a name",
-            }.get(first["type"], f"{f'{key}: ' if key else ''}{first['input']!r} will not do: it has to be {wanted}")
-            raise ValueError(f"group {place + 1}: {wrong}") from None
+            }.get(first["type"], f"{f'{key}: ' if key else ''}invalid value {first['input']!r}; must be {wanted}")
+            raise InvalidValue("LS1076", f"group {place + 1}: {wrong}") from None
     return value
 
 
@@ -139,12 +144,13 @@ class OptimSection(PluginSection):
     @model_validator(mode="after")
     def _of_its_schedule(self) -> OptimSection:
         if self.warmup_steps and self.warmup_fraction:
-            raise ValueError("give warmup_steps or warmup_fraction, and not both")
+            raise InvalidValue("LS1077", "give warmup_steps or warmup_fraction, and not both")
         points = isinstance(self.schedule, list)
         if isinstance(self.schedule, list) and self.learning_rate != (top := max(rate for _, rate in self.schedule)):
-            raise ValueError(
+            raise InvalidValue(
+                "LS1078",
                 f"learning_rate is {self.learning_rate:g}, and the highest of the points in schedule {top:g}: leave "
-                "learning_rate out"
+                "learning_rate out",
             )
         wrong = {
             "warmup_steps": points and self.warmup_steps,
@@ -158,7 +164,7 @@ class OptimSection(PluginSection):
         for key, found in wrong.items():
             if found:
                 said = "points" if points else self.schedule
-                raise ValueError(f"{key} has no meaning with schedule: {said}; leave it out")
+                raise InvalidValue("LS1079", f"{key} has no meaning with schedule: {said}; leave it out")
         return self
 
 

@@ -1,13 +1,14 @@
-"""A name in the run file -> the one class in that file.
+"""A name in the run file -> the one class behind it: of a file of lockstep's, of an installed distribution, or yours.
 
 In: a kind (`tasks`, `strategies`, `optimizers`, `launchers`, `track`) and a name, or a dotted path to a class of yours.
-Out: the class. A new plug-in is one new file in the kind's folder; nothing is registered anywhere. A plug-in is a
-public class that inherits `plugin` from the interface (`tasks/task.py`, ...). A class that sets `plugin` itself is a
-base of others. Names are read from the files' text, since importing them takes seconds.
+Out: the class. A new plug-in is one new file in the kind's folder, or in a distribution of its own with an entry point
+(`entry_points.py`). A plug-in is a public class that inherits `plugin` from the interface (`tasks/task.py`, ...); a
+class that sets `plugin` itself is a base of others. Names are read from text: importing the files takes seconds.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import gc
 import importlib
@@ -20,13 +21,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lockstep.config import entry_points
+from lockstep.config.entry_points import PluginError
 from lockstep.config.errors import RunError
 
-_FILES = {"ray": "ray_train"}  # a name whose file is called otherwise: no file has the name of the package it imports
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
 _SINGULAR |= {"optimizers": "optimizer"}
 _FOLDERS = {"optimizers": "strategies.optimizers"}  # kinds whose folder is inside of another one
@@ -45,12 +48,13 @@ def importing() -> Iterator[None]:
             gc.enable()
 
 
-class PluginError(ValueError):
-    """A name that no plug-in has, or a module that does not hold exactly one."""
-
-
 def names(kind: str) -> list[str]:
     """All names of a kind that a run file can use, in alphabetical order."""
+    return sorted({*built_in(kind), *entry_points.named(kind)})
+
+
+def built_in(kind: str) -> list[str]:
+    """Those of lockstep itself."""
     package = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}")
     return list(_names(package, tuple(os.stat(folder).st_mtime_ns for folder in package.__path__)))
 
@@ -58,11 +62,9 @@ def names(kind: str) -> list[str]:
 @lru_cache(maxsize=16)
 def _names(package: ModuleType, changed: tuple[int, ...]) -> list[str]:
     """`changed`: when its folders were: what is put there later is found, too."""
-    names_of = {file: name for name, file in _FILES.items()}
     interface = _SINGULAR[package.__name__.rpartition(".")[2]].capitalize()
     files = [file for folder in package.__path__ for file in Path(folder).glob("*.py")]
-    plugins = [file.stem for file in files if any(_inherits(file, name, interface) for name in _classes(file))]
-    return sorted(names_of.get(file, file) for file in plugins)
+    return sorted(file.stem for file in files if any(_inherits(file, name, interface) for name in _classes(file)))
 
 
 @lru_cache(maxsize=512)
@@ -85,56 +87,201 @@ def _inherits(file: Path, name: str, interface: str, as_base: bool = False) -> b
     return any(base == interface or _inherits(_home(file, base), base, interface, True) for base in bases)
 
 
-def _home(file: Path, name: str) -> Path:
-    """The file that a name comes from: the file itself, or that of the module of lockstep that it is imported from."""
+def _home(file: Path, name: str, anywhere: bool = False) -> Path:
+    """The file that a name comes from: the file itself, or that of the module of lockstep, with `anywhere` of any
+    module, that it is imported from."""
     text = file.read_text(encoding="utf-8")
-    found = re.search(rf"^from lockstep\.([\w.]+) import (?:\([^)]*\b{name}\b|[^\n(]*\b{name}\b)", text, re.MULTILINE)
-    return file if found is None else Path(__file__).parents[1] / f"{found[1].replace('.', '/')}.py"
+    line = re.search(rf"^from ([\w.]+) import (?:\([^)]*\b{name}\b|[^\n(]*\b{name}\b)", text, re.MULTILINE)
+    module = "" if line is None else line[1]
+    if module.startswith("lockstep."):
+        return Path(__file__).parents[1] / f"{module.removeprefix('lockstep.').replace('.', '/')}.py"
+    return (entry_points.file_of(module) if anywhere and module else None) or file
+
+
+def described(kind: str, name: str, *attributes: str) -> tuple[str, dict[str, Any]]:
+    """The first sentence of a plug-in's file, and literal class attributes of the plug-in, also inherited ones.
+    Everything is read from the files' text; nothing is imported. Errors: `PluginError` for an attribute that is not a
+    literal, and for a file that is not Python."""
+    _refuse_ambiguous(kind, name)
+    if name in built_in(kind):
+        package = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}")
+        file = next(f for p in package.__path__ if (f := Path(p) / f"{name}.py").exists())
+        plugin, called = None, f"lockstep/{kind}/{file.name}"
+    else:
+        (entry,) = entry_points.named(kind)[name]
+        module = entry_points.file_of(entry.module)
+        if module is None:
+            raise PluginError("LS1096", f"{entry.module} of {entry_points.origin(entry)} is not there")
+        file, plugin, called = module, entry.attr, f"{entry.module} of {entry_points.origin(entry)}"
+    try:
+        text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        if plugin is None:
+            plugin = next(each for each in _classes(file) if _inherits(file, each, _SINGULAR[kind].capitalize()))
+        values = {attribute: _literal(file, plugin, attribute) for attribute in attributes}
+    except (SyntaxError, ValueError, LookupError) as error:
+        raise PluginError("LS1097", f"{called} cannot be read: {error}") from error
+    sentence = re.match(r".*?\.(?=\s|$)|.*", " ".join(text.partition("\n\n")[0].split()))
+    return (sentence[0] if sentence else ""), values
+
+
+def _literal(file: Path, name: str, attribute: str) -> Any:
+    """A class attribute, as Python would find it. Errors: `LookupError`, `ValueError` where it is not a literal."""
+    for home, ancestor in _ancestors(file, name):
+        for line in _class(home, ancestor).body:
+            targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
+            value = getattr(line, "value", None)
+            if value is not None and attribute in [each.id for each in targets if isinstance(each, ast.Name)]:
+                return ast.literal_eval(value)
+    raise LookupError(f"{name} has no {attribute}")
+
+
+def _ancestors(file: Path, name: str) -> list[tuple[Path, str]]:
+    """A class of lockstep and those that it inherits from, in the order in which Python looks for attributes (C3)."""
+    own = [
+        (_home(file, base.id, anywhere=True), base.id)
+        for base in _class(file, name).bases
+        if isinstance(base, ast.Name)
+    ]
+    bases = [(home, base) for home, base in own if base in _heads(home)]
+    rows, order = [*(_ancestors(*base) for base in bases), bases], [(file, name)]
+    while rows := [row for row in rows if row]:
+        first = next((row[0] for row in rows if not any(row[0] in other[1:] for other in rows)), rows[0][0])
+        order.append(first)
+        rows = [[each for each in row if each != first] for row in rows]
+    return order
+
+
+def _class(file: Path, name: str) -> ast.ClassDef:
+    return _heads(file)[name]
+
+
+@lru_cache(maxsize=512)
+def _heads(file: Path) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def find(kind: str, name: str) -> type:
     """The class behind `name`.
 
-    `name` is a file of `lockstep/KIND/` or the dotted path of a class in a module of yours (`package.module.Class`).
+    `name` is a file of `lockstep/KIND/`, an entry point of an installed distribution, or the dotted path of a class in
+    a module of yours (`package.module.Class`).
     Errors: `PluginError`, naming the nearest known name. The module is imported, and with it the engine it needs.
     """
     if "." in name:
         found = attribute(name)
         if kind == "optimizers" and getattr(found, "plugin", "") != kind:
-            raise PluginError(f"{name} is no optimizer of lockstep's; CONTRIBUTING.md has how torch's are made one")
+            raise PluginError(
+                "LS1090", f"{name} is no optimizer of lockstep's; CONTRIBUTING.md has how torch's are made one"
+            )
         return found
-    known = names(kind)
-    if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise PluginError(f"unknown {_SINGULAR[kind]} {name!r}: {hint}known are {', '.join(known)}")
+    _refuse_ambiguous(kind, name)
+    if name not in built_in(kind):
+        if name not in (added := entry_points.named(kind)):
+            raise PluginError("LS1098", unknown(kind, name))
+        return _of_distribution(added[name][0], kind)
     with importing():
-        module = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}.{_FILES.get(name, name)}")
+        module = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}.{name}")
     classes = [
         c
         for c in vars(module).values()
-        if inspect.isclass(c)
-        and c.__module__ == module.__name__
-        and not c.__name__.startswith("_")
-        and getattr(c, "plugin", "") == kind
-        and "plugin" not in vars(c)
+        if inspect.isclass(c) and c.__module__ == module.__name__ and not c.__name__.startswith("_") and _is(kind, c)
     ]
     if len(classes) != 1:
-        raise PluginError(f"lockstep/{kind}/{name}.py must hold exactly one plug-in class, it holds {len(classes)}")
+        raise PluginError(
+            "LS1092", f"lockstep/{kind}/{name}.py must hold exactly one plug-in class, it holds {len(classes)}"
+        )
     return classes[0]
 
 
+def _refuse_ambiguous(kind: str, name: str) -> None:
+    """A name is one plug-in's. Errors: `PluginError`, naming the distributions."""
+    entry = entry_points.one(kind, name, _SINGULAR[kind])
+    if entry is not None and name in built_in(kind):
+        raise PluginError(
+            "LS1099",
+            f"{_SINGULAR[kind]} {name!r} is one of lockstep's own, and a name in {entry_points.origin(entry)}: "
+            "uninstall that, or name its class by a dotted path",
+        )
+
+
+def origin(kind: str, name: str) -> str:
+    """The distribution and version of a plug-in that is not lockstep's own."""
+    return entry_points.origin(entry_points.named(kind)[name][0])
+
+
+def _is(kind: str, plugin_class: Any) -> bool:
+    """Whether this is the class of a plug-in, and no base of others."""
+    return (
+        inspect.isclass(plugin_class)
+        and getattr(plugin_class, "plugin", "") == kind
+        and "plugin" not in vars(plugin_class)
+    )
+
+
+def _of_distribution(entry: EntryPoint, kind: str) -> type:
+    with importing():
+        plugin_class = entry_points.load(entry, _SINGULAR[kind])
+    if not _is(kind, plugin_class):
+        raise PluginError(
+            "LS1111",
+            f"{_SINGULAR[kind]} {entry.name!r} of {entry_points.origin(entry)} is {entry.value}, which is no class "
+            f"that inherits from lockstep's {_SINGULAR[kind].capitalize()}",
+        )
+    return plugin_class
+
+
+# What other systems call them; the pipelines of transformers above all.
+OTHER_NAMES = {
+    "classification": ("text_classification", "text-classification", "sequence_classification", "sentiment-analysis"),
+    "language_modeling": ("causal_lm", "text-generation", "text_generation", "clm", "sft"),
+    "masked_language_modeling": ("masked_lm", "fill-mask", "fill_mask", "mlm"),
+    "token_classification": ("ner", "token-classification"),
+    "question_answering": ("qa", "question-answering"),
+    "preference": ("dpo",),
+    "adamw_8bit": ("adamw_bnb_8bit", "paged_adamw_8bit"),
+    "adamw": ("adam", "adamw_torch", "adamw_torch_fused"),
+}
+
+
+def unknown(kind: str, name: str) -> str:
+    """The message for a name that no plug-in of a kind has: what installs it, or the nearest known name."""
+    if (what := entry_points.missing(kind, name)) is not None:
+        return f"{name} needs {what}"
+    known = names(kind)
+    near = [other for other in known if name in OTHER_NAMES.get(other, ())] or difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown {_SINGULAR[kind]} {name!r}; {hint}known are {', '.join(known)}"
+
+
+def loadable(kind: str) -> Iterator[tuple[str, type]]:
+    """Every plug-in of a kind, but for those of other distributions that cannot be loaded."""
+    for name in names(kind):
+        try:
+            yield name, find(kind, name)
+        except PluginError:
+            continue
+
+
+def path_of(kind: str, name: str) -> str:
+    """The dotted path of a class of another distribution; any other name as it is."""
+    entries = entry_points.named(kind).get(name)
+    return entries[0].value.replace(":", ".") if entries else name
+
+
 def lacking(packages: Sequence[str]) -> list[str]:
-    """Those of some packages that are not installed. Nothing is imported."""
-    return [package for package in packages if importlib.util.find_spec(package) is None]
+    """Those of some packages that are not installed. Nothing is imported. A folder of that name in the working
+    directory, such as the one W&B leaves, is no package."""
+    specs = {package: importlib.util.find_spec(package) for package in packages}
+    return [package for package, spec in specs.items() if spec is None or spec.origin is None]
 
 
-def require(packages: Sequence[str], key: str, extra: str = "") -> None:
+def require(packages: Sequence[str], key: str, extra: str = "", distribution: str = "lockstep-train") -> None:
     """Refuse a plug-in whose packages are not installed. `key`: of the run file, and its value, which need them.
-    `extra`: what installs them; by default it is named as the package. Errors: `RunError`."""
+    `extra`: what installs them, of a `distribution`; by default it is named as the package. Errors: `RunError`."""
     for package in lacking(packages):
         raise RunError(
-            f"{key} needs {package}, which is not installed: pip install 'lockstep-train[{extra or package}]'"
+            "LS1120", f"{key} needs {package}, which is not installed: pip install '{distribution}[{extra or package}]'"
         )
 
 
@@ -156,8 +303,9 @@ def refuse_old(packages: Sequence[str], distribution: str = "lockstep-train") ->
         for least in (bound for each in wanted if each.name == package for bound in each.specifier):
             if least.operator == ">=" and installed < Version(least.version):
                 raise RunError(
+                    "LS1094",
                     f"{package} {installed} is older than lockstep was tried with: pip install '{package}{least}' "
-                    "(docs/engines.md says what earlier versions do)"
+                    "(docs/explanation/engines.md says what earlier versions do)",
                 )
 
 
@@ -187,7 +335,7 @@ def attribute(name: str) -> Any:
     try:
         return getattr(_imported(module_name), last)
     except (ImportError, AttributeError) as error:
-        raise PluginError(f"cannot import {name!r}: {error}") from error
+        raise PluginError("LS1095", f"cannot import {name!r}: {error}") from error
 
 
 def _imported(name: str) -> ModuleType:

@@ -26,6 +26,7 @@ from pydantic import Field, ValidationError, model_validator
 from lockstep.config import error_messages as messages
 from lockstep.config import key_aliases, model_selection, plugins, redaction
 from lockstep.config.data_sources import Mirror, PathText, is_address
+from lockstep.config.errors import InvalidValue
 from lockstep.config.errors import RunError as RunError
 from lockstep.config.model_selection import AverageSection, EvaluateSection, choose_best
 from lockstep.config.optim import REVISION, OptimSection, revised
@@ -134,20 +135,24 @@ class Run(Section):
     def _consistent(self) -> Run:
         for key, source in (("model", self.model.source), ("tokenizer", self.tokenizer.source)):
             if is_address(source):
-                raise ValueError(f"{key}.source: {source} is not loaded from; copy that folder to this machine first")
+                raise InvalidValue(
+                    "LS1100", f"{key}.source: {source} is not loaded from; copy that folder to this machine first"
+                )
         if is_address(self.output):
-            raise ValueError(
-                f"output is a folder of this machine; to keep its results elsewhere, too: remote_dir={self.output}"
+            raise InvalidValue(
+                "LS1101",
+                f"output is a folder of this machine; to keep its results elsewhere, too: remote_dir={self.output}",
             )
         model_selection.check(
             self.checkpoint.best, bool(self.evaluate.every), self.checkpoint.every, self.average, self.export
         )
         if self.epochs is not None and self.steps is not None:
-            raise ValueError("give either epochs or steps, and not both")
+            raise InvalidValue("LS1102", "give either epochs or steps, and not both")
         if self.micro_batches > self.batch_size:
-            raise ValueError(
+            raise InvalidValue(
+                "LS1103",
                 f"micro_batches ({self.micro_batches}) must not be more than batch_size ({self.batch_size}): "
-                "every micro-batch of a step needs an example"
+                "every micro-batch of a step needs an example",
             )
         return self
 
@@ -178,7 +183,7 @@ class Run(Section):
         was put together, none is written down or sent anywhere. `filtered`: what is done with each text before."""
         values = self.model_dump(mode="json")
         if (hidden := messages.secret(values)) is not None:
-            raise RunError(secret_in(hidden))
+            raise secret_in(hidden)
         return yaml.safe_dump(redaction.redact_all(values, filtered), sort_keys=False, allow_unicode=True, width=110)
 
     def arithmetic(self) -> dict[str, Any]:
@@ -214,7 +219,8 @@ class Run(Section):
         """Errors: `RunError` when a process would have no micro-batch. `told`: the key, and how many it makes."""
         if processes > self.micro_batches:
             raise RunError(
-                f"{told} cannot share {self.micro_batches} micro-batches; use fewer processes or more micro_batches"
+                "LS1104",
+                f"{told} cannot share {self.micro_batches} micro-batches; use fewer processes or more micro_batches",
             )
 
     def default(self, key: str) -> Any:
@@ -250,12 +256,15 @@ def load(
             text = Path(path).read_text(encoding="utf-8")
             values, lines = messages.read_yaml_with_lines(text)
         except OSError as error:
-            raise RunError(f"cannot read the run file {path}: {error.strerror}") from error
+            raise RunError(
+                "LS1105", f"cannot read the run file {path}: {error.strerror}{_instead(Path(path))}"
+            ) from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise RunError(f"{path} is not valid YAML: {messages.yaml_fault(error)}") from error
+            raise RunError("LS1106", f"{path} is not valid YAML: {messages.yaml_fault(error)}") from error
         if not isinstance(values, dict):
             raise RunError(
-                f"{path} must hold a mapping of keys (see `lockstep schema`), it holds {messages.kind(values)}"
+                "LS1107",
+                f"{path} must hold a mapping of keys (see `lockstep schema`), it holds {messages.kind(values)}",
             )
         values = beside({key: at_length(key, value) for key, value in values.items()}, Path(path))
         values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
@@ -267,14 +276,14 @@ def load(
         if overridden.get(given) is not None and replaced not in overridden:
             values.pop(replaced, None)  # the command line's length replaces the file's, whichever way each is given
     if (hidden := messages.secret(values)) is not None:
-        raise RunError(secret_in(f"{hidden} ({messages.where(hidden, origin, {}, overridden)})"))
+        raise secret_in(f"{hidden} ({messages.where(hidden, origin, {}, overridden)})")
     try:
         return _validated(values, origin, lines, overridden, imports)
     except RunError as error:
         try:
             _validated(alone, origin, lines, {}, imports)
         except RunError as of_file:
-            raise RunError(messages.fair(str(error), str(of_file))) from None
+            raise RunError.read(messages.fair(str(error), str(of_file))) from None
         raise
 
 
@@ -285,7 +294,7 @@ def _validated(
     try:
         run = Run.model_validate(values)
     except ValidationError as error:
-        raise RunError(messages.explain(error, Run, origin, lines, overridden)) from None
+        raise messages.explain(error, Run, origin, lines, overridden) from None
     return check_plugins(run, origin, lines, overridden, imports)
 
 
@@ -309,7 +318,7 @@ def check_plugins(
     if imports or "." not in run.task.name:
         task: Any = plugins.find("tasks", run.task.name)
         if wrong := unusable_keys(run, task):
-            raise RunError("\n".join(f"{key}: {why} ({source.where(key)})" for key, why in wrong.items()))
+            raise RunError("LS1119", "\n".join(f"{key}: {why} ({source.where(key)})" for key, why in wrong.items()))
     return run.model_copy(update=own)
 
 
@@ -346,10 +355,8 @@ class _Source:
         return messages.where(key, self.origin, self.lines, self.overridden)
 
     def known(self, key: str, kind: str, name: str) -> None:
-        if name not in (names := plugins.names(kind)):
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise RunError(f"{key}: unknown name {name!r}; {hint}known are {', '.join(names)} ({self.where(key)})")
+        if name not in plugins.names(kind):
+            raise RunError("LS1121", f"{key}: {plugins.unknown(kind, name)} ({self.where(key)})")
 
     def typed(self, key: str, kind: str, section: PluginSection) -> PluginSection:
         """The section with the keys of its plug-in, defaults filled in."""
@@ -365,9 +372,11 @@ class _Source:
             if name not in section.to and "." not in name and name not in (there := plugins.names("track")):
                 beside = [*type(section).model_fields, *there]
                 hint = key_aliases.near(key, given, beside, messages.keys_of(Run))
-                raise RunError(f"unknown key {key!r}: {hint} ({self.where(key)})")
+                raise RunError("LS1109", f"unknown key {key!r}: {hint} ({self.where(key)})")
             if not isinstance(given, dict):
-                raise RunError(f"{key}: wanted is a mapping of the tracker's keys, not {given!r} ({self.where(key)})")
+                raise RunError(
+                    "LS1110", f"{key}: expected a mapping of the tracker's keys, not {given!r} ({self.where(key)})"
+                )
             own[name] = self.options(key, "track.to", "track", name, given, ())
         return type(section)(**own)
 
@@ -380,24 +389,24 @@ class _Source:
         try:
             options: type[Section] = plugins.find(kind, name).Options  # type: ignore[attr-defined]
         except plugins.PluginError as error:
-            raise RunError(f"{named_by}: {error} ({self.where(named_by)})") from None
+            raise RunError(error.code, f"{named_by}: {error.message} ({self.where(named_by)})") from None
         try:
             given = key_aliases.translate(key, given, options.model_fields)
-        except ValueError as error:
-            raise RunError(f"{error} ({self.where(key)})") from None
+        except InvalidValue as error:
+            raise RunError(error.code, f"{error.message} ({self.where(key)})") from None
         try:
             return options.model_validate(given).model_dump()
         except ValidationError as error:
             allowed = (*beside, options)
-            text = messages.explain(error, Run, self.origin, self.lines, self.overridden, key, allowed)
-            raise RunError(text) from None
+            raise messages.explain(error, Run, self.origin, self.lines, self.overridden, key, allowed) from None
 
 
-def secret_in(key: str) -> str:
-    """What is said of a run that holds a secret."""
-    return (
+def secret_in(key: str) -> RunError:
+    """The error of a run that holds a secret."""
+    return RunError(
+        "LS1118",
         f"{key} looks like a secret. Secrets come from the environment only (HF_TOKEN, WANDB_API_KEY, ...): remove it, "
-        "and revoke it if the file was shared"
+        "and revoke it if the file was shared",
     )
 
 
@@ -410,7 +419,9 @@ def overrides_of(given: Sequence[str] | Mapping[str, Any]) -> messages.Overrides
         return messages.Overrides(map(_override, given))
     for key in given:
         if not isinstance(key, str) or not KEY.fullmatch(key):
-            raise RunError(f"{key!r} is no key of a run file; a key inside a section is written optim.learning_rate")
+            raise RunError(
+                "LS1112", f"{key!r} is no key of a run file; a key inside a section is written optim.learning_rate"
+            )
     found = messages.Overrides(given)
     found.place = "in the overrides"
     return found
@@ -425,11 +436,11 @@ def _override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     key = key.strip().lstrip("-").replace("-", "_")
     if not equals or not KEY.fullmatch(key):
-        raise RunError(f"{text!r} is not key=value, for example optim.learning_rate=3e-5")
+        raise RunError("LS1113", f"{text!r} is not key=value, for example optim.learning_rate=3e-5")
     try:
         return key, messages.read_yaml(value)
     except yaml.YAMLError as error:
-        raise RunError(f"the value of {key} is not valid YAML: {messages.yaml_fault(error)}") from None
+        raise RunError("LS1114", f"the value of {key} is not valid YAML: {messages.yaml_fault(error)}") from None
 
 
 def copied(values: Any) -> Any:
@@ -496,13 +507,37 @@ def _found(value: Any, folder: Path) -> Any:
     return os.path.normpath(path) if there else value
 
 
+def _instead(path: Path) -> str:
+    """What a person may have meant by a run file that is not there."""
+    with suppress(OSError):
+        names = [file.name for file in path.absolute().parent.glob("*.y*ml")]
+        if near := difflib.get_close_matches(path.name, names, 1):
+            return f"; did you mean {path.with_name(near[0])}?"
+    return "; `lockstep init` writes one" if not path.exists() else ""
+
+
+def require_output(output: Path) -> None:
+    """Refuse a folder that no run wrote. Errors: `RunError`."""
+    if not output.is_dir():
+        raise RunError(
+            "LS1122", f"{output}: no such folder; give the output folder of a run (`output` in its run file)"
+        )
+    if not (output / "run.yaml").is_file():
+        raise RunError(
+            "LS1123",
+            f"{output} is not the output folder of a run: it has no run.yaml. Give the "
+            "folder that `output` in the run file "
+            "names",
+        )
+
+
 def check_output(run: Run) -> None:
     """OUTPUT is there or can be made. Errors: `RunError`."""
     there = next(path for path in (run.folder, *run.folder.parents) if path.exists())
     if not there.is_dir():
-        raise RunError(f"output: cannot write to {run.folder}: {there} is a file")
+        raise RunError("LS1115", f"output: cannot write to {run.folder}: {there} is a file")
     if not os.access(there, os.W_OK):
-        raise RunError(f"output: cannot write to {run.folder}: {there} may not be written by this user")
+        raise RunError("LS1116", f"output: cannot write to {run.folder}: {there} may not be written by this user")
 
 
 def keep(run: Run) -> None:
@@ -511,7 +546,7 @@ def keep(run: Run) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
         replace_text(run.folder / "run.yaml", run.dump())
     except OSError as error:
-        raise RunError(f"output: cannot write to {run.folder}: {error.strerror}") from error
+        raise RunError("LS1117", f"output: cannot write to {run.folder}: {error.strerror}") from error
 
 
 def led_away(folder: Path) -> str | None:

@@ -24,6 +24,7 @@ from lockstep.config.data_sources import (
     Separator,
     Streaming,
 )
+from lockstep.config.errors import InvalidValue
 
 Steps = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -98,8 +99,8 @@ class PluginSection(OpenSection):
 class TaskSection(PluginSection):
     name: str = Field(
         "classification",
-        description="a name of docs/tasks.md, such as classification; module: a model, data and a loss of your own; "
-        "or your.module.Class; its other keys are the task's",
+        description="a name of docs/reference/tasks.md, such as classification; module: a model, data and a loss of "
+        "your own; or your.module.Class; its other keys are the task's",
     )
 
 
@@ -189,15 +190,16 @@ class DataSection(Streaming, Section):
         if self.sources is None:
             return self
         if given := [key for key in OWN if getattr(self, key) != known[key].get_default(call_default_factory=True)]:
-            raise ValueError(f"{given[0]} is given in each of data.sources, and not beside them")
+            raise InvalidValue("LS1130", f"{given[0]} is given in each of data.sources, and not beside them")
         return self
 
     @model_validator(mode="after")
     def _something_is_left(self) -> DataSection:
         if self.validation_fraction + self.test_fraction >= 1:
-            raise ValueError(
+            raise InvalidValue(
+                "LS1131",
                 f"validation_fraction ({self.validation_fraction:g}) and test_fraction ({self.test_fraction:g}) leave "
-                "nothing to train on"
+                "nothing to train on",
             )
         return self
 
@@ -207,8 +209,8 @@ class DataSection(Streaming, Section):
         try:
             "".encode(value)
         except (LookupError, ValueError):
-            raise ValueError(
-                f"Python knows no encoding {value!r}; utf-8, utf-16, latin-1 and cp1252 are usual ones"
+            raise InvalidValue(
+                "LS1132", f"Python knows no encoding {value!r}; utf-8, utf-16, latin-1 and cp1252 are usual ones"
             ) from None
         return value
 
@@ -267,7 +269,7 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _one_origin(self) -> ModelSection:
         if self.source is not None and self.type is not None:
-            raise ValueError(ONE_ORIGIN)
+            raise InvalidValue("LS1135", ONE_ORIGIN)
         return self
 
 
@@ -281,7 +283,7 @@ class TokenizerSection(Section):
     @model_validator(mode="after")
     def _one_origin(self) -> TokenizerSection:
         if self.source is not None and self.train is not None:
-            raise ValueError("give either source or train, and not both")
+            raise InvalidValue("LS1133", "give either source or train, and not both")
         return self
 
 
@@ -312,8 +314,8 @@ class LaunchSection(PluginSection):
 
     name: str = Field(
         "local",
-        description="local | torchrun | accelerate | slurm | sagemaker | ray | kubernetes | tcp, or your.module.Class; "
-        "its other keys are the launcher's",
+        description="local | torchrun | accelerate | slurm | tcp; with lockstep-clouds kubernetes | ray | sagemaker; "
+        "or your.module.Class; its other keys are the launcher's",
     )
     processes: Positive | Literal["auto"] = Field(
         "auto",
@@ -352,9 +354,10 @@ class LaunchSection(PluginSection):
     @model_validator(mode="after")
     def _copies_have_a_use(self) -> LaunchSection:
         if self.replicate_every and self.on_rank_failure != "continue":
-            raise ValueError(
+            raise InvalidValue(
+                "LS1134",
                 "replicate_every: copies are for ranks that go on without a lost one; "
-                "set launch.on_rank_failure=continue"
+                "set launch.on_rank_failure=continue",
             )
         return self
 

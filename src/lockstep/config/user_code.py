@@ -14,24 +14,25 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import plugins
+from lockstep.config.entry_points import spec_of
 from lockstep.config.run import Run
 
 _INSTALLED = ("site-packages", "dist-packages")
 # Nobody's own code, also where they are checked out beside it: their versions are compared, not their files.
-_LIBRARIES = ("lockstep", "torch", "transformers", "datasets", "tokenizers", "numpy", "pyarrow", "pydantic",
-              "accelerate", "deepspeed", "peft", "safetensors", "scipy", "sklearn", "pandas")  # fmt: skip
+_LIBRARIES = ("lockstep", "lockstep_clouds", "lockstep_plan",
+              "torch", "transformers", "datasets", "tokenizers", "numpy", "pyarrow", "pydantic", "accelerate",
+              "deepspeed", "peft", "safetensors", "scipy", "sklearn", "pandas")  # fmt: skip
 
 
 def named(run: Run, strategy: bool = True) -> dict[str, str]:
     """Keys of the run file that name a class or a function of the user's, among those that decide what is computed:
     key -> name."""
-    found = {"task.name": run.task.name, "optim.name": run.optim.name}
-    found |= {"strategy.name": run.strategy.name} if strategy else {}
+    kinds = {"task": "tasks", "optim": "optimizers"} | ({"strategy": "strategies"} if strategy else {})
+    found = {f"{part}.name": plugins.path_of(kind, getattr(run, part).name) for part, kind in kinds.items()}
     if not is_own(run.task.name):
         task: Any = plugins.find("tasks", run.task.name)
         found |= {f"task.{key}": str(run.task.options.get(key)) for key in task.functions}
@@ -105,7 +106,7 @@ def _follow(module: str, top: str, found: dict[str, Path], seen: set[str]) -> No
     package, _, _ = module.rpartition(".")
     if package:
         _follow(package, top, found, seen)
-    spec = _spec(module)
+    spec = spec_of(module)
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         return
     path = Path(spec.origin)
@@ -116,26 +117,6 @@ def _follow(module: str, top: str, found: dict[str, Path], seen: set[str]) -> No
     for name in _imported(path, inside):
         if name.partition(".")[0] not in (*_LIBRARIES, *sys.stdlib_module_names):
             _follow(name, top, found, seen)
-
-
-def _spec(module: str) -> ModuleSpec | None:
-    """Where a module is, by Python's own finders. `importlib.util.find_spec` would import the packages it is in."""
-    package, _, _ = module.rpartition(".")
-    path = None
-    if package:
-        outer = _spec(package)
-        if outer is None or outer.submodule_search_locations is None:
-            return None
-        path = list(outer.submodule_search_locations)
-    try:
-        for finder in sys.meta_path:
-            if (spec := finder.find_spec(module, path)) is not None:
-                return spec
-    except KeyError:  # a folder without __init__.py in another one: Python wants the outer one to be imported
-        spec = ModuleSpec(module, None, is_package=True)
-        spec.submodule_search_locations = [str(Path(p) / module.rpartition(".")[2]) for p in path or ()]
-        return spec
-    return None
 
 
 def _imported(path: Path, package: str) -> Iterator[str]:

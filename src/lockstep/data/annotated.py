@@ -86,9 +86,10 @@ def read_conll(files: list[Path], key: str, data: DataSection) -> Dataset:
             for number, cells in lines:
                 if len(cells) != len(names):
                     raise RunError(
+                        "LS2000",
                         f"{key}: {file}, line {number:,}: {len(cells)} column(s), and those before have {len(names)} "
                         f"({', '.join(names)}): {' '.join(cells)[:80]!r}. Each line is a word and its tags, with a tab "
-                        "or spaces between them; a blank line ends a sentence"
+                        "or spaces between them; a blank line ends a sentence",
                     )
             words = [cells for _, cells in lines]
             if names == list(_CONLLU):  # words that stand for several (1-2), and words that are not written (1.1)
@@ -96,22 +97,22 @@ def read_conll(files: list[Path], key: str, data: DataSection) -> Dataset:
             for name, values in zip(names, zip(*words, strict=True), strict=True):
                 columns[name].append(list(values))
     if not columns:
-        raise RunError(f"{key}: {', '.join(map(str, files))} is empty, it holds no example")
+        raise RunError("LS2001", f"{key}: {', '.join(map(str, files))} is empty, it holds no example")
     return datasets.Dataset.from_dict(columns)
 
 
 def _sentences(text: str) -> Iterator[list[tuple[int, list[str]]]]:
     """Line number and cells of each word, a list for each sentence. Comments and marks of documents are left out."""
-    found: list[tuple[int, list[str]]] = []
+    sentence: list[tuple[int, list[str]]] = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
-            if found:
-                yield found
-            found = []
+            if sentence:
+                yield sentence
+            sentence = []
         elif not line.startswith("-DOCSTART-") and not _is_comment(line):
-            found.append((number, line.rstrip().split("\t") if "\t" in line.strip() else line.split()))
-    if found:
-        yield found
+            sentence.append((number, line.rstrip().split("\t") if "\t" in line.strip() else line.split()))
+    if sentence:
+        yield sentence
 
 
 def _is_comment(line: str) -> bool:
@@ -168,14 +169,16 @@ def check_rows(file: Path, key: str, encoding: str) -> None:
         return
     if layout in _DOCUMENTS:
         raise RunError(
+            "LS2002",
             f"{key}: {file} is one document ({_DOCUMENTS[layout]}), and would be read as one row: set data.layout: "
-            f"{layout}"
+            f"{layout}",
         )
     lists = [name for name, value in held.items() if _is_row_list(value)] if isinstance(held, Mapping) else []
     if len(lists) > 1:
         raise RunError(
+            "LS2003",
             f"{key}: {file} is one document with several lists of rows ({', '.join(lists)}), and would be read as one "
-            "row: write each list to a file of its own"
+            "row: write each list to a file of its own",
         )
 
 
@@ -249,7 +252,7 @@ def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
     try:
         held = _document(file, data.encoding)
     except json.JSONDecodeError as error:
-        raise RunError(f"{key}: {file}, line {error.lineno}, column {error.colno}: {error.msg}") from None
+        raise RunError("LS2004", f"{key}: {file}, line {error.lineno}, column {error.colno}: {error.msg}") from None
     if _layout_of_json(held) != layout:
         wanted = {
             "squad": 'SQuAD\'s JSON: {"data": [{"paragraphs": [{"context": ..., "qas": [...]}]}]}',
@@ -257,7 +260,7 @@ def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
             "records": 'a document with one list of rows, {"data": [{"text": ..., "label": ...}, ...]}, or ids with '
             "a row each",
         }
-        raise RunError(f"{key}: {file}: layout: {layout} wants {wanted[layout]}")
+        raise RunError("LS2005", f"{key}: {file}: layout: {layout} wants {wanted[layout]}")
     return held
 
 
@@ -273,7 +276,7 @@ def read_columns(files: list[Path], key: str, data: DataSection) -> Dataset:
         try:
             parts.append(datasets.Dataset.from_dict(lists))
         except (ValueError, TypeError) as error:
-            raise RunError(f"{key}: {file}: a column holds values of several kinds: {error}") from None
+            raise RunError("LS2006", f"{key}: {file}: a column holds values of several kinds: {error}") from None
     return _together(files, parts, key)
 
 
@@ -286,7 +289,7 @@ def read_records(files: list[Path], key: str, data: DataSection) -> Dataset:
         try:
             parts.append(row_files.of_rows(rows))
         except (ValueError, TypeError) as error:
-            raise RunError(f"{key}: {file}: a column holds values of several kinds: {error}") from None
+            raise RunError("LS2007", f"{key}: {file}: a column holds values of several kinds: {error}") from None
     return _together(files, parts, key)
 
 
@@ -305,7 +308,9 @@ def read_squad(files: list[Path], key: str, data: DataSection) -> Dataset:
                 rows += list(_questions(article))
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 title = article.get("title", "") if isinstance(article, Mapping) else messages.kind(article)
-                raise RunError(f"{key}: {file}: a question of the article {title!r} is not SQuAD's: {error}") from None
+                raise RunError(
+                    "LS2008", f"{key}: {file}: a question of the article {title!r} is not SQuAD's: {error}"
+                ) from None
         parts.append(datasets.Dataset.from_list(rows, features=features))
     return _together(files, parts, key)
 

@@ -81,8 +81,9 @@ def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
         role = ROLES.get(str(turn["from"]).strip().lower())
         if role is None:
             raise RunError(
+                "LS2040",
                 f"{key}: column {column!r} of the {split} split, row {row}: nothing says which role {turn['from']!r} "
-                f"is; known are {', '.join(ROLES)}"
+                f"is; known are {', '.join(ROLES)}",
             )
         rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
         return {"role": role, "content": turn["value"], **rest}
@@ -109,8 +110,9 @@ def whole(dataset: Dataset, column: str, split: str, name: str, drop: bool) -> D
             )
             if messages is not None and not good:
                 raise RunError(
+                    "LS2041",
                     f"task.messages: column {column!r} of the {split} split must hold lists of role and content; row "
-                    f"{row} holds {str(messages)[:80]}"
+                    f"{row} holds {str(messages)[:80]}",
                 )
         lacks.append(np.array([not messages or _lacks(messages) for messages in part]))
     return usable_rows.without(dataset, {"task.messages": (column, np.concatenate(lacks))}, split, name, drop)
@@ -161,9 +163,9 @@ def documents_of(dataset: Dataset, tokenizer: Any, how: Writing, rows: range) ->
 
 def _documents(some: list[Written], tokenizer: Any) -> Documents:
     texts = [text for text, _ in some]
-    found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    lengths, ids = flat(found["input_ids"])
-    ends = np.fromiter((end for _, end in chain.from_iterable(found["offset_mapping"])), np.int64, len(ids))
+    encodings = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    lengths, ids = flat(encodings["input_ids"])
+    ends = np.fromiter((end for _, end in chain.from_iterable(encodings["offset_mapping"])), np.int64, len(ids))
     documents = measured(texts, ids, lengths, ends)
     scored = np.zeros(len(ids), dtype=bool)
     stops = documents.ends
@@ -189,32 +191,36 @@ def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: i
         except Exception as error:  # a template is a program of its own
             said = " ".join(str(error).split())
             part = "" if count == len(messages) else f" up to message {count - 1}"
-            raise RunError(f"task.messages: the chat template cannot be used on row {number}{part}: {said}") from error
+            raise RunError(
+                "LS2042", f"task.messages: the chat template cannot be used on row {number}{part}: {said}"
+            ) from error
 
-    whole, spans, found = "" if how.each else text(len(messages)), [], []
+    whole, spans, turns = "" if how.each else text(len(messages)), [], []
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         where = f"task.messages: row {number}, message {place} (assistant)"
         if place == 0:
-            raise RunError(f"{where}: nothing is before it that it answers; leave such rows out")
+            raise RunError("LS2043", f"{where}: nothing is before it that it answers; leave such rows out")
         before, after = text(place, opened=True), text(place + 1)
         if not after.startswith(before):
             raise RunError(
+                "LS2044",
                 f"{where}: the chat template asks for a turn with {_shown(before, after)}, and writes the turn without "
                 "it, so that what is to be learned cannot be told. Another task.chat_template or "
-                "task.template_arguments may do"
+                "task.template_arguments may do",
             )
         if not how.each and not whole.startswith(after):
             raise RunError(
+                "LS2045",
                 f"{where}: the chat template writes this turn, or what is before it, otherwise once later messages "
                 "follow (reasoning models drop the thinking of earlier turns). task.turns=per_turn trains every turn "
                 "on "
-                "the conversation as it is written up to there"
+                "the conversation as it is written up to there",
             )
         spans.append((len(before), len(after)))
-        found.append((after, spans[-1:]))
-    return found if how.each else [(whole, spans)]
+        turns.append((after, spans[-1:]))
+    return turns if how.each else [(whole, spans)]
 
 
 def _offered(tools: Any, how: Writing, number: int) -> Any:
@@ -223,11 +229,12 @@ def _offered(tools: Any, how: Writing, number: int) -> Any:
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise RunError(f"task.tools: column {how.tools!r} of row {number} is not JSON: {error}") from None
+            raise RunError("LS2046", f"task.tools: column {how.tools!r} of row {number} is not JSON: {error}") from None
     if tools and not (isinstance(tools, list) and all(isinstance(each, Mapping) for each in tools)):
         raise RunError(
+            "LS2047",
             f"task.tools: column {how.tools!r} must hold lists of schemas, or JSON of them; row {number} holds "
-            f"{str(tools)[:80]}"
+            f"{str(tools)[:80]}",
         )
     return without_nulls(tools) if tools else None
 

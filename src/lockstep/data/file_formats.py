@@ -1,7 +1,7 @@
-"""What the bytes of a local file say: unpacked, checked to be text of one encoding, JSON or tables.
+"""The bytes of a local file: unpacked, checked to be text of one encoding, and read as a table.
 
-In: a path. Out: blocks, lines, rows of JSON, or the columns of a .csv or .tsv file; or an error that names the file and
-the line. Nothing is unpacked that would fill the disk.
+In: a path. Out: blocks, lines, or the columns of a .csv or .tsv file; or an error that names the file and the line.
+Nothing is unpacked that would fill the disk.
 
 Quotes of tables are those of RFC 4180. A file whose rows fit the header only where quotes are letters like others is
 not quoted. A file that can be read in both ways, with other rows, is refused.
@@ -16,7 +16,6 @@ import gzip
 import hashlib
 import io
 import itertools
-import json
 import lzma
 import os
 import re
@@ -27,9 +26,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from lockstep.config import error_messages as messages
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.cache import cache_folder, locked
@@ -58,13 +56,20 @@ def ending(file: Path) -> str:
 
 def opened(file: Path) -> Any:
     """The bytes that are in it, for reading from the beginning. Errors: those of the library that unpacks."""
-    kind: Any = ENDINGS.get(file.suffix.lower())
+    return unpacking(file, file)
+
+
+def unpacking(source: Path | BinaryIO, name: Path) -> Any:
+    """The unpacked bytes of a file, or of one that is open, by its name. Errors: those of the library that unpacks."""
+    kind = ENDINGS.get(name.suffix.lower())
     if kind == "zstd":
         import pyarrow as pa
 
-        return pa.CompressedInputStream(pa.OSFile(str(file)), "zstd")
-    readers: dict[str | None, Any] = {None: open, "gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
-    return readers[kind](file, "rb")
+        return pa.CompressedInputStream(pa.OSFile(str(source)) if isinstance(source, Path) else source, "zstd")
+    if kind is None:
+        return open(source, "rb") if isinstance(source, Path) else source
+    unpackers: dict[str, Any] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
+    return unpackers[kind](source, "rb")
 
 
 def blocks(file: Path, key: str) -> Iterator[bytes]:
@@ -80,30 +85,37 @@ def blocks(file: Path, key: str) -> Iterator[bytes]:
                 total += len(block)
                 if is_compressed(file) and total > max(LARGE, MOST * size):
                     raise RunError(
+                        "LS2060",
                         f"{key}: {file} has {size:,} bytes and unpacks to more than {total / 2**30:,.1f} GiB, which "
-                        "looks like a mistake or a trap; unpack it if it is meant"
+                        "looks like a mistake or a trap; unpack it if it is meant",
                     )
                 yield block
                 lines += block.count(b"\n")
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         if not is_compressed(file):
-            raise RunError(f"{key}: cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
+            raise RunError(
+                "LS2061", f"{key}: cannot read {file}: {getattr(error, 'strerror', None) or error}"
+            ) from error
         raise RunError(
+            "LS2062",
             f"{key}: cannot unpack {file} beyond line {lines:,} ({ENDINGS[file.suffix.lower()]}: "
             f"{getattr(error, 'strerror', None) or str(error) or type(error).__name__}): it is cut off or damaged, or "
-            "is no such file; fetch or write it again"
+            "is no such file; fetch or write it again",
         ) from None
 
 
 @contextmanager
-def unpacked(files: list[Path], key: str) -> Iterator[list[Path]]:
-    """Unpack compressed files into the cache, for as long as they are read; plain files stay. They have the same paths
-    and times whenever they are unpacked: what `datasets` keeps of a file is found by these. Errors:
-    `RunError`; one that is raised meanwhile names the file as it was given."""
-    if not any(map(is_compressed, files)):
+def unpacked(files: list[Path], key: str, encoding: str = "utf-8") -> Iterator[list[Path]]:
+    """Unpack compressed files into the cache, and write texts of another encoding in UTF-8 there, for as long as they
+    are read; other files stay. They have the same paths and times each time: what `datasets` keeps of a file is found
+    by these. Errors: `RunError`; one that is raised meanwhile names the file as it was given."""
+    source = None if codecs.lookup(encoding).name == "utf-8" else encoding
+    changed = {file for file in files if is_compressed(file) or (source and file.suffix not in BINARY)}
+    if not changed:
         yield files
         return
-    known = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    known: list[Any] = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    known += [source] if source else []
     name = hashlib.sha256(repr(known).encode()).hexdigest()[:24]
     with ExitStack() as stack:
         stack.enter_context(locked(f"unpacked-{name}"))
@@ -111,32 +123,33 @@ def unpacked(files: list[Path], key: str) -> Iterator[list[Path]]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         there = {
-            file: folder / f"{i:05d}-{plain(file).name}" if is_compressed(file) else file
-            for i, file in enumerate(files)
+            file: folder / f"{i:05d}-{plain(file).name}" if file in changed else file for i, file in enumerate(files)
         }
         for file, to in there.items():
             if to is not file:
-                _unpack(file, to, key)
+                _unpack(file, to, key, source)
         try:
             yield [there[file] for file in files]
         except RunError as error:
-            said = str(error)
+            said = error.message
             for file, to in there.items():
                 said = said.replace(str(to), str(file))
-            raise RunError(said) from error
+            raise RunError(error.code, said) from error
 
 
-def _unpack(file: Path, to: Path, key: str) -> None:
-    """Errors: `RunError`."""
+def _unpack(file: Path, to: Path, key: str, encoding: str | None) -> None:
+    """`encoding`: what the text is in; None: its bytes stay. Errors: `RunError`."""
+    decoder = codecs.getincrementaldecoder(encoding)() if encoding else None
     try:
         with open(to, "wb") as out:
             for block in blocks(file, key):
-                out.write(block)
+                out.write(decoder.decode(block).encode("utf-8", "surrogatepass") if decoder else block)
         os.utime(to, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
     except OSError as error:
         raise RunError(
+            "LS2063",
             f"{key}: cannot unpack {file} into {to.parent}: {error.strerror or error}; make room, or set "
-            "LOCKSTEP_CACHE to another folder"
+            "LOCKSTEP_CACHE to another folder",
         ) from error
 
 
@@ -161,13 +174,18 @@ def check(file: Path, key: str, encoding: str) -> None:
     start = next(parts, b"")
     if file.suffix in BINARY:
         return _check_unpacked(file, key) if file.suffix == ".parquet" else None
+    check_packing(start, file, key)
+    return _check_text(file, key, encoding, itertools.chain([start], parts))
+
+
+def check_packing(start: bytes, file: Path, key: str) -> None:
+    """Refuse a file that begins as a compressed one does and is not called so. Errors: `RunError`."""
     for name, (place, mark) in _PACKED.items():
         if start.startswith(mark, place):
-            found = "holds another compressed file" if is_compressed(file) else "is compressed"
+            what = "holds another compressed file" if is_compressed(file) else "is compressed"
             endings = {kind: ending for ending, kind in ENDINGS.items()}
             mend = f"call it {plain(file).name}{endings[name]}, or unpack it" if name in endings else "unpack it"
-            raise RunError(f"{key}: {file} {found} ({name}), whatever its name says: {mend}")
-    return _check_text(file, key, encoding, itertools.chain([start], parts))
+            raise RunError("LS2064", f"{key}: {file} {what} ({name}), whatever its name says: {mend}")
 
 
 def codec(encoding: str) -> str:
@@ -177,8 +195,12 @@ def codec(encoding: str) -> str:
 
 def text_of(file: Path, encoding: str) -> str:
     """The text of a file that was found readable, with its ends of lines as they are on Unix."""
-    text = b"".join(blocks(file, "data")).decode(codec(encoding))
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return "\n".join(unix_lines(b"".join(blocks(file, "data")).decode(codec(encoding))))
+
+
+def unix_lines(text: str) -> list[str]:
+    """The lines of a text, whichever system it is from (`splitlines` would also cut at U+2028 and the like)."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
 
 
 def _check_text(file: Path, key: str, encoding: str, blocks: Iterator[bytes]) -> None:
@@ -196,8 +218,9 @@ def _check_text(file: Path, key: str, encoding: str, blocks: Iterator[bytes]) ->
         reason = f"line {line}: {getattr(error, 'reason', error)}"
     others = f"{guess}: it begins as that does" if guess else "cp1252, latin-1, utf-16, or what it was written in"
     raise RunError(
+        "LS2065",
         f"{key}: {file} is not text in {encoding.upper() if encoding == 'utf-8' else encoding} ({reason}): set "
-        f"data.encoding ({others}), or convert the file"
+        f"data.encoding ({others}), or convert the file",
     )
 
 
@@ -231,74 +254,14 @@ def _check_unpacked(file: Path, key: str) -> None:
         return  # its reader says what is wrong with it
     if unpacked >= LARGE and unpacked > MOST * size:
         raise RunError(
+            "LS2066",
             f"{key}: {file} has {size:,} bytes and unpacks to about {unpacked / 2**30:,.1f} GiB, "
             f"{unpacked / size:,.0f} times as much, which looks like a mistake or a trap; if it is "
-            "meant, write it as .jsonl or .csv"
+            "meant, write it as .jsonl or .csv",
         )
 
 
-# -- JSON ------------------------------------------------------------------------------------------------------------
-
-LEVELS = 200  # of lists and mappings in each other; pyarrow's reader ends the process at some ten thousand
-_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?')
-_OTHERS = bytes(set(range(256)) - set(b"[]{}"))
-
-
-def check_levels(file: Path, key: str) -> None:
-    """Refuse a .json or .jsonl file, not compressed, with a line that is nested more than `LEVELS` deep. Errors:
-    `RunError`."""
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.count(b"[") + line.count(b"{") <= LEVELS:
-                continue
-            depth = 0
-            for mark in _STRINGS.sub(b"", line).translate(None, _OTHERS):
-                depth += 1 if mark in b"[{" else -1
-                if depth > LEVELS:
-                    raise RunError(f"{key}: {file}, line {number}: nested more than {LEVELS} levels deep")
-
-
-def json_rows(file: Path, encoding: str) -> list[dict[str, Any]]:
-    """The rows of a .json or .jsonl file. Errors: `ValueError`, which says what is wrong and on which line."""
-    text = file.read_bytes().decode(codec(encoding))
-    if text.lstrip()[:1] == "[":
-        try:
-            rows = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"line {error.lineno}, column {error.colno}: {_said(error)}") from None
-        except RecursionError:
-            raise ValueError("it is nested too deeply") from None
-        for number, row in enumerate(rows):
-            _check_row(row, f"row {number}")
-        return rows
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"line {number}, column {error.colno}: {_said(error)}: {_shown(line)}") from None
-            except RecursionError:
-                raise ValueError(f"line {number}: nested too deeply") from None
-            except ValueError as error:  # a number of 5,000 digits
-                raise ValueError(f"line {number}: {str(error).partition(';')[0]}") from None
-            _check_row(rows[-1], f"line {number}")
-    return rows
-
-
-def _check_row(row: Any, place: str) -> None:
-    if not isinstance(row, dict):
-        raise ValueError(f"{place} holds {messages.kind(row)}; wanted is a mapping of columns on each line")
-
-
-def _said(error: json.JSONDecodeError) -> str:
-    return error.msg[:1].lower() + error.msg[1:]
-
-
-def _shown(line: str) -> str:
-    line = line.strip()
-    return repr(line if len(line) <= 80 else f"{line[:77]}...")
-
+# -- tables ---------------------------------------------------------------------------------------------------------
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}  # ending -> what separates cells, unless data.separator says otherwise
 NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
@@ -317,8 +280,8 @@ csv.field_size_limit(2**31 - 1)  # texts may be books
 class Misfit(RunError):
     """Rows that are not those of a table with this separator and these quotes, from a line on."""
 
-    def __init__(self, said: str, line: int = 0) -> None:
-        super().__init__(said)
+    def __init__(self, code: str, message: str, line: int = 0) -> None:
+        super().__init__(code, message)
         self.line = line
 
 
@@ -358,10 +321,14 @@ class _Lines:
             for number, line in enumerate(text, 1):
                 if number == 1 and _EXCEL.fullmatch(line.strip()):
                     raise Misfit(
-                        f"{self.file}, line 1: {line.strip()!r} is for Excel; take it out, and set data.separator", 1
+                        "LS2068",
+                        f"{self.file}, line 1: {line.strip()!r} is for Excel; take it out, and set data.separator",
+                        1,
                     )
                 if "\0" in line:
-                    raise Misfit(f"{self.file}, line {number:,}: a zero byte stands in the row; take it out", number)
+                    raise Misfit(
+                        "LS2069", f"{self.file}, line {number:,}: a zero byte stands in the row; take it out", number
+                    )
                 if (self.quote or '"') in line:
                     self.quoted, self.doubled = True, self.doubled or '""' in line
                 self.last = line
@@ -381,7 +348,8 @@ def _rows(lines: _Lines, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
             row = next(reader, None)
         except csv.Error as error:
             raise Misfit(
-                f"{lines.file}, line {start:,}: {_quoting(str(error), dialect.quote)}: {_shown_tables([lines.last])}. "
+                "LS2070",
+                f"{lines.file}, line {start:,}: {_quoting(str(error), dialect.quote)}: {_shown([lines.last])}. "
                 "A quote within quotes is doubled; data.quote: none reads quotes as letters",
                 start,
             ) from None
@@ -415,14 +383,15 @@ class Table:
 
 def table(file: Path, key: str, data: DataSection) -> Table:
     """A file whose columns have names. Errors: `RunError`, also where two names are the same."""
-    found = scanned(file, key, data)
-    for place, name in enumerate(found.names):
-        if name and name in found.names[:place]:
+    table = scanned(file, key, data)
+    for place, name in enumerate(table.names):
+        if name and name in table.names[:place]:
             raise RunError(
-                f"{key}: {file}: columns {found.names.index(name) + 1} and {place + 1} are both called {name!r}; give "
-                "each a name of its own"
+                "LS2071",
+                f"{key}: {file}: columns {table.names.index(name) + 1} and {place + 1} are both called {name!r}; give "
+                "each a name of its own",
             )
-    return found
+    return table
 
 
 def scanned(file: Path, key: str, data: DataSection) -> Table:
@@ -431,16 +400,16 @@ def scanned(file: Path, key: str, data: DataSection) -> Table:
     try:
         if data.quote is not None:
             return _scan(file, data, Dialect(separator, QUOTES[data.quote]))
-        return _found(file, data, separator)
+        return _with_quotes(file, data, separator)
     except Misfit as error:
-        raise RunError(f"{key}: {error}") from None
+        raise RunError(error.code, f"{key}: {error.message}") from None
 
 
-def _found(file: Path, data: DataSection, separator: str) -> Table:
+def _with_quotes(file: Path, data: DataSection, separator: str) -> Table:
     """With the quotes that the file has. Errors: `Misfit`."""
     quoted, bare = Dialect(separator, '"'), Dialect(separator, "")
     try:
-        found = _scan(file, data, quoted)
+        table = _scan(file, data, quoted)
     except Misfit as error:
         try:
             other = _scan(file, data, bare)
@@ -448,59 +417,61 @@ def _found(file: Path, data: DataSection, separator: str) -> Table:
             raise max(error, later, key=lambda each: each.line) from None  # the way that fits for longer is meant
         if other.escaped:
             raise Misfit(
-                f'{error}. Quotes within quotes seem to have a backslash (\\"); write them doubled ("")'
+                error.code,
+                f'{error.message}. Quotes within quotes seem to have a backslash (\\"); write them doubled ("")',
             ) from None
         if other.wrapped:  # a file with quotes, in which something is wrong with one
             raise error from None
         return other
     tabs = plain(file).suffix == ".tsv"
-    if not found.quoted or (len(found.names) < 2 and not tabs):  # of one column any line is a row without quotes
-        return found
+    if not table.quoted or (len(table.names) < 2 and not tabs):  # of one column any line is a row without quotes
+        return table
     try:
         other = _scan(file, data, bare)
     except Misfit:
-        return found
-    if other.rows == found.rows:
-        return other if other.needless and tabs else found
-    if other.names[0].startswith('"') or (other.doubled and len(found.names) < 2):
-        return found
+        return table
+    if other.rows == table.rows:
+        return other if other.needless and tabs else table
+    if other.names[0].startswith('"') or (other.doubled and len(table.names) < 2):
+        return table
     raise TwoWays(
-        f"{file} can be read in two ways: {found.rows:,} rows where quotes stand around cells, some of them of several "
-        f"lines, and {other.rows:,} where quotes are letters. Set data.quote: double, or none"
+        "LS2072",
+        f"{file} can be read in two ways: {table.rows:,} rows where quotes stand around cells, some of them of several "
+        f"lines, and {other.rows:,} where quotes are letters. Set data.quote: double, or none",
     )
 
 
 def _scan(file: Path, data: DataSection, dialect: Dialect) -> Table:
     """All rows, looked at. Errors: `Misfit` for the first that does not fit."""
     lines = _Lines(file, data.encoding, dialect.quote)
-    found = Table(dialect, list(data.columns or ()))
+    table = Table(dialect, list(data.columns or ()))
     batch: list[list[str]] = []
     marks: list[Counter[str]] = []
     for line, row in _rows(lines, dialect):
-        if not found.names:
-            found.names = row
+        if not table.names:
+            table.names = row
             continue
-        if len(row) != len(found.names):
-            raise Misfit(_misfit(file, line, row, found, data), line)
+        if len(row) != len(table.names):
+            raise Misfit("LS2073", _misfit(file, line, row, table, data), line)
         batch.append(row)
-        found.rows += 1
+        table.rows += 1
         if len(batch) == BATCH:
-            _look(batch, found, marks)
+            _look(batch, table, marks)
             batch = []
     if batch:
-        _look(batch, found, marks)
-    found.quoted, found.doubled = lines.quoted, lines.doubled
-    found.needless = any(seen["quoted"] and seen["plain"] for seen in marks)
-    found.wrapped = any(seen["quoted"] + seen["needed"] > seen["plain"] for seen in marks)
-    return found
+        _look(batch, table, marks)
+    table.quoted, table.doubled = lines.quoted, lines.doubled
+    table.needless = any(seen["quoted"] and seen["plain"] for seen in marks)
+    table.wrapped = any(seen["quoted"] + seen["needed"] > seen["plain"] for seen in marks)
+    return table
 
 
-def _misfit(file: Path, line: int, row: list[str], found: Table, data: DataSection) -> str:
+def _misfit(file: Path, line: int, row: list[str], table: Table, data: DataSection) -> str:
     """What is said of a row that is wider or narrower than the header."""
     wanted = "data.columns names" if data.columns else "the header has"
-    separator = found.dialect.separator
+    separator = table.dialect.separator
     called = NAMES.get(separator, repr(separator))
-    alone = found.names[0] if len(found.names) == 1 else ""
+    alone = table.names[0] if len(table.names) == 1 else ""
     other = next((mark for mark in NAMES if mark != separator and mark in alone), None)
     if alone.startswith("#"):
         how = f"The first line seems to be a comment, {alone[:40]!r}: take it out"
@@ -508,34 +479,34 @@ def _misfit(file: Path, line: int, row: list[str], found: Table, data: DataSecti
         how = f"The header seems to be separated by {NAMES[other]}: set data.separator"
     elif len(row) == 1 and row[0].lstrip().startswith("#"):
         how = "Take comments out"
-    elif len(row) == len(found.names) + 1 and not row[-1]:
+    elif len(row) == len(table.names) + 1 and not row[-1]:
         how = f"It ends with a separator and the header does not: end both with one, or none ({called})"
     else:
         how = f"A cell that holds {called} stands between double quotes"
         how += "; a file with a text on each line is called .txt" if alone else ""
-    widths = f"the row has {len(row)} column(s), and {wanted} {len(found.names)}"
-    return f"{file}, line {line:,}: {widths}: {_shown_tables(row)}. {how}"
+    widths = f"the row has {len(row)} column(s), and {wanted} {len(table.names)}"
+    return f"{file}, line {line:,}: {widths}: {_shown(row)}. {how}"
 
 
-def _shown_tables(row: list[str]) -> str:
+def _shown(row: list[str]) -> str:
     text = " | ".join(" ".join(cell.split()) for cell in row)
     return repr(text if len(text) <= 100 else f"{text[:97]}...")
 
 
-def _look(batch: list[list[str]], found: Table, marks: list[Counter[str]]) -> None:
+def _look(batch: list[list[str]], table: Table, marks: list[Counter[str]]) -> None:
     """Take down what the cells of each column are."""
-    first = not found.kinds
+    first = not table.kinds
     if first:
-        found.kinds = [set() for _ in found.names]
-        marks += [Counter() for _ in found.names]
+        table.kinds = [set() for _ in table.names]
+        marks += [Counter() for _ in table.names]
     for place, cells in enumerate(zip(*batch, strict=True)):
-        if len(found.kinds[place]) < 4:
-            found.kinds[place] |= set(map(_kind, cells))
-        if not found.dialect.quote:
-            found.escaped = found.escaped or any(cell.startswith('"') and '\\"' in cell for cell in cells)
+        if len(table.kinds[place]) < 4:
+            table.kinds[place] |= set(map(_kind, cells))
+        if not table.dialect.quote:
+            table.escaped = table.escaped or any(cell.startswith('"') and '\\"' in cell for cell in cells)
             marks[place].update(map(_mark, cells))
     if first:
-        found.begins = [set(kinds) for kinds in found.kinds]
+        table.begins = [set(kinds) for kinds in table.kinds]
 
 
 def _mark(cell: str) -> str:
@@ -551,8 +522,8 @@ def _kind(cell: str) -> str:
         return "t"
     if cell in _TRUTHS:
         return "b"
-    found = _NUMBER.fullmatch(cell)
-    return "t" if found is None else "i" if found["whole"] else "f"
+    match = _NUMBER.fullmatch(cell)
+    return "t" if match is None else "i" if match["whole"] else "f"
 
 
 def converters(tables: list[Table]) -> dict[str, Callable[[str], Any]]:
@@ -564,13 +535,13 @@ def converters(tables: list[Table]) -> dict[str, Callable[[str], Any]]:
         for name, seen, first in zip(each.names, each.kinds, each.begins, strict=False):
             kinds.setdefault(name, set()).update(seen)
             begins.setdefault(name, first)
-    found: dict[str, Callable[[str], Any]] = {}
+    readers: dict[str, Callable[[str], Any]] = {}
     for name, seen in kinds.items():
         if seen == {"i", "f"} and begins[name] == {"i"}:
-            found[name] = float
+            readers[name] = float
         elif len(seen) > 1 and seen != {"i", "f"}:
-            found[name] = str
-    return found
+            readers[name] = str
+    return readers
 
 
 # -- which dialect ---------------------------------------------------------------------------------------------------
@@ -584,8 +555,8 @@ def detected(file: Path, data: DataSection, known: Callable[[str], bool]) -> lis
     good: list[tuple[bool, dict[str, str]]] = []
     for mark in marks:
         given = {} if mark == usual else {"separator": mark}
-        if (found := _quotes(file, data, mark)) is not None:
-            quote, names = found
+        if (quote_and_names := _quotes(file, data, mark)) is not None:
+            quote, names = quote_and_names
             good.append((not any(map(known, names)), given | quote))
     if good or len(marks) == 1:
         return [keys for _, keys in sorted(good, key=lambda each: each[0])]
@@ -600,15 +571,15 @@ def _quotes(file: Path, data: DataSection, separator: str) -> tuple[dict[str, st
             if len(next(rows(file, data.encoding, Dialect(separator, QUOTES[quote])), (0, []))[1]) < 2:
                 continue
             if quote == "double":
-                found = _found(file, data, separator)
+                table = _with_quotes(file, data, separator)
             else:
-                found = _scan(file, data, Dialect(separator, QUOTES[quote]))
+                table = _scan(file, data, Dialect(separator, QUOTES[quote]))
         except TwoWays:
             return {}, []  # whoever reads it says so
         except Misfit:
             continue
-        if quote != "double" or data.quote is not None or not _all_single(file, data, found):
-            return {} if quote == "double" else {"quote": quote}, found.names
+        if quote != "double" or data.quote is not None or not _all_single(file, data, table):
+            return {} if quote == "double" else {"quote": quote}, table.names
     return None
 
 
@@ -625,12 +596,12 @@ def _is_likely(file: Path, data: DataSection, separator: str, known: Callable[[s
     return any(width > 1 and count > 0.9 * widths.total() for width, count in widths.items())
 
 
-def _all_single(file: Path, data: DataSection, found: Table) -> bool:
+def _all_single(file: Path, data: DataSection, table: Table) -> bool:
     """Whether a column's cells all stand between single quotes, its name among them."""
     columns: list[bool] = []
-    for _, row in rows(file, data.encoding, found.dialect):
+    for _, row in rows(file, data.encoding, table.dialect):
         alone = [len(cell) > 1 and cell[0] == cell[-1] == "'" for cell in row]
         columns = alone if not columns else [a and b for a, b in zip(columns, alone, strict=False)]
         if not any(columns):
             return False
-    return found.rows > 0 and any(columns)
+    return table.rows > 0 and any(columns)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config.data_sources import address_of, is_address
+from lockstep.config.errors import InvalidValue
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.cache import cache_folder
@@ -34,6 +35,9 @@ _STATUS = {
 }
 
 
+OFFLINE = "HF_HUB_OFFLINE is set, and it is not in the cache; unset it, give a local folder, or `hf download` it first"
+
+
 def explained(error: BaseException, revision: str | None = None) -> str:
     """One sentence about a failure. `revision`: what was asked for."""
     from huggingface_hub import constants, errors
@@ -46,15 +50,16 @@ def explained(error: BaseException, revision: str | None = None) -> str:
         if isinstance(each, errors.RepositoryNotFoundError):
             return "the Hub has no such repository, or it is private and HF_TOKEN is not a token that may read it"
         if isinstance(each, errors.OfflineModeIsEnabled):
-            return "HF_HUB_OFFLINE is set, and it is not in the cache"
+            return OFFLINE
     if (status := status_of(error)) is not None:
         if status in _STATUS:
             return _STATUS[status]
         said = next((e for e in _chain(error) if isinstance(e, errors.HfHubHTTPError)), error)
         return f"it answered {status}: {one_line(getattr(said, 'server_message', None) or said)}"
     if any(_lost(each) for each in _chain(error)):
-        return f"the Hub at {constants.ENDPOINT} cannot be reached: {one_line(list(_chain(error))[-1])}"
-    return one_line(error)
+        last = one_line(list(_chain(error))[-1])
+        return f"the Hub at {constants.ENDPOINT} cannot be reached: {last}. A local folder needs no network"
+    return OFFLINE if constants.HF_HUB_OFFLINE and "couldn't connect" in str(error) else one_line(error)
 
 
 def transient(error: BaseException) -> bool:
@@ -126,8 +131,9 @@ def model_folder(source: str, key: str = "model.source") -> str:
         return source
     if not (path / "export" / "config.json").is_file():
         raise RunError(
+            "LS2080",
             f"{key}: the run of {output} is not finished, and has no export; name one of its checkpoints, for example "
-            f"{output}/checkpoints/latest, or finish it"
+            f"{output}/checkpoints/latest, or finish it",
         )
     return str(path / "export")
 
@@ -187,8 +193,9 @@ def reading_weights(source: str) -> Iterator[None]:
         text = f"they are damaged ({' '.join(str(error).split())[:160] or type(error).__name__})"
         text = "a pickle of more than tensors is not loaded, because it may run code" if held else text
         raise RunError(
+            "LS2081",
             f"model.source: the weights of {source} cannot be read: {text}. Fetch them again, or save the model as "
-            "safetensors where it can be trusted"
+            "safetensors where it can be trusted",
         ) from error
 
 
@@ -207,8 +214,8 @@ def addresses(data: DataSection) -> DataSection:
             return value
         try:
             address = address_of(value)
-        except ValueError as error:
-            raise RunError(f"data.train: {error}") from None
+        except InvalidValue as error:
+            raise RunError(error.code, f"data.train: {error.message}") from None
         repository, _, revision = address.place.removeprefix("datasets/").partition("@")
         if _COMMIT.fullmatch(revision):
             return value
@@ -231,23 +238,27 @@ def repository(data: DataSection, usual: dict[str, tuple[str, ...]]) -> DataSect
     try:
         files = datasets.load_dataset_builder(data.source, data.config, revision=commit).config.data_files or {}
     except Exception as error:  # whatever the Hub and the network raise; a configuration to choose; code to run
-        raise RunError(f"data.source: {data.source}: {explained(error, commit)}") from None
-    found: dict[str, Any] = {}
+        raise RunError("LS2083", f"data.source: {data.source}: {explained(error, commit)}") from None
+    splits: dict[str, Any] = {}
     for split, names in usual.items():
         given = getattr(data, split)
         name = next((name for name in ([given] if given is not None else names) if name in files), None)
         if name is None and given is not None:
-            raise RunError(f"data.{split}: {data.source} has no split {given!r}; it has {', '.join(map(str, files))}")
+            raise RunError(
+                "LS2084", f"data.{split}: {data.source} has no split {given!r}; it has {', '.join(map(str, files))}"
+            )
         if name is None:
             continue
         if other := next((str(each) for each in files[name] if not str(each).startswith(f"{root}/")), None):
             raise RunError(
-                f"data.stream: {data.source} has its rows elsewhere ({other}); name the shards in data.train"
+                "LS2085", f"data.stream: {data.source} has its rows elsewhere ({other}); name the shards in data.train"
             )
-        found[split] = [str(each).removeprefix(f"{root}/") for each in files[name]]
-    if "train" not in found:
-        raise RunError(f"data.train: {data.source} has no split called train; it has {', '.join(map(str, files))}")
-    return data.model_copy(update={"source": root, "config": None, "revision": None} | found)
+        splits[split] = [str(each).removeprefix(f"{root}/") for each in files[name]]
+    if "train" not in splits:
+        raise RunError(
+            "LS2086", f"data.train: {data.source} has no split called train; it has {', '.join(map(str, files))}"
+        )
+    return data.model_copy(update={"source": root, "config": None, "revision": None} | splits)
 
 
 def _commit(repository: str, revision: str | None, what: str) -> str:
@@ -258,5 +269,6 @@ def _commit(repository: str, revision: str | None, what: str) -> str:
         return str(HfApi().dataset_info(repository, revision=revision).sha)
     except Exception as error:  # whatever the Hub, the network and the library between raise
         raise RunError(
-            f"data.source: {what} is no local file or folder, and the Hub was asked: {explained(error, revision)}"
+            "LS2087",
+            f"data.source: {what} is no local file or folder, and the Hub was asked: {explained(error, revision)}",
         ) from None

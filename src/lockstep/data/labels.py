@@ -73,9 +73,9 @@ def called(values: list, wanted: list[str] | None, name: str) -> tuple[list, lis
     if wanted is None:
         return values, [str(value) for value in values]
     if isinstance(values[0], str):
-        raise RunError(f"task.label_names: the labels of {name} are strings, which name themselves")
+        raise RunError("LS2100", f"task.label_names: the labels of {name} are strings, which name themselves")
     if len(wanted) < len(values):
-        raise RunError(f"task.label_names: {len(wanted)} names for {len(values)} labels")
+        raise RunError("LS2101", f"task.label_names: {len(wanted)} names for {len(values)} labels")
     return (list(range(len(wanted))) if values[0] >= 0 and values[-1] < len(wanted) else values), wanted
 
 
@@ -91,16 +91,19 @@ def codes_of(splits: dict[str, Dataset], column: str, wanted: list[str] | None, 
         values, names = called(values, wanted, name)
     if len(values) < 2:
         raise RunError(
-            f"task.label: column {column!r} of {name} holds one label only ({values[0]!r}); nothing can be learned"
+            "LS2102",
+            f"task.label: column {column!r} of {name} holds one label only ({values[0]!r}); give rows of "
+            "two labels or more, or another column",
         )
     known = set(values)
     for split, dataset in splits.items():
         if (unknown := set(distinct(dataset, column, split)) - known) != set():
             row, label = _first(dataset, column, lambda label: label in unknown)
             raise RunError(
+                "LS2103",
                 f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which the "
                 f"training split has "
-                f"not; known are {', '.join(map(repr, values[:20]))}"
+                f"not; known are {', '.join(map(repr, values[:20]))}",
             )
     return Codes(column, list(names), values)
 
@@ -111,8 +114,8 @@ def alike(counts: Mapping[str, int]) -> dict[str, list[list[tuple[str, int]]]]:
     groups: dict[str, list[tuple[str, int]]] = {}
     for name, count in counts.items():
         groups.setdefault(" ".join(name.split()).casefold(), []).append((name, count))
-    found = [sorted(group, key=lambda each: -each[1]) for group in groups.values() if len(group) > 1]
-    return {"alike_labels": found} if found else {}
+    sorted_groups = [sorted(group, key=lambda each: -each[1]) for group in groups.values() if len(group) > 1]
+    return {"alike_labels": sorted_groups} if sorted_groups else {}
 
 
 def count_labels(rows: Dataset, column: str) -> dict[str, list]:
@@ -122,16 +125,16 @@ def count_labels(rows: Dataset, column: str) -> dict[str, list]:
     return {"labels": sorted(held.items()), "names": getattr(rows.features[column], "names", None) or []}
 
 
-def merge_counts(found: list[dict[str, list]], column: str) -> tuple[Dataset, Counter[Any]]:
+def merge_counts(counts: list[dict[str, list]], column: str) -> tuple[Dataset, Counter[Any]]:
     """A data set of one row a label, of what `told` says of parts, and how often each is there. Errors: `RunError`."""
     import datasets
 
     values: Counter[Any] = Counter()
-    for part in found:
+    for part in counts:
         values.update(dict(map(tuple, part["labels"])))
     if len({*map(type, values)}) > 1:
-        raise RunError(f"task.label: column {column!r} of the train split mixes integers and strings")
-    names = next((part["names"] for part in found if part["names"]), [])
+        raise RunError("LS2104", f"task.label: column {column!r} of the train split mixes integers and strings")
+    names = next((part["names"] for part in counts if part["names"]), [])
     features = datasets.Features({column: datasets.ClassLabel(names=names)}) if names else None
     return datasets.Dataset.from_dict({column: sorted(values)}, features=features), values
 
@@ -144,8 +147,8 @@ def _first(dataset: Dataset, column: str, wanted: Callable[[Any], bool]) -> tupl
 
 def distinct(dataset: Dataset, column: str, split: str) -> list:
     """The labels of a split, each once, in order. Errors: `RunError`."""
-    if usable_rows.plain(dataset, column) and (found := usable_rows.distinct(dataset, column)) and None not in found:
-        return sorted(found)
+    if usable_rows.plain(dataset, column) and (values := usable_rows.distinct(dataset, column)) and None not in values:
+        return sorted(values)
     held: set[Any] = set()
     kind: type | None = None
     for first, labels in usable_rows.lists(dataset, column):
@@ -161,16 +164,18 @@ def _check(label: Any, row: int, kind: type, column: str, split: str, dataset: D
     if isinstance(label, bool) or not isinstance(label, int | str):
         several = isinstance(label, list | dict)
         raise RunError(
+            "LS2105",
             f"task.label: column {column!r} of the {split} split must hold integers or strings; row {row} holds "
             f"{str(label)[:60] if several else repr(label)}"
             + (": this task learns one label a text, not several" if several else "")
             + (", unless task.multi_label is true" if isinstance(label, list) else "")
-            + (": numbers are learned with task.regression=true" if isinstance(label, float) else "")
+            + (": numbers are learned with task.regression=true" if isinstance(label, float) else ""),
         )
     if type(label) is not kind:
         raise RunError(
+            "LS2106",
             f"task.label: column {column!r} of the {split} split mixes integers and strings; row 0 holds "
-            f"{dataset[0][column]!r}, row {row} holds {label!r}"
+            f"{dataset[0][column]!r}, row {row} holds {label!r}",
         )
 
 
@@ -218,7 +223,7 @@ def number_codes_of(
     lists = len(columns) == 1 and isinstance(first, list)
     names = [f"{columns[0]}.{place}" for place in range(len(first))] if lists else list(columns)
     if wanted is not None and len(wanted) != len(names):
-        raise RunError(f"task.label_names: {len(wanted)} names for {len(names)} numbers a text")
+        raise RunError("LS2107", f"task.label_names: {len(wanted)} names for {len(names)} numbers a text")
     for split, dataset in splits.items():
         spread = [False] * len(columns)
         for place, column in enumerate(columns):
@@ -226,8 +231,9 @@ def number_codes_of(
         if split == "train" and not all(spread):
             column = columns[spread.index(False)]
             raise RunError(
+                "LS2108",
                 f"task.label: column {column!r} of {name} holds the same in every row ({str(first)[:40]}); nothing can "
-                "be learned"
+                "be learned",
             )
     return LabelNumbers(columns, list(wanted or names), lists)
 
@@ -242,9 +248,10 @@ def _checked(dataset: Dataset, column: str, length: int | None, split: str, name
             if not isinstance(held, list) or len(held) != (length or 1) or not all(map(_is_number, held)):
                 wanted = "a number" if length is None else f"a list of {length} numbers, as the first of train,"
                 raise RunError(
+                    "LS2109",
                     f"task.label: column {column!r} of the {split} split of {name} must hold {wanted} in every row for "
                     f"task.regression, and none that is not finite; row {row} holds {repr(value)[:60]}: mend it, or "
-                    "take it out"
+                    "take it out",
                 )
             one = value if one is None else one
             spread = spread or value != one
@@ -271,14 +278,14 @@ class LabelLists:
 
     def counts(self, dataset: Dataset) -> list[int]:
         """Examples that have each label, in a split."""
-        found = np.zeros(len(self.names), np.int64)
+        counts = np.zeros(len(self.names), np.int64)
         for _, part in usable_rows.lists(dataset, *self.columns):
             rows = {self.columns[0]: part}
             if len(self.columns) > 1:
                 rows = {column: [row[place] for row in part] for place, column in enumerate(self.columns)}
             for codes in self.of(rows):
-                found[codes] += 1
-        return found.tolist()
+                counts[codes] += 1
+        return counts.tolist()
 
 
 def list_codes_of(splits: dict[str, Dataset], columns: list[str], wanted: list[str] | None, name: str) -> LabelLists:
@@ -289,11 +296,13 @@ def list_codes_of(splits: dict[str, Dataset], columns: list[str], wanted: list[s
             for column in columns:
                 _check_marks(dataset, column, split, name)
         if wanted is not None and len(wanted) != len(columns):
-            raise RunError(f"task.label_names: {len(wanted)} names for {len(columns)} columns")
+            raise RunError("LS2110", f"task.label_names: {len(wanted)} names for {len(columns)} columns")
         return LabelLists(columns, list(wanted or columns), columns)
     held = _distinct(splits["train"], columns[0], "train", name)
     if not held:
-        raise RunError(f"task.label: every list of column {columns[0]!r} of {name} is empty; nothing can be learned")
+        raise RunError(
+            "LS2111", f"task.label: every list of column {columns[0]!r} of {name} is empty; nothing can be learned"
+        )
     given = getattr(getattr(splits["train"].features[columns[0]], "feature", None), "names", None)
     values, names = called(list(range(len(given))) if given else sorted(held), wanted, name)
     names = list(given) if given and wanted is None else names
@@ -302,8 +311,9 @@ def list_codes_of(splits: dict[str, Dataset], columns: list[str], wanted: list[s
         for label, row in _distinct(dataset, columns[0], split, name).items():
             if label not in known:
                 raise RunError(
+                    "LS2112",
                     f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which the training "
-                    f"split has not; known are {', '.join(map(repr, values[:20]))}"
+                    f"split has not; known are {', '.join(map(repr, values[:20]))}",
                 )
     return LabelLists(columns, names, values)
 
@@ -316,16 +326,18 @@ def _distinct(dataset: Dataset, column: str, split: str, name: str) -> dict[Any,
         for row, labels in enumerate(part, first):
             if not isinstance(labels, list):
                 raise RunError(
+                    "LS2113",
                     f"task.label: column {column!r} of the {split} split of {name} must hold a list of labels in every "
                     f"row; row {row} holds {repr(labels)[:60]}. Write it as a list, [] where a text has none; or, for "
-                    "one label a text, leave task.multi_label out"
+                    "one label a text, leave task.multi_label out",
                 )
             for label in labels:
                 kind = kind or type(label)
                 if type(label) is not kind or kind not in (int, str) or not str(label).strip():
                     raise RunError(
+                        "LS2114",
                         f"task.label: the lists of column {column!r} of the {split} split of {name} must hold all "
-                        f"integers or all strings; row {row} holds {repr(labels)[:60]}: mend it, or take it out"
+                        f"integers or all strings; row {row} holds {repr(labels)[:60]}: mend it, or take it out",
                     )
                 held.setdefault(label, row)
     return held
@@ -337,6 +349,7 @@ def _check_marks(dataset: Dataset, column: str, split: str, name: str) -> None:
         for row, value in enumerate(part, first):
             if value not in (0, 1):  # true and false, and 1.0, are these, too
                 raise RunError(
+                    "LS2115",
                     f"task.label: column {column!r} of the {split} split of {name} must hold 0 or 1 in every row, for "
-                    f"it is one of several labels; row {row} holds {repr(value)[:60]}"
+                    f"it is one of several labels; row {row} holds {repr(value)[:60]}",
                 )

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from lockstep.config.data_sources import Address
+from lockstep.config.errors import CodedError
 from lockstep.config.redaction import one_line
 from lockstep.config.run import RunError
 from lockstep.data.hub import explained, transient
@@ -53,19 +54,19 @@ class Web:
             raise
         if size is None or tag is None:
             lacking = "its size" if size is None else "neither an ETag nor when it was changed"
-            raise StoreError(f"{address}: the server does not say {lacking}; download the file and name that")
+            raise StoreError("LS2130", f"{address}: the server does not say {lacking}; download the file and name that")
         return Object(address, int(size), tag)
 
     def inside(self, address: Address) -> list[Object]:
         """See `Readable`."""
-        raise StoreError(f"{address}: what is in a folder of a web server cannot be listed; name each file")
+        raise StoreError("LS2131", f"{address}: what is in a folder of a web server cannot be listed; name each file")
 
-    def blocks(self, found: Object, start: int) -> Iterator[bytes]:
+    def blocks(self, item: Object, start: int) -> Iterator[bytes]:
         """See `Readable`."""
-        with self._asked(found.address, "GET", start) as answer:
+        with self._asked(item.address, "GET", start) as answer:
             tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
-            if tag != found.tag and self._tags:
-                raise StoreError(f"{found.address} was changed while it was read; start again")
+            if tag != item.tag and self._tags:
+                raise StoreError("LS2132", f"{item.address} was changed while it was read; start again")
             left = start if answer.status != 206 else 0  # a server that knows no ranges begins at the beginning
             try:
                 while block := answer.read(_BLOCK):
@@ -74,7 +75,7 @@ class Web:
                     if len(block) > skipped:
                         yield block[skipped:]
             except (OSError, http.client.HTTPException) as error:
-                raise StoreError(f"{found.address}: {one_line(error, 200)}", again=True) from None
+                raise StoreError("LS2133", f"{item.address}: {one_line(error, 200)}", again=True) from None
 
     _tags = True
 
@@ -90,13 +91,15 @@ class Web:
         except urllib.error.HTTPError as error:
             error.close()
             if error.code in (404, 410):
-                raise StoreError(f"there is nothing at {address}", absent=True) from None
+                raise StoreError("LS2134", f"there is nothing at {address}", absent=True) from None
             if error.code in (401, 403):
-                raise StoreError(f"{address}: access is refused ({error.code})") from None
-            raise StoreError(f"{address}: the server answered {error.code}", again=error.code in _AGAIN) from None
+                raise StoreError("LS2135", f"{address}: access is refused ({error.code})") from None
+            raise StoreError(
+                "LS2136", f"{address}: the server answered {error.code}", again=error.code in _AGAIN
+            ) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
-            raise StoreError(f"{address} cannot be reached: {one_line(reason, 200)}", again=True) from None
+            raise StoreError("LS2137", f"{address} cannot be reached: {one_line(reason, 200)}", again=True) from None
 
     def _url(self, address: Address) -> str:
         return f"{address.root}/{quote(address.path, safe='/%')}"
@@ -133,7 +136,7 @@ class HubFiles(Web):
 
         api, options = HfApi(), {"repo_type": "dataset", "revision": self._revision}
         try:
-            found: Any = (
+            entries: Any = (
                 api.get_paths_info(self._repository, paths, **options)  # type: ignore[arg-type]
                 if paths
                 else list(api.list_repo_tree(self._repository, address.path or None, recursive=True, **options))  # type: ignore[arg-type]
@@ -141,10 +144,10 @@ class HubFiles(Web):
         except EntryNotFoundError:
             return []
         except Exception as error:  # whatever the Hub, the network and the library between raise
-            raise StoreError(f"{address}: {explained(error, self._revision)}", transient(error)) from None
+            raise StoreError("LS2138", f"{address}: {explained(error, self._revision)}", transient(error)) from None
         return [
             Object(Address("hf", address.place, file.path), file.size, file.lfs.sha256 if file.lfs else file.blob_id)
-            for file in found
+            for file in entries
             if isinstance(file, RepoFile)
         ]
 
@@ -175,12 +178,12 @@ _ENDPOINTS = {  # of a store that is not the scheme's own
 }
 
 
-class StoreError(Exception):
+class StoreError(CodedError):
     """What a store did not do, in one line without a secret."""
 
-    def __init__(self, text: str, again: bool = False, absent: bool = False) -> None:
+    def __init__(self, code: str, message: str, again: bool = False, absent: bool = False) -> None:
         """`again`: the same may succeed later. `absent`: what was asked for is not there."""
-        super().__init__(text)
+        super().__init__(code, message)
         self.again, self.absent = again, absent
 
 
@@ -217,14 +220,14 @@ class Readable(Protocol):
     def inside(self, address: Address) -> list[Object]:
         """All objects under `address/`, in order of their names. Errors: `StoreError`."""
 
-    def blocks(self, found: Object, start: int) -> Iterator[Any]:
+    def blocks(self, item: Object, start: int) -> Iterator[Any]:
         """Its bytes from `start` on. Errors: `StoreError`, also where it has changed since it was found."""
 
 
 def require(address: Address, key: str) -> None:
     """Errors: `RunError` when what reads the store is not installed."""
     if importlib.util.find_spec("obstore") is None:
-        raise RunError(f"{key}: {address} needs obstore, which is not installed: {EXTRA}")
+        raise RunError("LS2139", f"{key}: {address} needs obstore, which is not installed: {EXTRA}")
 
 
 class Bucket:
@@ -268,32 +271,32 @@ class Bucket:
     def find(self, address: Address) -> Object | None:
         """See `Readable`."""
         try:
-            found = self._calls.head(self._store, address.path)
+            metadata = self._calls.head(self._store, address.path)
         except FileNotFoundError:
             return None
         except Exception as error:
             raise self._store_error(error, address) from None
-        return self._object(found)
+        return self._object(metadata)
 
     def inside(self, address: Address) -> list[Object]:
         """See `Readable`."""
         try:
             listed = self._calls.list(self._store, prefix=f"{address.path}/" if address.path else None)
-            found = [self._object(each) for chunk in listed for each in chunk]
+            objects = [self._object(each) for chunk in listed for each in chunk]
         except Exception as error:
             raise self._store_error(error, address) from None
-        return sorted(found, key=lambda each: each.address.path)
+        return sorted(objects, key=lambda each: each.address.path)
 
-    def blocks(self, found: Object, start: int) -> Iterator[Any]:
+    def blocks(self, item: Object, start: int) -> Iterator[Any]:
         """See `Readable`."""
-        tagged = found.tag.startswith(('"', "W/"))
-        while start < found.size:
-            stop = min(start + PART, found.size)
-            options: Any = {"range": (start, stop), **({"if_match": found.tag} if tagged else {})}
+        tagged = item.tag.startswith(('"', "W/"))
+        while start < item.size:
+            stop = min(start + PART, item.size)
+            options: Any = {"range": (start, stop), **({"if_match": item.tag} if tagged else {})}
             try:
-                block = self._calls.get(self._store, found.address.path, options=options).bytes()
+                block = self._calls.get(self._store, item.address.path, options=options).bytes()
             except Exception as error:
-                raise self._store_error(error, found.address) from None
+                raise self._store_error(error, item.address) from None
             yield block
             start += len(block)
             if not len(block):
@@ -313,7 +316,7 @@ class Bucket:
         except Exception as error:
             raise self._store_error(error, address) from None
         if self.read(address) != content:
-            raise StoreError(f"{address} does not hold what was written to it", again=True)
+            raise StoreError("LS2140", f"{address} does not hold what was written to it", again=True)
 
     def remove(self, address: Address) -> None:
         """An object, if it is there. Errors: `StoreError`."""
@@ -335,29 +338,31 @@ class Bucket:
                 whole.update(block)
                 parts.append(hashlib.md5(block, usedforsecurity=False))
         if whole.hexdigest() != sha256:
-            raise StoreError(f"{file} does not match its hash any more, and is not copied")
+            raise StoreError("LS2141", f"{file} does not match its hash any more, and is not copied")
         size = file.stat().st_size
         try:
             self._calls.put(self._store, address.path, file, chunk_size=PART, max_concurrency=4)
         except Exception as error:
             raise self._store_error(error, address) from None
-        found = self.find(address)
-        if found is None or found.size != size:
-            there = "is not there" if found is None else f"has {found.size:,} bytes, and not {size:,}"
-            raise StoreError(f"{address} {there} after it was sent", again=True)
+        stored_object = self.find(address)
+        if stored_object is None or stored_object.size != size:
+            there = "is not there" if stored_object is None else f"has {stored_object.size:,} bytes, and not {size:,}"
+            raise StoreError("LS2142", f"{address} {there} after it was sent", again=True)
         joined = hashlib.md5(b"".join(part.digest() for part in parts), usedforsecurity=False).hexdigest()
         known = {f"{joined}-{len(parts)}", *(part.hexdigest() for part in parts[:1] if len(parts) == 1)}
-        if found.tag.strip('"') in known:
+        if stored_object.tag.strip('"') in known:
             return
         stored = hashlib.sha256()
-        for block in self.blocks(found, 0):
+        for block in self.blocks(stored_object, 0):
             stored.update(block)
         if stored.hexdigest() != sha256:
-            raise StoreError(f"{address} does not hold what was sent: its hash is another one", again=True)
+            raise StoreError("LS2143", f"{address} does not hold what was sent: its hash is another one", again=True)
 
-    def _object(self, found: Any) -> Object:
-        tag = found["e_tag"] or found["last_modified"].isoformat()
-        return Object(Address(self.address.scheme, self.address.place, found["path"]), int(found["size"]), str(tag))
+    def _object(self, metadata: Any) -> Object:
+        tag = metadata["e_tag"] or metadata["last_modified"].isoformat()
+        return Object(
+            Address(self.address.scheme, self.address.place, metadata["path"]), int(metadata["size"]), str(tag)
+        )
 
     def _store_error(self, error: Exception, address: Address) -> StoreError:
         """What a request came to, for a person."""
@@ -366,21 +371,29 @@ class Bucket:
         status = re.search(r"status code: (\d{3})|Client error with status (\d{3})", said)
         number = int(status[1] or status[2]) if status else 0
         if re.search(r"NoSuchBucket|ContainerNotFound|specified bucket does not exist", said):
-            return StoreError(f"there is no bucket {address.place}: make it, or correct the address", absent=True)
+            return StoreError(
+                "LS2144", f"there is no bucket {address.place}: make it, or correct the address", absent=True
+            )
         if isinstance(error, FileNotFoundError):
-            return StoreError(f"there is nothing at {address}", absent=True)
+            return StoreError("LS2145", f"there is nothing at {address}", absent=True)
         if "redential" in said and number == 0:
-            return StoreError(f"no credentials for {address.root} were found ({where}): {one_line(said, 200)}")
+            return StoreError(
+                "LS2146", f"no credentials for {address.root} were found ({where}): {one_line(said, 200)}"
+            )
         if kind in ("PermissionDeniedError", "UnauthenticatedError") or number in (401, 403):
-            return StoreError(f"{address.root} refuses access ({number or 403}): check the credentials ({where})")
+            return StoreError(
+                "LS2147", f"{address.root} refuses access ({number or 403}): check the credentials ({where})"
+            )
         if kind == "PreconditionError" or number == 412:
-            return StoreError(f"{address} was changed while it was read; start again")
+            return StoreError("LS2148", f"{address} was changed while it was read; start again")
         if number in (301, 307, 400) and address.scheme == "s3":
-            return StoreError(f"{address.root} answered {number}: is AWS_REGION that of the bucket? {_cause(said)}")
+            return StoreError(
+                "LS2149", f"{address.root} answered {number}: is AWS_REGION that of the bucket? {_cause(said)}"
+            )
         if number:
-            return StoreError(f"{address} cannot be used now: the store answered {number}", again=True)
+            return StoreError("LS2150", f"{address} cannot be used now: the store answered {number}", again=True)
         again = "error sending request" in said or "timed out" in said.lower() or "connect" in said.lower()
-        return StoreError(f"{address}: {_cause(said)}", again=again or "body" in said)
+        return StoreError("LS2151", f"{address}: {_cause(said)}", again=again or "body" in said)
 
 
 def _cause(said: str) -> str:
@@ -402,29 +415,33 @@ def _aws() -> dict[str, Any]:
     return {"credential_provider": Boto3CredentialProvider(session)}
 
 
-def download(store: Readable, found: Object, to: Path, tell: Callable[[int], None] = lambda count: None) -> str:
+def download(store: Readable, item: Object, to: Path, tell: Callable[[int], None] = lambda count: None) -> str:
     """All of an object into a file that has its name only when it is whole. What came before a kill is gone on with,
     and a connection that ends is made anew. `tell` hears of bytes that came. Returns the file's SHA-256.
 
     Errors: `StoreError`; `OSError` when the file cannot be written."""
-    told = hashlib.sha256(f"{found.address} {found.size} {found.tag}".encode()).hexdigest()[:12]
+    told = hashlib.sha256(f"{item.address} {item.size} {item.tag}".encode()).hexdigest()[:12]
     aside, tries = to.with_name(f".{to.name}.{told}.tmp"), 0
     to.parent.mkdir(parents=True, exist_ok=True)
     with open(aside, "ab") as file:
-        while (start := file.tell()) < found.size:
+        while (start := file.tell()) < item.size:
             try:
-                for block in store.blocks(found, start):
+                for block in store.blocks(item, start):
                     file.write(block)
                     tell(len(block))
                 if file.tell() == start:
-                    raise StoreError(f"{found.address} ends after {start:,} of {found.size:,} bytes", again=True)
+                    raise StoreError(
+                        "LS2152", f"{item.address} ends after {start:,} of {item.size:,} bytes", again=True
+                    )
             except StoreError as error:
                 tries = tries + 1 if file.tell() == start else 1
                 if not error.again or tries >= store.patience.tries:
                     raise
                 time.sleep(min(0.1 * 2**tries, 5.0))
-        if file.tell() > found.size:
-            raise StoreError(f"{found.address} holds more than the {found.size:,} bytes that it says; start again")
+        if file.tell() > item.size:
+            raise StoreError(
+                "LS2153", f"{item.address} holds more than the {item.size:,} bytes that it says; start again"
+            )
         file.flush()
         os.fsync(file.fileno())
     with open(aside, "rb") as whole:

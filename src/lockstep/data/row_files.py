@@ -6,7 +6,6 @@ In: paths and the `data` section. Out: a data set, or a `RunError` that names th
 
 from __future__ import annotations
 
-import codecs
 import glob
 import hashlib
 import itertools
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import file_formats
+from lockstep.data import file_formats, row_reader
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -45,9 +44,11 @@ READ = (
 
 def format_of(file: Path) -> str | None:
     """The ending, of those that are read, that a file has, whether or not it is compressed; None for any other."""
-    found = file_formats.plain(file).suffix
+    ending = file_formats.plain(file).suffix
     return (
-        found if found in FORMATS and not (found in file_formats.BINARY and file_formats.is_compressed(file)) else None
+        ending
+        if ending in FORMATS and not (ending in file_formats.BINARY and file_formats.is_compressed(file))
+        else None
     )
 
 
@@ -64,14 +65,14 @@ def is_of_folder(file: Path) -> bool:
 def check_columns(local: dict[str, list[Path]], data: DataSection) -> None:
     """Errors: `RunError` where keys about tables are given, and files are none."""
     if data.columns is not None and len(set(data.columns)) < len(data.columns):
-        raise RunError(f"data.columns: {', '.join(data.columns)}: a name is there twice")
+        raise RunError("LS2190", f"data.columns: {', '.join(data.columns)}: a name is there twice")
     files = [file for some in local.values() for file in some]
     others = [file for file in files if format_of(file) not in file_formats.SEPARATORS]
     if data.columns is not None and others:
-        raise RunError(f"data.columns: for .csv and .tsv files without a header, and {others[0]} is none")
+        raise RunError("LS2191", f"data.columns: for .csv and .tsv files without a header, and {others[0]} is none")
     for key in ("separator", "quote"):
         if getattr(data, key) is not None and others == files:
-            raise RunError(f"data.{key}: for .csv and .tsv files, and there are none")
+            raise RunError("LS2192", f"data.{key}: for .csv and .tsv files, and there are none")
 
 
 def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> Dataset:
@@ -81,37 +82,27 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> D
 
     for file in files:
         if format_of(file) == ".tar":
-            raise RunError(f"{key}: {file} is an archive; archives are read in train, with data.stream=true")
+            raise RunError("LS2193", f"{key}: {file} is an archive; archives are read in train, with data.stream=true")
         file_formats.check(file, key, data.encoding)
     parts: list[tuple[Path, Dataset]] = []
-    with file_formats.unpacked(files, key) as there:
-        given = dict(zip(there, files, strict=True))
-        found = {
-            file: file_formats.table(file, key, data) for file in there if format_of(file) in file_formats.SEPARATORS
-        }
-        for (ending, _), some in itertools.groupby(there, lambda f: (format_of(f), f in found and found[f].dialect)):
+    with file_formats.unpacked(files, key, data.encoding) as here:
+        names = dict(zip(here, files, strict=True))
+        section = data.model_copy(update={"encoding": "utf-8"})
+        tables = {f: file_formats.table(f, key, section) for f in here if format_of(f) in file_formats.SEPARATORS}
+        for (ending, _), group in itertools.groupby(here, lambda f: (format_of(f), f in tables and tables[f].dialect)):
             assert ending is not None
-            alike = list(some)
-            rows = _table(alike, key, data, found) if alike[0] in found else _read(alike, ending, key, plain, data)
-            parts.append((given[alike[0]], without_index(rows)))
+            alike = list(group)
+            builder, _ = FORMATS[ending]
+            if alike[0] in tables:
+                rows = _table(alike, key, data, tables)
+            elif builder == "lines":
+                rows = _texts(alike, key, plain)
+            else:
+                rows = _loaded(builder, alike, key, {})
+            parts.append((names[alike[0]], without_index(rows)))
     if len(parts) == 1:
         return parts[0][1]
     return datasets.concatenate_datasets(agreeing(parts, key))
-
-
-def _read(files: list[Path], ending: str, key: str, plain: str | None, data: DataSection) -> Dataset:
-    """Files of one format, none of them compressed. Errors: `RunError`."""
-    encoding = data.encoding
-    builder, options = FORMATS[ending]
-    if builder == "lines":
-        return _plain(files, plain, encoding) if plain else _lines(files, key, encoding)
-    utf8 = codecs.lookup(encoding).name == "utf-8"
-    if builder == "json" and not utf8:  # its reader knows UTF-8 only
-        return of_rows([row for file in files for row in _rows_of(file, key, encoding)])
-    if builder == "json":
-        for file in files:
-            file_formats.check_levels(file, key)
-    return _loaded(builder, files, key, encoding, options)
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
@@ -130,38 +121,58 @@ def without_index(rows: Dataset) -> Dataset:
 
 def _table(files: list[Path], key: str, data: DataSection, known: dict[Path, file_formats.Table]) -> Dataset:
     """Tables of one dialect. Errors: `RunError`."""
-    found = [known[file] for file in files]
-    options = found[0].dialect.options
-    if codecs.lookup(data.encoding).name != "utf-8":
-        options |= {"encoding": data.encoding}
+    tables = [known[file] for file in files]
+    options = tables[0].dialect.options
     if data.columns is not None:
         options |= {"column_names": data.columns}
-    if converters := file_formats.converters(found):
+    if converters := file_formats.converters(tables):
         options |= {"converters": converters}
-    rows = _loaded("csv", files, key, data.encoding, options)
-    if len(rows) != (wanted := sum(each.rows for each in found)):
+    rows = _loaded("csv", files, key, options)
+    if len(rows) != (wanted := sum(each.rows for each in tables)):
         raise RunError(
+            "LS2194",
             f"{key}: {', '.join(map(str, files))}: {len(rows):,} rows were read, and there are {wanted:,}; write them "
-            "as .jsonl"
+            "as .jsonl",
         )
     return rows
 
 
-def _loaded(builder: str, files: list[Path], key: str, encoding: str, options: dict[str, Any]) -> Dataset:
-    """What a reader of `datasets` makes of files. Errors: `RunError`."""
+def _loaded(builder: str, files: list[Path], key: str, options: dict[str, Any]) -> Dataset:
+    """The rows of files in UTF-8 by a reader of `datasets`, which is faster than ours and keeps columns of mixed types.
+    What it fails on is read by ours, which names the line. Errors: `RunError`."""
     import datasets
 
-    found = [(f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    name = hashlib.sha256(repr(found).encode()).hexdigest()[:16]  # its own cache tells files by their times alone
+    for file in files if builder == "json" else ():
+        row_reader.check_levels(file, key)
+    identities = [(f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    name = hashlib.sha256(repr(identities).encode()).hexdigest()[:16]  # its own cache tells files by their times alone
     try:
-        return datasets.load_dataset(builder, name, data_files=[str(f) for f in files], split="train", **options)
+        rows = datasets.load_dataset(builder, name, data_files=[str(f) for f in files], split="train", **options)
     except Exception as error:  # datasets wraps whatever its readers raise
-        if any(f.stat().st_size == 0 for f in files) or "corresponds to no data" in str(error):  # a header alone
-            raise RunError(f"{key}: {', '.join(str(f) for f in files)} is empty, it holds no example") from None
-        for file in files if builder == "json" else ():
-            _rows_of(file, key, encoding)  # says on which line it goes wrong
+        names = ", ".join(map(str, files))
+        blank = any(f.stat().st_size == 0 for f in files) or "corresponds to no data" in str(error)  # a header alone
+        if not blank and builder in ("json", "parquet"):
+            blank = sum(_count(rows) for file in files for rows in row_reader.whole(file, key)) == 0
+        if blank:
+            raise RunError("LS2195", f"{key}: {names} holds no example: it is empty, or has a header alone") from None
         cause = " ".join(str(error.__cause__ or error).split())
-        raise RunError(f"{key}: cannot read {', '.join(str(f) for f in files)} as {builder}: {cause}") from error
+        raise RunError("LS2196", f"{key}: cannot read {names} as {builder}: {cause}") from error
+    return _without_times(rows, files, key) if builder == "json" else rows
+
+
+def _count(rows: row_reader.Rows) -> int:
+    return len(next(iter(rows.values()), ())) if isinstance(rows, dict) else len(rows)
+
+
+def _without_times(rows: Dataset, files: list[Path], key: str) -> Dataset:
+    """With the texts of a file of JSON, which has no times, where `datasets` has taken all of a column for times."""
+    for name, feature in list(rows.features.items()):
+        if str(getattr(feature, "dtype", "")).startswith("timestamp"):
+            names = rows.column_names
+            chunks = [chunk for file in files for chunk in row_reader.whole(file, key)]
+            texts = [text for chunk in chunks for text in chunk.get(name, [None] * _count(chunk))]
+            rows = rows.rename_column(name, f"{name} as a time").add_column(name, texts).select_columns(names)
+    return rows
 
 
 # -- several formats -------------------------------------------------------------------------------------------------
@@ -174,18 +185,20 @@ def agreeing(parts: Sequence[tuple[Any, Dataset]], key: str, what: str = "files 
     for file, part in parts[1:]:
         if missing := [c for c in start.column_names if c not in part.column_names]:
             raise RunError(
-                _differ(f"{key}: {what}", first, file, f"has no column {missing[0]!r}: it has {_named(part)}", start)
+                "LS2211",
+                _differ(f"{key}: {what}", first, file, f"has no column {missing[0]!r}: it has {_named(part)}", start),
             )
         if more := [c for c in part.column_names if c not in wanted]:
-            raise RunError(_differ(f"{key}: {what}", first, file, f"has a column {more[0]!r} more", start))
+            raise RunError("LS2212", _differ(f"{key}: {what}", first, file, f"has a column {more[0]!r} more", start))
     for column in start.column_names:
         kinds = {file: part.features[column] for file, part in parts}
         common = _common(list(kinds.values()))
         if common is None:
             other = next(file for file, kind in kinds.items() if _common([kinds[first], kind]) is None)
             raise RunError(
+                "LS2197",
                 f"{key}: {what} must agree in what their columns hold: {column!r} holds "
-                f"{_kind(kinds[first])} in {first} and {_kind(kinds[other])} in {other}"
+                f"{_kind(kinds[first])} in {first} and {_kind(kinds[other])} in {other}",
             )
         wanted = type(wanted)({**wanted, column: common})
     return [part.select_columns(start.column_names).cast(wanted) for _, part in parts]
@@ -230,44 +243,24 @@ def _differ(what: str, first: Any, file: Any, how: str, start: Dataset) -> str:
     return f"{what} must have the same columns: {first} has {_named(start)}, and {file} {how}"
 
 
-# -- json and lines --------------------------------------------------------------------------------------------------
+# -- lines -----------------------------------------------------------------------------------------------------------
 
 
-def _rows_of(file: Path, key: str, encoding: str) -> list[dict[str, Any]]:
-    try:
-        return file_formats.json_rows(file, encoding)
-    except ValueError as error:
-        raise RunError(f"{key}: {file}, {error}") from None
-
-
-def _plain(files: list[Path], each: str, encoding: str) -> Dataset:
-    """Texts without labels: each `line` that is not blank, or each whole `file`."""
+def _texts(files: list[Path], key: str, plain: str | None) -> Dataset:
+    """Texts without labels, each `line` that is not blank or each whole `file`; or `text;label` a line, where the text
+    may hold semicolons and the label may not. Files are in UTF-8. Errors: `RunError`."""
     import datasets
 
-    texts = [file_formats.text_of(file, encoding) for file in files]
-    if each == "line":
-        texts = [line for text in texts for line in text.split("\n")]
-    return datasets.Dataset.from_dict({"text": [text for text in texts if text.strip()]})
-
-
-def _lines(files: list[Path], key: str, encoding: str) -> Dataset:
-    """`text;label` a line; the text may hold semicolons, the label may not."""
-    import datasets
-
-    texts: list[str] = []
-    labels: list[str] = []
-    for file in files:
-        lines = file_formats.text_of(file, encoding).split("\n")  # splitlines would also cut at U+2028 and the like
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                text, mark, label = line.rpartition(";")
-                if not mark:
-                    raise RunError(f"{key}: {file}, line {number}: wanted is 'text;label', there is no semicolon")
-                texts.append(text)
-                labels.append(label.strip())
-    if labels and all(re.fullmatch("-?[0-9]+", label) for label in labels):
-        return datasets.Dataset.from_dict({"text": texts, "label": [int(label) for label in labels]})
-    return datasets.Dataset.from_dict({"text": texts, "label": labels})
+    if plain == "file":
+        texts = [file_formats.text_of(file, "utf-8") for file in files]
+        return datasets.Dataset.from_dict({"text": [text for text in texts if text.strip()]})
+    columns: dict[str, list[Any]] = {"text": [], **({} if plain else {"label": []})}
+    for chunk in itertools.chain.from_iterable(row_reader.whole(file, key, plain) for file in files):
+        for name, values in chunk.items():
+            columns[name] += values
+    if (labels := columns.get("label")) and all(re.fullmatch("-?[0-9]+", label) for label in labels):
+        columns["label"] = [int(label) for label in labels]
+    return datasets.Dataset.from_dict(columns)
 
 
 # The codes of ISO 639-1, and those of three letters that corpora are called by most.
@@ -323,34 +316,37 @@ def is_image(file: Path) -> bool:
 def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[str, list[Path]]:
     """Split -> its files, those of a label together. `usual`: what splits are called. Errors: `RunError`."""
     given = {split: getattr(data, split) for split in usual if getattr(data, split) is not None}
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     if data.source is not None:
         root = Path(data.source).expanduser()
         if not root.is_dir():
-            raise RunError(f"data.source: {root} is no folder; layout: class_folders wants one with a folder a label")
+            raise RunError(
+                "LS2200", f"data.source: {root} is no folder; layout: class_folders wants one with a folder a label"
+            )
         named = {s: next((root / w for w in words if classes_in(root / w)), None) for s, words in usual.items()}
-        found = {split: _of_classes(classes_in(folder)) for split, folder in named.items() if folder is not None}
-        if not found and "train" not in given:
-            found = {"train": _of_classes(classes_in(root))}
-            if not found["train"]:
+        files = {split: _of_classes(classes_in(folder)) for split, folder in named.items() if folder is not None}
+        if not files and "train" not in given:
+            files = {"train": _of_classes(classes_in(root))}
+            if not files["train"]:
                 raise RunError(
-                    f"data.source: no folder in {root} holds texts or images; wanted are files like "
-                    "train/LABEL/1.txt or LABEL/1.jpg"
+                    "LS2201",
+                    f"data.source: no folder in {root} holds texts or images; expected files like "
+                    "train/LABEL/1.txt or LABEL/1.jpg",
                 )
     for split, value in given.items():
         folders = [f for text in ([value] if isinstance(value, str) else value) for f in _folders(text, split, data)]
-        found[split] = [file for f in folders for file in (_texts_in(f) or _of_classes(classes_in(f)))]
-        if not found[split]:
-            raise RunError(f"data.{split}: {value} holds no texts or images in folders called by their label")
-    return found
+        files[split] = [file for f in folders for file in (_texts_in(f) or _of_classes(classes_in(f)))]
+        if not files[split]:
+            raise RunError("LS2202", f"data.{split}: {value} holds no texts or images in folders called by their label")
+    return files
 
 
 def _folders(text: str, split: str, data: DataSection) -> list[Path]:
     root = Path(data.source or "").expanduser()
     for path in (Path(text).expanduser(), root / text):
-        if found := sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_dir()):
-            return found
-    raise RunError(f"data.{split}: no such folder: {text}")
+        if folders := sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_dir()):
+            return folders
+    raise RunError("LS2203", f"data.{split}: no such folder: {text}")
 
 
 def _of_classes(folders: Iterable[Path]) -> list[Path]:
@@ -368,7 +364,9 @@ def read_classes(files: list[Path], key: str, data: DataSection) -> Dataset:
         return datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
     if any(images):
         text, image = files[images.index(False)], files[images.index(True)]
-        raise RunError(f"{key}: {text} is a text and {image} an image; a data set holds texts or images, and not both")
+        raise RunError(
+            "LS2204", f"{key}: {text} is a text and {image} an image; a data set holds texts or images, and not both"
+        )
 
     for file in files:
         file_formats.check(file, key, encoding)
@@ -393,39 +391,42 @@ def parallel_in(folder: Path) -> dict[str, list[Path]]:
     """What files are called -> the files of it, at least two, whose endings are languages or sides."""
     sides = {side for pair in SIDES for side in pair}
     files = sorted(f for f in folder.iterdir() if f.is_file()) if folder.is_dir() else []
-    found: dict[str, list[Path]] = {}
+    groups: dict[str, list[Path]] = {}
     for file in files:
         stem, side = named(file)
         if stem and (side in sides or is_language(side)):
-            found.setdefault(stem, []).append(file)
-    return {stem: files for stem, files in found.items() if len({named(f)[1] for f in files}) > 1}
+            groups.setdefault(stem, []).append(file)
+    return {stem: files for stem, files in groups.items() if len({named(f)[1] for f in files}) > 1}
 
 
 def parallel_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[str, list[Path]]:
     """Split -> its files. `usual`: what splits are called. Errors: `RunError`."""
     given = {split: getattr(data, split) for split in usual if getattr(data, split) is not None}
-    found: dict[str, list[Path]] = {}
+    splits: dict[str, list[Path]] = {}
     if data.source is not None:
         root = Path(data.source).expanduser()
         if not root.is_dir():
-            raise RunError(f"data.source: {root} is no folder; name files in data.train: [train.en, train.de]")
-        found = {split: files for split, words in usual.items() if (files := _of_split(root, words))}
-        if not found and "train" not in given:
-            found = {"train": list(itertools.chain(*parallel_in(root).values()))}
-            if not found["train"]:
+            raise RunError(
+                "LS2205", f"data.source: {root} is no folder; name files in data.train: [train.en, train.de]"
+            )
+        splits = {split: files for split, words in usual.items() if (files := _of_split(root, words))}
+        if not splits and "train" not in given:
+            splits = {"train": list(itertools.chain(*parallel_in(root).values()))}
+            if not splits["train"]:
                 raise RunError(
+                    "LS2206",
                     f"data.source: {root} holds no two files that differ in their language alone, such as train.en and "
-                    "train.de; name them in data.train"
+                    "train.de; name them in data.train",
                 )
     for split, value in given.items():
-        found[split] = []
+        splits[split] = []
         for text in [value] if isinstance(value, str) else value:
             paths = [Path(text).expanduser(), Path(data.source or "").expanduser() / text]
             there = next((f for p in paths if (f := sorted(Path(g) for g in glob.glob(str(p))))), None)
             if there is None:
-                raise RunError(f"data.{split}: no such file: {text}")
-            found[split] += there
-    return found
+                raise RunError("LS2207", f"data.{split}: no such file: {text}")
+            splits[split] += there
+    return splits
 
 
 def _of_split(root: Path, words: tuple[str, ...]) -> list[Path]:
@@ -452,22 +453,23 @@ def read_parallel(files: list[Path], key: str, data: DataSection) -> Dataset:
         stem, side = named(file)
         group = together.setdefault(file.parent / stem, {})
         if side in group:
-            raise RunError(f"{key}: {group[side]} and {file} are the same side ({side}); leave one out")
+            raise RunError("LS2208", f"{key}: {group[side]} and {file} are the same side ({side}); leave one out")
         group[side] = file
     sides = sorted({side for group in together.values() for side in group})
     for called, group in together.items():
         if sorted(group) != sides or len(sides) < 2:
             raise RunError(
-                f"{key}: {called} has {' and '.join(sorted(group))}; wanted are files of the same name for "
-                f"{' and '.join(sides) if len(sides) > 1 else 'two sides'}, such as train.en and train.de"
+                "LS2209",
+                f"{key}: {called} has {' and '.join(sorted(group))}; expected files of the same name for "
+                f"{' and '.join(sides) if len(sides) > 1 else 'two sides'}, such as train.en and train.de",
             )
         lines = {side: _lines_text_files(file, key, data.encoding) for side, file in sorted(group.items())}
-        counts = {side: len(found) for side, found in lines.items()}
+        counts = {side: len(texts) for side, texts in lines.items()}
         if len(set(counts.values())) > 1:
             told = ", ".join(f"{group[side]} has {count:,} lines" for side, count in counts.items())
-            raise RunError(f"{key}: {told}: line n of one has to be the translation of line n of the other")
-        for side, found in lines.items():
-            columns.setdefault(side, []).extend(found)
+            raise RunError("LS2210", f"{key}: {told}: line n of one has to be the translation of line n of the other")
+        for side, texts in lines.items():
+            columns.setdefault(side, []).extend(texts)
     return datasets.Dataset.from_dict(columns)
 
 

@@ -8,10 +8,12 @@ says which one a row is from. Imports `datasets` only when called.
 
 from __future__ import annotations
 
+import difflib
 import glob
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -50,9 +52,10 @@ def check(data: DataSection, files: Mapping[str, list[Path]]) -> None:
         if out:
             more = f" (and {len(out) - 1:,} more like it)" if len(out) > 1 else ""
             raise RunError(
+                "LS2240",
                 f"data.{split}: {out[0]} leads by a link to {out[0].resolve()}{more}, out of what the run file names: "
                 "with a folder that comes from elsewhere, that may be a file of yours. Where the links are meant, set "
-                "data.follow_links=true"
+                "data.follow_links=true",
             )
 
 
@@ -122,12 +125,12 @@ def load_mixture(
     fewer: Counter[str] = Counter()
     for number, (entry, section) in enumerate(zip(data.sources, sections(data), strict=True)):
         try:
-            found = read(section, seed, plain, tokens=tokens and tokens.renamed(entry.rename))
+            source = read(section, seed, plain, tokens=tokens and tokens.renamed(entry.rename))
         except RunError as error:
-            raise RunError(f"data.sources: {entry.name}: {error}") from error
-        fewer.update(found.left_out)
-        for split, rows in found.splits.items():
-            rows = called(rows, entry, columns, split, found.name)
+            raise RunError(error.code, f"data.sources: {entry.name}: {error.message}") from error
+        fewer.update(source.left_out)
+        for split, rows in source.splits.items():
+            rows = called(rows, entry, columns, split, source.name)
             rows = with_names(rows) if data.stream else rows  # of train no label is known yet
             rows = rows.add_column(SOURCE, np.full(len(rows), number, dtype=np.int8))
             parts.setdefault(split, []).append((entry.name, rows))
@@ -159,27 +162,29 @@ def theirs(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str
         return dict(columns)
     if unknown := [ours for ours in entry.rename if ours not in columns.values()]:
         raise RunError(
+            "LS2241",
             f"data.sources: {entry.name}: rename: the task reads no column {unknown[0]!r}; it reads "
-            f"{', '.join(columns.values())}"
+            f"{', '.join(columns.values())}",
         )
     return {key: entry.rename.get(column, column) for key, column in columns.items()}
 
 
 def called(rows: Dataset, entry: OneSource, columns: Mapping[str, str], split: str, name: str) -> Dataset:
     """The columns that the task reads, under the names that it has for them. Errors: `RunError`."""
-    found = theirs(entry, columns)
-    for key, column in found.items():  # languages of a column of translations
+    names = theirs(entry, columns)
+    for key, column in names.items():  # languages of a column of translations
         if column not in rows.column_names and isinstance(inner := rows.features.get(_PAIR), Mapping):
-            found[key] = f"{_PAIR}.{column}" if column in inner else column
-    rows = usable_rows.added(rows, found, split, name)
-    for key, column in found.items():
+            names[key] = f"{_PAIR}.{column}" if column in inner else column
+    rows = usable_rows.added(rows, names, split, name)
+    for key, column in names.items():
         if column not in rows.column_names:
             raise RunError(
+                "LS2242",
                 f"data.sources: {entry.name}: {key}: the {split} split of {name} has no column {column!r}; it has "
-                f"{', '.join(rows.column_names)}. Say what it is called here: rename: {{{columns[key]}: ...}}"
+                f"{', '.join(rows.column_names)}. Say what it is called here: rename: {{{columns[key]}: ...}}",
             )
-    rows = rows.select_columns(list(dict.fromkeys(found.values())))
-    return rows.rename_columns({found[key]: ours for key, ours in columns.items() if found[key] != ours})
+    rows = rows.select_columns(list(dict.fromkeys(names.values())))
+    return rows.rename_columns({names[key]: ours for key, ours in columns.items() if names[key] != ours})
 
 
 def with_names(rows: Dataset) -> Dataset:
@@ -234,25 +239,27 @@ def files_of(data: DataSection) -> list[Path]:
     and for a task that makes its data by itself."""
     if data.sources is not None:
         return [file for section in sections(data) for file in files_of(section)]
-    if not given(data) or remote.given(data):
+    if not names_data(data) or remote.has_address(data):
         return []
     return [file for files in (local_splits(data) or {}).values() for file in files]
 
 
-def given(data: DataSection) -> bool:
+def names_data(data: DataSection) -> bool:
     """Whether the run file says where data are."""
     return any(getattr(data, key) is not None for key in ("source", "sources", *USUAL))
 
 
 def is_local(data: DataSection) -> bool:
     """Whether nothing of it is on the Hub. Errors: `RunError` for local files that are not there."""
-    return all(each.source in (BUILTIN, None) or remote.given(each) or bool(files_of(each)) for each in sections(data))
+    return all(
+        each.source in (BUILTIN, None) or remote.has_address(each) or bool(files_of(each)) for each in sections(data)
+    )
 
 
 def elsewhere(data: DataSection) -> list[list[remote.Fact]]:
     """Address, size and tag of every file that each source reads from an object store or another server. Asks them.
     Errors: `RunError`."""
-    return [remote.facts(section, local_splits) for section in sections(data) if remote.given(section)]
+    return [remote.facts(section, local_splits) for section in sections(data) if remote.has_address(section)]
 
 
 def pinned(data: DataSection) -> DataSection:
@@ -282,14 +289,14 @@ def load(
     Errors: `RunError`."""
     if data.sources is not None:
         return load_mixture(data, seed, plain, columns or {}, tokens, load)
-    if remote.given(data):
+    if remote.has_address(data):
         with remote.here(data, local_splits) as downloaded:
             return replace(load(downloaded, seed, plain, columns, tokens), name=remote.called(data))
     _quiet()
     own = [key for key in ("columns", "separator", "quote") if getattr(data, key) is not None]
     own += ["layout"] if data.layout != "rows" else []
     if own and (data.source == BUILTIN or local_splits(data) is None):
-        raise RunError(f"data.{own[0]}: for local files, and {data.source} is none; leave it out")
+        raise RunError("LS2243", f"data.{own[0]}: for local files, and {data.source} is none; leave it out")
     if data.source == BUILTIN and not data.stream:
         source = _builtin(seed)
     elif (files := local_splits(data)) is not None:
@@ -303,11 +310,13 @@ def load(
             },
         )
     elif data.stream:
-        raise RunError(f"data.stream: {data.source} has no shards to stream; name files, or a data set of the Hub")
+        raise RunError(
+            "LS2244", f"data.stream: {data.source} has no shards to stream; name files, or a data set of the Hub"
+        )
     else:
         source = _from_hub(data)
     if "train" not in source.splits and not data.stream:
-        raise RunError(f"data.train: no training split in {source.name}; name it or its files in data.train")
+        raise RunError("LS2245", f"data.train: no training split in {source.name}; name it or its files in data.train")
     splits, left_out = usable_rows.filtered(source.splits, data, source.name, tokens)
     if data.split_column is not None:
         splits = usable_rows.told_apart(splits, data, source.name, USUAL)
@@ -316,7 +325,7 @@ def load(
         splits = {name: split.select(range(min(data.limit, len(split)))) for name, split in splits.items()}
     for name, split in splits.items():
         if len(split) == 0:
-            raise RunError(f"data.{name}: the {name} split of {source.name} is empty")
+            raise RunError("LS2246", f"data.{name}: the {name} split of {source.name} is empty")
     return Source(source.name, splits, left_out, columns=tuple((columns or {}).values()))
 
 
@@ -332,18 +341,18 @@ def _looks_local(text: str) -> bool:
 def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
     """Split -> files, or None when the source is not local. Errors: `RunError`, naming what is not there, or a link
     that leads elsewhere."""
-    if remote.given(data):
+    if remote.has_address(data):
         return None
-    if (found := _local_splits(data)) is not None:
-        check(data, found)
-    return found
+    if (splits := _local_splits(data)) is not None:
+        check(data, splits)
+    return splits
 
 
 def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
     given = {split: getattr(data, split) for split in USUAL if getattr(data, split) is not None}
     if data.source is None:
         if not given:
-            raise RunError("data: give data.source (a Hub id, a folder or a file) or data.train (files)")
+            raise RunError("LS2247", "data: give data.source (a Hub id, a folder or a file) or data.train (files)")
         if data.layout in _FILES:
             return _FILES[data.layout](data, USUAL)
         return {split: _expand(value, f"data.{split}", data.layout) for split, value in given.items()}
@@ -353,22 +362,23 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
         return _FILES[data.layout](data, USUAL)
     root = Path(data.source).expanduser()
     if root.is_dir():
-        found = {split: in_folder(root, split, data.layout) for split in USUAL}
-        if not any(found.values()) and "train" not in given:
+        splits = {split: in_folder(root, split, data.layout) for split in USUAL}
+        if not any(splits.values()) and "train" not in given:
             single = sorted(f for f in root.iterdir() if is_rows(f, data.layout))
             if not single:
                 endings = row_files.READ if data.layout == "rows" else ", ".join(annotated.ENDINGS[data.layout])
                 raise RunError(
+                    "LS2248",
                     f"data.source: the folder {root} holds no data file; "
-                    f"wanted are files like train.jsonl with one of the endings {endings}"
+                    f"expected files like train.jsonl with one of the endings {endings}",
                 )
-            found["train"] = single
+            splits["train"] = single
         for split, value in given.items():
-            found[split] = _expand(value, f"data.{split}", data.layout, root)
-        return found
+            splits[split] = _expand(value, f"data.{split}", data.layout, root)
+        return splits
     if root.is_file() or _looks_local(data.source):
-        found = {"train": _expand(data.source, "data.source", data.layout)}
-        return found | {split: _expand(value, f"data.{split}", data.layout) for split, value in given.items()}
+        splits = {"train": _expand(data.source, "data.source", data.layout)}
+        return splits | {split: _expand(value, f"data.{split}", data.layout) for split, value in given.items()}
     return None
 
 
@@ -399,7 +409,15 @@ def _check_keys(files: dict[str, list[Path]], data: DataSection) -> None:
         return
     for key in ("separator", "quote") if data.layout == "conll" else ("columns", "separator", "quote"):
         if getattr(data, key) is not None:
-            raise RunError(f"data.{key}: does not go with data.layout: {data.layout}; leave it out")
+            raise RunError("LS2249", f"data.{key}: does not go with data.layout: {data.layout}; leave it out")
+
+
+def _near(path: Path) -> str:
+    """A file that a person may have meant."""
+    with suppress(OSError):
+        if near := difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()], 1):
+            return f"; did you mean {path.with_name(near[0])}?"
+    return ""
 
 
 def _expand(value: str | list[str], key: str, layout: str, root: Path | None = None) -> list[Path]:
@@ -408,13 +426,13 @@ def _expand(value: str | list[str], key: str, layout: str, root: Path | None = N
         path = Path(text).expanduser()
         if root is not None and not path.is_absolute() and not path.exists():
             path = root / path
-        found = [path] if path.is_file() else sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_file())
-        if not found:
-            raise RunError(f"{key}: no such file: {path}")
-        for file in found:
+        matches = [path] if path.is_file() else sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_file())
+        if not matches:
+            raise RunError("LS2250", f"{key}: no such file: {path}{_near(path)}")
+        for file in matches:
             if layout == "rows" and row_files.format_of(file) is None:
-                raise RunError(f"{key}: {file} has none of the endings that can be read: {row_files.READ}")
-        files += found
+                raise RunError("LS2251", f"{key}: {file} has none of the endings that can be read: {row_files.READ}")
+        files += matches
     return files
 
 
@@ -457,31 +475,34 @@ def _from_hub(data: DataSection) -> Source:
     assert data.source is not None
     try:
         with downloading(data.source, "dataset"):
-            found = datasets.load_dataset(data.source, data.config, revision=data.revision)
+            dataset = datasets.load_dataset(data.source, data.config, revision=data.revision)
     except (
         Exception
     ) as error:  # network, authorisation, no such data set, a config to choose: all are the user's to mend
         raise RunError(
+            "LS2252",
             f"data.source: {data.source!r} is not a local file or folder, and loading it from the Hub failed: "
-            f"{explained(error, data.revision)}"
+            f"{explained(error, data.revision)}",
         ) from error
-    for name, rows in found.items():
+    for name, rows in dataset.items():
         if row_files.INDEX in rows.column_names and rows.info.builder_name == "csv":  # as pandas reads wider rows
             raise RunError(
+                "LS2253",
                 f"data.source: the {name} split of {data.source} is a table whose rows have more cells than its "
-                "header, so that each text is in the next column; download its files, and name them in data.train"
+                "header, so that each text is in the next column; download its files, and name them in data.train",
             )
     splits: dict[str, Dataset] = {}
     for split, usual in USUAL.items():
         given = getattr(data, split)
         for name in [given] if given is not None else usual:
-            if name in found:
-                splits[split] = found[name]
+            if name in dataset:
+                splits[split] = dataset[name]
                 break
         else:
             if given is not None:
                 raise RunError(
-                    f"data.{split}: {data.source} has no split {given!r}; it has {', '.join(map(str, found))}"
+                    "LS2254",
+                    f"data.{split}: {data.source} has no split {given!r}; it has {', '.join(map(str, dataset))}",
                 )
     return Source(data.source, {split: row_files.without_index(rows) for split, rows in splits.items()})
 

@@ -20,7 +20,7 @@ from lockstep.config.run import RunError
 from lockstep.data import stream
 from lockstep.data.arrow_cache import Columns, Make, Shards, table_of
 from lockstep.data.remote import Unfetched, named
-from lockstep.data.shard_files import Chunk, ShardFile
+from lockstep.data.row_reader import Chunk, RowReader
 from lockstep.data.stream import Identity, Stream
 
 _LATER = "Once it can be had, the same command goes on"
@@ -48,7 +48,7 @@ class _Chunks(Shards):
         self._how = how
         self._parts: tuple[Stream, Make] | None = None
         self._lock = threading.Lock()  # of the file that is open; whoever collates ahead is not the only reader
-        self._open: dict[int, tuple[int, ShardFile]] = {}  # of each source a file, by its number
+        self._open: dict[int, tuple[int, RowReader]] = {}  # of each source a file, by its number
 
     def column(self, shard: int, name: str) -> pa.Array:
         batch = self._opened.get(shard)  # another thread may let it go meanwhile
@@ -76,7 +76,7 @@ class _Chunks(Shards):
         """How the rows of the files are read, and what makes examples of them."""
         if self._parts is None:
             rows_of, make = self._how()
-            self._parts = rows_of.known(self.folder), make
+            self._parts = rows_of.of_index(self.folder), make
         return self._parts
 
     def _read(self, number: int) -> pa.RecordBatch:
@@ -96,16 +96,17 @@ class _Chunks(Shards):
                         shard = part.opened(file)
                     assert shard is not None
                     chunk = Chunk(row, rows, at, length)
-                    batch, _ = part.made(shard.read(chunk), file, chunk, make)
+                    batch, _ = part.examples(shard.read(chunk), file, chunk, make)
                     self._open[source] = of, shard
             except RunError as error:
                 mend = _LATER if isinstance(error, Unfetched) else _MEND
-                raise Unreadable(f"{named(str(error))}{_since(path, size)}. {mend}") from error
+                raise Unreadable(error.code, f"{named(error.message)}{_since(path, size)}. {mend}") from error
             if batch is None or stream.counted(batch)["hash"] != int(self.chunks["hash"][number]):
                 rows_there = f"data.train: {path}, rows {row:,} to {row + rows - 1:,}"
                 raise Unreadable(
+                    "LS2280",
                     part.with_source(f"{rows_there}: they are not what they were when the shards were counted")
-                    + f"{_since(path, size)}. {_MEND}"
+                    + f"{_since(path, size)}. {_MEND}",
                 )
             return batch
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep._version import __version__
 from lockstep.config import error_messages as messages
 from lockstep.config import user_code
+from lockstep.config.errors import coded
 from lockstep.config.run import Run, RunError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:
     if len(set(world.all_gather(seal))) == 1:
         return
     everyone = world.all_gather((f"{world.host} (rank {world.rank})", mine))
-    raise RunError(disagreement(everyone))
+    raise RunError.read(disagreement(everyone))
 
 
 def disagreement(everyone: Sequence[tuple[str, dict[str, str]]]) -> str:
@@ -86,11 +87,12 @@ def disagreement(everyone: Sequence[tuple[str, dict[str, str]]]) -> str:
     if not rows:
         return ""
     more = f"\n  and {len(rows) - 10} more" if len(rows) > 10 else ""
-    return (
+    return coded(
+        "LS7005",
         "the machines of this job do not agree:\n"
         + "\n".join(rows[:10])
         + more
-        + "\nStart every machine with the same run file, data, code and package versions"
+        + "\nStart every machine with the same run file, data, code and package versions",
     )
 
 

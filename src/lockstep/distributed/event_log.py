@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from lockstep.config.errors import CodedError
 from lockstep.config.redaction import redact_all
 from lockstep.config.run import Run, led_away
 from lockstep.distributed import step_timer
@@ -52,7 +53,8 @@ class EventLog:
 
     def failed(self, caught: BaseException, place: str) -> None:
         """The run ends with an error; its text stays out of the journal."""
-        self.event("failed", self._last, error=type(caught).__name__, place=place)
+        code = caught.code if isinstance(caught, CodedError) else None
+        self.event("failed", self._last, error=type(caught).__name__, code=code, place=place)
 
     def times(self, step: int, seconds: Sequence[float]) -> None:
         """Begin to gather what ranks spent their time on, as `Phases.take` gave it; `answer` writes it. Collective."""

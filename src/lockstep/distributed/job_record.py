@@ -157,7 +157,7 @@ def inside(path: Path, folder: Path) -> Path:
     """The path, if what it leads to is below the folder. Errors: `RunError`: a link in a stranger's OUTPUT, or a path
     in its files, may lead anywhere."""
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise RunError(f"{path} leads out of {folder}; it is not read")
+        raise RunError("LS7000", f"{path} leads out of {folder}; it is not read")
     return path
 
 
@@ -215,13 +215,17 @@ def stop_process(launched: JobRecord) -> str:
     process = launched.process
     alive = process.alive()
     if alive is None:
-        raise RunError(f"the run was launched on {process.host}, this is {socket.gethostname()}: stop it there")
+        raise RunError(
+            "LS7001", f"the run was launched on {process.host}, this is {socket.gethostname()}: stop it there"
+        )
     if not alive:
-        raise RunError(f"process {process.pid} is not there any more; there is nothing to stop")
+        raise RunError("LS7002", f"process {process.pid} is not there any more; there is nothing to stop")
     try:
         os.kill(process.pid, signal.SIGTERM)
     except PermissionError:
-        raise RunError(f"process {process.pid} belongs to another user: it cannot be stopped from here") from None
+        raise RunError(
+            "LS7003", f"process {process.pid} belongs to another user: it cannot be stopped from here"
+        ) from None
     return f"SIGTERM sent to process {process.pid}"
 
 
@@ -303,5 +307,6 @@ def refuse_evicted(folder: Path) -> None:
     here = socket.gethostname()
     if (path := folder / eviction_file(here)).exists():
         raise RunError(
-            f"{here} was taken out of this run, because it computed wrongly (guard); once it is mended, delete {path}"
+            "LS7004",
+            f"{here} was taken out of this run, because it computed wrongly (guard); once it is mended, delete {path}",
         )

@@ -1,9 +1,9 @@
 """Membership of a job whose ranks may be lost and replaced: launchers post it, generation by generation.
 
 In: the launchers' store, and who this process is. Out: the members of the newest generation, in the order of their
-ranks; and an end of all that this process waits for in a generation that has lost somebody. docs/faults.md tells the
-whole protocol; `training/recovery.py` is the ranks' part of it, `launchers/processes/elastic_ranks.py` the launcher's
-of one machine, `elastic_machines.py` that of several.
+ranks; and an end of all that this process waits for in a generation that has lost somebody.
+docs/explanation/lost-rank.md tells the whole protocol; `training/recovery.py` is the ranks' part of it,
+`launchers/processes/elastic_ranks.py` the launcher's of one machine, `elastic_machines.py` that of several.
 
 A generation is never taken back or changed: the next one has the next number, and the store takes each number once.
 Ranks act on the newest they can see and meet there; one that is still at an older one finds the newer one and follows.
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
+from lockstep.config.errors import coded
 from lockstep.distributed import network, rendezvous, torch_internals
 from lockstep.distributed.rendezvous import Sealed
 from lockstep.track.console import error
@@ -283,7 +284,9 @@ class Membership:
             if state != "S" or now != spent:  # it computes, or looks for the others
                 spent, since = now, time.monotonic()
             elif time.monotonic() - since > STUCK_S:
-                error("this rank does not come out of a collective that was cut off; it counts as lost")
+                error(
+                    coded("LS7010", "this rank does not come out of a collective that was cut off; it counts as lost")
+                )
                 os.kill(os.getpid(), signal.SIGKILL)
                 return
 

@@ -3,8 +3,8 @@
 In: a host and a port; `LOCKSTEP_SECRET`, given by whoever starts the job, or made by a launcher that hands it to all of
 its ranks. Out: addresses and names of interfaces, or a `NetworkError` that names what cannot be reached; an HMAC over
 everything that travels through a store, checked before anything is parsed. Without a secret the seal is one that
-anybody can make: it finds damage and machines that do not have the secret, and keeps nobody out. docs/security.md says
-what that leaves open. Nothing here imports torch.
+anybody can make: it finds damage and machines that do not have the secret, and keeps nobody out.
+docs/explanation/security.md says what that leaves open. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ import sys
 import time
 from collections.abc import Callable
 
+from lockstep.config.errors import CodedError
 from lockstep.config.run import RunError
 
 OUTSIDE = "192.0.2.1"  # TEST-NET-1 (RFC 5737): nothing is sent there, it only asks for the default route
 
 
-class NetworkError(Exception):
+class NetworkError(CodedError):
     """A host that has no address, cannot be reached, or an interface that is not there: one message for the user."""
 
 
@@ -37,7 +38,7 @@ def endpoint(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise NetworkError(f"wanted is host:port, not {text!r}")
+        raise NetworkError("LS7020", f"expected host:port, not {text!r}")
     return host, int(port)
 
 
@@ -47,8 +48,9 @@ def address_of(host: str) -> str:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as caught:
         raise NetworkError(
+            "LS7021",
             f"the host {host!r} has no address on {socket.gethostname()}: {getattr(caught, 'strerror', caught)}; use "
-            f"an IP address, or a name that this machine resolves"
+            f"an IP address, or a name that this machine resolves",
         ) from None
     return str(min(addresses, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
@@ -63,8 +65,9 @@ def route_to(host: str) -> str:
         except OSError as caught:
             known = ", ".join(f"{name} {own}" for name, own in interfaces().items()) or "none"
             raise NetworkError(
+                "LS7022",
                 f"{socket.gethostname()} has no route to {host}{'' if address == host else f' ({address})'}: "
-                f"{caught.strerror}; its interfaces are {known}"
+                f"{caught.strerror}; its interfaces are {known}",
             ) from None
         return str(probe.getsockname()[0])
 
@@ -117,7 +120,9 @@ def address_on(interface: str) -> str:
     known = interfaces()
     if interface not in known:
         listed = ", ".join(f"{name} ({address})" for name, address in known.items())
-        raise NetworkError(f"{socket.gethostname()} has no interface {interface!r} with an address; it has {listed}")
+        raise NetworkError(
+            "LS7023", f"{socket.gethostname()} has no interface {interface!r} with an address; it has {listed}"
+        )
     return known[interface]
 
 
@@ -130,7 +135,9 @@ def holds(host: str, port: int) -> bool:
             probe.bind((address, port))
         except OSError as caught:
             if caught.errno == errno.EACCES:
-                raise NetworkError(f"port {port} may not be opened by this user; take one above 1023") from None
+                raise NetworkError(
+                    "LS7024", f"port {port} may not be opened by this user; take one above 1023"
+                ) from None
             return False
         return True
 
@@ -170,7 +177,9 @@ def reach(host: str, port: int, limit_s: float, say: Callable[[str], None]) -> N
         spent = time.monotonic() - began
         if spent >= limit_s:
             raise NetworkError(
-                f"{host}:{port} could not be reached from {socket.gethostname()} ({own}) within {limit_s:g} s: {reason}"
+                "LS7025",
+                f"{host}:{port} could not be reached from {socket.gethostname()} ({own}) "
+                f"within {limit_s:g} s: {reason}",
             )
         if not noted and spent > 5:
             say(f"waiting for {host}:{port}: {reason}")
@@ -190,8 +199,9 @@ def answers(host: str, port: int, limit_s: float) -> None:
             probe.recv(4)
         except TimeoutError:
             raise NetworkError(
+                "LS7026",
                 f"something listens at {host}:{port} and has said nothing for {limit_s:g} s: it is stopped, or no "
-                "place where machines meet"
+                "place where machines meet",
             ) from None
         except OSError:  # it closed: torch's own client says why
             return
@@ -202,7 +212,7 @@ SHORTEST = 16  # characters
 _TAG = 64  # of a seal, in hexadecimal digits
 
 
-class ForgedError(Exception):
+class ForgedError(CodedError):
     """Something that bears no seal of this job: one message for the user."""
 
 
@@ -211,7 +221,7 @@ def secret_from_environment() -> str:
     value = os.environ.get(SECRET_VARIABLE, "").strip()
     if value and len(value) < SHORTEST:
         raise RunError(
-            f"{SECRET_VARIABLE}: shorter than {SHORTEST} characters; `openssl rand -hex 32` prints a good one"
+            "LS7027", f"{SECRET_VARIABLE}: shorter than {SHORTEST} characters; `openssl rand -hex 32` prints a good one"
         )
     return value
 
@@ -229,7 +239,9 @@ def seal(secret: str, name: str, content: bytes) -> bytes:
 def unseal(secret: str, name: str, message: bytes) -> bytes:
     """The message that `sealed` was given. Errors: `ForgedError`."""
     if (why := secret_difference(secret, name, message)) is not None:
-        raise ForgedError(f"{name!r} in the store bears no seal of this job: {why}, or somebody else writes there")
+        raise ForgedError(
+            "LS7028", f"{name!r} in the store bears no seal of this job: {why}, or somebody else writes there"
+        )
     return message[_TAG:]
 
 

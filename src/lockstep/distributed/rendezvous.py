@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
+from lockstep.config.errors import CodedError
 from lockstep.config.redaction import one_line
 from lockstep.distributed import network, torch_internals
 
@@ -34,7 +35,7 @@ def open_store(host: str, port: int, several: bool, timeout_s: float) -> TCPStor
     try:
         listener = _listener(("::" if ":" in address else "0.0.0.0") if everywhere else address, port)
     except OSError as caught:
-        raise network.NetworkError(f"{host}:{port} cannot be opened here: {caught.strerror}") from None
+        raise network.NetworkError("LS7040", f"{host}:{port} cannot be opened here: {caught.strerror}") from None
     port = int(listener.getsockname()[1])
     return TCPStore(
         address,
@@ -114,7 +115,7 @@ class Sealed:
 CONTROL = "control"  # the group on which decisions travel
 
 
-class Unreached(Exception):
+class Unreached(CodedError):
     """The other ranks were not found, or not in time: one message for the user, exit status 1."""
 
 
@@ -152,7 +153,7 @@ class Rendezvous:
             assert control is not None
             return control
         except (RuntimeError, network.NetworkError) as caught:
-            raise Unreached(self._unreached(caught)) from caught
+            raise Unreached("LS7042", self._unreached(caught)) from caught
 
     def compare_secrets(self, group: dist.ProcessGroup) -> None:
         """Before an object travels, which nobody could open that has another secret. Collective. Errors: `Unreached`,
@@ -164,8 +165,9 @@ class Rendezvous:
         for rank, theirs in enumerate(boxes):
             if (why := network.secret_difference(key, "ranks", theirs.numpy().tobytes())) is not None:
                 raise Unreached(
+                    "LS7041",
                     f"rank {self.rank} of {self.size} on {socket.gethostname()} cannot train with rank {rank}: {why}. "
-                    "Set the same one for every process, or none (docs/security.md)"
+                    "Set the same one for every process, or none (docs/explanation/security.md)",
                 )
 
     @property

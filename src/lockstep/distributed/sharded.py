@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lockstep.config.errors import CodedError
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 
@@ -133,7 +134,7 @@ class TensorSlice:
 SliceMap = Mapping[TensorSlice, Tensor]
 
 
-class Incomplete(Exception):
+class Incomplete(CodedError):
     """Nobody holds some piece of a tensor."""
 
 
@@ -150,7 +151,7 @@ class PeerReader(Saved):
                 self.holders.setdefault(place.name, {}).setdefault(place, rank)
         for name, slices in self.holders.items():
             if sum(math.prod(place.sizes) for place in slices) != math.prod(next(iter(slices)).whole):
-                raise Incomplete(f"nobody who is left holds all of {name}")
+                raise Incomplete("LS7050", f"nobody who is left holds all of {name}")
 
     def __contains__(self, name: str) -> bool:
         return name in self.holders

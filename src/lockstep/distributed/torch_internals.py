@@ -2,7 +2,7 @@
 
 In and out: see each function. A release of torch that moves one of the private parts (the store ranks met in, groups,
 pickles, the flight recorder, gloo's threads, the parts of a sparse tensor) breaks this file and no other;
-docs/engines.md says what no longer works then.
+docs/explanation/engines.md says what no longer works then.
 
 `torch.tensor(..., device=)`, `.to()` and `.item()` wait until the device has done all that it was given before; what is
 copied between page-locked memory and the device need not. So a few numbers travel by `to_device`, `on_device` and

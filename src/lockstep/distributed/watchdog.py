@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from lockstep.config.errors import FAILED
+from lockstep.config.errors import FAILED, coded
 from lockstep.config.redaction import one_line
 from lockstep.distributed import job_record, network, torch_internals
 from lockstep.distributed.activity import ACTIVITY
@@ -98,13 +98,13 @@ class Watchdog:
                     self._tell(latest, silent)
             self._store.set(str(self.world.rank), json.dumps({"over": True}))
         except RendezvousStateError as caught:
-            error(f"rank {self.world.rank} cannot read what the others say: {caught}", self.world.log)
+            error(coded("LS7060", f"rank {self.world.rank} cannot read what the others say: {caught}"), self.world.log)
             os._exit(FAILED)
         except RuntimeError as caught:  # the store is gone, and with it whoever held it
             if self._over.wait(LEFT_S):
                 return
             text = " ".join(str(caught).split())[:200]
-            error(f"rank {self.world.rank} lost contact with the store: {text}", self.world.log)
+            error(coded("LS7061", f"rank {self.world.rank} lost contact with the store: {text}"), self.world.log)
             while not self.world.stop.wait(self.interval_s):
                 if self._over.is_set():
                     return
@@ -117,7 +117,10 @@ class Watchdog:
             if asked is None or time.monotonic() - asked <= self.limit_s:
                 continue
             if 0 not in self._found:
-                error(f"no sign of life for {self.limit_s:g} s from rank 0. The job ends here", self.world.log)
+                error(
+                    coded("LS7062", f"no sign of life for {self.limit_s:g} s from rank 0. The job ends here"),
+                    self.world.log,
+                )
             elif self.world.rank == min(set(self._found) - {0}, default=self.world.rank):
                 self._end_silent(self._found, [0])
             else:
@@ -172,7 +175,7 @@ class Watchdog:
         text = verdict(beats, silent, self.limit_s)
         if silent and self.world.members is not None:
             text = text.replace("The job ends here", "It counts as lost")
-        error(text, self.world.log)
+        error(coded("LS7065", text), self.world.log)
         for rank in silent:
             if self.world.members is not None and beats[rank]["host"] != self.world.host:
                 self.world.members.accuse(rank)
@@ -270,9 +273,14 @@ def tell_failure(caught: Exception, world: World | None, log: Path | None = None
             pass
     who = f"rank {world.rank} of {world.size} on {world.host}" if world is not None else "a process"
     if lost_contact(caught):
-        error(f"{who} lost contact with another rank: {one_line(caught, 200)}", log)
+        error(coded("LS7063", f"{who} lost contact with another rank: {one_line(caught, 200)}"), log)
     else:
-        error(f"{who} failed at {time.strftime('%H:%M:%S')}:\n{''.join(traceback.format_exception(caught))}", log)
+        error(
+            coded(
+                "LS7064", f"{who} failed at {time.strftime('%H:%M:%S')}:\n{''.join(traceback.format_exception(caught))}"
+            ),
+            log,
+        )
 
 
 def lost_contact(caught: Exception) -> bool:

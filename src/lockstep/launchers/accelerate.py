@@ -23,7 +23,7 @@ from types import FrameType
 from pydantic import Field
 
 from lockstep.checkpoint.manifest import newest_whole
-from lockstep.config.errors import STOPPED
+from lockstep.config.errors import STOPPED, coded
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section, Steps
 from lockstep.distributed import job_record, network
@@ -56,7 +56,8 @@ class Accelerate(Launcher):
         run.check_shared(total, f"launch.machines: {options.machines} machine(s) of {each} process(es)")
         if options.machine_rank >= options.machines:
             raise RunError(
-                f"launch.machine_rank: {options.machine_rank} is not below launch.machines ({options.machines})"
+                "LS7200",
+                f"launch.machine_rank: {options.machine_rank} is not below launch.machines ({options.machines})",
             )
         command = [sys.executable, "-m", "accelerate.commands.launch"]
         if options.config_file is not None:
@@ -84,11 +85,11 @@ class Accelerate(Launcher):
         """Host and port of machine 0. Errors: `RunError`."""
         options = self.options(run)
         if options.rendezvous is None:
-            raise RunError("launch.rendezvous: host:port of machine 0 is missing, the same on every machine")
+            raise RunError("LS7201", "launch.rendezvous: host:port of machine 0 is missing, the same on every machine")
         try:
             return network.endpoint(options.rendezvous)
         except network.NetworkError as caught:
-            raise RunError(f"launch.rendezvous: {caught}") from None
+            raise RunError(caught.code, f"launch.rendezvous: {caught.message}") from None
 
     def leads(self, run: Run, plan: LaunchPlan) -> bool:
         return bool(self.options(run).machine_rank == 0)
@@ -98,7 +99,9 @@ class Accelerate(Launcher):
 
     def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         if importlib.util.find_spec("accelerate") is None:
-            raise RunError("launch.name: accelerate is not installed; pip install 'lockstep-train[accelerate]'")
+            raise RunError(
+                "LS7202", "launch.name: accelerate is not installed; pip install 'lockstep-train[accelerate]'"
+            )
         check_gpus(run, processes_of(run))
         self.check_address(run)
         for path, text in plan.files.items():
@@ -109,7 +112,7 @@ class Accelerate(Launcher):
             if status != 1 or asked or not left:
                 return status
             where = "from the last checkpoint" if newest_whole(run) is not None else "from the beginning"
-            error(f"accelerate launch has failed; restarting {where} ({left} restart(s) left)")
+            error(coded("LS7203", f"accelerate launch has failed; restarting {where} ({left} restart(s) left)"))
         return 1
 
     def check_address(self, run: Run) -> None:
@@ -123,15 +126,18 @@ class Accelerate(Launcher):
             if own != (options.machine_rank == 0):
                 is_its = "is this machine's" if own else "is not this machine's"
                 raise RunError(
+                    "LS7204",
                     f"launch.rendezvous: {host} {is_its}, and launch.machine_rank is {options.machine_rank}: machine 0 "
-                    "is the one that has the address"
+                    "is the one that has the address",
                 )
             if not own:
                 network.reach(host, port, run.launch.timeout_s, error)
             elif not network.holds(host, port):
-                raise RunError(f"launch.rendezvous: port {port} of {host} is in use, maybe by what an earlier job left")
+                raise RunError(
+                    "LS7205", f"launch.rendezvous: port {port} of {host} is in use, maybe by what an earlier job left"
+                )
         except network.NetworkError as caught:
-            raise RunError(f"launch.rendezvous: {caught}") from None
+            raise RunError(caught.code, f"launch.rendezvous: {caught.message}") from None
 
 
 def once(run: Run, plan: LaunchPlan, words: Sequence[str]) -> tuple[int, bool]:

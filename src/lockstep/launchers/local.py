@@ -96,9 +96,10 @@ def check_gpus(run: Run, processes: int) -> None:
     places = gpus_of(run) * run.launch.processes_per_gpu
     if places < processes and (places or run.launch.device == "cuda"):
         raise RunError(
+            "LS7290",
             f"launch.device: {run.launch.device}, but this machine has {gpus_of(run)} CUDA device(s) for "
             f"{processes} process(es); use fewer processes, launch.device=cpu, or launch.processes_per_gpu for "
-            "processes that share one"
+            "processes that share one",
         )
 
 
@@ -122,8 +123,9 @@ def prestart() -> None:
         forkserver.ensure_running()
     except OSError as caught:
         raise RunError(
+            "LS7291",
             f"TMPDIR: no socket can be opened in {tempfile.gettempdir()} ({caught}), which starting several processes "
-            "needs; set TMPDIR to another folder that exists, with a name of less than 80 characters"
+            "needs; set TMPDIR to another folder that exists, with a name of less than 80 characters",
         ) from caught
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -24,12 +24,12 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from lockstep._version import __version__
-from lockstep.config.errors import FAILED, STOPPED
+from lockstep.config.errors import FAILED, STOPPED, InvalidValue
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection, Positive, Section
 from lockstep.distributed import job_record, network
-from lockstep.distributed.job_record import TRAIN, JobRecord, State
-from lockstep.launchers.launcher import Launcher, LaunchPlan
+from lockstep.distributed.job_record import JobRecord, State
+from lockstep.launchers.launcher import LaunchPlan, SubmittedJob, write_files
 from lockstep.launchers.processes import srun
 from lockstep.launchers.processes.srun import SlurmTask
 from lockstep.track.console import Console
@@ -40,10 +40,9 @@ _LIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OU
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
-class Slurm(Launcher):
+class Slurm(SubmittedJob):
     """Nodes of a cluster with SLURM and a file system that all of them share."""
 
-    submits = True
     takes_srun = True
 
     class Options(Section):
@@ -74,7 +73,9 @@ class Slurm(Launcher):
         @classmethod
         def _a_time(cls, value: Any) -> Any:
             if isinstance(value, int):
-                raise ValueError(f'{value} is a number: write 4h, or "4:00:00" in quotes (YAML reads 4:00:00 as 14400)')
+                raise InvalidValue(
+                    "LS7380", f'{value} is a number: write 4h, or "4:00:00" in quotes (YAML reads 4:00:00 as 14400)'
+                )
             if isinstance(value, str):
                 minutes_of(value)
             return value
@@ -83,7 +84,7 @@ class Slurm(Launcher):
         @classmethod
         def _one_word(cls, value: str | None) -> str | None:
             if value is not None and not re.fullmatch(r"[^\s\"']+", value):
-                raise ValueError(f"{value!r} is not one word")
+                raise InvalidValue("LS7381", f"{value!r} is not one word")
             return value
 
         @field_validator("extra", "setup")
@@ -91,7 +92,9 @@ class Slurm(Launcher):
         def _lines(cls, value: list[str], info: Any) -> list[str]:
             for line in value:
                 if "\n" in line or (info.field_name == "extra" and not line.startswith("-")):
-                    raise ValueError(f"{line!r} is not {'an option such as --mail-type=END' if '-' else 'a line'}")
+                    raise InvalidValue(
+                        "LS7382", f"{line!r} is not {'an option such as --mail-type=END' if '-' else 'a line'}"
+                    )
             return value
 
     def plan(self, run: Run) -> LaunchPlan:
@@ -115,17 +118,14 @@ class Slurm(Launcher):
         number, unit = re.fullmatch(r"(\d+)([KMGT]?)", options.memory).groups()  # type: ignore[union-attr]
         return int(number) * 1024.0 ** ("KMGT".index(unit or "M") + 1) * options.machines / plan.processes
 
-    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
-        if tuple(words) != TRAIN:
-            raise RunError("launch.name: slurm submits training only; verify under srun, or with launch.name=local")
-        record = job_record.here("slurm", plan.processes, submit(plan))
-        job_record.write(run.folder, record)
-        console = Console(True)
-        console.say(f"job {record.job} is queued; its file is {run.folder / FILE}")
-        if self.options(run).detach:
-            console.say(f"lockstep status|logs|stop {shlex.quote(str(run.folder))} look after it")
-            return 0
-        return self._follow(run, record, console)
+    def submit(self, run: Run, plan: LaunchPlan) -> JobRecord:
+        return job_record.here("slurm", plan.processes, submit(plan))
+
+    def label(self, record: JobRecord) -> str:
+        return f"job {record.job}"
+
+    def waits(self, run: Run) -> bool:
+        return not self.options(run).detach
 
     # -- looking after a job -----------------------------------------------------------------------------------------
 
@@ -147,9 +147,9 @@ class Slurm(Launcher):
         _ask("scancel", "--signal=TERM", job)
         return f"SIGTERM sent to the ranks of job {job}, which is not to be queued again"
 
-    def _follow(self, run: Run, record: JobRecord, console: Console) -> int:
+    def watch(self, run: Run, record: JobRecord) -> int:
         """Say what the job says, and when its state changes, until it has ended."""
-        last = [State("unknown")]
+        last, console = [State("unknown")], Console(True)
 
         def live() -> bool:
             now = self.state(run, record)
@@ -179,7 +179,7 @@ class Slurm(Launcher):
         warn = 60 * minutes_of(asked.signal_before)
         if minutes and warn >= 60 * minutes:
             raise RunError(
-                f"launch.signal_before: {asked.signal_before} is not shorter than launch.time ({asked.time})"
+                "LS7384", f"launch.signal_before: {asked.signal_before} is not shorter than launch.time ({asked.time})"
             )
         elastic = asked.ranks == "elastic"
         return Job(
@@ -215,7 +215,7 @@ def array_plan(run: Run, runs: Sequence[Path], folder: Path, at_most: int | None
     the logs; `at_most`: array tasks that run at a time. `submit` submits it; task i is job `ID_i`. Errors: `RunError`.
     """
     if not runs:
-        raise RunError("an array job needs at least one run file")
+        raise RunError("LS7385", "an array job needs at least one run file")
     from dataclasses import replace
 
     job = replace(
@@ -230,25 +230,21 @@ def check(plan: LaunchPlan) -> None:
     """Let SLURM look at the plan's file; nothing is queued. Errors: `RunError` with SLURM's own words."""
     if shutil.which("sbatch") is None:
         raise RunError(
+            "LS7386",
             "launch.name: slurm needs the program sbatch, which is not on this machine's PATH; run this on a login "
-            "node of the cluster, or use launch.name=local"
+            "node of the cluster, or use launch.name=local",
         )
     text = plan.files[plan.command[-1]]
     tested = subprocess.run(["sbatch", "--test-only"], input=text, capture_output=True, text=True, check=False)
     if tested.returncode:
-        raise RunError(f"launch: SLURM refuses the job, nothing was queued: {_words(tested.stderr)}")
+        raise RunError("LS7387", f"launch: SLURM refuses the job, nothing was queued: {_words(tested.stderr)}")
 
 
 def submit(plan: LaunchPlan) -> str:
     """Write the plan's files and queue the job, once SLURM has checked it. Returns its id. Errors: `RunError`; nothing
     is queued then."""
     check(plan)
-    try:
-        for path, text in plan.files.items():
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"output: cannot write {error.filename}: {error.strerror}") from None
+    write_files(plan)
     os.environ.setdefault(
         network.SECRET_VARIABLE, network.secret_or_new()
     )  # sbatch hands its environment to the job's tasks
@@ -261,16 +257,18 @@ def processes_of(run: Run, asked: Any) -> int:
     if run.launch.processes != "auto":
         if places and run.launch.device != "cpu" and int(run.launch.processes) > places:
             raise RunError(
+                "LS7389",
                 f"launch.processes: {run.launch.processes} of each node, but launch.gpus is {asked.gpus}; ask for more "
-                "GPUs, or say launch.device=cpu, or launch.processes_per_gpu for processes that share one"
+                "GPUs, or say launch.device=cpu, or launch.processes_per_gpu for processes that share one",
             )
         return int(run.launch.processes)
     if run.strategy.name == "single":
         return 1
     if not asked.gpus:
         raise RunError(
+            "LS7390",
             "launch.processes: say how many processes each node runs; auto means launch.processes_per_gpu "
-            "for each of launch.gpus, and the cores of the nodes are not known here"
+            "for each of launch.gpus, and the cores of the nodes are not known here",
         )
     return int(places)
 
@@ -311,7 +309,7 @@ def log_of(run: Run, record: JobRecord) -> Path:
     if "log" in record.facts:
         path = Path(record.facts["log"])  # of a task of an array: beside the folders of its runs
         if not re.fullmatch(r"slurm-\d+_\d+\.out", path.name):
-            raise RunError(f"{job_record.FILE}: {path} is no log of an array's task; it is not read")
+            raise RunError("LS7391", f"{job_record.FILE}: {path} is no log of an array's task; it is not read")
         return job_record.inside(path, run.folder.absolute().parent)
     found = run.folder / f"slurm-{record.job}.out"
     return job_record.inside(found if "step" not in record.facts else run.folder / "log.txt", run.folder)
@@ -352,7 +350,7 @@ def _facts(job: str) -> Mapping[str, str] | None:
         return dict(re.findall(r"(\w+)=(\S*)", shown.stdout.splitlines()[0]))
     if "Invalid job id" in shown.stderr + shown.stdout:
         return None
-    raise RunError(f"SLURM does not answer about job {job}: {_words(shown.stderr)}")
+    raise RunError("LS7392", f"SLURM does not answer about job {job}: {_words(shown.stderr)}")
 
 
 def _remembered(record: JobRecord) -> State:
@@ -373,9 +371,9 @@ def _ask(*words: str) -> str:
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise RunError(f"{words[0]} cannot be run here: {error.strerror}") from None
+        raise RunError("LS7393", f"{words[0]} cannot be run here: {error.strerror}") from None
     if done.returncode:
-        raise RunError(f"{shlex.join(words)}: {_words(done.stderr)}")
+        raise RunError("LS7394", f"{shlex.join(words)}: {_words(done.stderr)}")
     return done.stdout
 
 
@@ -430,7 +428,9 @@ def text_of(job: Job) -> str:
     """The file. Errors: `RunError` for a folder whose name would end a line of it."""
     for path in (job.folder, job.here, *job.array):
         if not str(path).isprintable():
-            raise RunError(f"output: the folder {str(path)!r} has a character in its name that no sbatch file can hold")
+            raise RunError(
+                "LS7395", f"output: the folder {str(path)!r} has a character in its name that no sbatch file can hold"
+            )
     return "\n".join([*_head(job), "", *_before(job), "", *_ranks(job), "", *_after(job)]) + "\n"
 
 
@@ -530,9 +530,11 @@ def minutes_of(text: str) -> int:
         scale = [3600, 60, 1] if days is not None or len(given) == 3 else [60, 1]
         seconds = (days or 0) * 86400 + sum(n * unit for n, unit in zip(given, scale, strict=False))
     else:
-        raise ValueError(f'{text!r} is no time: write 4h, 1d12h or 90m, or as SLURM does "4:00:00", "1-12", "90"')
+        raise InvalidValue(
+            "LS7396", f'{text!r} is no time: write 4h, 1d12h or 90m, or as SLURM does "4:00:00", "1-12", "90"'
+        )
     if not seconds:
-        raise ValueError(f"{text!r} is no time at all")
+        raise InvalidValue("LS7397", f"{text!r} is no time at all")
     return -(-seconds // 60)
 
 

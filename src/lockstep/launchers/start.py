@@ -19,7 +19,7 @@ from lockstep._version import __version__
 from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import Manifest, ended, newest_first
 from lockstep.config import plugins
-from lockstep.config.errors import EXCLUDED
+from lockstep.config.errors import EXCLUDED, coded
 from lockstep.config.optim import REVISION
 from lockstep.config.run import Run, RunError, keep, load
 from lockstep.distributed import job_record
@@ -44,7 +44,9 @@ def train(run: Run) -> int:
     if joining():
         return joined(run)
     console = Console(True, voice=run.track.console)
-    console.facts({"lockstep": f"{__version__}, preparing {run.name}"})  # before anything is imported that takes long
+    console.facts(
+        {"lockstep": f"{__version__}, {run.name} -> {run.folder}"}
+    )  # before anything is imported that takes long
     run = further(run, console.say)
     job_record.refuse_evicted(run.folder)
     ACTIVITY.at("importing torch")
@@ -80,7 +82,10 @@ def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> t
     from lockstep.checkpoint import exported
     from lockstep.checkpoint.manifest import ended, export_of, finished, other_export
 
-    job = resolve(run, machine, plan.processes, Scope.START, lambda label, text: console.facts({label: text}))
+    def tell(label: str, text: str) -> None:
+        (console.detail if text.startswith("from the cache") else console.facts)({label: text})
+
+    job = resolve(run, machine, plan.processes, Scope.START, tell)
     plan, manifest = replace(plan, job=job), job.newest
     for note in job.notes:
         console.note(note)
@@ -132,7 +137,11 @@ def started(run: Run, launcher: Launcher, plan: LaunchPlan) -> int:
         status = 0  # rank 0 came to the end of all there was to do, whatever became of others that waited for it
     if not job_record.note(run.folder, status=status, ended=time.time()):
         error(
-            f"{run.folder / job_record.FILE} could not be written: `lockstep status` cannot know that this was the end"
+            coded(
+                "LS7410",
+                f"{run.folder / job_record.FILE} could not be written: `lockstep status` "
+                "cannot know that this was the end",
+            )
         )
     return status
 
@@ -177,7 +186,9 @@ def joined(run: Run) -> int:
     came, wanted = os.environ["WORLD_SIZE"], os.environ.get(WANTED)
     if wanted is not None and wanted != came:
         leave_status(2)
-        raise RunError(f"launch: {wanted} processes were asked for, and a job of {came} came up; nothing was trained")
+        raise RunError(
+            "LS7411", f"launch: {wanted} processes were asked for, and a job of {came} came up; nothing was trained"
+        )
     words = tuple(os.environ.get(JOB_WORDS, "").split()) or TRAIN
     sent = os.environ.get(RESOLVED)
     with ExitStack() as stack:
@@ -218,8 +229,9 @@ def only_one(run: Run, launcher: Launcher) -> None:
     state = known.state(run, record)
     if state.live:
         raise RunError(
+            "LS7412",
             f"output: {run.folder} is being trained already ({state.word}{f': {state.text}' if state.text else ''}). "
-            f"`lockstep stop {run.folder}` ends that, or give another output=FOLDER"
+            f"`lockstep stop {run.folder}` ends that, or give another output=FOLDER",
         )
 
 
@@ -228,9 +240,10 @@ def joining() -> bool:
     if "RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:  # accelerate's plainest way
         if "MASTER_ADDR" in os.environ:
             raise RunError(
+                "LS7413",
                 "accelerate launch was asked for several processes, and started this one as if it were alone (it does "
                 "so with --cpu). On CPUs: ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes N ..., or "
-                "lockstep train with launch.name=accelerate"
+                "lockstep train with launch.name=accelerate",
             )
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -313,8 +326,10 @@ def examined(run: Run, launcher: Launcher, plan: LaunchPlan) -> Job | str:
 def _find(key: str, kind: str, name: str) -> type:
     try:
         return plugins.find(kind, name)
-    except (plugins.PluginError, ImportError) as error:
-        raise RunError(f"{key}: {error}") from error
+    except plugins.PluginError as error:
+        raise RunError(error.code, f"{key}: {error.message}") from error
+    except ImportError as error:
+        raise RunError("LS7414", f"{key}: {error}") from error
 
 
 def further(run: Run, say: Callable[[str], object]) -> Run:

@@ -71,24 +71,28 @@ class Torchrun(Launcher):
         fewest, most = node_range(options.machines)
         processes = processes_of(run)
         if fewest > most:
-            raise RunError(f"launch.machines: {options.machines!r}: the fewest come first, as in 1:4")
+            raise RunError("LS7430", f"launch.machines: {options.machines!r}: the fewest come first, as in 1:4")
         run.check_shared(most * processes, f"launch.machines: {most} machine(s) of {processes} process(es)")
         if options.keep_alive_timeout_s < 3:
             raise RunError(
+                "LS7431",
                 f"launch.keep_alive_timeout_s: {options.keep_alive_timeout_s:g} is too short; signs of life "
-                "come once a second at most"
+                "come once a second at most",
             )
         if fewest < most and not run.launch.max_restarts:
             raise RunError(
+                "LS7432",
                 f"launch.machines: {options.machines} means that the job goes on when a machine is lost; say how "
-                "often with launch.max_restarts"
+                "often with launch.max_restarts",
             )
         if options.rendezvous is None and most > 1:
-            raise RunError("launch.rendezvous: host:port is missing; it is one machine's address, the same on all")
+            raise RunError(
+                "LS7433", "launch.rendezvous: host:port is missing; it is one machine's address, the same on all"
+            )
         try:
             host, port = network.endpoint(options.rendezvous or "localhost:29400")
         except network.NetworkError as caught:
-            raise RunError(f"launch.rendezvous: {caught}") from None
+            raise RunError(caught.code, f"launch.rendezvous: {caught.message}") from None
         variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if options.interface is not None:
             variables |= {"GLOO_SOCKET_IFNAME": options.interface, "NCCL_SOCKET_IFNAME": options.interface}
@@ -116,7 +120,7 @@ class Torchrun(Launcher):
         try:
             return network.route_to(host) == network.address_of(host)
         except network.NetworkError as caught:
-            raise RunError(f"launch.rendezvous: {caught}") from None
+            raise RunError(caught.code, f"launch.rendezvous: {caught.message}") from None
 
     def memory(self, run: Run, plan: LaunchPlan) -> float | None:
         return memory_here(run, processes_of(run))  # the other machines are like this one
@@ -129,7 +133,10 @@ class Torchrun(Launcher):
         try:
             return _start(run, plan, options, words)
         except network.NetworkError as caught:
-            raise RunError(f"launch.{'interface' if 'interface' in str(caught) else 'rendezvous'}: {caught}") from None
+            raise RunError(
+                caught.code,
+                f"launch.{'interface' if 'interface' in caught.message else 'rendezvous'}: {caught.message}",
+            ) from None
 
 
 def node_range(value: int | str) -> tuple[int, int]:
@@ -165,7 +172,8 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
         variables[network.SECRET_VARIABLE] = key
     else:
         say(
-            f"note: no {network.SECRET_VARIABLE}: whoever reaches {host}:{port} can disturb this job (docs/security.md)"
+            f"note: no {network.SECRET_VARIABLE}: whoever reaches {host}:{port} can disturb this job "
+            "(docs/explanation/security.md)"
         )
     if not holds:
         network.reach(host, port, options.join_timeout_s, say)
@@ -180,8 +188,10 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
         data = plan.job.data if plan.job is not None else prepare(run, plugins.find("tasks", run.task.name))
         rendezvous.admit(facts(run, data.key))
     except RendezvousConnectionError as caught:
-        raise RunError(f"launch.rendezvous: {host}:{port} does not answer as a rendezvous: {caught}") from None
+        raise RunError(
+            "LS7434", f"launch.rendezvous: {host}:{port} does not answer as a rendezvous: {caught}"
+        ) from None
     except RendezvousError as caught:  # another secret, or what a stranger wrote
-        raise RunError(f"launch.rendezvous: the machines cannot meet at {host}:{port}: {caught}") from None
+        raise RunError("LS7435", f"launch.rendezvous: the machines cannot meet at {host}:{port}: {caught}") from None
     sent = run if plan.job is None else plan.job.dump()
     return run_agent(run, processes_of(run), rendezvous, entry, (sent, tuple(words), variables), say)

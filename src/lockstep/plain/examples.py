@@ -18,8 +18,8 @@ IGNORED = -100  # no label, as in transformers
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "observation": "tool"}
 
 
-def examples(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
-    """All examples of some rows; texts of two sources are never in one. `job`: a `Plain`."""
+def encode_rows(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
+    """The examples of some rows; texts of two sources are never in one. `job`: a `Plain`."""
     task, most = job.run["task"], job.run["data"]["max_length"]
     if task["name"] == "module":
         return [module.batch_of(job.run, rows)]
@@ -45,21 +45,27 @@ def closed(tokenizer: Any, ids: list[int]) -> list[int]:
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
+def opened(tokenizer: Any, ids: list[int]) -> list[int]:
+    """Without end tokens behind."""
+    while ids and ids[-1] == end_of(tokenizer):
+        ids.pop()
+    return ids
+
+
 def values_of_labels(run: dict, rows: list[Row]) -> list[Any]:
     """What labels are called in the data, in the order of their codes: sorted, or as the run file names them."""
     task, (_, names) = run["task"], columns(run["task"])
     if task["name"] == "token_classification":
         return sorted({str(tag) for row in rows for tag in get(row, names[0])})
-    if task["name"] not in ("classification", "image_classification") or task["regression"]:
+    if not task["name"].endswith("classification") or task.get("regression"):
         return []
     if len(names) > 1:
         return list(names)
-    values = [get(row, names[0]) for row in rows]
-    values = [label for each in values for label in each] if task["multi_label"] else values
+    held = [get(row, names[0]) for row in rows]
+    values = [label for labels in held for label in labels] if task.get("multi_label") else held
     known = sorted({int(value) if isinstance(value, float) else value for value in values})
-    named = task["label_names"]
-    numbered = named and isinstance(known[0], int | float) and known[0] >= 0 and known[-1] < len(named)
-    return list(range(len(named))) if numbered else known
+    numbers = [*range(len(task["label_names"] or ()))]
+    return numbers if {*known} <= {*numbers} else known
 
 
 # -- one example a row -------------------------------------------------------------------------------------------------
@@ -67,17 +73,16 @@ def values_of_labels(run: dict, rows: list[Row]) -> list[Any]:
 
 def _classification(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     texts, names = columns(task)
-    found = job.tokenizer(*(get(row, column) for column in texts), truncation=True, max_length=most)
+    encoded = job.tokenizer(*(get(row, column) for column in texts), truncation=True, max_length=most)
     instead = job.tokenizer.pad_token_id if job.tokenizer.eos_token_id is None else job.tokenizer.eos_token_id
-    example = {"input_ids": found["input_ids"] or [instead]}
-    if len(texts) == 2 and "token_type_ids" in found:
-        example["token_type_ids"] = found["token_type_ids"] or [0]
+    example = {"input_ids": encoded["input_ids"] or [instead]}
+    if len(texts) == 2 and "token_type_ids" in encoded:
+        example["token_type_ids"] = encoded["token_type_ids"] or [0]
     held = [get(row, name) for name in names]
-    if task["regression"]:
-        return example | {"labels": [float(n) for n in (held[0] if isinstance(held[0], list) else held)]}
     if task["multi_label"]:
-        has = [bool(value) for value in held] if len(names) > 1 else [label in held[0] for label in job.labels]
-        return example | {"labels": [float(each) for each in has]}
+        held = [label in held[0] for label in job.labels] if len(names) == 1 else [bool(value) for value in held]
+    if task["multi_label"] or task["regression"]:
+        return example | {"labels": [float(n) for n in (held[0] if isinstance(held[0], list) else held)]}
     return example | {"labels": job.labels.index(held[0])}
 
 
@@ -85,9 +90,10 @@ def _image(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     """An image as the processor of the model gives it: float32 [C, H, W]."""
     from PIL import Image, ImageOps
 
-    held = get(row, task["image"])
-    held = (base64.b64decode(held["base64"]) if "base64" in held else held["bytes"]) if isinstance(held, dict) else held
-    image = Image.open(io.BytesIO(held)) if isinstance(held, bytes) else held  # the Hub's are images already
+    image = get(row, task["image"])  # the Hub's is an image already
+    if isinstance(image, dict):
+        image = base64.b64decode(image["base64"]) if "base64" in image else image["bytes"]
+    image = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image
     image = ImageOps.exif_transpose(image).convert("RGB")
     pixels = job.processor(image, return_tensors="pt")["pixel_values"][0]
     return {"pixel_values": pixels, "labels": job.labels.index(get(row, task["label"]))}
@@ -96,11 +102,11 @@ def _image(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
 def _tags(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     """A word's first token has its tag."""
     words, tags = ([str(value) for value in get(row, task[key])] for key in ("words", "tags"))
-    found = job.tokenizer(words, is_split_into_words=True, truncation=True, max_length=most)
-    of = found.word_ids()
-    first = [word is not None and word not in of[:place] for place, word in enumerate(of)]
-    labels = [job.labels.index(tags[word]) if has else IGNORED for word, has in zip(of, first, strict=True)]
-    return {"input_ids": found["input_ids"], "next": labels}
+    encoded = job.tokenizer(words, is_split_into_words=True, truncation=True, max_length=most)
+    labels = [IGNORED] * len(encoded["input_ids"])
+    for word in {*encoded.word_ids()} - {None}:
+        labels[encoded.word_ids().index(word)] = job.labels.index(tags[word])
+    return {"input_ids": encoded["input_ids"], "next": labels}
 
 
 def _pair(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
@@ -130,8 +136,7 @@ def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
                 first = max(place for place in inside if spans[place][0] <= start)
                 ends = first, min(place for place in inside if spans[place][1] >= stop)
         types = {"token_type_ids": found["token_type_ids"][part]} if "token_type_ids" in found else {}
-        seen = [span if side == 1 else None for span, side in zip(spans, sides, strict=True)]
-        windows.append({"input_ids": ids, "ends": ends, "spans": seen, **types})
+        windows.append({"input_ids": ids, "ends": ends, "spans": {place: spans[place] for place in inside}, **types})
     return {"windows": windows, "context": both[1], "right": [answer["text"] for answer in held or ()]}
 
 
@@ -141,8 +146,8 @@ def _texts(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     ids = [tokens(job.tokenizer, text, truncation=True, max_length=most) for text in texts]
     low, high = task["score_range"]
     score = (get(row, task["score"]) - low) / (high - low) if task["score"] else None
-    names = [same({"text": text}, ["text"]) for text in texts]
-    return {"texts": [each or closed(job.tokenizer, []) for each in ids], "names": names, "score": score}
+    example = {"texts": [each or closed(job.tokenizer, []) for each in ids], "score": score}
+    return example | {"names": [same({"text": text}, ["text"]) for text in texts]}  # equal for equal texts
 
 
 def _answers(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
@@ -156,18 +161,11 @@ def _answers(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
             ids, known = _turns(job, [*before, *after], None, {})[-1]
             first = next((place for place, learned in enumerate(known) if learned), len(ids))
         else:
-            prompt = _open(job.tokenizer, tokens(job.tokenizer, asked)) if asked is not None else []
+            prompt = opened(job.tokenizer, tokens(job.tokenizer, asked)) if asked is not None else []
             ids, first = prompt + tokens(job.tokenizer, told, add_special_tokens=asked is None), len(prompt)
         ids, first = closed(job.tokenizer, ids), max(1, first)
         found.append({"input_ids": ids[:most], "next": [*([IGNORED] * first + ids[first:])[1:most], IGNORED]})
     return {"answers": found}
-
-
-def _open(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Without end tokens behind."""
-    while ids and ids[-1] == end_of(tokenizer):
-        ids.pop()
-    return ids
 
 
 MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -181,22 +179,15 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def packs(task: dict) -> bool:
-    """Whether texts are joined."""
-    usual = not (task.get("prompt") or task.get("messages"))
-    return task["name"].endswith("language_modeling") and bool(usual if task["packing"] is None else task["packing"])
-
-
 # -- language models ---------------------------------------------------------------------------------------------------
 
 
 def _language(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
     """Texts one after the other in full blocks, or each by itself."""
     task = job.run["task"]
-    size, cut = task["block_size"], bool(task["prompt"] or task["messages"])
-    texts = [each for row in rows for each in _documents(job, row, task)]
-    if not packs(task):
-        most = size + 1 if cut else None
+    size, texts = task["block_size"], [each for row in rows for each in _documents(job, row, task)]
+    if not task["packing"]:
+        most = size + 1 if task["prompt"] or task["messages"] else None
         return [block for ids, known in texts for block in _blocks(ids[:most], known[:most], size)]
     apart = not task["attend_across_documents"]
     known = [t and not (apart and place == 0) for _, learned in texts for place, t in enumerate(learned)]
@@ -226,7 +217,7 @@ def _documents(job: Any, row: Row, task: dict) -> list[tuple[list[int], list[boo
     if not task["prompt"]:
         ids = closed(job.tokenizer, tokens(job.tokenizer, get(row, task["text"])))
         return [(ids, [True] * len(ids))]
-    asked = _open(job.tokenizer, tokens(job.tokenizer, get(row, task["prompt"])))
+    asked = opened(job.tokenizer, tokens(job.tokenizer, get(row, task["prompt"])))
     told = closed(job.tokenizer, tokens(job.tokenizer, get(row, task["response"]), add_special_tokens=False))
     return [(asked + told, [False] * len(asked) + [True] * len(told))]
 
@@ -234,13 +225,12 @@ def _documents(job: Any, row: Row, task: dict) -> list[tuple[list[int], list[boo
 def _turns(job: Any, row: list[dict], tools: Any, arguments: dict) -> list[tuple[list[int], list[bool]]]:
     """A conversation by the chat template, once, or once for each turn of the assistant; its turns are learned, from
     behind what asks for them."""
-    task, tokenizer, found = job.run["task"], job.tokenizer, []
+    task, tokenizer, conversations = job.run["task"], job.tokenizer, []
     messages = [
-        {"role": ROLES.get(str(m.get("from")), m.get("from")), "content": m.get("value")}
+        {"role": ROLES.get(str(m.get("from")), m.get("from")), "content": m.get("value") or ""}
         | {key: value for key, value in m.items() if value is not None and key not in ("from", "value")}
         for m in row
     ]
-    messages = [{**m, "content": m.get("content") or ""} for m in messages]
 
     def text(count: int, opened: bool = False) -> str:
         how = {"tools": tools, "chat_template": task["chat_template"], "tokenize": False, **arguments}
@@ -248,24 +238,25 @@ def _turns(job: Any, row: list[dict], tools: Any, arguments: dict) -> list[tuple
 
     at = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     at = at[-1:] if task["name"] != "language_modeling" else at
-    spans = [(len(text(place, True)), len(text(place + 1))) for place in at]
-    each = task.get("turns") == "per_turn"
-    for whole, learned in (
-        [(text(p + 1), [s]) for p, s in zip(at, spans, strict=True)] if each else [(text(len(messages)), spans)]
-    ):
-        made = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        known = [any(begin < end <= stop for begin, stop in learned) for _, end in made["offset_mapping"]]
-        ids = closed(tokenizer, list(made["input_ids"]))
-        found.append((ids, known + known[-1:] * (len(ids) - len(known))))
-    return found
+    wholes = [(text(len(messages)), at)]
+    if task.get("turns") == "per_turn":
+        wholes = [(text(place + 1), [place]) for place in at]
+    for whole, places in wholes:
+        spans = [(len(text(place, True)), len(text(place + 1))) for place in places]
+        encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        known = [any(begin < end <= stop for begin, stop in spans) for _, end in encoded["offset_mapping"]]
+        ids = closed(tokenizer, list(encoded["input_ids"]))
+        conversations.append((ids, known + known[-1:] * (len(ids) - len(known))))
+    return conversations
 
 
 def _hidden(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
     """Texts as a masked language model reads them, before tokens are masked."""
     task, size = job.run["task"], job.run["data"]["max_length"]
-    texts = [get(row, task["text"]) for row in rows]
-    if task["packing"]:
-        ids = [token for text in texts for token in closed(job.tokenizer, tokens(job.tokenizer, text))]
-        return _blocks(ids, [True] * len(ids), size)
     cut = {"truncation": True, "max_length": size, "return_overflowing_tokens": True}
-    return [{"input_ids": ids} for text in texts for ids in job.tokenizer([text], **cut)["input_ids"]]
+    if not task["packing"]:
+        return [
+            {"input_ids": ids} for row in rows for ids in job.tokenizer([get(row, task["text"])], **cut)["input_ids"]
+        ]
+    ids = [token for row in rows for token in closed(job.tokenizer, tokens(job.tokenizer, get(row, task["text"])))]
+    return _blocks(ids, [True] * len(ids), size)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid, normalize
+from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.plain import module
 from lockstep.plain.examples import IGNORED
@@ -26,39 +27,31 @@ def batch_loss(job: Any, model: nn.Module, examples: list[dict]) -> Loss:
 
 def padded(examples: list[dict], name: str, fill: int, device: Any) -> Tensor:
     """A list of every example, padded on the right: int64 [B, T]."""
-    longest = max(len(example[name]) for example in examples)
-    return torch.tensor([[*e[name], *[fill] * (longest - len(e[name]))] for e in examples], device=device)
+    return pad_sequence([torch.tensor(example[name]) for example in examples], True, fill).to(device)
 
 
 def inputs_of(job: Any, examples: list[dict], device: Any) -> dict[str, Tensor]:
-    """What a model reads."""
-    found = {"input_ids": padded(examples, "input_ids", job.tokenizer.pad_token_id, device)}
-    if "token_type_ids" in examples[0]:
-        found["token_type_ids"] = padded(examples, "token_type_ids", 0, device)
-    if "position_ids" in examples[0]:  # that begin anew with each text: to transformers, that texts are read alone
-        return found | {"position_ids": padded(examples, "position_ids", 0, device)}
-    ones = [{"mask": [1] * len(example["input_ids"])} for example in examples]
-    return found | {"attention_mask": padded(ones, "mask", 0, device)}
+    """What a model reads: images, or texts with the mask of what is no padding, or positions that begin anew with each
+    text."""
+    if "pixel_values" in examples[0]:
+        return {"pixel_values": torch.stack([example["pixel_values"] for example in examples]).to(device)}
+    examples = [{"attention_mask": [1] * len(example["input_ids"])} | example for example in examples]
+    mask = "position_ids" if "position_ids" in examples[0] else "attention_mask"
+    fills = {"input_ids": job.tokenizer.pad_token_id, "token_type_ids": 0, mask: 0}
+    return {name: padded(examples, name, fill, device) for name, fill in fills.items() if name in examples[0]}
 
 
 def _classification(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
     """The loss of the run file's task, and what the model itself adds to the plain one of its labels."""
-    task, weight = job.run["task"], None
-    labels = torch.tensor([example["labels"] for example in examples], device=device)
-    inputs = (
-        {"pixel_values": torch.stack([example["pixel_values"] for example in examples]).to(device)}
-        if task["name"] == "image_classification"
-        else inputs_of(job, examples, device)
-    )
-    output = _with_labels(model, inputs, labels)
+    task, labels = job.run["task"], torch.tensor([example["labels"] for example in examples], device=device)
+    output = _with_labels(model, inputs_of(job, examples, device), labels)
     logits, count = output.logits.float(), float(labels.numel())  # [B, C]
-    if job.class_weights is not None:
-        weight = torch.tensor(job.class_weights, device=device).float()
+    weight = None if job.class_weights is None else torch.tensor(job.class_weights, device=device).float()
     smooth, focal = task["label_smoothing"], task["focal_gamma"] if task["loss"] == "focal" else 0.0
-    if task["regression"]:
+    if task.get("regression"):
         plain = (logits - labels).square()
         losses = (logits - labels).abs() if task["loss"] == "mae" else plain
-    elif task["multi_label"]:
+    elif task.get("multi_label"):
         plain, soft = (
             binary_cross_entropy_with_logits(logits, labels, reduction="none"),
             labels * (1 - smooth) + smooth / 2,
@@ -88,10 +81,10 @@ def _tokens(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Lo
             shifted = wanted.roll(1, 1).masked_fill(wanted.roll(1, 1) == IGNORED, config.pad_token_id)
             shifted[:, 0] = config.decoder_start_token_id
             inputs["decoder_input_ids"] = shifted
-    found = _with_labels(model, inputs, labels)
-    total, count = _summed(found.logits, wanted, task.get("label_smoothing", 0.0))
-    means = [_summed(found.logits, labels)] + [_summed(found.logits[:, :-1], labels[:, 1:])] * causal
-    return total + count * _added(found.loss, means), count
+    output = _with_labels(model, inputs, labels)
+    total, count = _summed(output.logits, wanted, task.get("label_smoothing", 0.0))
+    means = [_summed(output.logits, labels)] + [_summed(output.logits[:, :-1], labels[:, 1:])] * causal
+    return total + count * _added(output.loss, means), count
 
 
 def _with_labels(model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Any:
@@ -121,13 +114,13 @@ def _questions(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
     """Cross entropies of the first and the last token of the answer, among all that are no padding."""
     windows = [window for example in examples for window in example["windows"]]
     inputs = inputs_of(job, windows, device)
-    found = model(**inputs)
-    both = (found.start_logits, found.end_logits) if "start_logits" in found else found.logits.unbind(-1)
-    least = torch.finfo(torch.float32).min
-    logits = [side.float().masked_fill(inputs["attention_mask"] == 0, least) for side in both]
-    ends = torch.tensor([window["ends"] for window in windows], device=device)
-    losses = [cross_entropy(side, ends[:, place], reduction="sum") for place, side in enumerate(logits)]
-    return losses[0] + losses[1], 2 * len(windows)
+    output = model(**inputs)
+    both = (output.start_logits, output.end_logits) if "start_logits" in output else output.logits.unbind(-1)
+    hidden, least = inputs["attention_mask"] == 0, torch.finfo(torch.float32).min
+    ends = torch.tensor([window["ends"] for window in windows], device=device).T
+    starts, stops = (side.float().masked_fill(hidden, least) for side in both)
+    losses = cross_entropy(starts, ends[0], reduction="sum") + cross_entropy(stops, ends[1], reduction="sum")
+    return losses, 2 * len(windows)
 
 
 def vectors_of(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Tensor:
@@ -135,8 +128,16 @@ def vectors_of(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
     sides = len(examples[0]["texts"])
     inputs = inputs_of(job, [{"input_ids": e["texts"][side]} for side in range(sides) for e in examples], device)
     output = model(**inputs)
-    vectors = output.logits if "logits" in output else pooled(output.last_hidden_state, inputs, job.pooling)
+    vectors = output.logits if "logits" in output else pooled(output.last_hidden_state, inputs, job.run["task"])
     return vectors.float().view(sides, len(examples), -1)
+
+
+def pooled(hidden: Tensor, inputs: dict[str, Tensor], task: dict) -> Tensor:
+    """Vectors of unit length: of the first token, of the last, or the mean of all: float32 [B, H]."""
+    hidden, mask = hidden.float(), inputs["attention_mask"][:, :, None].float()
+    last = hidden[torch.arange(len(hidden)), inputs["attention_mask"].sum(1) - 1]
+    ways = {"cls": hidden[:, 0], "last_token": last, "mean": (hidden * mask).sum(1) / mask.sum(1)}
+    return normalize(ways[task["pooling"]], dim=-1)
 
 
 def _embedding(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
@@ -161,33 +162,24 @@ def _embedding(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
     return cross_entropy(scores, torch.arange(count, device=device), reduction="sum"), count
 
 
-def pooled(hidden: Tensor, inputs: dict[str, Tensor], how: str) -> Tensor:
-    """Vectors of unit length: of the first token, of the last, or the mean of all: float32 [B, H]."""
-    hidden, mask = hidden.float(), inputs["attention_mask"][:, :, None].float()
-    last = hidden[torch.arange(len(hidden)), inputs["attention_mask"].sum(1) - 1]
-    ways = {"cls": hidden[:, 0], "last_token": last, "mean": (hidden * mask).sum(1) / mask.sum(1)}
-    return normalize(ways[how], dim=-1)
-
-
 def _preference(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
     """The losses of DPO (arXiv:2305.18290), IPO (2310.12036), SLiC's hinge (2305.10425) and SimPO (2405.14734)."""
     task, pairs = job.run["task"], [answer for example in examples for answer in example["answers"]]
     inputs, wanted = inputs_of(job, pairs, device), padded(pairs, "next", IGNORED, device)
 
-    def said(by: nn.Module) -> Tensor:
-        """Log-probabilities of the answers: [B, 2]."""
-        logits = by(**inputs).logits.float()
-        each = cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
+    def log_probabilities(by: nn.Module) -> Tensor:
+        """Of the answers, their mean where the loss says so: [B, 2]."""
+        each = cross_entropy(by(**inputs).logits.float().transpose(1, 2), wanted, reduction="none")  # [2B, T]
         return -(each.sum(1) / ((wanted != IGNORED).sum(1) if task["loss"] in ("ipo", "simpo") else 1)).view(-1, 2)
 
-    found = said(model)
+    answers = log_probabilities(model)
     if task["loss"] != "simpo":
         if job.reference is None:
             raise NotCovered("task.loss: a reference model is needed, and none was given")
         with torch.no_grad():
-            before = said(job.reference)
-        found = found - before
-    margin, smooth = found[:, 0] - found[:, 1], task["label_smoothing"]
+            before = log_probabilities(job.reference)
+        answers = answers - before
+    margin, smooth = answers[:, 0] - answers[:, 1], task["label_smoothing"]
     scaled = task["beta"] * margin
     losses = {
         "dpo": -(1 - smooth) * logsigmoid(scaled) - smooth * logsigmoid(-scaled),

@@ -38,27 +38,22 @@ class NotCovered(Exception):
 def read_splits(run: dict, tokenizer: Any = None) -> Splits:
     """The rows of all splits as they are trained or evaluated on; those of several sources follow each other.
     `tokenizer`: counts tokens for `data.filter`. Errors: `NotCovered`."""
-    data, (texts, labels) = run["data"], columns(run["task"])
-    sources = [read_source(data | (each or {}), run["task"], tokenizer) for each in data["sources"] or [None]]
-    if data["deduplicate"]:
-        first: dict[str, Row] = {}
-        for row in [row for part in sources for row in part["train"]]:
-            first.setdefault(same(row, texts + labels), row)
-        for part in sources:
-            part["train"] = [row for row in part["train"] if first[same(row, texts + labels)] is row]
-    for number, part in enumerate(sources):
-        share = 0.0 if "test" in part else data["test_fraction"]
-        if share:
-            part["train"], part["test"] = cut(run, part["train"], share, [run["seed"], 1])
-        if "validation" not in part:
-            rest = data["validation_fraction"] / (1 - share)
-            part["train"], part["validation"] = cut(run, part["train"], rest, run["seed"])
-        if data["sources"]:
-            sources[number] = {split: [row | {SOURCE: number} for row in rows] for split, rows in part.items()}
-    known = [split for split in USUAL if any(split in part for part in sources)]
-    splits = {split: [row for part in sources for row in part.get(split, ())] for split in known}
+    data, (texts, labels), first = run["data"], columns(run["task"]), dict[str, Row]()
+    sources = [read_source(data | each, run["task"], tokenizer) for each in data["sources"] or [{}]]
+    for rows in sources:
+        if data["deduplicate"]:
+            rows["train"] = [row for row in rows["train"] if first.setdefault(same(row, texts + labels), row) is row]
+    for rows in sources:
+        test = 0.0 if "test" in rows else data["test_fraction"]
+        if test:
+            rows["train"], rows["test"] = cut(run, rows["train"], test, [run["seed"], 1])
+        if "validation" not in rows:
+            share = data["validation_fraction"] / (1 - test)
+            rows["train"], rows["validation"] = cut(run, rows["train"], share, run["seed"])
+    numbered = list(enumerate(sources))
+    splits = {s: [row | {SOURCE: n} for n, rows in numbered for row in rows.get(s, ())] for s in USUAL}
     if data["decontaminate"]:
-        elsewhere = {same(row, texts) for split in splits if split != "train" for row in splits[split]}
+        elsewhere = {same(row, texts) for row in splits["validation"] + splits["test"]}
         splits["train"] = [row for row in splits["train"] if same(row, texts) not in elsewhere]
     return splits
 
@@ -69,14 +64,11 @@ def read_source(data: dict, task: dict, tokenizer: Any) -> Splits:
     for split, rows in splits.items():
         rows = [row for row in rows if all(holds(get(row, c), w, tokenizer) for c, w in data["filter"].items())]
         splits[split] = [row | {our: get(row, their) for our, their in data.get("rename", {}).items()} for row in rows]
-    if data["split_column"]:
-        known = {word: split for split, words in USUAL.items() for word in words}
-        each = [(known[str(get(row, data["split_column"])).strip().lower()], row) for row in splits["train"]]
-        splits = {split: rows for split in USUAL if (rows := [row for of, row in each if of == split])}
+    if column := data["split_column"]:
+        named = [(str(get(row, column)).strip().lower(), row) for row in splits["train"]]
+        splits = {s: rows for s, words in USUAL.items() if (rows := [row for name, row in named if name in words])}
     splits = {split: rows[: data["limit"]] for split, rows in splits.items()}
-    if data["drop_missing"]:
-        splits = {split: [row for row in rows if not lacks(row, task)] for split, rows in splits.items()}
-    return splits
+    return {s: [row for row in rows if not (data["drop_missing"] and lacks(row, task))] for s, rows in splits.items()}
 
 
 def columns(task: dict) -> tuple[list[str], list[str]]:
@@ -123,17 +115,16 @@ def holds(value: Any, wanted: Any, tokenizer: Any) -> bool:
 def lacks(row: Row, task: dict) -> bool:
     """Whether a row has no text or no label where the task reads one."""
     texts, labels = columns(task)
-    read = [get(row, column) for column in [*texts, *labels]]
-    words = [word for each in read for word in each or [None]] if task["name"] == "token_classification" else []
-    if any(value is None or value != value or not str(value).strip() for value in [*read, *words]):
+    held = [get(row, column) for column in [*texts, *labels]]
+    if task["name"] == "token_classification":
+        held += [word for words in held for word in words or [None]]
+    if task["name"] == "question_answering" and not task["unanswerable"]:
+        held.append((held[2]["text"] if isinstance(held[2], dict) else held[2]) or None)
+    if any(value is None or value != value or not str(value).strip() for value in held):
         return True
-    if task["name"] == "question_answering":
-        return not task["unanswerable"] and not (read[2]["text"] if isinstance(read[2], dict) else read[2])
-    if task["name"] != "language_modeling" or not task["messages"]:
-        return False
-    spoken = any(turn.get("role", turn.get("from")) in ("assistant", "gpt") for turn in read[0])
-    silent = [t for t in read[0] if t.get("content", t.get("value")) is None and not t.get("tool_calls")]
-    return not spoken or bool(silent)
+    turns = held[0] if task.get("messages") else [{"role": "assistant", "content": ""}]
+    spoken = any(turn.get("role", turn.get("from")) in ("assistant", "gpt") for turn in turns)
+    return not spoken or any(t.get("content", t.get("value")) is None and not t.get("tool_calls") for t in turns)
 
 
 def same(row: Row, read: list[str]) -> str:
@@ -169,36 +160,35 @@ def cut(run: dict, rows: list[Row], share: float, seed: Any) -> tuple[list[Row],
 
 def read(data: dict, task: dict) -> Splits:
     """The rows of the splits that the run file names or that are called by their usual names. Errors: `NotCovered`."""
-    named, root = {s: data[s] for s in USUAL if data[s] is not None}, Path(data["source"] or "").expanduser()
-    files = {split: _files(value, root) for split, value in named.items()}
+    source, named = data["source"] or "", {split: data[split] for split in USUAL if data[split] is not None}
+    root, files = Path(source).expanduser(), dict[str, list[Path]]()
     if data["layout"] == "class_folders" and not named:
         return _classes(root, task, data["encoding"])
-    if data["layout"] != "rows":
-        raise NotCovered("data.layout: plain reads files of rows, and folders of classes")
-    if data["source"] and root.is_dir():
+    if data["layout"] != "rows" or "://" in source or source.startswith("builtin/"):
+        raise NotCovered("data: plain reads files of rows, folders of classes, and the Hub")
+    if source and (root.is_file() or root.suffix in ENDINGS or set("*?[") & set(source)):
+        files["train"] = _files(source, Path())
+    elif source and root.is_dir():
         for split, words in USUAL.items():
             patterns = [pattern for word in words for pattern in (f"{word}.*", f"{word}[-_]*", f"{word}/*")]
             there = [sorted(f for f in root.glob(pattern) if f.suffix in ENDINGS) for pattern in patterns]
-            files.setdefault(split, next(filter(None, there), []))
-        if not any(files.values()):
+            files[split] = next(filter(None, there), [])
+        if not any([*files.values(), *named]):
             files["train"] = sorted(f for f in root.iterdir() if f.suffix in ENDINGS)
-    elif data["source"] and (root.is_file() or root.suffix in ENDINGS or set("*?[") & set(data["source"])):
-        files = {"train": _files(data["source"], Path())} | files
-    elif data["source"] and ("://" in data["source"] or data["source"].startswith("builtin/")):
-        raise NotCovered(f"data.source: {data['source']} is neither files nor of the Hub")
-    elif data["source"]:
+    elif source:
         import datasets
 
-        found = datasets.load_dataset(data["source"], data["config"], revision=data["revision"])
-        names = {s: next((w for w in [named.get(s), *words] if w in found), None) for s, words in USUAL.items()}
-        return {split: list(found[name]) for split, name in names.items() if name}
+        hub = datasets.load_dataset(source, data["config"], revision=data["revision"])
+        names = {s: next((w for w in [named.get(s), *words] if w in hub), None) for s, words in USUAL.items()}
+        return {split: list(hub[name]) for split, name in names.items() if name}
+    files |= {split: _files(value, root) for split, value in named.items()}
     return {s: [row for file in some for row in _rows(file, data, task)] for s, some in files.items() if some}
 
 
 def _classes(root: Path, task: dict, encoding: str) -> Splits:
     """A folder for each label, with a text or an image a file."""
+    splits, images = dict[str, list[Row]](), task["name"] == "image_classification"
     folders = {split: root / word for split, words in USUAL.items() for word in words if (root / word).is_dir()}
-    images, splits = task["name"] == "image_classification", dict[str, list[Row]]()
     for split, folder in (folders or {"train": root}).items():
         files = [file for file in sorted(folder.glob("*/*")) if not file.name.startswith(".")]
         read = [{"image": f.read_bytes()} if images else {"text": f.read_text(encoding).strip()} for f in files]
@@ -206,13 +196,14 @@ def _classes(root: Path, task: dict, encoding: str) -> Splits:
     return splits
 
 
-def _files(value: Any, root: Path) -> list[Path]:
-    found: list[Path] = []
-    for text in value if isinstance(value, list) else [value]:
-        path = Path(text).expanduser()
-        path = root / path if not path.exists() and not path.is_absolute() else path
-        found += [path] if path.is_file() else sorted(map(Path, glob.glob(str(path))))
-    return found
+def _files(names: Any, root: Path) -> list[Path]:
+    """The files that a path or patterns name, from here or from a folder."""
+    files: list[Path] = []
+    for name in names if isinstance(names, list) else [names]:
+        path = Path(name).expanduser()
+        path = path if path.exists() else root / path
+        files += [path] if path.is_file() else sorted(map(Path, glob.glob(str(path))))
+    return files
 
 
 def _rows(file: Path, data: dict, task: dict) -> list[Row]:
@@ -223,11 +214,10 @@ def _rows(file: Path, data: dict, task: dict) -> list[Row]:
     if file.suffix == ".parquet":
         return parquet.read_table(file).to_pylist()
     if file.suffix in (".csv", ".tsv"):
-        mark = data["separator"] or ("\t" if file.suffix == ".tsv" else ",")
+        mark = {None: "\t" if file.suffix == ".tsv" else ",", "tab": "\t"}.get(data["separator"], data["separator"])
         how = csv.ReadOptions(column_names=data["columns"], encoding=data["encoding"])
-        options = csv.ParseOptions(delimiter="\t" if mark == "tab" else mark, newlines_in_values=True)
         texts = csv.ConvertOptions(column_types=dict.fromkeys(columns(task)[0], "string"))
-        return csv.read_csv(file, how, options, texts).to_pylist()
+        return csv.read_csv(file, how, csv.ParseOptions(delimiter=mark, newlines_in_values=True), texts).to_pylist()
     text = file.read_text(encoding=data["encoding"]).removeprefix("\ufeff")
     lines = [line for line in text.split("\n") if line.strip()]
     if file.suffix != ".txt":

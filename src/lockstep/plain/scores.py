@@ -5,9 +5,6 @@ In: a job, a model, examples. Out: numbers, by the names that evaluations give t
 
 import copy
 import math
-import re
-import string
-from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -103,14 +100,16 @@ def _written(job: Any, model: Any, examples: list[dict], output: Any) -> dict[st
 
 def _answers(job: Any, model: nn.Module, examples: list[dict], output: Any) -> dict[str, float]:
     """Of each question the span of the greatest sum, in any of its windows, beside SQuAD's answers."""
+    from torchmetrics.functional.text import squad
+
     task, rows = job.run["task"], iter(zip(output.start_logits.tolist(), output.end_logits.tolist(), strict=True))
-    pairs = []
-    for example in examples:
+    predicted, true = list[Any](), list[Any]()
+    for number, example in enumerate(examples):
         spans, none = list[tuple[float, str]](), math.inf
         for window in example["windows"]:
             starts, ends = next(rows)
             none = min(none, starts[0] + ends[0])
-            inside = [(place, span) for place, span in enumerate(window["spans"]) if span]
+            inside = window["spans"].items()
             spans += [
                 (starts[i] + ends[j], example["context"][first[0] : last[1]])
                 for i, first in inside
@@ -119,17 +118,9 @@ def _answers(job: Any, model: nn.Module, examples: list[dict], output: Any) -> d
             ]
         best, text = max(spans, key=lambda span: span[0])
         text = "" if task["unanswerable"] and none > best else text
-        pairs.append([_squad(text, right) for right in example["right"] or [""]])
-    exact, f1 = (np.mean([max(pair[which] for pair in each) for each in pairs]) for which in (0, 1))
-    return {"exact_match": 100 * float(exact), "f1": 100 * float(f1)}
-
-
-def _squad(*texts: str) -> tuple[float, float]:
-    """Whether an answer is the right one, and the F1 of their words, as of SQuAD's script (arXiv:1606.05250)."""
-    bare = ["".join(character for character in text.lower() if character not in string.punctuation) for text in texts]
-    one, other = (re.sub(r"\b(a|an|the)\b", " ", text).split() for text in bare)
-    both = sum((Counter(one) & Counter(other)).values())
-    return float(one == other), 2 * both / (len(one) + len(other)) if one and other else float(one == other)
+        predicted.append({"id": str(number), "prediction_text": text})
+        true.append({"id": str(number), "answers": {"text": example["right"] or [""], "answer_start": []}})
+    return {name: float(score) for name, score in squad(predicted, true).items()}
 
 
 def _cosines(job: Any, model: nn.Module, examples: list[dict], output: Any) -> dict[str, float]:

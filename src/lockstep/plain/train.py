@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 
 from lockstep.plain import module
@@ -30,7 +31,6 @@ class StepRecord:
 
     loss: float  # mean over the targets of the step
     norm: float  # 2-norm of the whole gradient, before clipping
-    learning_rate: float
     gradients: dict[str, Tensor]  # by parameter, before clipping
     changes: dict[str, Tensor]  # of each trained parameter by the update; empty where torch has no such optimizer
 
@@ -38,43 +38,41 @@ class StepRecord:
 def build_model(job: Plain, weights: dict[str, Tensor] | None = None, empty: bool = False) -> nn.Module:
     """The model of the run file, by the Auto class of its task. `weights`: what it starts from, by name; else those of
     the source, or fresh ones. `empty`: on the meta device, and nothing is read. Errors: `NotCovered`."""
-    import transformers
-
     if job.run["task"]["name"] == "module":
         model = module.build(job.run)
-        if weights is not None:
-            load_weights(model, weights)
-        return model
-    section, (_, head, kind) = job.run["model"], TASKS[job.run["task"]["name"]]
-    if section["quantization"] or (section["dtype"] != "float32" and not section["adapter"]):
-        raise NotCovered("model.quantization, model.dtype: plain trains in float32")
-    auto, config = getattr(transformers, f"AutoModel{head}"), _config(job, head)
-    options = {"attn_implementation": section["attention"]} if section["attention"] else {}
-    if section["source"] and weights is None and not empty:
-        options |= {"revision": section["revision"], "ignore_mismatched_sizes": True}
-        model = auto.from_pretrained(section["source"], config=config, **options).float()
     else:
-        with torch.device("meta" if empty else "cpu"):
-            model = auto.from_config(config, **options).float()
-    if section["adapter"]:
-        import peft
-
-        given = {key: value for key, value in section["adapter"].items() if key not in ("type", "export")}
-        if kind is None:  # no kind of peft's, which would know the head
-            given.setdefault("modules_to_save", ["classifier"])
-        of_type = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(section["adapter"].get("type", "lora").upper())]
-        model = peft.get_peft_model(model, of_type(task_type=kind, **given))
+        section, (_, head, kind) = job.run["model"], TASKS[job.run["task"]["name"]]
+        if section["quantization"] or (section["dtype"] != "float32" and not section["adapter"]):
+            raise NotCovered("model.quantization, model.dtype: plain trains in float32")
+        auto, config = getattr(transformers, f"AutoModel{head}"), _config(job, head)
+        options = {"attn_implementation": section["attention"]} if section["attention"] else {}
+        if section["source"] and weights is None and not empty:
+            options |= {"revision": section["revision"], "ignore_mismatched_sizes": True}
+            model = auto.from_pretrained(section["source"], config=config, **options).float()
+        else:
+            with torch.device("meta" if empty else "cpu"):
+                model = auto.from_config(config, **options).float()
+        if section["adapter"]:
+            model = _adapted(model, {k: v for k, v in section["adapter"].items() if k != "export"}, kind)
+        frozen = [*section["freeze"], *(() if head else ["pooler.*"])]  # vectors are made without a pooler
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and not any(fnmatchcase(name, each) for each in frozen))
     if weights is not None:
         load_weights(model, weights)
-    for name, parameter in model.named_parameters():  # vectors are made without a pooler
-        if any(fnmatchcase(name, each) for each in section["freeze"]) or (not head and name.startswith("pooler.")):
-            parameter.requires_grad_(False)
     return model
+
+
+def _adapted(model: nn.Module, adapter: dict, kind: str | None) -> nn.Module:
+    """With an adapter of peft's. `kind`: the task in its words; None: of none of them, whose head it would know."""
+    import peft
+
+    of_type = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(adapter.pop("type", "lora").upper())]
+    keys = adapter if kind else {"modules_to_save": ["classifier"]} | adapter
+    return peft.get_peft_model(model, of_type(task_type=kind, **keys))
 
 
 def _config(job: Plain, head: str) -> Any:
     """The config of the model: the run file's entries, the tokenizer's tokens, the task's labels."""
-    import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     section, tokenizer, targets = job.run["model"], job.tokenizer, job.target_tokenizer
@@ -97,12 +95,15 @@ def _config(job: Plain, head: str) -> Any:
                 part.bos_token_id = tokenizer.pad_token_id if part.bos_token_id is None else part.bos_token_id
     else:
         config = transformers.AutoConfig.from_pretrained(section["source"], revision=section["revision"])
-        for key, value in section["config"].items():
-            setattr(config, key, value)
+        config.update(section["config"])
     for part in parts(config) if tokenizer is not None else ():
         part.pad_token_id, part.use_cache = tokenizer.pad_token_id, False
     if head.endswith("Classification"):
-        config.num_labels, config.problem_type = job.outputs, job.problem
+        names: dict[str, Any] = {"regression": "regression", "multi_label": "multi_label_classification"}
+        problem = next((key for key in names if job.run["task"].get(key)), "")
+        numbers = job.encode(job.splits["train"][:1])[0]["labels"] if problem == "regression" else job.labels
+        config.problem_type = names.get(problem, "single_label_classification")
+        config.num_labels = len(numbers) or 1  # of a reward
     if head == "ForCausalLM" and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         config.is_decoder = True
     if head == "ForSeq2SeqLM":
@@ -126,12 +127,11 @@ def parts(config: Any) -> list[Any]:
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Set parameters and buffers by name; each must be there."""
-    places = dict(model.named_parameters()) | dict(model.named_buffers())
-    if places.keys() != weights.keys():
-        raise ValueError(f"other weights than the model's: {sorted(places.keys() ^ weights.keys())[:4]}")
-    with torch.no_grad():
-        for name, place in places.items():
-            place.copy_(weights[name])
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    if tensors.keys() != weights.keys():
+        raise ValueError(f"other weights than the model's: {sorted(tensors.keys() ^ weights.keys())[:4]}")
+    for name, tensor in tensors.items():
+        tensor.detach().copy_(weights[name])
 
 
 def train_steps(
@@ -151,13 +151,12 @@ def train_steps(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizers = optimizers_of(run, model, trained, state or {})
     rates = rates_of(run["optim"], total, max(numbers) + 1)
-    device = next(model.parameters()).device.type
     model.train()
     for number, micro_batches in zip(numbers, steps, strict=True):
         loss, count = 0.0, 0.0
         model.zero_grad()
         for examples in micro_batches:
-            with torch.autocast(device, torch.bfloat16, run["precision"] == "bf16"):
+            with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, run["precision"] == "bf16"):
                 sum_of_losses, targets = batch_loss(job, model, examples)
             sum_of_losses.backward()
             loss, count = loss + float(sum_of_losses.detach()), count + targets
@@ -173,7 +172,7 @@ def train_steps(
                 group["lr"] = rates[number] * group["scale"]
             optimizer.step()
         changes = {name: (p.detach() - before[name]).cpu() for name, p in trained.items() if optimizers}
-        yield StepRecord(loss / count, float(norm), rates[number], gradients, changes)
+        yield StepRecord(loss / count, float(norm), gradients, changes)
         if not optimizers:
             raise NotCovered("optim.name, optim.layerwise_lr_decay: plain compares its losses and gradients alone")
 
@@ -184,7 +183,7 @@ def train_steps(
 def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: dict) -> list[torch.optim.Optimizer]:
     """The optimizer of torch, its groups with `scale`, a factor of the run's rate; of muon a second for the rest. None
     where torch has no such optimizer."""
-    optim, groups = run["optim"], dict[tuple[float, float, bool], list[nn.Parameter]]()
+    optim, groups = run["optim"], list[dict[str, Any]]()
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
     if optim["name"] not in (*kinds, "muon") or optim["layerwise_lr_decay"] != 1.0:
         return []
@@ -198,54 +197,49 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
         matrix = re.search(r"(^|\.)\d+\.", name) is not None and id(p) not in tables
         if optim.get("muon_params") is not None:
             matrix = any(fnmatchcase(name, pattern) for pattern in optim["muon_params"])
-        groups.setdefault((scale, decay, matrix and p.dim() == 2), []).append(p)
-    every = [{"params": ps, "scale": s, "weight_decay": d, "matrix": m} for (s, d, m), ps in groups.items()]
-    options: dict[str, Any] = {
-        key: tuple(value) if isinstance(value := optim[key], list) else value for key in SHARED if key in optim
-    }
-    rate = {"lr": optim["learning_rate"]}
+        groups.append({"params": [p], "scale": scale, "weight_decay": decay, "matrix": matrix and p.dim() == 2})
+    keys = [key for key in SHARED if key in optim]
+    options: dict[str, Any] = {key: tuple(optim[key]) if isinstance(optim[key], list) else optim[key] for key in keys}
     if optim["name"] == "muon":
-        both: dict[str, Any] = {key: options.pop(key) for key in ("betas", "eps")}
-        muon = torch.optim.Muon([g for g in every if g["matrix"]], adjust_lr_fn=optim["lr_adjust"], **rate, **options)
-        made = [muon, torch.optim.AdamW([g for g in every if not g["matrix"]], **rate, **both)]
+        of_the_rest: dict[str, Any] = {key: options.pop(key) for key in ("betas", "eps")}
+        muon = torch.optim.Muon([g for g in groups if g["matrix"]], adjust_lr_fn=optim["lr_adjust"], **options)
+        optimizers = [muon, torch.optim.AdamW([g for g in groups if not g["matrix"]], **of_the_rest)]
     else:
-        made = [kinds[optim["name"]](every, **rate, **options)]
-    of = {id(p): optimizer for optimizer in made for group in optimizer.param_groups for p in group["params"]}
+        optimizers = [kinds[optim["name"]](groups, **options)]
+    of = {id(p): each for each in optimizers for group in each.param_groups for p in group["params"]}
     for key, tensor in state.items():
         kind, _, name = key.partition(".")
         of[id(trained[name])].state[trained[name]][kind] = tensor.to(trained[name].device) if tensor.dim() else tensor
-    return made
+    return optimizers
 
 
 def rates_of(optim: dict, total: int, count: int) -> list[float]:
     """The learning rates of the first `count` of `total` steps, by transformers' `get_scheduler` or OneCycleLR."""
     top, least, kind = optim["learning_rate"], optim["min_lr_ratio"], optim["schedule"]
+    if total == 1 and kind == "one_cycle":
+        return [top]
     if isinstance(kind, list):
         return [float(np.interp(step, [s for s, _ in kind], [rate for _, rate in kind])) for step in range(count)]
-    from transformers import get_scheduler
-
-    dummy, schedule = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=top), None
+    dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=top)
     warmup = optim["warmup_steps"] or math.ceil(optim["warmup_fraction"] * total)
     decay = min(optim["decay_steps"] or math.ceil(optim["decay_fraction"] * total), total - warmup)
-    shape = {"sqrt": "1-sqrt"}.get(optim["decay_shape"], optim["decay_shape"])
+    shape = optim["decay_shape"].replace("sqrt", "1-sqrt")
     known = {
         "constant": ("constant_with_warmup", None, {}),
         "inverse_sqrt": ("inverse_sqrt", None, {}),
         "cosine": ("cosine_with_min_lr", total, {"min_lr_rate": least}),
         "wsd": ("warmup_stable_decay", total, {"num_decay_steps": decay, "min_lr_ratio": least, "decay_type": shape}),
     }
-    if kind != "one_cycle":
-        polynomial = ("polynomial", total, {"lr_end": least * top, "power": optim["power"]})  # and linear
-        name, steps, own = known.get(kind, polynomial)
-        schedule = get_scheduler(name, dummy, warmup, steps, own)
-    elif total > 1:
-        down: dict[str, Any] = {"final_div_factor": 1 / (25 * least) if least else math.inf, "cycle_momentum": False}
+    if kind != "one_cycle":  # linear is a polynomial
+        name, steps, own = known.get(kind, ("polynomial", total, {"lr_end": least * top, "power": optim["power"]}))
+        schedule: Any = transformers.get_scheduler(name, dummy, warmup, steps, own)
+    else:
+        ends = {"final_div_factor": 1 / (25 * least) if least else math.inf, "cycle_momentum": False}
         rise = optim["warmup_steps"] / total or optim["warmup_fraction"] or 0.3
-        schedule = torch.optim.lr_scheduler.OneCycleLR(dummy, top, total, pct_start=rise, **down)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(dummy, top, total, pct_start=rise, **ends)  # type: ignore[arg-type]
     rates = []
     for _ in range(count):
-        rates.append(float(dummy.param_groups[0]["lr"]))
+        rates.append(float(schedule.get_last_lr()[0]))
         dummy.step()
-        if schedule is not None:
-            schedule.step()
+        schedule.step()
     return rates

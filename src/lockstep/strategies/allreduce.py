@@ -28,10 +28,12 @@ class AllReduce(WholeStateRecovery):
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
         if unknown := set(run.strategy.options) - {"bucket_cap_mb"}:
-            raise RunError(f"strategy.options: allreduce knows bucket_cap_mb, not {', '.join(sorted(unknown))}")
+            raise RunError(
+                "LS4000", f"strategy.options: allreduce knows bucket_cap_mb, not {', '.join(sorted(unknown))}"
+            )
         cap = run.strategy.options.get("bucket_cap_mb", 25)
         if not isinstance(cap, int | float) or isinstance(cap, bool) or cap <= 0:
-            raise RunError(f"strategy.options.bucket_cap_mb: {cap!r} is not a positive number of MiB")
+            raise RunError("LS4001", f"strategy.options.bucket_cap_mb: {cap!r} is not a positive number of MiB")
 
     def build(self, task: Task) -> None:
         super().build(task)

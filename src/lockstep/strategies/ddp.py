@@ -32,8 +32,9 @@ class DDP(Hooked):
         known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - _OURS - {"self"}
         if unknown := set(run.strategy.options) - known:
             raise RunError(
+                "LS4010",
                 f"strategy.options: DistributedDataParallel has no option {', '.join(sorted(unknown))}; "
-                f"it has {', '.join(sorted(known))}"
+                f"it has {', '.join(sorted(known))}",
             )
 
     def wrap(self) -> nn.Module:

@@ -125,9 +125,10 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
         if agreed.moved and not self.alone:
             names = first_few(sorted(agreed.moved))
             raise RunError(
+                "LS4190",
                 f"strategy.name: the model's forward gives {names} other memory (by `.data =`, or a new parameter), "
                 "and fsdp2 updates the memory that it had. Write into the weight in place "
-                "(`weight.copy_(...)` under torch.no_grad()), or use strategy.name=ddp"
+                "(`weight.copy_(...)` under torch.no_grad()), or use strategy.name=ddp",
             )
         return agreed
 
@@ -457,8 +458,9 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         names = sorted(agreed.moved | agreed.hooked | ((agreed.written | agreed.evaluated) & self.parts.keys()))
         if names and (self.world.size == 1 or not self.named.keys().isdisjoint(names)):
             raise RunError(
+                "LS4191",
                 f"strategy.options.gather: FSDP would lose what the model's forward does to {first_few(names)}, "
-                f"since it puts other tensors in the place of weights. Use {fsdp.INSTEAD}"
+                f"since it puts other tensors in the place of weights. Use {fsdp.INSTEAD}",
             )
         return super().take_effects(agreed)
 

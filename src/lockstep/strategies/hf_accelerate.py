@@ -46,8 +46,10 @@ class HFAccelerate(Accelerated, Hooked):
         known -= {"dim", "comm_hook", "comm_wrapper", "comm_state_option"}  # the hook is the exact reduction
         if unknown := set(run.strategy.options) - known:
             raise RunError(
+                "LS4200",
                 f"strategy.options: hf_accelerate has no option {', '.join(sorted(unknown))}; "
-                f"it has {', '.join(sorted(known))} (of Accelerate's DistributedDataParallelKwargs), fsdp and deepspeed"
+                f"it has {', '.join(sorted(known))} (of Accelerate's "
+                "DistributedDataParallelKwargs), fsdp and deepspeed",
             )
 
     def wrap(self) -> nn.Module:

@@ -46,7 +46,9 @@ class HFTrainer(Accelerated, Hooked):
         for name in run.strategy.options:
             if name not in _KNOWN & every:
                 why = "is said by other keys of the run file" if name in every else "is no TrainingArgument"
-                raise RunError(f"strategy.options.{name}: {why}; hf_trainer takes {', '.join(sorted(_KNOWN & every))}")
+                raise RunError(
+                    "LS4210", f"strategy.options.{name}: {why}; hf_trainer takes {', '.join(sorted(_KNOWN & every))}"
+                )
 
     def wrap(self) -> nn.Module:
         from transformers import Trainer, TrainingArguments

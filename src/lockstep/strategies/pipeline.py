@@ -77,23 +77,28 @@ class Pipeline(ShardedRecovery):
         options = run.strategy.options
         if unknown := set(options) - {"stages", "schedule", "stages_per_rank"}:
             raise RunError(
+                "LS4240",
                 f"strategy.options: pipeline knows stages, schedule and stages_per_rank, not "
-                f"{', '.join(sorted(map(str, unknown)))}"
+                f"{', '.join(sorted(map(str, unknown)))}",
             )
         if processes < 2:
-            raise RunError("strategy.name: pipeline needs two processes or more; use single, or launch.processes=2")
+            raise RunError(
+                "LS4241", "strategy.name: pipeline needs two processes or more; use single, or launch.processes=2"
+            )
         if share_gpus(run):
             raise RunError(
+                "LS4242",
                 "launch.processes_per_gpu: stages of a pipeline send to each other from GPU to GPU, which gloo cannot; "
-                "leave it out, or try the pipeline with launch.device=cpu"
+                "leave it out, or try the pipeline with launch.device=cpu",
             )
         if run.model.adapter:
-            raise RunError("strategy.name: pipeline cannot cut a model with model.adapter; use ddp, or fsdp2")
+            raise RunError("LS4243", "strategy.name: pipeline cannot cut a model with model.adapter; use ddp, or fsdp2")
         ranks, schedule, each = _shape(run, processes)
         if processes % ranks:
             raise RunError(
+                "LS4244",
                 f"strategy.options.stages: {ranks} stages do not divide {processes} processes; every pipeline needs "
-                f"as many"
+                f"as many",
             )
         layers = cuts.count_sequential_layers(run) if own_model(run) else layer_count(model_configs.load_config(run))
         if ranks * each > layers:
@@ -102,14 +107,17 @@ class Pipeline(ShardedRecovery):
                 if each == 1
                 else f"{ranks} ranks with {each} stages each are {ranks * each} stages,"
             )
-            raise RunError(f"strategy.options.stages: {stages} more than the model's {layers} layers; lower it")
+            raise RunError(
+                "LS4245", f"strategy.options.stages: {stages} more than the model's {layers} layers; lower it"
+            )
         pipelines = processes // ranks
         for each_has in {len(share(run.micro_batches, i, pipelines)) for i in range(pipelines)}:
             fault = _too_few(each_has, ranks, schedule)
             if fault is not None:
                 raise RunError(
+                    "LS4246",
                     f"micro_batches: {run.micro_batches} on {pipelines} pipeline(s) are {each_has} each, but {fault}; "
-                    f"change micro_batches, strategy.options.stages or strategy.options.schedule"
+                    f"change micro_batches, strategy.options.stages or strategy.options.schedule",
                 )
 
     def __init__(self, run: Run, world: World) -> None:
@@ -154,8 +162,9 @@ class Pipeline(ShardedRecovery):
         held = {stage for name in self.order for stage in self.cut.holders[name]}
         if idle := sorted(set(range(self.stages)) - held):
             raise RunError(
+                "LS4247",
                 f"model.freeze: stage {idle[0]} of {self.stages} of the pipeline has no weight left to train; freeze "
-                "fewer, use fewer strategy.options.stages, or strategy.name=ddp or fsdp2"
+                "fewer, use fewer strategy.options.stages, or strategy.name=ddp or fsdp2",
             )
         self.links = Links(self.cut, self.ranks, self.pipelines, self.pipeline, self.side)
         self.held = [Held(part, self.order, self.links) for part in self.cut_parts]
@@ -360,16 +369,18 @@ def _shape(run: Run, processes: int) -> tuple[int, str, int]:
     options = run.strategy.options
     schedule = options.get("schedule", "1f1b")
     if schedule not in SCHEDULES:
-        raise RunError(f"strategy.options.schedule: {schedule!r} is none of {', '.join(SCHEDULES)}")
+        raise RunError("LS4248", f"strategy.options.schedule: {schedule!r} is none of {', '.join(SCHEDULES)}")
     if schedule != "interleaved" and "stages_per_rank" in options:
-        raise RunError("strategy.options.stages_per_rank: only the schedule interleaved has several stages a rank")
+        raise RunError(
+            "LS4249", "strategy.options.stages_per_rank: only the schedule interleaved has several stages a rank"
+        )
     numbers = {
         "stages": options.get("stages", processes),
         "stages_per_rank": options.get("stages_per_rank", 2) if schedule == "interleaved" else 2,
     }
     for key, number in numbers.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 2:
-            raise RunError(f"strategy.options.{key}: {number!r} is not a whole number of at least 2")
+            raise RunError("LS4250", f"strategy.options.{key}: {number!r} is not a whole number of at least 2")
     return numbers["stages"], schedule, numbers["stages_per_rank"] if schedule == "interleaved" else 1
 
 

@@ -21,10 +21,13 @@ class Single(Native):
     def check(cls, run: Run, processes: int) -> None:
         if processes > 1:
             raise RunError(
-                f"strategy.name: single runs one process, this job has {processes}; use ddp, or launch.processes=1"
+                "LS4260",
+                f"strategy.name: single runs one process, this job has {processes}; use ddp, or launch.processes=1",
             )
         if run.strategy.options:
-            raise RunError(f"strategy.options: single has none, {', '.join(run.strategy.options)} cannot be used")
+            raise RunError(
+                "LS4261", f"strategy.options: single has none, {', '.join(run.strategy.options)} cannot be used"
+            )
 
     def reduce(self) -> list[Tensor]:
         return self.leaves.tree.root if self.run.strategy.exact else self.leaves.pop()

@@ -117,7 +117,8 @@ class Strategy(ABC):
     @classmethod
     def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
         """Bytes that a process holds for each parameter of the model between two micro-batches: `weights`, and of those
-        that are trained `gradients`, `optimizer`, `average`; a mean over processes, the sums of docs/strategies.md.
+        that are trained `gradients`, `optimizer`, `average`; a mean over processes, the sums of
+        docs/reference/strategies.md.
         `state`: of the optimizer's alone, where it is known better than its rule says."""
         state = optimizers.rule(run.optim).bytes_held() if state is None else state
         held = {"weights": 4.0, "gradients": 4.0, "optimizer": state}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run, RunError
 from lockstep.data import conversations, lm_documents, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns
@@ -49,7 +50,7 @@ class AnswerPairOptions(BaseModel):
     @model_validator(mode="after")
     def _spoken(self) -> AnswerPairOptions:
         if self.chat_template is not None and not self.conversations:
-            raise ValueError("chat_template is for conversations: true; set that, or leave it out")
+            raise InvalidValue("LS3000", "chat_template is for conversations: true; set that, or leave it out")
         return self
 
     @property
@@ -176,23 +177,26 @@ def _whole(dataset: Dataset, options: AnswerPairOptions, split: str, name: str, 
             for first, part in usable_rows.lists(dataset, column):
                 if (bad := next((i for i, told in enumerate(part) if not _said(told)), None)) is not None:
                     raise RunError(
+                        "LS3001",
                         f"{key}: column {column!r} of the {split} split must hold texts, or lists of role and content; "
-                        f"row {first + bad} holds {str(part[bad])[:80]}"
+                        f"row {first + bad} holds {str(part[bad])[:80]}",
                     )
     else:
         for key, column in options.columns.items():
             if type(dataset.features[column]).__name__ in ("List", "LargeList", "Sequence"):
                 raise RunError(
+                    "LS3002",
                     f"{key}: column {column!r} of the {split} split holds lists; if they are of role and content, set "
-                    "task.conversations=true"
+                    "task.conversations=true",
                 )
         dataset = usable_rows.texts(dataset, options.columns, split, name, drop)
     for first, part in usable_rows.lists(dataset, options.chosen, options.rejected):
         for row, (chosen, rejected) in enumerate(part, first):
             if chosen == rejected:
                 raise RunError(
+                    "LS3003",
                     f"task.rejected: row {row} of the {split} split of {name} has the same answer as chosen and as "
-                    f"rejected, {str(chosen)[:60]!r}: nothing is preferred there; take such rows out of the file"
+                    f"rejected, {str(chosen)[:60]!r}: nothing is preferred there; take such rows out of the file",
                 )
     return dataset
 
@@ -233,8 +237,9 @@ def _encoder(run: Run, split: str, options: AnswerPairOptions, folder: str) -> t
             ]
             if both[0][0] == both[1][0]:
                 raise RunError(
+                    "LS3004",
                     f"task.rejected: the two answers of row {row} of {split} are the same tokens as far as they are "
-                    f"read; raise data.max_length ({run.data.max_length}), or take the row out"
+                    f"read; raise data.max_length ({run.data.max_length}), or take the row out",
                 )
             for name, parts in (("input_ids", [b[0] for b in both]), ("targets", [b[1] for b in both])):
                 found[name].append([token for part in parts for token in part])
@@ -250,8 +255,9 @@ def _cut(ids: list[int], first: int, most: int, split: str, row: int) -> tuple[l
     answer begins. Errors: `RunError` when the prompt leaves no room for it."""
     if first >= most:
         raise RunError(
+            "LS3005",
             f"data.max_length: the prompt of row {row} of {split} fills all {most} tokens, and nothing of an answer is "
-            f"left; raise it to {first + 2} or more, or set data.filter"
+            f"left; raise it to {first + 2} or more, or set data.filter",
         )
     return ids[:most], ([_IGNORED] * first + ids[first:])[:most], len(ids) > most
 
@@ -296,7 +302,7 @@ def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row:
     except Exception as error:  # a template is a program of its own
         at = "this" if row is None else f"row {row}"
         said = " ".join(str(error).split())
-        raise RunError(f"task.conversations: the chat template cannot be used on {at}: {said}") from error
+        raise RunError("LS3006", f"task.conversations: the chat template cannot be used on {at}: {said}") from error
     found = tok(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ends = [end for _, end in found["offset_mapping"]]
     return list(found["input_ids"]), next((i for i, end in enumerate(ends) if end > len(asked)), len(ends))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run, RunError
 from lockstep.data import splitting, text_pairs
 from lockstep.data.arrow_cache import Columns, Prepared
@@ -61,12 +62,14 @@ class EmbeddingOptions(BaseModel):
     @model_validator(mode="after")
     def _one_kind(self) -> EmbeddingOptions:
         if self.score is not None and (self.negative is not None or self.negatives is not None):
-            raise ValueError("score is of pairs, whose texts are not told apart from others; leave negative out")
+            raise InvalidValue(
+                "LS3020", "score is of pairs, whose texts are not told apart from others; leave negative out"
+            )
         if not self.score_range[0] < self.score_range[1]:
-            raise ValueError("score_range is the least score and the greatest, in this order")
+            raise InvalidValue("LS3021", "score_range is the least score and the greatest, in this order")
         columns = list(self.columns.values())
         if len(set(columns)) < len(columns):
-            raise ValueError("anchor, positive and negative must be different columns")
+            raise InvalidValue("LS3022", "anchor, positive and negative must be different columns")
         return self
 
     @property
@@ -124,7 +127,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     @classmethod
     def fingerprint(cls, run: Run) -> str:
-        return _pooling(run)
+        return resolved_pooling(run)
 
     @classmethod
     def columns(cls, options: EmbeddingOptions) -> dict[str, str]:
@@ -143,7 +146,9 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         from lockstep.tasks.models import model_configs
 
         if model_configs.load_config(data.run).is_encoder_decoder:
-            raise RunError("model: embeddings are made by an encoder or a decoder, and this is both; choose another")
+            raise RunError(
+                "LS3023", "model: embeddings are made by an encoder or a decoder, and this is both; choose another"
+            )
         super().check(data, folder, tok)
 
     @classmethod
@@ -161,7 +166,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     @classmethod
     def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
-        return {"pooling": _pooling(data.run)}
+        return {"pooling": resolved_pooling(data.run)}
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -380,7 +385,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         pooling.write(folder, self.prepared.facts["pooling"], size, self.run.data.max_length)
 
 
-def _pooling(run: Run) -> str:
+def resolved_pooling(run: Run) -> str:
     """What is asked for, else what the model's own files say, else the mean. Errors: `RunError`."""
     return Embedding.options_of(run).pooling or pooling.of_source(run) or "mean"
 

@@ -98,7 +98,9 @@ class ImageClassification(LabelTask):
         from lockstep.tasks.models import models
 
         if importlib.util.find_spec("PIL") is None:
-            raise RunError("task.name: image_classification needs Pillow: pip install 'lockstep-train[images]'")
+            raise RunError(
+                "LS3030", "task.name: image_classification needs Pillow: pip install 'lockstep-train[images]'"
+            )
         options = cls.options_of(run)
         data = source.load(run.data, run.seed, columns={"task.image": options.image} | options.labels)
         splits = {}
@@ -184,7 +186,7 @@ class ImageClassification(LabelTask):
         if path.is_dir():
             files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in row_files.IMAGES]
             if not files:
-                raise RunError(f"predict: {word} holds no images ({', '.join(row_files.IMAGES)})")
+                raise RunError("LS3031", f"predict: {word} holds no images ({', '.join(row_files.IMAGES)})")
             return [(str(file),) for file in files]
         return [(word,)]
 
@@ -242,8 +244,9 @@ def _whole(rows: Dataset, options: ImageClassificationOptions, split: str, name:
     elif getattr(feature, "dtype", "") not in ("binary", "large_binary"):
         kind = getattr(feature, "dtype", None) or type(feature).__name__
         raise RunError(
+            "LS3032",
             f"task.image: column {options.image!r} of the {split} split of {name} holds {kind}, and images are needed: "
-            "a column of datasets' Image feature, of bytes, or folders of images (data.layout: class_folders)"
+            "a column of datasets' Image feature, of bytes, or folders of images (data.layout: class_folders)",
         )
     rows = usable_rows.complete(rows, columns, split, name, drop)
     return labels.readable(rows, options.label)
@@ -258,7 +261,7 @@ def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise RunError(f"predict: {path} cannot be read: {error.strerror}") from error
+        raise RunError("LS3033", f"predict: {path} cannot be read: {error.strerror}") from error
 
 
 def _opened(file: bytes, where: str) -> Any:
@@ -270,7 +273,7 @@ def _opened(file: bytes, where: str) -> Any:
         return image.convert("RGB")
     except Exception as error:  # Pillow's readers raise errors of many kinds for files that are none
         said = " ".join(str(error).split()).partition(" <")[0]
-        raise RunError(f"task.image: {where} is no image that Pillow can read ({said})") from error
+        raise RunError("LS3034", f"task.image: {where} is no image that Pillow can read ({said})") from error
 
 
 # -- the image processor ---------------------------------------------------------------------------------------------
@@ -301,13 +304,15 @@ def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
             )
         except Exception as error:  # not on the Hub, no network, no such file: all are the user's to mend
             raise RunError(
-                f"model.source: {found} has no image processor: {explained(error, run.model.revision)}"
+                "LS3035", f"model.source: {found} has no image processor: {explained(error, run.model.revision)}"
             ) from error
     else:
         config = model_configs.load_config(run)
         names: Any = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type, {})
         if (name := names.get("pil")) is None:
-            raise RunError(f"model.type: transformers has no image processor of Pillow's for {config.model_type}")
+            raise RunError(
+                "LS3036", f"model.type: transformers has no image processor of Pillow's for {config.model_type}"
+            )
         processor = getattr(transformers, name)()
         size = getattr(config, "image_size", None)
         if isinstance(size, int) and "size" not in options.processor:
@@ -315,12 +320,14 @@ def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
     known = processor.to_dict()
     if unknown := sorted(set(options.processor) - set(known)):
         raise RunError(
-            f"task.processor: {type(processor).__name__} has no entry {unknown[0]!r}; it has {', '.join(sorted(known))}"
+            "LS3037",
+            f"task.processor: {type(processor).__name__} has no entry {unknown[0]!r}; it has "
+            f"{', '.join(sorted(known))}",
         )
     try:
         processor = type(processor).from_dict(known | options.processor)
     except Exception as error:
-        raise RunError(f"task.processor: {' '.join(str(error).split())[:300]}") from error
+        raise RunError("LS3038", f"task.processor: {' '.join(str(error).split())[:300]}") from error
     key = digest("image processor", 1, json.loads(processor.to_json_string()), type(processor).__name__)
     return cached(folder_of("tokenizers") / key, lambda aside: processor.save_pretrained(aside))
 
@@ -350,24 +357,28 @@ def _shape(run: Run, processor: Any) -> tuple[int, ...]:
     try:
         halves = [resized(processor, image) for image in trials]
         if len({half.shape for half in halves}) > 1:
-            raise RunError(f"task.processor: {name} does not cut images to one size; give task.processor.size")
+            raise RunError(
+                "LS3039", f"task.processor: {name} does not cut images to one size; give task.processor.size"
+            )
         whole = [processor(image, return_tensors="np")["pixel_values"][0] for image in trials]
         both = normalized(processor, halves)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RunError(f"task.processor: {name} fails: {' '.join(str(error).split())[:300]}") from error
+        raise RunError("LS3040", f"task.processor: {name} fails: {' '.join(str(error).split())[:300]}") from error
     if halves[0].dtype != np.uint8 or not all(np.array_equal(a, b) for a, b in zip(both, whole, strict=True)):
         raise RunError(
-            f"model: {name} does more than to resize, crop, rescale and normalise, which this task does not take apart"
+            "LS3041",
+            f"model: {name} does more than to resize, crop, rescale and normalise, which this task does not take apart",
         )
     config, shape = model_configs.load_config(run), halves[0].shape
     channels = getattr(config, "num_channels", 3)
     if channels != shape[0]:
-        raise RunError(f"model.config.num_channels: {channels}, and images are read in {shape[0]} colours")
+        raise RunError("LS3042", f"model.config.num_channels: {channels}, and images are read in {shape[0]} colours")
     size = getattr(config, "image_size", None)
     size = [size, size] if isinstance(size, int) else size
     if isinstance(size, list | tuple) and list(size) != list(shape[1:]) and config.model_type in _ONE_SIZE:
         raise RunError(
-            f"task.processor.size: images of {shape[1]} x {shape[2]}, and the model takes {size[0]} x {size[1]}"
+            "LS3043",
+            f"task.processor.size: images of {shape[1]} x {shape[2]}, and the model takes {size[0]} x {size[1]}",
         )
     return shape
 

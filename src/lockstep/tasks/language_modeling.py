@@ -17,6 +17,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config import key_aliases
+from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run, RunError
 from lockstep.data import arrow_cache, conversations, lm_documents, source, splitting, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Make, digest, examples_in
@@ -77,9 +78,9 @@ class LanguageModelingOptions(BaseModel):
     @model_validator(mode="after")
     def _one_kind(self) -> LanguageModelingOptions:
         if (self.prompt is None) != (self.response is None):
-            raise ValueError("give prompt and response, or neither")
+            raise InvalidValue("LS3050", "give prompt and response, or neither")
         if self.prompt is not None and self.messages is not None:
-            raise ValueError("give prompt and response, or messages, and not both")
+            raise InvalidValue("LS3051", "give prompt and response, or messages, and not both")
         for key, default in (
             ("chat_template", None),
             ("template_arguments", {}),
@@ -87,9 +88,11 @@ class LanguageModelingOptions(BaseModel):
             ("turns", "together"),
         ):
             if getattr(self, key) != default and self.messages is None:
-                raise ValueError(f"{key} is for messages; name their column")
+                raise InvalidValue("LS3052", f"{key} is for messages; name their column")
         if not self.attend_across_documents and not self.packed:
-            raise ValueError("attend_across_documents is about packed texts, and these are not packed; leave it out")
+            raise InvalidValue(
+                "LS3053", "attend_across_documents is about packed texts, and these are not packed; leave it out"
+            )
         return self
 
     @property
@@ -212,8 +215,9 @@ class LanguageModeling(PerToken, Generates):
         if examples_in(file) == 0:
             discard(Path(file))
             raise RunError(
+                "LS3054",
                 f"task: no token is left to predict in the {split} split of {data.name}: texts of one token, or "
-                f"prompts that fill all {data.options.block_size} tokens of task.block_size"
+                f"prompts that fill all {data.options.block_size} tokens of task.block_size",
             )
         return file, counts
 
@@ -440,4 +444,6 @@ def _check_model(run: Run, options: LanguageModelingOptions) -> None:
     models.check(run, heads.CAUSAL, options.block_size, "task.block_size", **model_configs.causal_entries(run))
     padding.check_foresight(run)
     if not options.attend_across_documents and (why := padding.crosses(run)) is not None:
-        raise RunError(f"task.attend_across_documents: false is not for this family of models: {why}; leave it out")
+        raise RunError(
+            "LS3055", f"task.attend_across_documents: false is not for this family of models: {why}; leave it out"
+        )

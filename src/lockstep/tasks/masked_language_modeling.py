@@ -111,7 +111,9 @@ class MaskedLanguageModeling(PerToken):
         file, counts = source.each_alone(data.splits[split], key, encode)
         if examples_in(file) == 0:
             discard(Path(file))
-            raise RunError(f"task.text: the {split} split of {data.name} is one token long: there is nothing to mask")
+            raise RunError(
+                "LS3060", f"task.text: the {split} split of {data.name} is one token long: there is nothing to mask"
+            )
         return file, counts
 
     @classmethod
@@ -206,8 +208,9 @@ class MaskedLanguageModeling(PerToken):
             if tok.mask_token_id not in ids:
                 why = f"within its first {most} tokens" if tok.mask_token in text else "to fill in"
                 raise RunError(
+                    "LS3061",
                     f"predict: text {place} has no {tok.mask_token} {why}: {text[:60]!r}; write {tok.mask_token} where "
-                    "a word is missing"
+                    "a word is missing",
                 )
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
@@ -240,12 +243,15 @@ def _filled(tok: Any, ids: list[int], logits: Tensor) -> dict[str, Any]:
 def _check_tokenizer(tok: Any, options: MaskedLanguageModelingOptions) -> None:
     """Errors: `RunError`."""
     if tok.mask_token_id is None:
-        raise RunError("tokenizer: it has no mask token; use that of an encoder, or train one (tokenizer.train)")
+        raise RunError(
+            "LS3062", "tokenizer: it has no mask token; use that of an encoder, or train one (tokenizer.train)"
+        )
     if options.whole_word_mask and masking.vocabulary(tok).begins is None:
         raise RunError(
+            "LS3063",
             "task.whole_word_mask: which tokens of this tokenizer make a word is not known (it is of wordpiece, bpe "
             "and "
-            "unigram); leave it out"
+            "unigram); leave it out",
         )
 
 

@@ -112,19 +112,21 @@ def functions(run: Run) -> dict[str, Metric]:
     found: dict[str, Metric] = {}
     for name in run.metrics:
         if "." not in name:
-            raise RunError(f"metrics: {name!r} names no file: write my_file.{name} for {name} in my_file.py")
+            raise RunError("LS3300", f"metrics: {name!r} names no file: write my_file.{name} for {name} in my_file.py")
         try:
             function = plugins.attribute(name)
         except plugins.PluginError as error:
-            raise RunError(f"metrics: {error}") from error
+            raise RunError(error.code, f"metrics: {error.message}") from error
         except Exception as error:  # whatever the user's module does while it is imported
-            raise RunError(f"metrics: cannot import {name}: {error_line(error)}") from error
+            raise RunError("LS3301", f"metrics: cannot import {name}: {error_line(error)}") from error
         if not callable(function) or isinstance(function, type):
-            raise RunError(f"metrics: {name} is a {type(function).__name__}, and wanted is a function")
+            raise RunError("LS3302", f"metrics: {name} is a {type(function).__name__}; expected a function")
         try:
             inspect.signature(function).bind(None, None)
         except TypeError as error:
-            raise RunError(f"metrics: {name} does not take (predictions, labels), as it is called: {error}") from error
+            raise RunError(
+                "LS3303", f"metrics: {name} does not take (predictions, labels), as it is called: {error}"
+            ) from error
         except ValueError:  # of a built-in one nobody knows what it takes
             pass
         found[name] = function
@@ -139,8 +141,9 @@ def check(run: Run, prepared: Prepared) -> None:
     task: Task = plugins.find("tasks", run.task.name)(run, prepared)
     if not isinstance(task, GivesPredictions):
         raise RunError(
+            "LS3304",
             f"metrics: the task {run.task.name} gathers no predictions that functions could be given: "
-            f"{task.no_metric_inputs_reason}"
+            f"{task.no_metric_inputs_reason}",
         )
     scored(run, found, task.dummy_predictions(), task.metric_names, " (tried on made-up predictions)")
 
@@ -163,10 +166,12 @@ def scored(
         try:
             result = function(predictions, labels)
         except Exception as error:
-            raise RunError(f"metrics: {name} failed{where}: {error_line(error)}") from error
+            raise RunError("LS3305", f"metrics: {name} failed{where}: {error_line(error)}") from error
         for key, value in _by_name(name, result, where).items():
             if key in taken or key in numbers or key in ("examples", "loss", "step", "split"):
-                raise RunError(f"metrics: {name} gives {key!r}, which another metric is called; give it another name")
+                raise RunError(
+                    "LS3306", f"metrics: {name} gives {key!r}, which another metric is called; give it another name"
+                )
             numbers[key] = value
     return numbers
 
@@ -177,12 +182,15 @@ def _by_name(name: str, result: Any, where: str) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for key, value in several.items():
         if not isinstance(key, str) or not re.fullmatch(r"\w+", key):
-            raise RunError(f"metrics: {name} gives a number called {key!r}{where}; a name is letters, digits and _")
+            raise RunError(
+                "LS3307", f"metrics: {name} gives a number called {key!r}{where}; a name is letters, digits and _"
+            )
         plain = value.item() if getattr(value, "ndim", None) == 0 else value  # of numpy and torch
         if isinstance(plain, bool) or not isinstance(plain, int | float):
             raise RunError(
+                "LS3308",
                 f"metrics: {name} must give a number, or a mapping of numbers by name{where}; "
-                f"{'it gives' if value is result else f'{key} is'} {type(value).__name__} {str(value)[:40]!r}"
+                f"{'it gives' if value is result else f'{key} is'} {type(value).__name__} {str(value)[:40]!r}",
             )
         numbers[key] = float(plain)
     return numbers

@@ -110,7 +110,9 @@ class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         if self.loss_chunk:
             raise RunError(
-                "metrics: with task.loss_chunk no logits are kept that tokens could be read from; leave one of them out"
+                "LS3320",
+                "metrics: with task.loss_chunk no logits are kept that tokens could be read "
+                "from; leave one of them out",
             )
         labels = np.where(np.arange(12) % 4 == 0, own_metrics.NOTHING, np.arange(12) % len(self.tokenizer)).reshape(
             4, 3

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run
 from lockstep.data import tokenizer
 from lockstep.data.arrow_cache import Columns
@@ -52,9 +53,11 @@ class PreferenceOptions(AnswerPairOptions):
     @model_validator(mode="after")
     def _fit(self) -> PreferenceOptions:
         if self.label_smoothing and self.loss != "dpo":
-            raise ValueError(f"label_smoothing is of the loss dpo, not of {self.loss}; leave it out")
+            raise InvalidValue("LS3330", f"label_smoothing is of the loss dpo, not of {self.loss}; leave it out")
         if self.reference_batch_size and self.loss == "simpo":
-            raise ValueError("reference_batch_size is of a reference, and simpo asks for none; leave it out")
+            raise InvalidValue(
+                "LS3331", "reference_batch_size is of a reference, and simpo asks for none; leave it out"
+            )
         return self
 
 

@@ -101,7 +101,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     @classmethod
     def check(cls, data: TextData, folder: Path, tok: Any) -> None:
         if not tok.is_fast:
-            raise RunError("tokenizer: it does not tell which characters its tokens stand for")
+            raise RunError("LS3340", "tokenizer: it does not tell which characters its tokens stand for")
         super().check(data, folder, tok)
 
     @classmethod
@@ -226,7 +226,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
             try:
                 return qa_features.windows(tok, row[0], row[1], run.data.max_length, options.stride)
             except ValueError as error:
-                raise RunError(f"predict: text {place}, {row[0][:60]!r}: {error}") from None
+                raise RunError("LS3341", f"predict: text {place}, {row[0][:60]!r}: {error}") from None
 
         for place, row in enumerate(rows, 1):
             windows_of(place, row)

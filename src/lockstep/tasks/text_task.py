@@ -146,9 +146,10 @@ class TextTask(Task):
         short = sum(int((np.asarray(side) < least).sum()) for side in columns.sides)
         if short:
             raise RunError(
+                "LS3350",
                 f"data: {short} texts of {split} have fewer than {least} tokens, which a canine joins into one "
                 "(model.config.downsampling_rate), so that it cannot read a batch of them; leave them out with "
-                f"data.filter: {{COLUMN: {{min_tokens: {least}}}}} (min_characters where the run trains its tokenizer)"
+                f"data.filter: {{COLUMN: {{min_tokens: {least}}}}} (min_characters where the run trains its tokenizer)",
             )
 
     @classmethod
@@ -203,7 +204,7 @@ class TextTask(Task):
         counts = TokenCounts.of(run, targets)
         read = source.load(run.data, run.seed, cls.document(options), cls.columns(options), counts)
         splits = cls.usable_splits(read, run, options)
-        rows = cls.stream(run).found(splits, texts) if run.data.stream else None
+        rows = cls.stream(run).with_files(splits, texts) if run.data.stream else None
         data = TextData(run, options, read.name, splits, rows)
         data = replace(data, labels=cls.read_labels(data))
         splits, left_out = splitting.deduplicate_and_split(read, splits, run, texts, labels, cls.cut_of(data))
@@ -334,9 +335,9 @@ class TextTask(Task):
 def check_template(tok: Any, template: str | None, key: str) -> None:
     """Refuse a tokenizer that conversations of the key of the task cannot be written with. Errors: `RunError`."""
     if not (template or tok.chat_template):
-        raise RunError(f"task.{key}: the tokenizer has no chat template; give task.chat_template")
+        raise RunError("LS3351", f"task.{key}: the tokenizer has no chat template; give task.chat_template")
     if not tok.is_fast:
-        raise RunError(f"task.{key}: the tokenizer does not tell which characters its tokens stand for")
+        raise RunError("LS3352", f"task.{key}: the tokenizer does not tell which characters its tokens stand for")
 
 
 def in_batches(rows: Dataset) -> Iterator[dict[str, list]]:

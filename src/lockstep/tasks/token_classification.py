@@ -67,8 +67,9 @@ def _refuse_others(letters: Mapping[str, str], kinds: Mapping[str, str]) -> None
     others = [tag for tag, letter in letters.items() if letter not in _READ and letter != "O" and kinds[tag] in read]
     if others:
         raise RunError(
+            "LS3360",
             f"task.tags: {min(others)!r} begins with a letter of no scheme of tags, and others with letters of one: "
-            "read are B I O E S, B I L O U, B M E S O and B M E W O. Rename such tags"
+            "read are B I O E S, B I L O U, B M E S O and B M E W O. Rename such tags",
         )
 
 
@@ -156,8 +157,9 @@ class TokenClassification(PerToken):
         for split, rows in data.splits.items():
             if unknown := _tags(rows) - set(data.labels):
                 raise RunError(
+                    "LS3361",
                     f"task.tags: the {split} split of {data.name} has the tag {min(unknown)!r}, which the training "
-                    "split has not"
+                    "split has not",
                 )
 
     @classmethod
@@ -174,8 +176,9 @@ class TokenClassification(PerToken):
         file, counts = super().encode_split(data, split, folder, tok, key)
         if not (columns := Columns(file)).flat("count")[np.arange(len(columns))].any():
             raise RunError(
+                "LS3362",
                 f"task.words: no word of the {split} split of {data.name} has a token within the "
-                f"{data.run.data.max_length} of data.max_length"
+                f"{data.run.data.max_length} of data.max_length",
             )
         return file, counts
 
@@ -343,14 +346,15 @@ def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, nam
                 isinstance(said, list) and isinstance(marked, list) and len(said) == len(marked)
             ):
                 raise RunError(
+                    "LS3363",
                     f"task.tags: row {row} of the {split} split of {name} must hold as many tags as words, in lists; "
-                    f"it holds {str(said)[:60]} and {str(marked)[:60]}"
+                    f"it holds {str(said)[:60]} and {str(marked)[:60]}",
                 )
         wordless = [not said or any(_nothing(word) for word in said) for said, _ in part]
         tagless = [marked is None or any(_nothing(tag, names) for tag in marked) for _, marked in part]
         found.append((any(said for said, _ in part), np.array(wordless), np.array(tagless)))
     if not any(some for some, *_ in found):
-        raise RunError(f"task.words: the {split} split of {name} holds no words")
+        raise RunError("LS3364", f"task.words: the {split} split of {name} holds no words")
     columns_lacking = ((options.words, [w for _, w, _ in found]), (options.tags, [t for *_, t in found]))
     lacks = {key: (column, np.concatenate(part)) for key, (column, part) in zip(columns, columns_lacking, strict=True)}
     whole = usable_rows.without(dataset, lacks, split, name, drop)
@@ -382,7 +386,7 @@ def _encoder(run: Run, names: list[str], folder: str) -> tuple[Encoder, Features
 
     tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
     if not tok.is_fast:
-        raise RunError("tokenizer: it does not tell which word its tokens belong to")
+        raise RunError("LS3365", "tokenizer: it does not tell which word its tokens belong to")
     place_of = {name: code for code, name in enumerate(names)}
     numbers = datasets.List(datasets.Value("int32"))
     features = datasets.Features({"input_ids": numbers, "targets": numbers, "count": datasets.Value("int64")})

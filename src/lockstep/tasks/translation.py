@@ -78,13 +78,14 @@ def pairs(dataset: Dataset, options: WritingOptions, split: str, name: str, drop
         for key, language in sides.items():
             if language not in languages:
                 raise RunError(
+                    "LS3370",
                     f"task.{key}: the {split} split of {name} has no language {language!r}; it has "
-                    f"{', '.join(languages)}"
+                    f"{', '.join(languages)}",
                 )
         sides = {key: f"{PAIR}.{language}" for key, language in sides.items()}
     dataset = usable_rows.texts(dataset, {f"task.{key}": column for key, column in sides.items()}, split, name, drop)
     if options.source == options.target:
-        raise RunError(f"task.target: {options.target!r} is the source already")
+        raise RunError("LS3371", f"task.target: {options.target!r} is the source already")
     wanted = dataset.select_columns([*sides.values(), *(c for c in dataset.column_names if c == source.SOURCE)])
     return wanted.rename_columns({column: key for key, column in sides.items() if column != key})
 
@@ -107,9 +108,10 @@ def tokenizers(run: Run, train: Dataset | Stream, hashed: str, options: WritingO
         return tokenizer.prepare(run, batches("source", "target"), hashed, generative=True)
     if run.tokenizer.train is None:
         raise RunError(
+            "LS3372",
             "task.tokenizers: separate ones are trained (set tokenizer.train), or come with the model, the second one "
             f"in its folder {tokenizer.TARGET}/; {run.tokenizer.source or run.model.source or 'a new model'} has none: "
-            "leave this out"
+            "leave this out",
         )
     trained = partial(tokenizer.prepare, run, generative=True)
     sources = trained(batches("source"), f"{hashed} source")
@@ -161,18 +163,20 @@ def check(tokenizer: str) -> None:
     """Errors: `RunError`, when sacrebleu or one of its tokenizers is not there."""
     if importlib.util.find_spec("sacrebleu") is None:
         raise RunError(
-            "task.bleu: sacrebleu is not installed: pip install 'lockstep-train[translation]', or set task.bleu=false"
+            "LS3373",
+            "task.bleu: sacrebleu is not installed: pip install 'lockstep-train[translation]', or set task.bleu=false",
         )
     from sacrebleu.metrics.bleu import BLEU
 
     if tokenizer not in BLEU.TOKENIZERS:
         raise RunError(
-            f"task.bleu_tokenizer: sacrebleu has no tokenizer {tokenizer!r}; it has {', '.join(BLEU.TOKENIZERS)}"
+            "LS3374",
+            f"task.bleu_tokenizer: sacrebleu has no tokenizer {tokenizer!r}; it has {', '.join(BLEU.TOKENIZERS)}",
         )
     try:
         BLEU(tokenize=tokenizer)
     except (ImportError, RuntimeError, OSError) as error:  # some need packages or models of their own
-        raise RunError(f"task.bleu_tokenizer: {tokenizer}: {' '.join(str(error).split())}") from error
+        raise RunError("LS3375", f"task.bleu_tokenizer: {tokenizer}: {' '.join(str(error).split())}") from error
 
 
 class Overlap:
@@ -476,20 +480,23 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
     two = (folder / tokenizer.TARGET).is_dir() or getattr(known_to, "separate_vocabs", False)
     if run.model.source is not None and known.get("share_encoder_decoder_embeddings") is False and not two:
         raise RunError(
+            "LS3376",
             f"model.source: {run.model.source} has a vocabulary of its own for targets, and no tokenizer for it was "
-            f"found in {tokenizer.TARGET}/ beside its tokenizer: targets would be read with the tokenizer of sources"
+            f"found in {tokenizer.TARGET}/ beside its tokenizer: targets would be read with the tokenizer of sources",
         )
     check_start(run)
     check_start_is_read(run, known_to)
     if "num_layers" in known and known.get("num_decoder_layers", 0) > known["num_layers"]:
         raise RunError(
+            "LS3377",
             f"model.config: transformers cannot decode with {known['num_decoder_layers']} decoder layers on "
-            f"{known['num_layers']} encoder layers of a {known['model_type']}; set num_decoder_layers to that, or less"
+            f"{known['num_layers']} encoder layers of a {known['model_type']}; set num_decoder_layers to that, or less",
         )
     if options.tokenizers == "separate" and "decoder_vocab_size" not in known:
         raise RunError(
+            "LS3378",
             f"task.tokenizers: a {run.model.type or 'pretrained'} model has one vocabulary for both languages; use "
-            "shared ones, or model.type: marian"
+            "shared ones, or model.type: marian",
         )
 
 
@@ -503,9 +510,10 @@ def check_start_is_read(run: Run, tokens: Any) -> None:
     start = _entries(run, tokens, tokens)["decoder_start_token_id"]
     if start == tokens.pad_token_id:
         raise RunError(
+            "LS3379",
             f"model: the decoder of this fsmt would start from its padding token ({start}), which it reads where it "
             "writes, and not where it is trained; use a tokenizer whose padding token is not its end token, or set "
-            "model.config.decoder_start_token_id of a pretrained model to its end token"
+            "model.config.decoder_start_token_id of a pretrained model to its end token",
         )
 
 
@@ -520,7 +528,8 @@ def check_start(run: Run) -> None:
     start = config.bos_token_id if start is None else start
     if start != own:
         raise RunError(
+            "LS3380",
             f"model.source: the decoder of this {config.model_type} starts from token {start} where it writes, and "
             f"from {own} where transformers trains it (decoder.bos_token_id of its config); set "
-            f"model.config.decoder_start_token_id={own}, or give its config.json one token for both"
+            f"model.config.decoder_start_token_id={own}, or give its config.json one token for both",
         )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.data import source
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.system_metrics import capacity
 from lockstep.plain.job import Plain
@@ -30,6 +31,7 @@ from lockstep.plain.rows import TASKS, NotCovered
 from lockstep.plain.scores import scores
 from lockstep.plain.train import StepRecord, build_model, train_steps
 from lockstep.track.console import Console
+from lockstep.training import plain_sides
 from lockstep.training.plain_measures import drawn_examples, masked, perturb_, without_dropout
 from lockstep.training.plain_sides import FOLDER, PlainRecord, PlainStep
 
@@ -66,7 +68,6 @@ class Verdict:
 def differences(run: Run, steps: int = 2) -> Verdict:
     """Train some steps in this process under `single`, and compare them with plain's. Errors: `RunError`."""
     from lockstep.distributed.world import World
-    from lockstep.training import plain_sides
     from lockstep.training.resolve import for_rank
 
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plain-"))
@@ -91,6 +92,7 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
     """Say what came of a comparison with the steps recorded in OUTPUT/plain. `verdict`: a file of JSON that it is added
     to. Returns the exit status."""
     console.say("the same steps without dropout by the plain reference (lockstep.plain) ...")
+    ACTIVITY.at("computing the same steps by the plain reference")
     folder = output / FOLDER
     if not folder.exists():
         found = Verdict(uncovered=f"task.name: {run.task.name} is code of yours")
@@ -99,7 +101,8 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
     else:
         found = compare(run, folder)
     if found.steps:
-        console.table("beside the plain reference", COLUMNS, [_row(step.number, step.found) for step in found.steps])
+        rows = [_row(step.number, step.found) for step in found.steps]
+        console.table("beside the plain reference", COLUMNS, rows, key="plain")
         for step in found.steps:
             number, *allowed = _row(step.number, step.allowed)
             named = (f"{name} {size}" for name, size in zip(COLUMNS[1:], allowed, strict=True) if size)
@@ -158,7 +161,7 @@ def compare(run: Run, folder: Path) -> Verdict:
 
 def plain_run(run: Run, folder: Path) -> dict[str, Any]:
     """The run as plain reads it; rows that only lockstep makes are written to files first."""
-    values = run.model_dump(mode="json")
+    values = plain_sides.with_defaults(run)
     if run.data.source == source.BUILTIN:
         rows = source.load(run.data.model_copy(update={"filter": {}, "limit": None}), run.seed)
         (folder / "rows").mkdir(exist_ok=True)
@@ -275,7 +278,7 @@ def _recorded(record: PlainRecord, folder: Path) -> Iterator[StepRecord]:
         held = load_file(folder / f"step-{place}.safetensors")
         gradients, after = _named("gradient.", held), _named("model.", held)
         changes = {name: after[name] - before[name] for name in gradients}
-        yield StepRecord(step.loss, step.norm, math.nan, gradients, changes)
+        yield StepRecord(step.loss, step.norm, gradients, changes)
         before = after
 
 

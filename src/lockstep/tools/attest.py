@@ -19,7 +19,7 @@ from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import FILE as MANIFEST
 from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
 from lockstep.config import plugins
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, RunError, load, require_output
 from lockstep.launchers import start
 from lockstep.tools.diff import again, first_wrong, replayed, start_of
 from lockstep.track.console import Console
@@ -52,26 +52,28 @@ def attest(output: Path, key: Path | None) -> int:
 
 def described(output: Path) -> dict[str, Any]:
     """The chain of hashes of a run that is finished. Errors: `RunError`."""
-    if not (output / "run.yaml").is_file():
-        raise RunError(f"{output} is not the output folder of a run: it has no run.yaml")
+    require_output(output)
     run = load(output / "run.yaml", [])
     if (fault := exported.damage(output)) is not None:
-        raise RunError(f"{output}: nothing can be attested: the export is not there, or not as it was written: {fault}")
+        raise RunError(
+            "LS8001", f"{output}: nothing can be attested: the export is not there, or not as it was written: {fault}"
+        )
     checkpoints = [(path, each) for path, each in candidates(run_at(run, output)) if isinstance(each, Manifest)]
     if not checkpoints:
-        raise RunError(f"{output}: nothing can be attested without a checkpoint, and there is none")
+        raise RunError("LS8002", f"{output}: nothing can be attested without a checkpoint, and there is none")
     for path, manifest in checkpoints:
         if (fault := broken(path, manifest)) is not None:
-            raise RunError(f"{path}: {fault}; nothing is attested beside a damaged checkpoint")
+            raise RunError("LS8003", f"{path}: {fault}; nothing is attested beside a damaged checkpoint")
     newest = checkpoints[0][1]
     lines = list(_lines(output))
     if [line["step"] for line in lines] != list(range(1, newest.step + 1)):
         raise RunError(
+            "LS8004",
             f"{output / fingerprints.FILE}: it must have a line for each of the steps 1 to {newest.step}, and has "
-            f"{len(lines)}"
+            f"{len(lines)}",
         )
     if (wrong := _of_numbers(output)) is not None:
-        raise RunError(f"{output}: nothing can be attested: {wrong}")
+        raise RunError("LS8005", f"{output}: nothing can be attested: {wrong}")
     begun = start_of(output)
     found: dict[str, Any] = {
         "format": FORMAT,
@@ -127,11 +129,13 @@ def _seal(values: Mapping[str, Any]) -> str:
 def _signing(key: Path, option: str) -> Any:
     """The package that signs. Errors: `RunError`."""
     if not key.is_file():
-        raise RunError(f"{option}: there is no file {key}; it is a key of an elliptic curve, as PEM")
+        raise RunError("LS8006", f"{option}: there is no file {key}; it is a key of an elliptic curve, as PEM")
     try:
         import model_signing
     except ImportError as error:
-        raise RunError(f"{option} needs the package model-signing ({error.name} is missing): {EXTRA}") from None
+        raise RunError(
+            "LS8007", f"{option} needs the package model-signing ({error.name} is missing): {EXTRA}"
+        ) from None
     return model_signing
 
 
@@ -150,14 +154,18 @@ def audit(
     """Check everything that was attested, and compute `samples` random steps again, with those between them and the
     checkpoint before. Returns 0 when all is as attested, 1 when something is not. Errors: `RunError`."""
     if start.joining():
-        raise RunError("lockstep audit starts its processes itself: call it without torchrun and its like")
+        raise RunError("LS8008", "lockstep audit starts its processes itself: call it without torchrun and its like")
     console = Console(True)
     try:
         then = json.loads((output / FOLDER / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise RunError(f"{output} has no {FOLDER}/{NAME} that can be read: lockstep attest writes it") from None
+        raise RunError(
+            "LS8009", f"{output} has no {FOLDER}/{NAME} that can be read: lockstep attest writes it"
+        ) from None
     if not isinstance(then, dict) or then.get("format") != FORMAT:
-        raise RunError(f"{output / FOLDER / NAME} was not written by lockstep attest, or by another version of it")
+        raise RunError(
+            "LS8010", f"{output / FOLDER / NAME} was not written by lockstep attest, or by another version of it"
+        )
     wrong = (
         _of_signature(output, key, console)
         or _of_files(output, then)

@@ -29,8 +29,8 @@ from lockstep.checkpoint.manifest import (
     name_of,
     newest_first,
 )
-from lockstep.config.errors import DONE, FAILED
-from lockstep.config.run import Run, RunError, keep, load, replace_text
+from lockstep.config.errors import DONE, FAILED, coded
+from lockstep.config.run import Run, RunError, keep, load, replace_text, require_output
 from lockstep.data.arrow_cache import Prepared
 from lockstep.launchers import start
 from lockstep.launchers.processes import output_lock
@@ -57,10 +57,10 @@ def branch(spec: str, run: Run) -> int:
     output, step = parsed(spec)
     console = Console(True, voice=run.track.console)
     if start.joining():
-        raise RunError("lockstep branch starts its processes itself: call it without torchrun and its like")
+        raise RunError("LS8050", "lockstep branch starts its processes itself: call it without torchrun and its like")
     if run.folder.resolve() == output.resolve():
         raise RunError(
-            f"output: {run.folder} is the run that is branched from; give the new one its own, output=FOLDER"
+            "LS8051", f"output: {run.folder} is the run that is branched from; give the new one its own, output=FOLDER"
         )
     begun = None
     if next(newest_first(run), None) is None:  # else it was placed before, and is gone on from
@@ -76,9 +76,10 @@ def parsed(spec: str) -> tuple[Path, int]:
     """`OUTPUT@N`. Errors: `RunError`."""
     output, _, step = spec.rpartition("@")
     if not output or not step.isdecimal() or not int(step):
-        raise RunError(f"{spec!r} is not OUTPUT@N, for example outputs/run@1200: a run, and how many steps of it")
-    if not (Path(output) / "run.yaml").is_file():
-        raise RunError(f"{output} is not the output folder of a run: it has no run.yaml")
+        raise RunError(
+            "LS8052", f"{spec!r} is not OUTPUT@N, for example outputs/run@1200: a run, and how many steps of it"
+        )
+    require_output(Path(output))
     return Path(output), int(step)
 
 
@@ -86,12 +87,12 @@ def _begun(output: Path, step: int, run: Run, console: Console) -> Begun:
     prepared = start.resolved(run)[2].data
     manifest = next((found for _, found in newest_first(load_of(output))), None)
     if manifest is None:
-        raise RunError(f"{output} holds no checkpoint to begin from")
+        raise RunError("LS8054", f"{output} holds no checkpoint to begin from")
     ours = course(run, prepared)
     same, why = shared(output, run, prepared, manifest, ours)
     if step > same:
         at = f"; {output}@{same} can be" if same else ""
-        raise RunError(f"{output}@{step} cannot be shared: {why}{at}")
+        raise RunError("LS8055", f"{output}@{step} cannot be shared: {why}{at}")
     found = take(output, step, run, ours)
     place(found, run, ours)
     again = f"steps {found.step + 1} to {step} are" if found.step + 1 < step else f"step {step} is"
@@ -124,7 +125,9 @@ def shared(output: Path, run: Run, prepared: Prepared, manifest: Manifest, ours:
         return 0, f"it was trained with other code of yours: {', '.join(files)} changed since"
     theirs = load_of(output)
     if other := differing_keys(theirs, prepared.key, manifest):
-        raise RunError(f"{output}/run.yaml is not what its checkpoints were trained with: {next(iter(other))} differs")
+        raise RunError(
+            "LS8056", f"{output}/run.yaml is not what its checkpoints were trained with: {next(iter(other))} differs"
+        )
     same, why = parting(course(theirs, prepared), ours)
     named = f"{', '.join(sorted(differing))}: " if differing else ""
     ends = f"one of the runs ends there ({manifest.steps} steps there, {len(ours.rates)} here)"
@@ -145,8 +148,9 @@ def take(output: Path, step: int, run: Run, ours: Course) -> Begun:
     listed = ", ".join(map(str, sorted(there))) or "none"
     damaged = f"; damaged are {'; '.join(faults)}" if faults else ""
     raise RunError(
+        "LS8057",
         f"{output}@{step}: no checkpoint of at most {step} steps is kept there (there are {listed}){damaged}, so "
-        "nothing would be saved: `lockstep train` computes the same. A run keeps those of checkpoint.at"
+        "nothing would be saved: `lockstep train` computes the same. A run keeps those of checkpoint.at",
     )
 
 
@@ -161,15 +165,17 @@ def _needed(theirs: Run, run: Run, step: int, ours: Course, scored: bool) -> tup
     every = interval(run, ours)
     if run.average.last is not None and (first := averaged(run, len(ours.rates), every)[0]) < step:
         raise RunError(
+            "LS8058",
             f"average.last: the export is the mean of checkpoints from step {first} on, and this run would begin with "
-            f"that of step {step}: branch at {first} or before"
+            f"that of step {step}: branch at {first} or before",
         )
     if run.export != "best" and run.evaluate.patience is None:
         return ()
     if not scored:
         raise RunError(
+            "LS8059",
             "export, evaluate.patience: which model is the best depends on evaluations before the branch, and "
-            "evaluate, metrics or checkpoint.best are not the same in both runs; give both the same, or export=last"
+            "evaluate, metrics or checkpoint.best are not the same in both runs; give both the same, or export=last",
         )
     lines = lines_of(theirs.folder / "metrics.jsonl", ("step", "split"))
     made = {line["step"]: line for line in lines if line["split"] == "validation" and line["step"] <= step}
@@ -177,8 +183,9 @@ def _needed(theirs: Run, run: Run, step: int, ours: Course, scored: bool) -> tup
     best = best_first(run, made)[:1]
     if best and best[0].step not in kept:
         raise RunError(
+            "LS8060",
             f"export: the best model before step {step} is that of step {best[0].step}, and {theirs.folder} keeps no "
-            "checkpoint of it any more; give export=last, or train from the start"
+            "checkpoint of it any more; give export=last, or train from the start",
         )
     return tuple(kept[each.step] for each in best if each.step != step)
 
@@ -202,7 +209,7 @@ def place(found: Begun, run: Run, ours: Course) -> None:
             _linked(source, folder_of(run) / aside, manifest.hashes)
             placed(run, _own(manifest, run, ours, found.scored), folder_of(run) / aside)
     except OSError as caught:
-        raise RunError(f"output: cannot write to {run.folder}: {caught.strerror or caught}") from caught
+        raise RunError("LS8061", f"output: cannot write to {run.folder}: {caught.strerror or caught}") from caught
 
 
 def _own(manifest: Manifest, run: Run, ours: Course, scored: bool) -> Manifest:
@@ -245,9 +252,13 @@ def _compared(output: Path, run: Run, begun: int, step: int) -> int:
     for each in range(begun + 1, step + 1):
         if each in then and each in now and then[each]["hash"] != now[each]["hash"]:
             error(
-                f"step {each} was computed again, and did not come to what {output} wrote down (loss "
-                f"{now[each]['loss']!r} now, {then[each]['loss']!r} then): another kind of processor, other versions "
-                f"or threads. {run.folder} is not what it would be there; lockstep diff names the first difference"
+                coded(
+                    "LS8062",
+                    f"step {each} was computed again, and did not come to what {output} wrote down (loss "
+                    f"{now[each]['loss']!r} now, {then[each]['loss']!r} then): another kind "
+                    "of processor, other versions "
+                    f"or threads. {run.folder} is not what it would be there; lockstep diff names the first difference",
+                )
             )
             return FAILED
     return DONE

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import plugins
-from lockstep.config.run import Run, RunError, load, overrides_of
+from lockstep.config.run import Run, RunError, load, overrides_of, require_output
 from lockstep.launchers import start
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of
@@ -62,19 +62,21 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
     """Tell. Returns 0 where no step differs, 1 where one does, or a job's own exit status. `look`: compute the step
     again. Errors: `RunError`."""
     if start.joining():
-        raise RunError("lockstep diff starts its processes itself: call it without torchrun and its like")
+        raise RunError("LS8150", "lockstep diff starts its processes itself: call it without torchrun and its like")
     console, both = Console(True), (a, b)
     written = [list(lines_of(folder / fingerprints.FILE, ("step", "hash"))) for folder in both]
     for folder, lines in zip(both, written, strict=True):
         if not lines:
-            raise RunError(f"{folder} has no {fingerprints.FILE}, or nothing in it: which steps differ cannot be told")
+            raise RunError(
+                "LS8151", f"{folder} has no {fingerprints.FILE}, or nothing in it: which steps differ cannot be told"
+            )
     faulty = [fault for folder, lines in zip(both, written, strict=True) for fault in faults(folder, lines)]
     parting = first_parting(*written)
     beside = differing(a, b, overrides)
     if parting is None:
         shared = {line["step"] for line in written[0]} & {line["step"] for line in written[1]}
         if not shared:
-            raise RunError(f"{a} and {b} have no step in common")
+            raise RunError("LS8152", f"{a} and {b} have no step in common")
         if faulty:
             _tell(console, "no step differs, and these prove nothing:", faulty)
             return 1
@@ -306,13 +308,13 @@ SHOWN = 8  # examples and layers
 def again(output: Path, overrides: Sequence[str] | Mapping[str, Any], strategy: str | None, processes: int) -> Run:
     """The run of OUTPUT as it is computed again on this machine, of as many processes. `strategy`: its name; `own`: the
     run's; None: one that gives the run's bits if there is one. Errors: `RunError`."""
-    if not (output / "run.yaml").is_file():
-        raise RunError(f"{output} is not the output folder of a run: it has no run.yaml")
+    require_output(output)
     trained = load(output / "run.yaml", overrides)
     if trained.model.trust_remote_code and "model.trust_remote_code" not in overrides_of(overrides):
         raise RunError(
+            "LS8154",
             f"model.trust_remote_code: {output / 'run.yaml'} asks for it, and code of a folder runs only if you do, "
-            "too: read it, then add model.trust_remote_code=true"
+            "too: read it, then add model.trust_remote_code=true",
         )
     values: dict[str, Any] = trained.model_dump(mode="json")
     if strategy is None:
@@ -341,14 +343,14 @@ def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Ite
     from lockstep.training.replaying import REPLAY
 
     if step < 1:
-        raise RunError(f"--step: {step} is none of this run's steps, which count from 1")
+        raise RunError("LS8155", f"--step: {step} is none of this run's steps, which count from 1")
     folder = Path(tempfile.mkdtemp(prefix="lockstep-replay-"))
     try:
         run = run.model_copy(update={"output": str(folder / "run")})
         try:
             launcher, _, job = start.resolved(run)
         except RunError as caught:
-            raise RunError(f"{caught}{written(output, step)}") from caught
+            raise RunError(caught.code, f"{caught.message}{written(output, step)}") from caught
         words = (REPLAY_JOB, str(output.resolve()), str(step), str(step if begin is None else begin))
         status = start.start_ranks(launcher, job, words)
         yield status or int(not (run.folder / REPLAY).exists()), run.folder
@@ -373,7 +375,7 @@ def replay(
     from lockstep.training.replaying import REPLAY
 
     if start.joining():
-        raise RunError("lockstep replay starts its processes itself: call it without torchrun and its like")
+        raise RunError("LS8156", "lockstep replay starts its processes itself: call it without torchrun and its like")
     run, console = again(output, overrides, strategy, processes), Console(True)
     if not (output / fingerprints.FILE).is_file():
         console.note(f"{output} has no {fingerprints.FILE}: the step is shown, and compared with nothing")
@@ -448,10 +450,13 @@ def tell_step(console: Console, run: Run, found: Mapping[str, Any]) -> None:
         f"{mean:.4f})",
         ["row", "micro-batch", "length", "loss", "text"],
         rows,
+        key="examples",
     )
     norms = sorted(found["layers"].items(), key=lambda pair: -pair[1])
     told = [[name, f"{norm:.6g}"] for name, norm in norms[:SHOWN]]
-    console.table(f"gradient norms, the {len(told)} largest of {len(norms)} layers", ["layer", "norm"], told)
+    console.table(
+        f"gradient norms, the {len(told)} largest of {len(norms)} layers", ["layer", "norm"], told, key="layers"
+    )
     whole = sum(norm**2 for norm in found["norms"].values()) ** 0.5
     limit = found["clip"]
     clipped = f"clipped to {limit:g}: times {limit / whole:.4g}" if found["clipped"] else "not clipped"
@@ -500,7 +505,7 @@ def opened(output: Path, step: int, overrides: Mapping[str, Any], processes: int
     run = again(output, overrides, strategy, processes)
     with replayed(run, output, step) as (status, folder):
         if status:
-            raise RunError(f"replay of {output}: it ended with status {status}; what it said is above")
+            raise RunError("LS8157", f"replay of {output}: it ended with status {status}; what it said is above")
         found = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
         weights, gradients = load_file(folder / WEIGHTS), load_file(folder / GRADIENTS)
     task_class: Any = plugins.find("tasks", run.task.name)

@@ -23,7 +23,7 @@ from lockstep.track.best import Best
 
 Kind = Literal[
     "prepared", "start", "step", "evaluation", "samples", "checkpoint", "stop", "failed", "finish", "end"
-]  # docs/python.md says what each is
+]  # docs/how-to/python.md says what each is
 _ORDER: tuple[Kind, ...] = ("step", "evaluation", "samples", "checkpoint", "stop", "failed", "finish")
 
 

@@ -36,16 +36,18 @@ def name_of(thing: Any, what: str) -> str:
         module, name = "__main__", _variable(thing)
     if name is None:
         raise RunError(
+            "LS8260",
             f"{what}: other processes have to import it, and {_said(thing)} has no name of its own at the top of a file"
-            ": write a function or a variable at the top of the script, or of a module, and hand over that"
+            ": write a function or a variable at the top of the script, or of a module, and hand over that",
         )
     if module != "__main__":
         return f"{module}.{name}"
     found = f"{_script(what, name)}.{name}"
     if _first and _first.get(name) is not thing:
         raise RunError(
+            "LS8261",
             f"{what}: {name} is defined after the script's first call that starts a job, where other processes stop to "
-            "read it: define it before that call, or in a file of its own"
+            "read it: define it before that call, or in a file of its own",
         )
     return found
 
@@ -68,15 +70,17 @@ def _script(what: str, name: str) -> str:
     file = getattr(main, "__file__", None)
     if file is None or not Path(file).is_file():
         raise RunError(
+            "LS8262",
             f"{what}: {name} is defined in this session, and other processes cannot import it: put it into a file, "
-            f"my_file.py, and write from my_file import {name}"
+            f"my_file.py, and write from my_file import {name}",
         )
     stem = Path(file).stem
     spec = importlib.util.find_spec(stem) if stem.isidentifier() else None
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != Path(file).resolve():
         raise RunError(
+            "LS8263",
             f"{what}: other processes import {name} from {Path(file).name}, and cannot under that name"
-            f"{f', which is that of {spec.origin}' if spec is not None else ''}; rename the script"
+            f"{f', which is that of {spec.origin}' if spec is not None else ''}; rename the script",
         )
     return stem
 

@@ -33,7 +33,7 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except TraceError as error:
-        raise RunError(str(error)) from None
+        raise RunError(error.code, error.message) from None
 
 
 def record(command: Sequence[str], folder: Path, options: Mapping[str, Any]) -> int:
@@ -112,7 +112,10 @@ def _say(console: Console, verdict: Verdict, name: str) -> None:
     shown = rows if len(rows) <= ROWS else (*rows[: ROWS // 2], *rows[-ROWS // 2 :])
     if shown:
         console.table(
-            "", COLUMNS, [[str(r.step), *(_number(x) for x in (r.loss, r.gradient, r.update))] for r in shown]
+            "",
+            COLUMNS,
+            [[str(r.step), *(_number(x) for x in (r.loss, r.gradient, r.update))] for r in shown],
+            key="steps",
         )
     console.say(f"{name}tolerance: {verdict.tolerance}")
     if verdict.first is None:

@@ -26,6 +26,7 @@ from safetensors import safe_open
 from lockstep.config import key_aliases
 from lockstep.config.run import Run, RunError, keep
 from lockstep.data.arrow_cache import Prepared
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import versions
 from lockstep.distributed.hardware import processor
 from lockstep.distributed.randomness import UNCOVERED
@@ -250,6 +251,7 @@ def verify(run: Run, steps: int, verdict: Path | None = None, plain: bool = True
     try:
         console = Console(os.environ.get("RANK", "0") == "0")
         console.say(f"{steps} steps under {run.strategy.name} ...")
+        ACTIVITY.at(f"computing {steps} steps under {run.strategy.name}")
         looked_at = against_plain.STEPS if plain and against_plain.covers(run) else 0
         words = _words(steps, looked_at)
         if launcher is None or job is None:
@@ -262,6 +264,7 @@ def verify(run: Run, steps: int, verdict: Path | None = None, plain: bool = True
             return status
         if single:
             console.say("the same steps as one process ...")
+            ACTIVITY.at(f"computing the same {steps} steps as one process")
             if status := record_alone(run, folder / "alone", steps):
                 return status
             status = tell(console, folder / "run", folder / "alone", verdict)
@@ -306,7 +309,7 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
         found = {"agrees": not wrong, "promise": "bits" if mine.bits else "rounding", "differences": wrong}
         verdict.write_text(json.dumps(found), encoding="utf-8")
     title = f"{mine.strategy} on {mine.processes} process(es), beside one process"
-    console.table(title, COLUMNS, rows(steps))
+    console.table(title, COLUMNS, rows(steps), key="steps")
     for what in ("gradients", "changes"):
         step = max(steps, key=lambda s: getattr(s, what).largest)
         if (most := getattr(step, what)).where:
@@ -334,7 +337,7 @@ _SHOWN = 12  # keys that differ
 def write(run: Run, steps: int, path: Path) -> int:
     """Record and write down. Returns 0, or the job's own exit status. Errors: `RunError`."""
     if not path.parent.is_dir():
-        raise RunError(f"--write: there is no folder {path.parent}")
+        raise RunError("LS8390", f"--write: there is no folder {path.parent}")
     console = Console(True)
     found = taken(run, steps, console)
     if isinstance(found, int):
@@ -342,7 +345,7 @@ def write(run: Run, steps: int, path: Path) -> int:
     try:
         path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise RunError(f"--write: {path}: {error.strerror}") from error
+        raise RunError("LS8391", f"--write: {path}: {error.strerror}") from error
     console.say(f"{len(found['steps'])} steps are written down in {path}; lockstep verify ... --against {path}")
     return 0
 
@@ -374,11 +377,13 @@ def opened(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RunError(f"--against: {path}: {error.strerror}") from error
+        raise RunError("LS8392", f"--against: {path}: {error.strerror}") from error
     except ValueError:
-        raise RunError(f"--against: {path} is not JSON") from None
+        raise RunError("LS8393", f"--against: {path} is not JSON") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT or not found.get("steps"):
-        raise RunError(f"--against: {path} was not written by lockstep verify --write, or by another version of it")
+        raise RunError(
+            "LS8394", f"--against: {path} was not written by lockstep verify --write, or by another version of it"
+        )
     return found
 
 
@@ -387,7 +392,7 @@ def taken(run: Run, steps: int, console: Console) -> dict[str, Any] | int:
     `RunError` for a strategy that promises no bits."""
     if start.joining():
         raise RunError(
-            "lockstep verify --write and --against start their processes themselves: call it without torchrun"
+            "LS8395", "lockstep verify --write and --against start their processes themselves: call it without torchrun"
         )
     folder = Path(tempfile.mkdtemp(prefix="lockstep-golden-"))
     try:
@@ -397,8 +402,9 @@ def taken(run: Run, steps: int, console: Console) -> dict[str, Any] | int:
         told = read(folder / "run")
         if not told.bits:
             raise RunError(
+                "LS8396",
                 f"strategy.name: {told.strategy} adds in an order of its own under these options, and promises no bits "
-                "that could be compared; take one that does, such as ddp"
+                "that could be compared; take one that does, such as ddp",
             )
         return _described(run, prepared, told) | {"asked": steps, "steps": list(_steps(folder / "run", told))}
     finally:
@@ -427,7 +433,9 @@ def _steps(folder: Path, told: Recording) -> Iterator[dict[str, Any]]:
             bad = [name.partition(".")[2] for name in file.keys() if _not_finite(name, file.get_tensor(name))]  # noqa: SIM118
         if bad or not (math.isfinite(step.loss) and math.isfinite(step.norm)):
             what = f"its {bad[0]}" if bad else f"loss {step.loss!r} or gradient norm {step.norm!r}"
-            raise RunError(f"step {step.number}: {what} is not finite; such a step proves nothing, and is not compared")
+            raise RunError(
+                "LS8397", f"step {step.number}: {what} is not finite; such a step proves nothing, and is not compared"
+            )
         yield {"step": step.number, "loss": step.loss.hex(), "grad_norm": step.norm.hex(), "tensors": tensors}
 
 

@@ -91,7 +91,7 @@ def compare(a: Trace, b: Trace, perturbed: Trace | None = None, exact: bool = Fa
     names = match(a, b, optimizer)
     steps = [s for s in a.steps(optimizer) if s in set(b.steps(optimizer))]
     if not steps:
-        raise TraceError(f"{a.folder} and {b.folder} have no step in common")
+        raise TraceError("LS9000", f"{a.folder} and {b.folder} have no step in common")
     tolerance = EXACT if exact else _tolerance(a, perturbed, optimizer)
     rows: list[Row] = []
     try:

@@ -347,7 +347,7 @@ def _schedules(trace: Trace, optimizer: int) -> Iterator[Finding]:
             if usual < 2 or counts.count(usual) < 0.6 * len(counts):
                 continue
             if name.endswith(" by accelerate"):
-                continue  # once a process, by design: docs/trace.md
+                continue  # once a process, by design: docs/how-to/trace.md
             micro = steps[0].backwards
             why = (
                 "it is stepped with each micro-batch: step it where the optimizer steps"

@@ -29,11 +29,13 @@ def match(a: Trace, b: Trace, optimizer: int) -> dict[str, str]:
     found |= _by_suffix(left, right, one, other)
     if not found:
         lists = "\n".join(f"  {t.folder}: {_few(list(s))}" for t, s in ((a, one), (b, other)))
-        raise TraceError(f"the traces have no parameter name in common; are they of one model?\n{lists}")
+        raise TraceError("LS9010", f"the traces have no parameter name in common; are they of one model?\n{lists}")
     wrong = [n for n, m in found.items() if one[n] != other[m]]
     if wrong:
         n = wrong[0]
-        raise TraceError(f"{n} has the shape {list(one[n])} in {a.folder} and {list(other[found[n]])} in {b.folder}")
+        raise TraceError(
+            "LS9011", f"{n} has the shape {list(one[n])} in {a.folder} and {list(other[found[n]])} in {b.folder}"
+        )
     return found
 
 

@@ -223,12 +223,12 @@ def is_trace(folder: Path) -> bool:
 def read(folder: Path) -> Trace:
     """Errors: `TraceError` where the folder holds no trace, or one in which nothing trained."""
     if not is_trace(folder):
-        raise TraceError(f"{folder} is not a trace; `lockstep trace -o {folder} -- COMMAND` makes one")
+        raise TraceError("LS9020", f"{folder} is not a trace; `lockstep trace -o {folder} -- COMMAND` makes one")
     about = json.loads((folder / ABOUT).read_text(encoding="utf-8")) if (folder / ABOUT).is_file() else {}
     ranks = [rank for path in sorted(folder.glob(PATTERN)) if (rank := _rank(path)) is not None]
     trained = [rank for rank in ranks if rank.steps]
     if not trained:
-        raise TraceError(f"{folder}: no optimizer step was seen. {_why_none(about, ranks)}")
+        raise TraceError("LS9021", f"{folder}: no optimizer step was seen. {_why_none(about, ranks)}")
     world = max(int(rank.head["world"]) for rank in trained)
     same = [rank for rank in trained if int(rank.head["world"]) == world]
     last: dict[int, Rank] = {}

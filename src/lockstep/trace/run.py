@@ -36,7 +36,7 @@ def run(command: Sequence[str], folder: Path, **settings: Any) -> int:
         process = subprocess.Popen(list(command), env=environment)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise TraceError(f"{command[0]!r} cannot be started: {error.strerror or error}") from None
+        raise TraceError("LS9030", f"{command[0]!r} cannot be started: {error.strerror or error}") from None
     status = _wait(process)
     _note(folder, ended=time.time(), seconds=time.time() - began, status=status)
     return status
@@ -46,7 +46,7 @@ def prepare(folder: Path, command: Sequence[str], settings: Settings) -> None:
     """Make the trace's folder. Errors: `TraceError` where it holds something already."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if not (folder / ABOUT).is_file():
-            raise TraceError(f"{folder} exists and is not a trace; name another folder with -o")
+            raise TraceError("LS9031", f"{folder} exists and is not a trace; name another folder with -o")
         shutil.rmtree(folder)  # an older trace
     inject = folder / INJECT
     inject.mkdir(parents=True)

@@ -7,6 +7,7 @@ job's log); and the same lines in a log file, for `lockstep logs`.
 from __future__ import annotations
 
 import io
+import math
 import os
 import sys
 import textwrap
@@ -15,6 +16,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TextIO, cast
@@ -34,6 +37,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.config.errors import with_addresses
 from lockstep.config.redaction import printable
 from lockstep.config.run import led_away
 from lockstep.track.best import Best
@@ -42,6 +46,9 @@ from lockstep.track.samples import joined, on_a_line, shortened
 
 LOG = "log.txt"  # in OUTPUT: what rank 0 said, and what any rank said of a failure
 Voice = Literal["normal", "quiet", "verbose"]
+PLAIN_LINES = 4  # of training, where there is no bar, in a run of minutes
+LAST_SAMPLES = 2  # shown at the end
+LEAST_S, MOST_S = 5.0, 60.0  # between two of them
 
 
 class Terminal:
@@ -81,6 +88,35 @@ def speak_to_nobody() -> None:
         os.close(nowhere)
 
 
+@dataclass
+class Record:
+    """What consoles say while a command is asked for JSON: nothing is printed."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add_table(self, key: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """A table by its key, as an object a row; numbers are numbers as far as they were printed."""
+        names = [name or "name" for name in columns]
+        listed = [dict(zip(names, map(value_of, row), strict=True)) for row in rows]
+        self.tables.setdefault(key, []).extend(listed)
+
+
+RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
+
+
+def value_of(cell: str) -> Any:
+    """A cell of a table: a number where it is one, None where it is empty."""
+    plain = cell.strip()
+    if not plain:
+        return None
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(plain.replace(",", ""))
+    return plain
+
+
 class Console:
     """Speaks on rank 0; on every other rank it is silent. Trackers' threads may call `say` and `note` too."""
 
@@ -88,11 +124,14 @@ class Console:
         """`log` is a file that gets the lines too, if this rank is the one that speaks. `voice`: quiet says notes only;
         verbose says every line of the log."""
         self.rich = RichConsole(file=cast(TextIO, Terminal()), quiet=not loud, highlight=False, soft_wrap=True)
+        self._record = RECORD.get() if loud else None
+        if self._record is not None:
+            self.rich.quiet = True
         self._loud, self._voice = loud, voice
         self._log = log if loud else None
         self._bar: _Bar | None = None
         self._memory = ""
-        self._began = self._last_line = 0.0
+        self._last_line, self._line_step = -math.inf, 0  # when the last plain line was written, and of which step
         self._best, self._per_epoch, self._done = Best(), 0, 0
         self.samples: list[Mapping[str, str]] = []  # the last that were shown
 
@@ -103,12 +142,23 @@ class Console:
     def facts(self, rows: Mapping[str, str], whole: bool = False) -> None:
         """`name  value` lines. `whole`: a value is to be pasted, and is never cut into lines."""
         for name, value in rows.items():
+            if self._record is not None:
+                self._record.facts[name] = value
             if self._voice != "quiet":
                 self.rich.print(f"[bold]{name:<10}[/bold] {_plain(value if whole else self._hung(value, 11))}")
             append(self._log, f"{name:<10} {value}")
 
+    def detail(self, rows: Mapping[str, str]) -> None:
+        """Facts for the log file, and for a terminal that is told everything."""
+        if self._voice == "verbose":
+            self.facts(rows)
+        for name, value in rows.items() if self._voice != "verbose" else ():
+            append(self._log, f"{name:<10} {value}")
+
     def say(self, text: str, hang: int | None = None) -> None:
         """One line or more. `hang`: on a terminal, where a line that is too long goes on."""
+        if self._record is not None:
+            self._record.notes.append(text)
         if self._voice != "quiet":
             self.rich.print(_plain(text if hang is None else self._hung(text, hang, hang)))
         append(self._log, text)
@@ -129,7 +179,7 @@ class Console:
 
     def busy(self, place: Callable[[], str]) -> AbstractContextManager[object]:
         """For `with`: what is going on while nothing else is said. `place` says what that is."""
-        if not self._loud or self._voice == "quiet":
+        if not self._loud or self._voice == "quiet" or self._record is not None:
             return nullcontext()
         return Busy(self.rich, lambda text: self.facts({"preparing": text}), place)
 
@@ -139,6 +189,8 @@ class Console:
 
     def note(self, text: str) -> None:
         """Something that a person should know, also one who asked for quiet."""
+        if self._record is not None:
+            self._record.notes.append(f"note: {text}")
         self.rich.print(f"[yellow]note:[/yellow] {_plain(self._hung(text, 6))}")
         append(self._log, f"note: {text}")
 
@@ -148,7 +200,8 @@ class Console:
         """Show progress over `total` steps, `done` of which lie behind. `place` says where the program is, if it is not
         in a step. `per_epoch`: steps of an epoch, where epochs are counted. `best`: what evaluations are judged by, and
         the best of them so far."""
-        self._total, self._began, self._done = total, time.monotonic(), done
+        self._total, self._done = total, done
+        self._last_line, self._line_step = -math.inf, done
         self._per_epoch, self._best = per_epoch, best or Best()
         if self._loud and self._voice != "quiet" and self.rich.is_interactive:
             self._bar = _Bar(self.rich, total, done, place)
@@ -159,8 +212,9 @@ class Console:
         if self._bar is not None:
             self._bar.update(self._bar.row, completed=step)
 
-    def log(self, step: int, split: str, numbers: Mapping[str, float]) -> None:
-        """Numbers of a split after `step` updates; those of `system` are what ranks take of their machines."""
+    def log(self, step: int, split: str, numbers: Mapping[str, float], closing: bool = False) -> None:
+        """Numbers of a split after `step` updates; those of `system` are what ranks take of their machines. `closing`:
+        a table of them follows, and the log file alone gets this line."""
         if split == "system":
             self._system(step, numbers)
         elif split == "train":
@@ -168,7 +222,11 @@ class Console:
         else:
             better = split == "validation" and self._best.seen(step, numbers)
             text = _listed({k: v for k, v in numbers.items() if k != "examples"})
-            self.say(f"step {step:>6}  {split}: {text}{'; best yet' if better else ''}", hang=13)
+            line = f"step {step:>6}  {split}: {text}{'; best yet' if better else ''}"
+            if closing and self._voice != "verbose":
+                append(self._log, line)
+            else:
+                self.say(line, hang=13)
 
     def _system(self, step: int, numbers: Mapping[str, float]) -> None:
         held = {kind: _highest(numbers, kind) for kind in ("memory_gb", "gpu_memory_gb")}
@@ -214,11 +272,13 @@ class Console:
                 append(self._log, line)
 
     def _is_time(self, step: int) -> bool:
-        """Whether another plain line is due: every 5 s at first, every minute from twenty minutes on."""
+        """Whether another plain line is due: the first step, then after a quarter of the steps, but not before
+        `LEAST_S`, and after `MOST_S` in any case."""
         now = time.monotonic()
-        if now - self._last_line < min(60, max(5, (now - self._began) / 20)) and step != self._total:
+        passed, steps = now - self._last_line, step - self._line_step
+        if passed < MOST_S and (passed < LEAST_S or steps * PLAIN_LINES < self._total):
             return False
-        self._last_line = now
+        self._last_line, self._line_step = now, step
         return True
 
     def show(self, step: int, samples: Iterable[Mapping[str, str]]) -> None:
@@ -233,9 +293,9 @@ class Console:
                 append(self._log, text)
 
     def last_samples(self) -> None:
-        """What the model made of a few examples at last, each cut to a line."""
+        """What the model made of some examples at last, each cut to a line; samples.jsonl and the report have all."""
         room = max(40, self.rich.width if self.rich.is_terminal else 120) - 11
-        for place, sample in enumerate(self.samples if self._voice == "normal" else ()):
+        for place, sample in enumerate(self.samples[:LAST_SAMPLES] if self._voice == "normal" else ()):
             self.rich.print(f"[bold]{'' if place else 'samples':<10}[/bold] {_plain(on_a_line(sample, room))}")
 
     def stop(self) -> None:
@@ -247,19 +307,32 @@ class Console:
     def columns(self, title: str, rows: Sequence[Sequence[str]], cut: bool = False) -> None:
         """Rows below a title, in columns without lines between them. On a terminal the last column goes on below itself
         where it is too long, or is `cut`, so that each row is a line."""
+        if self._record is not None:
+            head, body = (("name", "value", "more"), rows) if title else (rows[0], rows[1:])
+            self._record.add_table(title, head[: len(rows[0])], body)
         widths = [max(map(cell_len, column)) + 2 for column in zip(*rows, strict=True)]
-        if self._voice == "quiet":
-            return
-        self.rich.print(f"[bold]{_plain(title)}[/bold]")
+        if title and self._voice != "quiet":
+            self.rich.print(f"[bold]{_plain(title)}[/bold]")
+        if title:
+            append(self._log, title)
         for row in rows:
-            front = "  " + "".join(set_cell_size(cell, w) for cell, w in zip(row[:-1], widths, strict=False))
+            front = "  " * bool(title) + "".join(
+                set_cell_size(cell, w) for cell, w in zip(row[:-1], widths, strict=False)
+            )
+            append(self._log, (front + row[-1]).rstrip())
+            if self._voice == "quiet":
+                continue
             room, last = self.rich.width - cell_len(front), row[-1]
             if cut and self.rich.is_terminal:
                 last = shortened(last, max(8, room))
             self.rich.print(_plain(self._hung(front + last, cell_len(front), len(front)).rstrip()))
 
-    def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-        """A small table: columns with a number in them are set right, the first one and those of words left."""
+    def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], key: str = "table") -> None:
+        """A small table: columns with a number in them are set right, the first one and those of words left. `key`: of
+        its rows in what `--json` prints."""
+        rows, columns = [list(row) for row in rows], list(columns)
+        if self._record is not None:
+            self._record.add_table(key, columns, rows)
         table = Table(title=title, title_justify="left", title_style="bold")
         cells = [[_plain(cell) for cell in row] for row in rows]
         for i, column in enumerate(columns):
@@ -324,7 +397,7 @@ def _highest(numbers: Mapping[str, float], kind: str) -> float | None:
 def error(text: str, log: Path | None = None) -> None:
     """A message for the user on standard error, and in the run's log file where there is one."""
     with suppress(OSError):  # a window that was closed
-        print(f"lockstep: {printable(text)}", file=sys.stderr, flush=True)
+        print(f"lockstep: {printable(with_addresses(text))}", file=sys.stderr, flush=True)
     append(log, f"lockstep: {text}")
 
 

@@ -6,11 +6,11 @@ In: `log(step, split, numbers)`. Out: a file, a service. A tracker never changes
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from lockstep.config import plugins
 from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
@@ -43,11 +43,12 @@ class Tracker(ABC):
     @classmethod
     def check(cls) -> None:
         """Refuse, before any process starts, a tracker that is not installed. Errors: `RunError`."""
-        if missing := [name for name in cls.packages if not _installed(name)]:
+        if missing := plugins.lacking(cls.packages):
             extra = cls.__module__.rpartition(".")[2]
             raise RunError(
+                "LS0500",
                 f"track.to: {extra} needs {', '.join(missing)}, which is not installed: "
-                f"pip install 'lockstep-train[{extra}]'"
+                f"pip install 'lockstep-train[{extra}]'",
             )
 
     @abstractmethod
@@ -71,9 +72,3 @@ def named(split: str, numbers: Mapping[str, float]) -> dict[str, float]:
     """Numbers under the field's names: `train/loss`, `eval/accuracy`, `test/loss`, `system/memory_gb/rank0`."""
     place = "eval" if split == "validation" else split
     return {f"{place}/{name}": value for name, value in numbers.items()}
-
-
-def _installed(package: str) -> bool:
-    """A folder of that name in the working directory, such as the one W&B leaves, is no package."""
-    found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None

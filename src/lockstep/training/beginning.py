@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.export import try_export
-from lockstep.config.errors import BAD
+from lockstep.config.errors import BAD, coded
 from lockstep.config.run import RunError
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
@@ -43,7 +43,11 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
     the run compares with a plain computation. Collective."""
     run, world, strategy = session.run, session.world, session.strategy
     opening = facts(run, world, session.task, strategy, session.feed)
-    console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
+    where = {"ranks": f"{world.whereabouts}; {launched_by(run)}"}
+    alone = launched_by(run) == "launcher local" and len(set(world.hosts)) == 1
+    if alone:  # the launcher has said it
+        console.detail({"run": opening["run"], **where})
+    console.facts({k: v for k, v in opening.items() if k != "run"} if alone else opening | where)
     if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
     prepared = session.task.prepared
@@ -71,6 +75,7 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
         "start",
         step,
         steps=session.feed.total,
+        compared=compared,
         **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside),
     )
     return state, compared
@@ -95,9 +100,15 @@ def try_a_step(session: Session, then: Callable[[], None] = lambda: None) -> Non
         if not isinstance(caught, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in text:
             raise
         error(
-            f"rank {world.rank} of {world.size} on {world.host}: memory does not suffice for the longest examples (a "
-            f"step of {run.batch_size} in {run.micro_batches} micro-batches): {text[:200]}\nUse more micro_batches, a "
-            f"smaller batch_size or data.max_length, precision=bf16, or a strategy that shares out the model (fsdp2)",
+            coded(
+                "LS5000",
+                f"rank {world.rank} of {world.size} on {world.host}: memory does not suffice "
+                "for the longest examples (a "
+                f"step of {run.batch_size} in {run.micro_batches} micro-batches): "
+                f"{text[:200]}\nUse more micro_batches, a "
+                "smaller batch_size or data.max_length, precision=bf16, or a strategy that "
+                "shares out the model (fsdp2)",
+            ),
             world.log,
         )
         sys.stderr.flush()
@@ -163,5 +174,5 @@ def enough_room(session: Session, step: int) -> list[str]:
         except RunError as caught:
             fault = str(caught)
     if (fault := session.world.broadcast(fault)) is not None:
-        raise RunError(fault)
+        raise RunError.read(fault)
     return notes

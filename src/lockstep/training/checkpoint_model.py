@@ -39,18 +39,21 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
     manifest = read_manifest(checkpoint)
     fault = manifest if isinstance(manifest, str) else broken(checkpoint, manifest)
     if fault is not None or isinstance(manifest, str):
-        raise RunError(f"{checkpoint} cannot be used: {fault}")
+        raise RunError("LS5010", f"{checkpoint} cannot be used: {fault}")
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # or DeepSpeed asks aloud
     run = load(output / "run.yaml", [])
     if run.model.trust_remote_code and not trusted:
-        raise RunError(f"model.trust_remote_code: {output / 'run.yaml'} asks for it; ask for it yourself, too")
+        raise RunError(
+            "LS5011", f"model.trust_remote_code: {output / 'run.yaml'} asks for it; ask for it yourself, too"
+        )
     task_class: Any = plugins.find("tasks", run.task.name)
     fetch(run)  # it may itself have begun from a checkpoint
     prepared = prepare(run, task_class)
     if manifest.data != prepared.key:
         raise RunError(
+            "LS5012",
             f"{checkpoint} was trained on other data, or with another tokenizer, than {output / 'run.yaml'} names now: "
-            "what its labels and tokens are cannot be told"
+            "what its labels and tokens are cannot be told",
         )
 
     def make(aside: Path) -> None:

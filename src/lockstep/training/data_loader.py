@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from lockstep.config.errors import coded
 from lockstep.config.run import Run
 from lockstep.data import remote
 from lockstep.data.batch import MicroBatch, StepBatch
@@ -44,7 +45,7 @@ def stopping(world: World) -> Callable[[Unreadable], None]:
 
     def ends(caught: Unreadable) -> None:
         if world.local_rank == 0:  # the ranks of a machine read the same files
-            error(f"{caught}\nTraining stops before it is needed", world.log)
+            error(coded("LS5020", f"{caught}\nTraining stops before it is needed"), world.log)
         world.stop.came = True
 
     return ends

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.config.errors import FAILED
+from lockstep.config.errors import FAILED, CodedError
 from lockstep.strategies.strategy import NotFinite
 from lockstep.training.data_loader import StepLoader
 
 
-class TrainingFailed(Exception):
+class TrainingFailed(CodedError):
     """Training cannot go on: one message for the user, and the exit status of this rank. `everywhere`: each machine
     prints it."""
 
-    def __init__(self, message: str, status: int = FAILED, everywhere: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, code: str, message: str, status: int = FAILED, everywhere: bool = False) -> None:
+        super().__init__(code, message)
         self.status, self.everywhere = status, everywhere
 
 
@@ -29,12 +29,12 @@ class Regroup(Exception):
     step."""
 
 
-class CorruptionDetected(Exception):
+class CorruptionDetected(CodedError):
     """Ranks computed different bits; nothing was updated. `sound`: the weights agree on all ranks. `leaves`: the ranks
     that the job evicts."""
 
-    def __init__(self, message: str, sound: bool, leaves: Sequence[int] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, code: str, message: str, sound: bool, leaves: Sequence[int] = ()) -> None:
+        super().__init__(code, message)
         self.sound, self.leaves = sound, list(leaves)
 
 
@@ -54,4 +54,4 @@ def not_finite(caught: NotFinite, feed: StepLoader, rows: np.ndarray, when: str 
         f"{when or f'step {caught.step}'}: {what} is not a finite number; nothing was updated. Look at these examples, "
         "or lower optim.learning_rate or optim.max_grad_norm; on_nonfinite=skip leaves such steps out"
     )
-    return TrainingFailed("\n".join([message, *lines]))
+    return TrainingFailed("LS5160", "\n".join([message, *lines]))

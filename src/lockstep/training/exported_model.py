@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.run import Run, RunError, load, overrides_of
+from lockstep.config.run import Run, RunError, load, overrides_of, require_output
 from lockstep.data import hub
 from lockstep.distributed.world import World
 from lockstep.tasks.abilities import Calibrates
@@ -25,18 +25,21 @@ def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tupl
     """The run of an output folder, with overrides, and its export; of one of its checkpoints what an export of it is,
     in the cache. Errors: `RunError`."""
     output, checkpoint = hub.parts(folder)
-    if not (output / "run.yaml").is_file():
-        raise RunError(f"{output} is not the output folder of a run: it has no run.yaml")
+    require_output(output)
     export = output / "export"
     if checkpoint is None and not (export / "config.json").is_file():
         newest = output / "checkpoints" / "latest"
         also = f", and {newest} is its newest checkpoint" if newest.exists() else ""
-        raise RunError(f"{output} has no export: its run is not finished; lockstep train goes on with it{also}")
+        raise RunError(
+            "LS5051", f"{output} has no export: its run is not finished; lockstep train goes on with it{also}"
+        )
     run = load(output / "run.yaml", overrides)
     if run.model.trust_remote_code and "model.trust_remote_code" not in overrides_of(overrides):
         raise RunError(
+            "LS5052",
             f"model.trust_remote_code: {output / 'run.yaml'} asks for it, and code of a folder runs only if you do, "
-            "too: read it, then add model.trust_remote_code=true (lockstep predict: --set model.trust_remote_code=true)"
+            "too: read it, then add model.trust_remote_code=true (lockstep predict: --set "
+            "model.trust_remote_code=true)",
         )
     if checkpoint is not None:
         export = exported_checkpoint(output, checkpoint, run.model.trust_remote_code)
@@ -72,7 +75,7 @@ def scores(
     task, strategy = session.task, session.strategy
     wanted = [split] if split is not None else [name for name in ("validation", "test") if name in task.splits]
     if split is not None and split not in task.splits:
-        raise RunError(f"split: this run has no split {split!r}; it has {', '.join(task.splits)}")
+        raise RunError("LS5053", f"split: this run has no split {split!r}; it has {', '.join(task.splits)}")
     if adapters.is_adapter(export):
         adapters.load(strategy.model, export)
     if isinstance(task, Calibrates):
@@ -93,5 +96,5 @@ def evaluate(output: Path, split: str | None, overrides: list[str]) -> int:
     console.facts({"model": str(output if hub.parts(output)[1] else output / "export"), "data": source})
     metrics = next(iter(of_splits.values()))
     rows = [[metric, *(f"{values[metric]:,.6g}" for values in of_splits.values())] for metric in metrics]
-    console.table("scores", ["", *of_splits], rows)
+    console.table("scores", ["", *of_splits], rows, key="scores")
     return 0

@@ -28,7 +28,7 @@ def final_scores(
     """Which step's model is exported, which the strategy holds from here on, and its metrics and tables of each split.
     None when all were asked to stop, and the next start can go on from the last step. Collective."""
     run, world, task, strategy, step = session.run, session.world, session.task, session.strategy, state.step
-    console.facts({"precision": precisions(run, strategy)})
+    console.detail({"precision": precisions(run, strategy)})
 
     def final(split: str) -> Final:
         def stop() -> bool:

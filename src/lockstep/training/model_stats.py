@@ -107,8 +107,9 @@ def check_average(run: Run, prepared: Prepared) -> None:
     every = feed.interval(run.checkpoint.every)
     if (there := len(averaged(run, feed.total, every))) < run.average.last:
         raise RunError(
+            "LS5060",
             f"average.last: the mean of {run.average.last} checkpoints is asked for, and a run of {feed.total:,} steps "
-            f"with one every {every:,} has {there}; lower it, or checkpoint.every"
+            f"with one every {every:,} has {there}; lower it, or checkpoint.every",
         )
 
 

@@ -139,7 +139,7 @@ FACTOR = 10.0  # times what a change of a weight's last bit comes to, or half pr
 
 @dataclass(frozen=True)
 class PlainTolerance:
-    """Tolerances: relative differences of two correct computations. docs/verify.md has their source."""
+    """Tolerances: relative differences of two correct computations. docs/how-to/verify.md has their source."""
 
     loss: float
     gradient: float  # of the norm of the whole gradient
@@ -207,7 +207,7 @@ def check(session: Session, causes: Callable[[Sides, Strategy], str]) -> str:
             outcome = _outcome(session, causes)
     agrees, text = world.broadcast(outcome)
     if not agrees:
-        raise TrainingFailed(text)
+        raise TrainingFailed("LS5170", text)
     return str(text)
 
 

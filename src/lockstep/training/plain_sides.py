@@ -43,6 +43,8 @@ from lockstep.strategies.native import Native
 from lockstep.strategies.observer import GradientRecorder, listening
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Generates
+from lockstep.tasks.embedding import resolved_pooling
+from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import model_configs, quantized
 from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.module import Module
@@ -195,10 +197,20 @@ def labels_of(task: Task) -> list[Any] | None:
     return None if labels is None else list(labels)
 
 
+def with_defaults(run: Run) -> dict[str, Any]:
+    """The run file, with the defaults that other keys and the model's own files decide."""
+    values: dict[str, Any] = run.model_dump(mode="json")
+    if run.task.name == "language_modeling":
+        values["task"]["packing"] = LanguageModeling.options_of(run).packed
+    if run.task.name == "embedding":
+        values["task"]["pooling"] = resolved_pooling(run)
+    return values
+
+
 def plain_file(run: Run, task: Task) -> dict[str, Any]:
     """The run file as the plain path reads it: with the names of columns that the kept rows have, and weights of labels
     that depend on all rows as numbers."""
-    values: dict[str, Any] = run.model_dump(mode="json")
+    values = with_defaults(run)
     values["model"] |= {"quantization": None, "dtype": "float32"}  # what is packed or narrow is widened
     if run.model.source is not None:
         values["model"]["source"] = model_folder(run.model.source)  # of an output directory its export

@@ -16,6 +16,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, aside_of
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, file_formats, row_files, source
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.tasks.abilities import Predicts
 from lockstep.track.console import Console
 from lockstep.training.exported_model import finished
@@ -53,7 +54,9 @@ def predict(
     if not words:
         rows = [row_of(line.rstrip("\n"), task.input_columns(run), f"line {n}") for n, line in enumerate(sys.stdin, 1)]
     if not rows:
-        raise RunError('predict: give a text: lockstep predict OUTPUT "some text", a file, or lines on standard input')
+        raise RunError(
+            "LS5070", 'predict: give a text: lockstep predict OUTPUT "some text", a file, or lines on standard input'
+        )
     answers = _answered(task, run, export, rows)
     if out is not None:
         _written(out, task.input_columns(run), answers)
@@ -72,8 +75,9 @@ def row_of(value: Given, columns: Sequence[str], place: str) -> tuple[str, ...]:
     if isinstance(value, Mapping):
         if missing := [column for column in columns if column not in value]:
             raise RunError(
+                "LS5071",
                 f"predict: {place} has no column {missing[0]!r}, which this model reads; it has "
-                f"{', '.join(map(str, value))}"
+                f"{', '.join(map(str, value))}",
             )
         row = tuple(_text(value[column], column, place) for column in columns)
     elif isinstance(value, str):
@@ -83,12 +87,13 @@ def row_of(value: Given, columns: Sequence[str], place: str) -> tuple[str, ...]:
     if len(row) != len(columns):
         reads = "one text" if len(columns) == 1 else f"two texts ({' and '.join(columns)}), with one tab between them"
         raise RunError(
+            "LS5072",
             f"predict: this model reads {reads}, as in $'first text\\tsecond text' or on a line of standard input; "
-            f"{place} is {' | '.join(row)[:60]!r}"
+            f"{place} is {' | '.join(row)[:60]!r}",
         )
     for text in row:
         if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
-            raise RunError(f"predict: {place} is {text[:60]!r}, which is not UTF-8; convert it")
+            raise RunError("LS5073", f"predict: {place} is {text[:60]!r}, which is not UTF-8; convert it")
     return row
 
 
@@ -99,18 +104,20 @@ def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]
     if not os.path.isfile(word):  # of any text; Path.is_file has errors for long ones
         if len(word.split()) == 1 and (row_files.format_of(path) or _is_folder(path)):
             what = "is a folder; name its files" if _is_folder(path) else "looks like a file, and there is none"
-            raise RunError(f"predict: {word} {what}. To ask for it as a text, add --texts")
+            raise RunError("LS5074", f"predict: {word} {what}. To ask for it as a text, add --texts")
         return [row_of(word, columns, repr(word[:40]))]
     ending, layout = row_files.format_of(path), run.data.layout
     if layout not in annotated.ENDINGS or annotated.layout_of(path, run.data.encoding) != layout:
         layout = "rows"
     if ending is None and layout == "rows":
-        raise RunError(f"predict: {word} is a file that cannot be read: its name must end in {row_files.READ}")
+        raise RunError(
+            "LS5075", f"predict: {word} is a file that cannot be read: its name must end in {row_files.READ}"
+        )
     if ending == ".txt" and layout == "rows":
         try:
             lines = b"".join(file_formats.blocks(path, "predict")).decode(run.data.encoding).splitlines()
         except UnicodeError as error:
-            raise RunError(f"predict: {word} cannot be read as {run.data.encoding}: {error}") from None
+            raise RunError("LS5076", f"predict: {word} cannot be read as {run.data.encoding}: {error}") from None
         return [row_of(line, columns, f"{word}, line {n}") for n, line in enumerate(lines, 1)]
     reading = ["encoding"]
     if layout != "rows":
@@ -137,7 +144,7 @@ def _text(value: Any, column: str, place: str) -> str:
     if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
         return " ".join(value)  # words
     if not isinstance(value, str):
-        raise RunError(f"predict: {place}: {column!r} holds {value!r}, and a text is needed")
+        raise RunError("LS5077", f"predict: {place}: {column!r} holds {value!r}, and a text is needed")
     return value
 
 
@@ -145,14 +152,17 @@ def _task(run: Run) -> type[Predicts]:
     """Errors: `RunError` for a task that predicts nothing."""
     task = plugins.find("tasks", run.task.name)
     if not issubclass(task, Predicts):
-        raise RunError(f"predict: the task {run.task.name} predicts nothing from texts alone")
+        raise RunError("LS5078", f"predict: the task {run.task.name} predicts nothing from texts alone")
     return task
 
 
 def _answered(
     task: type[Predicts], run: Run, export: Path, rows: list[tuple[str, ...]]
 ) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    return zip(rows, task.predict(run, export, rows), strict=True)
+    ACTIVITY.at("loading the model")
+    for count, pair in enumerate(zip(rows, task.predict(run, export, rows), strict=True), 1):
+        ACTIVITY.at(f"predicting, {count:,} of {len(rows):,} texts")
+        yield pair
 
 
 def _whole(columns: Sequence[str], row: Sequence[str], answer: dict[str, Any]) -> dict[str, Any]:
@@ -175,4 +185,4 @@ def _written(out: Path, columns: Sequence[str], answers: Iterator[tuple[tuple[st
         finally:
             aside.unlink(missing_ok=True)
     except OSError as error:
-        raise RunError(f"predict: {out} cannot be written: {error.strerror or error}") from error
+        raise RunError("LS5079", f"predict: {out} cannot be written: {error.strerror or error}") from error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lockstep.checkpoint.export import pending, push_pending, write_export
 from lockstep.checkpoint.manifest import name_of, newest_whole
 from lockstep.checkpoint.remote_sync import RemoteSync, finish
-from lockstep.config.errors import DONE, FAILED, HALTED, STOPPED
+from lockstep.config.errors import DONE, FAILED, HALTED, STOPPED, coded
 from lockstep.config.run import Run
 from lockstep.data.object_store import StoreError
 from lockstep.distributed import job_record
@@ -53,7 +53,9 @@ def write_model(
     status = HALTED if job_record.restarts_left() else FAILED  # started again by itself, it would meet the same disk
     newest = newest_whole(run) if fault is None else None
     if newest == steps:
-        raise TrainingFailed(f"{text}; the same command writes it from {name_of(newest)}, once there is room", status)
+        raise TrainingFailed(
+            "LS5090", f"{text}; the same command writes it from {name_of(newest)}, once there is room", status
+        )
     again = f"goes on from step {newest}" if newest else "begins from the start: there is no checkpoint"
     for folder in checkpoints.room.elsewhere():
         try:
@@ -64,8 +66,8 @@ def write_model(
             continue
         text += f". The model is in {place} instead ({task.loader} loads it): keep it"
         text += _mirrored(run, place.parent, checkpoints.mirror)
-        raise TrainingFailed(f"{text}. The same command {again}", status)
-    raise TrainingFailed(f"{text}, nor anywhere else: the model is lost. The same command {again}", status)
+        raise TrainingFailed("LS5091", f"{text}. The same command {again}", status)
+    raise TrainingFailed("LS5092", f"{text}, nor anywhere else: the model is lost. The same command {again}", status)
 
 
 def _mirrored(run: Run, folder: Path, mirror: RemoteSync | None) -> str:
@@ -85,8 +87,12 @@ def publish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = No
     fault = finish(run, say, mirror)
     if fault is not None:
         error(
-            f"{run.folder} is not whole in {run.remote_dir}: {fault}. Everything is in {run.folder}; the same command "
-            "copies what is missing"
+            coded(
+                "LS5093",
+                f"{run.folder} is not whole in {run.remote_dir}: {fault}. Everything is in "
+                f"{run.folder}; the same command "
+                "copies what is missing",
+            )
         )
     elif run.remote_dir is not None:
         say(f"checkpoints and export are in {run.remote_dir}")

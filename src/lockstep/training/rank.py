@@ -24,7 +24,7 @@ from lockstep.checkpoint import exported, remote_sync
 from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
 from lockstep.checkpoint.export import require
 from lockstep.checkpoint.manifest import export_of
-from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
+from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED, coded
 from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import Run, RunError, keep, led_away, load, replace_text
 from lockstep.distributed import job_record
@@ -147,10 +147,10 @@ class RankZeroSinks(Sinks):
         self._trackers = Trackers(session.run, step, ids, console.tracker, console.note, loud)
         self._usage = SystemMetrics(session.world)
 
-    def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+    def log(self, step: int, split: str, numbers: dict[str, float], closing: bool = False) -> None:
         if self._told.get(split, -1) < step:  # else it is done once more, after a loss
             self._told[split] = step
-            self._console.log(step, split, numbers)
+            self._console.log(step, split, numbers, closing)
             self._trackers.log(step, split, numbers)
         if split == "train":
             self._usage.ask(step)
@@ -275,7 +275,7 @@ def show_final_scores(session: Session, state: TrainState, exported: int, final:
     with strategy.phases("evaluation"):
         for split, (scores, _) in final.items():
             if split != "validation" or (exported == step and not logged):
-                session.sinks.log(step, split, scores)
+                session.sinks.log(step, split, scores, closing=True)
         session.sinks.show(step, generate_samples(session.task, strategy, session.world))
     session.journal.event("evaluation", step)
     session.journal.last_times(step, strategy.phases.take())
@@ -328,14 +328,14 @@ def export_and_publish(
         except OSError as caught:
             console.note(f"{run.folder / name} could not be written: {caught.strerror or caught}")
     write_model(session, weights, trained.scores, steps, trained.exported)
-    sha256 = write_summary(run, task, session.journal, console, steps, weights)
     compared = export_check.compare(run, task, evaluated, run.folder / "export", session.world.device)
-    console.facts({"compared": session.compared} if session.compared else {})
-    console.facts({"export": compared.text} if compared.agrees else {})
+    checked = {"export": compared.text, "export_agrees": compared.agrees}
+    sha256 = write_summary(run, task, session.journal, console, steps, weights, checked)
+    console.detail({"export": compared.text} if compared.agrees else {})
     closing(console, run, task, trained.scores, trained.counts, session.world, sha256, known)
     if not compared.agrees:
         exported.withdraw(run.folder)
-        error(compared.text, session.world.log)
+        error(coded("LS5182", compared.text), session.world.log)
         return FAILED
     return publish_until_stopped(run, session.world, console, session.checkpoints.mirror)
 
@@ -347,12 +347,13 @@ def write_summary(
     console: Console,
     steps: int,
     weights: Mapping[str, torch.Tensor] | None = None,
+    checked: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """The end in the journal, and the page about the run. Rank 0 only. Returns the hash of the exported weights, which
-    may be given where they are at hand."""
+    """The end in the journal, and the page about the run. Rank 0 only. `weights` where they are at hand; `checked`:
+    what came of the check of the export. Returns the hash of the exported weights."""
     sha256 = digest_of(run.folder / "export", weights)
     best = {split: task.best_possible(split) for split in ("validation", "test") if split in task.splits}
-    journal.event("finish", steps, weights=sha256, best_possible=best)
+    journal.event("finish", steps, weights=sha256, best_possible=best, **(checked or {}))
     try:
         write_report(run.folder)
     except Exception as caught:  # the run is done, whatever becomes of a page about it
@@ -382,7 +383,7 @@ def finished_already(job: Job, world: World) -> bool:
     if world.is_main:
         try:
             if world.refusal is not None:
-                raise RunError(world.refusal)
+                raise RunError.read(world.refusal)
             manifest = check_resumable(run, prepared)
             outcome = finished(run, manifest)
             keep(run)
@@ -396,7 +397,7 @@ def finished_already(job: Job, world: World) -> bool:
             outcome = str(caught)
     outcome = world.broadcast(outcome)
     if isinstance(outcome, str):
-        raise RunError(outcome)
+        raise RunError.read(outcome)
     return outcome
 
 

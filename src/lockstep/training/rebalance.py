@@ -44,7 +44,8 @@ class LoadBalancer:
         self._tokens, self._seconds = 0, 0.0
         if self._every and not isinstance(session.strategy, Native):
             raise RunError(
-                f"launch.rebalance_every: {session.run.strategy.name} takes parts of this model; {WHOLE_COPIES}"
+                "LS5100",
+                f"launch.rebalance_every: {session.run.strategy.name} takes parts of this model; {WHOLE_COPIES}",
             )
 
     def steps(self, after: int, ends: Callable[[Unreadable], None]) -> Iterator[StepBatch]:

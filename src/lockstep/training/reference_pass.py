@@ -41,8 +41,9 @@ def provide(run: Run, world: World, task: Task, strategy: Strategy, prepared: Pr
     known = world.broadcast(known)
     if known is None and trained:
         raise RunError(
+            "LS5110",
             f"{path}: what the model said before it was trained, which this task's scores are relative to, is not "
-            "there or is of other data; keep the file with its run"
+            "there or is of other data; keep the file with its run",
         )
     if known is None:
         known = {split: _asked(run, world, task, strategy, split) for split in task.splits}

@@ -171,7 +171,7 @@ def _refuse_placeholders(run: Run) -> None:
     """Errors: `RunError` for what `lockstep init --from` has left to be filled in."""
     left = [key for key, value in messages.flat(run.model_dump(mode="json")).items() if value == FILL_IN]
     if left:
-        raise RunError(f"{left[0]}: {FILL_IN} stands for what is not known; fill in {', '.join(left)}")
+        raise RunError("LS5130", f"{left[0]}: {FILL_IN} stands for what is not known; fill in {', '.join(left)}")
 
 
 def _options(run: Run, machine: Machine, processes: int) -> Job:
@@ -221,8 +221,9 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     task: Any = plugins.find("tasks", run.task.name)
     if strategy.generate is Strategy.generate and issubclass(task, Generates) and not task.decodes_greedily(run):
         raise RunError(
+            "LS5131",
             f"strategy.name: {run.strategy.name} decodes greedily only; set task.beams to 1 and task.temperature to 0, "
-            "or let nothing be written (task.samples=0, task.bleu=false)"
+            "or let nothing be written (task.samples=0, task.bleu=false)",
         )
     return strategy
 
@@ -249,30 +250,35 @@ def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
         launcher = launcher_class(run)
         if launcher.fewest_machines(launch) is None and not launcher.loses_ranks(launch):
             raise RunError(
+                "LS5132",
                 "sdc_check.on_difference: evict goes on without what was wrong, which takes launch.name=torchrun with "
                 "launch.machines as fewest:most and launch.on_rank_failure=restart, or, on one machine, "
                 "launch.on_rank_failure=continue under local or torchrun; "
-                f"launch.name={launch.name} is not given so: take stop or retry"
+                f"launch.name={launch.name} is not given so: take stop or retry",
             )
     if check.every and parts:
         raise RunError(
+            "LS5133",
             f"sdc_check.every: {name} holds parts of the model with these options, and what a rank computed cannot be "
-            f"computed again by another; {WHOLE_COPIES}"
+            f"computed again by another; {WHOLE_COPIES}",
         )
     if launch.rebalance_every and parts:
         raise RunError(
+            "LS5134",
             f"launch.rebalance_every: {name} holds parts of the model with these options, and its ranks work on "
-            f"micro-batches together, or on as many each; {WHOLE_COPIES}"
+            f"micro-batches together, or on as many each; {WHOLE_COPIES}",
         )
     if launch.rebalance_every and not run.strategy.exact:
         raise RunError(
-            "launch.rebalance_every: without strategy.exact other shares are other bits; set strategy.exact=true"
+            "LS5135",
+            "launch.rebalance_every: without strategy.exact other shares are other bits; set strategy.exact=true",
         )
     if launch.replicate_every and issubclass(strategy, ShardedRecovery) and not strategy.supports_reshard:
         raise RunError(
+            "LS5136",
             f"launch.replicate_every: under these options {name} leaves its engine to Accelerate, which lockstep does "
             "not form anew within a process, so a lost rank starts the job again; leave it out, or use "
-            "strategy.name=fsdp2"
+            "strategy.name=fsdp2",
         )
 
 
@@ -333,5 +339,7 @@ def for_rank(job: Run | Job, world: World, data: Run | None = None) -> Job:
 def _class(key: str, kind: str, name: str) -> type:
     try:
         return plugins.find(kind, name)
-    except (plugins.PluginError, ImportError) as error:
-        raise RunError(f"{key}: {error}") from error
+    except plugins.PluginError as error:
+        raise RunError(error.code, f"{key}: {error.message}") from error
+    except ImportError as error:
+        raise RunError("LS5137", f"{key}: {error}") from error

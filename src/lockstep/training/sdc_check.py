@@ -51,12 +51,15 @@ class SdcCheck:
         self._run, self._world, self._feed = session.run, session.world, session.feed
         self._session, self.retried = session, 0  # steps that were computed once more
         if not isinstance(session.strategy, Native):
-            raise RunError(f"sdc_check.every: {self._run.strategy.name} takes parts of this model; {WHOLE_COPIES}")
+            raise RunError(
+                "LS5150", f"sdc_check.every: {self._run.strategy.name} takes parts of this model; {WHOLE_COPIES}"
+            )
         self._strategy = session.strategy
         if self._strategy.statistics.names:
             raise RunError(
+                "LS5151",
                 f"sdc_check.every: the model keeps running statistics ({self._strategy.statistics.names[0]}), which a "
-                "second computation would change; leave it out"
+                "second computation would change; leave it out",
             )
 
     def train_step(self, batch: StepBatch, rate: float) -> StepResult:
@@ -107,6 +110,7 @@ class SdcCheck:
         )
         then, leaves = decide_eviction(self._run, hosts, wrong, (owner, witness, third))
         raise CorruptionDetected(
+            "LS5152",
             f"guard: step {batch.step + 1}: the gradient of micro-batch {chosen} is not the same where {who[owner]} "
             f"computed it and where {second}; {verdict}. Nothing was updated. A processor, memory or driver that "
             f"changes bits is the likely cause: {then}",
@@ -152,6 +156,7 @@ class SdcCheck:
         message = f"those of {others} are other ones" if wrong else "no majority has the same"
         then, leaves = decide_eviction(self._run, world.hosts, wrong, range(world.size))
         raise CorruptionDetected(
+            "LS5153",
             f"sdc_check: {when} the ranks do not hold the same weights: {message}. What changed them came after the "
             "last "
             f"checkpoint, before which they were compared; {then}",
@@ -248,12 +253,15 @@ def check_eviction(run: Run, why: str | None) -> None:
         return
     how = launched_by(run)
     if launcher_class(run).fewest_machines(run.launch) is None and why is not None:
-        raise RunError(f"sdc_check.on_difference: evict cannot take a rank out here ({why}); take stop or retry")
+        raise RunError(
+            "LS5154", f"sdc_check.on_difference: evict cannot take a rank out here ({why}); take stop or retry"
+        )
     if how != f"launcher {run.launch.name}":
         raise RunError(
+            "LS5155",
             f"sdc_check.on_difference: evict takes lockstep's own launcher, and this job was started by {how}; take "
             "stop "
-            "or retry, or start it as `lockstep train`"
+            "or retry, or start it as `lockstep train`",
         )
 
 
@@ -270,7 +278,7 @@ def evict(
     if out and single:
         if world.rank == left[0]:
             session.checkpoints.say(str(caught))
-        return TrainingFailed(str(caught), EXCLUDED, True) if world.rank in out else Regroup()
+        return TrainingFailed(caught.code, caught.message, EXCLUDED, True) if world.rank in out else Regroup()
     checkpoints = session.checkpoints
     if caught.sound and step and agrees(step):
         checkpoints.settle()
@@ -283,4 +291,4 @@ def evict(
     status = EXCLUDED if world.rank in out else FAILED
     if not out and job_record.restarts_left():
         status = HALTED
-    return TrainingFailed(str(caught), status, bool(out))
+    return TrainingFailed(caught.code, caught.message, status, bool(out))

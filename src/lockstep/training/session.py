@@ -33,8 +33,8 @@ from lockstep.training.train_state import TrainState
 class Sinks:
     """Where numbers and texts go while a run trains; this one keeps nothing."""
 
-    def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
-        """Numbers of a split after `step` updates."""
+    def log(self, step: int, split: str, numbers: dict[str, float], closing: bool = False) -> None:
+        """Numbers of a split after `step` updates. `closing`: the closing table will have them, too."""
 
     def advance(self, step: int) -> None:
         """`step` updates are done. Collective."""

@@ -73,7 +73,10 @@ def shares_nothing(run: Run, differing: Mapping[str, Any]) -> str | None:
     cls: Any = plugins.find("strategies", run.strategy.name)
     if not cls.gives_bits(run):
         return f"strategy.name: {run.strategy.name} promises no bits with these options, so nothing can be shared"
-    for key, name in {"task.name": run.task.name, "strategy.name": run.strategy.name}.items():
-        if differing and is_own(name):
+    for key, kind, name in (
+        ("task.name", "tasks", run.task.name),
+        ("strategy.name", "strategies", run.strategy.name),
+    ):
+        if differing and is_own(plugins.path_of(kind, name)):
             return f"{key}: {name} is your own, and may look at {sorted(differing)[0]} in any step"
     return None

@@ -94,34 +94,56 @@ def closing(
     promised: Promised,
 ) -> None:
     """The closing table, where the results are, and what to try next."""
-    best = {split: task.best_possible(split) for split in scores}
-    rows = []
-    for name in dict.fromkeys(name for metrics in scores.values() for name in metrics):
-        row = [name]
-        for split in scores:
-            value = scores[split].get(name)  # of a source of a mixture, that a split may have nothing of
-            if value is None:
-                row.append("")
-                continue
-            limit = f" (best possible {best[split][name]:.4f})" if name in best[split] else ""
-            row.append(f"{value:,.0f}" if name == "examples" else f"{value:.4f}{limit}")
-        rows.append(row)
-    console.table("results", ["", *scores], rows)
-    console.last_samples()
     if counts.steps:
-        rate = f"{counts.tokens / counts.seconds:,.0f} {task.unit}/s; " if task.unit else ""
-        speed = f"{counts.examples / counts.seconds:.0f} examples/s, {rate}"
-        console.facts({"speed": f"{speed}{counts.steps} steps in {clock(counts.seconds)}"})
-    if counts.steps and task.unit:
-        padding, by_chance = counts.padded / counts.tokens, counts.padded_by_chance / counts.tokens
-        one = task.unit.removesuffix("s")
-        said = f"{padding:.2f} {task.unit} computed per real {one}; cut at random it would have been {by_chance:.2f}"
-        console.facts({"padding": said})
+        rate = f", {counts.tokens / counts.seconds:,.0f} {task.unit}/s" if task.unit else ""
+        speed = f"{clock(counts.seconds)} for {counts.steps:,} steps, {counts.examples / counts.seconds:.0f} examples/s"
+        console.facts({"time": f"{speed}{rate}{padding_ratio(task, counts)}"})
+    console.columns("", score_rows(scores))
+    for name, values in best_possible(task, list(scores)).items():
+        console.facts({"limit": f"best possible {name}: {values}"})
+    console.last_samples()
     command, does = the_same_elsewhere(run, world, promised)
     console.facts({"weights": f"sha256 {weights}", "model": f"{run.folder}/export ({task.loader} loads it)"})
     if (page := run.folder / "report.html").is_file():
         console.facts({"report": page.resolve().as_uri()}, whole=True)  # a browser opens it
-    console.facts({"repeat": command, "": does, "next": what_next(task, console.samples)}, whole=True)
+    console.facts(
+        {"repeat": f"{command}  # {does.removeprefix('gives ')}", "next": what_next(task, console.samples)}, whole=True
+    )
+
+
+def padding_ratio(task: Task, counts: Counts) -> str:
+    """Tokens that were computed for each real one, beside what cutting at random would have come to."""
+    if not task.unit:
+        return ""
+    padding, by_chance = counts.padded / counts.tokens, counts.padded_by_chance / counts.tokens
+    return f"; {padding:.2f} {task.unit} computed for each real one ({by_chance:.2f} if cut at random)"
+
+
+ACROSS = 68  # columns of a terminal beside the names of splits: as many metrics as fit stand side by side
+
+
+def score_rows(scores: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+    """Metrics by split: a row for each split, or for each metric where these are many."""
+
+    def cell(split: str, name: str) -> str:
+        value = scores[split].get(name)  # of a source of a mixture, that a split may have nothing of
+        return "" if value is None else f"{value:,.0f}" if name == "examples" else f"{value:.4f}"
+
+    names = list(dict.fromkeys(name for metrics in scores.values() for name in metrics))
+    rows = [["", *names], *([split, *(cell(split, name) for name in names)] for split in scores)]
+    if sum(max(map(len, column)) + 2 for column in list(zip(*rows, strict=True))[1:]) <= ACROSS:
+        return rows
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def best_possible(task: Task, splits: Sequence[str]) -> dict[str, str]:
+    """Metric -> the highest value that any model can reach, by split; of generated data alone."""
+    limits = {split: task.best_possible(split) for split in splits}
+    names = dict.fromkeys(name for metrics in limits.values() for name in metrics)
+    return {
+        name: ", ".join(f"{metrics[name]:.4f} on {split}" for split, metrics in limits.items() if name in metrics)
+        for name in names
+    }
 
 
 def what_next(task: Task, samples: Sequence[Mapping[str, str]]) -> str:

@@ -39,11 +39,13 @@ def check_file(run: Run, given: str | None) -> None:
     try:
         config = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text(encoding="utf-8"))
     except OSError as caught:
-        raise RunError(f"launch.config_file: cannot read {path}: {caught.strerror}") from None
+        raise RunError("LS7300", f"launch.config_file: cannot read {path}: {caught.strerror}") from None
     except (ValueError, yaml.YAMLError) as caught:
-        raise RunError(f"launch.config_file: {path} is not valid: {' '.join(str(caught).split())}") from None
+        raise RunError("LS7301", f"launch.config_file: {path} is not valid: {' '.join(str(caught).split())}") from None
     if not isinstance(config, Mapping):
-        raise RunError(f"launch.config_file: {path} holds no keys; wanted is a file that `accelerate config` wrote")
+        raise RunError(
+            "LS7302", f"launch.config_file: {path} holds no keys; expected a file that `accelerate config` wrote"
+        )
     engine = str(config.get("distributed_type", "NO")).lower()
     asked = Asked(
         "" if engine == "no" or engine.startswith("multi_") else engine,
@@ -80,8 +82,9 @@ def _check(run: Run, asked: Asked, where: str) -> None:
     rows = [f"  {said}: {instead}" for said, instead in _differing(run, asked)]
     if rows:
         raise RunError(
+            "LS7303",
             f"{where} asks for what only the run file decides, and would be ignored. Say the same there, or take it "
-            "out of the configuration:\n" + "\n".join(rows)
+            "out of the configuration:\n" + "\n".join(rows),
         )
 
 

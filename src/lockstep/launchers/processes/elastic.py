@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from lockstep.checkpoint.manifest import newest_whole
-from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
+from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED, coded
 from lockstep.config.run import Run
 from lockstep.distributed import job_record, network
 from lockstep.distributed.membership import SOON_S, MemberAddress
@@ -173,13 +173,28 @@ class Survivors(LocalElasticAgent):
         left, who = self._remaining_restarts, f"rank process {local} of {socket.gethostname()}"
         then = f"another takes its place ({left} start(s) left)" if left else "no starts are left for another"
         if code == EXCLUDED:
-            error(f"{who} computed wrongly (guard) and is taken out; the others go on, and no other takes its place")
+            error(
+                coded(
+                    "LS7310",
+                    f"{who} computed wrongly (guard) and is taken out; the others go on, and no other takes its place",
+                )
+            )
         else:
-            error(f"{who} was killed by {name_of(-code)}{self.memory.why(pid, code)}; the others go on; {then}")
+            error(
+                coded(
+                    "LS7311",
+                    f"{who} was killed by {name_of(-code)}{self.memory.why(pid, code)}; the others go on; {then}",
+                )
+            )
 
     def _missed(self, hosts: list[str]) -> None:
         """Say that machines are lost and the others go on."""
-        error(f"no sign of life from {', '.join(hosts)} for {self.rendezvous.limits.lost:g} s; the others go on")
+        error(
+            coded(
+                "LS7312",
+                f"no sign of life from {', '.join(hosts)} for {self.rendezvous.limits.lost:g} s; the others go on",
+            )
+        )
 
     def _spare(self) -> bool:
         """Whether another rank may take the place of one that is lost; it counts as a start."""
@@ -224,7 +239,7 @@ class Survivors(LocalElasticAgent):
 
     def _tell_end(self, why: str) -> None:
         """None of this machine's ranks has failed, and they have ended all the same."""
-        error(f"{why}; {self.then()}")
+        error(coded("LS7313", f"{why}; {self.then()}"))
 
     def leave_together(self) -> bool:
         """Wait for the ranks of the other machines. Returns whether the job has come to its end."""
@@ -295,29 +310,37 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
     try:
         result = agent.run()
     except SignalException:
-        status = _unheard(run)
+        status = _unheard(run, agent)
         rendezvous.end(FAILED if status == FAILED else STOPPED, "stopped on request")
         rendezvous.leave_together(GRACE_S)
         return status
     except RendezvousTimeoutError:
         there = ", ".join(rendezvous.there()) or "none"
         error(
-            f"not enough machines came to {rendezvous.at}:{rendezvous.port} within {rendezvous.limits.join:g} s: "
-            f"wanted are {rendezvous.fewest}, there were {there}. Start the same command on the others, or lower "
-            "launch.machines"
+            coded(
+                "LS7314",
+                f"not enough machines came to {rendezvous.at}:{rendezvous.port} within {rendezvous.limits.join:g} s: "
+                f"expected {rendezvous.fewest}, there were {there}. Start the same command on the others, or lower "
+                "launch.machines",
+            )
         )
         return FAILED
     except RendezvousClosedError:
         return agent.left_out()
     except RendezvousConnectionError as caught:
         error(
-            f"{socket.gethostname()} lost the machine at {rendezvous.at}:{rendezvous.port}, where the machines of this "
-            f"job meet ({' '.join(str(caught.__cause__ or caught).split())[:120]}). The job ends here; start the same "
-            f"command again on every machine, and it goes on from its last checkpoint"
+            coded(
+                "LS7315",
+                f"{socket.gethostname()} lost the machine at "
+                f"{rendezvous.at}:{rendezvous.port}, where the machines of this "
+                f"job meet ({' '.join(str(caught.__cause__ or caught).split())[:120]}). The "
+                "job ends here; start the same "
+                f"command again on every machine, and it goes on from its last checkpoint",
+            )
         )
         return FAILED
     except RendezvousError as caught:  # forged or damaged: what torch elastic raises for it, and what is raised here
-        error(f"the machines cannot meet at {rendezvous.at}:{rendezvous.port}: {caught}")
+        error(coded("LS7316", f"the machines cannot meet at {rendezvous.at}:{rendezvous.port}: {caught}"))
         return FAILED
     if result is None:  # the job ended while this machine was one too many
         return agent.left_out()
@@ -326,14 +349,17 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
     if result.is_failed():
         return next((f.exitcode for f in result.failures.values() if f.exitcode == BAD), FAILED)
     status = max((status or 0 for status in result.return_values.values()), default=DONE)
-    return _unheard(run) if status == STOPPED and not agent.saved else status
+    return _unheard(run, agent) if status == STOPPED and not agent.saved else status
 
 
-def _unheard(run: Run) -> int:
-    """The exit status of a job whose ranks were not there yet, or did not listen yet, when it was asked to stop."""
+def _unheard(run: Run, agent: Agent) -> int:
+    """The exit status of a job whose ranks were not there, or did not listen yet, when it was asked to stop. Errors:
+    `KeyboardInterrupt` for one that does not train, such as that of `lockstep verify`: it has nothing to go on from."""
+    if not agent.trains:
+        raise KeyboardInterrupt
     if newest_whole(run) is not None:
         return STOPPED
-    error("stopped before there was a checkpoint: the same command begins from the start")
+    error(coded("LS7317", "stopped before there was a checkpoint: the same command begins from the start"))
     # by this one, job.sbatch knows that it may put the job back into the queue
     return 128 + signal.SIGTERM if os.environ.get(job_record.VARIABLE) == "slurm" else FAILED
 
@@ -345,6 +371,7 @@ class Agent(Survivors):
         super().__init__(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver")
         self._shutdown_timeout = int(run.launch.timeout_s)  # which torch before 2.13 does not take
         self.rendezvous, self.job, self.say, self.memory = rendezvous, run, say, Memory()
+        self.trains = len(spec.args) < 2 or tuple(spec.args[1]) == job_record.TRAIN  # else it records some steps
         self.verdict: int | None = None  # another machine's exit status, once this one follows it
         self.saved = False  # whether ranks, or another machine, said that they stopped with a checkpoint
         self.over = False
@@ -374,7 +401,13 @@ class Agent(Survivors):
         now = time.monotonic()
         self._limit = min(self._limit, now + self._shutdown_timeout)
         if now > self._limit:
-            error(f"ranks that were asked to stop have not ended within {self._shutdown_timeout} s (launch.timeout_s)")
+            error(
+                coded(
+                    "LS7318",
+                    "ranks that were asked to stop have not ended within "
+                    f"{self._shutdown_timeout} s (launch.timeout_s)",
+                )
+            )
             self._signal(signal.SIGKILL)
         elif now - self._told >= 1.0:
             self._told = now
@@ -383,10 +416,20 @@ class Agent(Survivors):
     def follow(self, end: object) -> int:
         """End as another machine did; says so. Returns the exit status."""
         if not isinstance(end, End):
-            error(f"the job at {self.rendezvous.at}:{self.rendezvous.port} has ended without {socket.gethostname()}")
+            error(
+                coded(
+                    "LS7319",
+                    f"the job at {self.rendezvous.at}:{self.rendezvous.port} has ended without {socket.gethostname()}",
+                )
+            )
             return FAILED
         if end.status in (FAILED, BAD):
-            error(f"the job has ended on {end.host} with status {end.status}{f': {end.text}' if end.text else ''}")
+            error(
+                coded(
+                    "LS7320",
+                    f"the job has ended on {end.host} with status {end.status}{f': {end.text}' if end.text else ''}",
+                )
+            )
         else:
             self.say(f"the job has ended on {end.host} ({end.text or 'done'})")
         return end.status
@@ -435,7 +478,12 @@ class Agent(Survivors):
         alone = self.rendezvous.most == 1
         end = None if alone else self.rendezvous.ended()
         if not alone and EXCLUDED in statuses:
-            error(f"{socket.gethostname()} computed wrongly (guard) and is taken out; the others go on without it")
+            error(
+                coded(
+                    "LS7321",
+                    f"{socket.gethostname()} computed wrongly (guard) and is taken out; the others go on without it",
+                )
+            )
             self.rendezvous.leave()
             return self._give_up(EXCLUDED)
         if not alone and BAD not in statuses and self.rendezvous.grows():
@@ -474,7 +522,12 @@ class Agent(Survivors):
             return None
         if hosts := self.rendezvous.lost():
             self._hopeless = True
-            error(f"no sign of life from {', '.join(hosts)} for {self.rendezvous.limits.lost:g} s; {self.then()}")
+            error(
+                coded(
+                    "LS7322",
+                    f"no sign of life from {', '.join(hosts)} for {self.rendezvous.limits.lost:g} s; {self.then()}",
+                )
+            )
             if not self._remaining_restarts:
                 self.rendezvous.end(FAILED, f"{', '.join(hosts)} was lost")
             return RunResult(WorkerState.FAILED)
@@ -492,7 +545,9 @@ class Agent(Survivors):
                 else f"ended with status {failure.exitcode}"
             )
             if failure.exitcode < 0 or self._remaining_restarts or self.goes_on:  # else its own words have said it all
-                error(f"rank {rank} (pid {failure.pid}) on {socket.gethostname()} {how}; {self.then()}")
+                error(
+                    coded("LS7323", f"rank {rank} (pid {failure.pid}) on {socket.gethostname()} {how}; {self.then()}")
+                )
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:  # a machine has come
@@ -518,7 +573,13 @@ class Agent(Survivors):
     def _exit_barrier(self) -> None:
         if self.several:
             if not self.leave_together():
-                error("rank 0 has not come to its end, which is on another machine; start the same command again there")
+                error(
+                    coded(
+                        "LS7324",
+                        "rank 0 has not come to its end, which is on another machine; start "
+                        "the same command again there",
+                    )
+                )
                 self.verdict = FAILED
         elif self.rendezvous.most > 1:
             self.rendezvous.leave_together()

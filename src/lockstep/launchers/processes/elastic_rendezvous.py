@@ -226,7 +226,9 @@ class Leaving:
     def refuse(self) -> None:
         """Errors: `RunError`, if this machine has left the job."""
         if self._call(lambda: self._job.check([f"excluded/{self._node.host}"])):
-            raise RunError(f"{self._node.host} was taken out of this job, because it computed wrongly (guard)")
+            raise RunError(
+                "LS7330", f"{self._node.host} was taken out of this job, because it computed wrongly (guard)"
+            )
 
     def hold(self, asked: Callable[[], bool]) -> None:
         """After `leave`: keep the store, and OUTPUT, where they are this machine's to keep, until the job is over.
@@ -417,7 +419,7 @@ class ElasticRendezvous(Leaving):
         if self.fewest == self.most:
             self.end(2, text)
             self.shutdown()
-        raise RunError(text)
+        raise RunError.read(text)
 
     def roll(self, room: str, key: str, members: list[str] | None) -> Roster:
         """A roll of ranks in this store."""
@@ -566,7 +568,9 @@ def serve(host: str, port: int) -> Any:
     """A store for jobs to meet in, held by this process for as long as it keeps what this returns. Errors:
     `NetworkError`."""
     if not network.holds(host, port):
-        raise network.NetworkError(f"{host}:{port} cannot be opened here: not an address of this machine, or in use")
+        raise network.NetworkError(
+            "LS7331", f"{host}:{port} cannot be opened here: not an address of this machine, or in use"
+        )
     return rendezvous.open_store(host, port, True, 30)
 
 

@@ -25,7 +25,7 @@ from typing import Literal
 
 import yaml
 
-from lockstep.config.errors import FAILED
+from lockstep.config.errors import FAILED, coded
 from lockstep.config.run import Run, RunError, check_output
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import JobRecord, Process, State
@@ -143,11 +143,15 @@ class Lock:
             if elsewhere is not None:
                 what, rest = f"replaced by a link to {elsewhere}", "nothing is written through the link"
             error(
-                f"{self.folder} was {what} while it was trained into: what the run had written is not there any more. "
-                f"The run ends with status 1; {rest}"
+                coded(
+                    "LS7340",
+                    f"{self.folder} was {what} while it was trained into: what the run had "
+                    "written is not there any more. "
+                    f"The run ends with status 1; {rest}",
+                )
             )
         elif state == "gone":
-            error(f"{self._path} was deleted while {self.folder} is trained into; it is made anew")
+            error(coded("LS7341", f"{self._path} was deleted while {self.folder} is trained into; it is made anew"))
         if state == "gone":
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -157,7 +161,12 @@ class Lock:
                     os.close(self._descriptor)
                     self._descriptor = created
         if state == "taken":
-            error(f"{self.folder} belongs to another process now: this one was thought to be gone. It ends here")
+            error(
+                coded(
+                    "LS7342",
+                    f"{self.folder} belongs to another process now: this one was thought to be gone. It ends here",
+                )
+            )
             os._exit(FAILED)
         self._beats += 1
         with suppress(OSError):
@@ -230,7 +239,7 @@ def take(folder: Path, say: Callable[[str], None], beat_s: float = BEAT_S, stale
             if (found := look(path)) is not None:
                 _wait_for_the_end(path, found, say, beat_s, stale_s)
     except OSError as caught:
-        raise RunError(f"output: cannot write to {folder}: {caught.strerror}") from caught
+        raise RunError("LS7343", f"output: cannot write to {folder}: {caught.strerror}") from caught
     return Lock(folder, descriptor, holder, made, beat_s)
 
 
@@ -244,7 +253,7 @@ def _wait_for_the_end(
     now: OutputState | None = found
     while now is not None:
         if now.alive or now.beat != found.beat:
-            raise RunError(taken(path.parent, now))
+            raise RunError("LS7347", taken(path.parent, now))
         watched_s = time.monotonic() - since
         if now.alive is False or watched_s >= patience_s:
             _take_away(path, now)
@@ -400,13 +409,14 @@ def check_ours(run: Run) -> None:
     if export.is_symlink() or (export.exists() and not export.is_dir()):
         what = f"a link to {os.readlink(export)}" if export.is_symlink() else "a file"
         raise RunError(
+            "LS7344",
             f"output: {export} is {what}, and the model would be written there as a folder: remove it, or give another "
-            "output=FOLDER"
+            "output=FOLDER",
         )
     try:  # before looking whose they are: another start of this run may be writing its first ones
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as caught:
-        raise RunError(f"output: cannot read {folder}: {caught.strerror}") from None
+        raise RunError("LS7345", f"output: cannot read {folder}: {caught.strerror}") from None
     own = job_record.read(folder) is not None or _written_for(folder)
     if own or any(folder.glob("checkpoints/step-*/manifest.json")):
         return
@@ -414,8 +424,9 @@ def check_ours(run: Run) -> None:
     if strange:
         more = f" and {len(strange) - 5} more" if len(strange) > 5 else ""
         raise RunError(
+            "LS7346",
             f"output: {folder} is not empty, and it is no output folder of a run: it holds {', '.join(strange[:5])}"
-            f"{more}. A run would write over run.yaml, export and others there: give another output=FOLDER"
+            f"{more}. A run would write over run.yaml, export and others there: give another output=FOLDER",
         )
 
 

@@ -77,8 +77,9 @@ def task_of(environ: Mapping[str, str]) -> SlurmTask | None:
         )
     except (KeyError, ValueError, IndexError) as error:
         raise RunError(
+            "LS7350",
             f"this looks like a task of srun, but SLURM's variables cannot be read ({error!r}); outside of a job: "
-            "unset SLURM_STEP_ID"
+            "unset SLURM_STEP_ID",
         ) from None
 
 

@@ -32,7 +32,9 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         key = "strategy.options.fsdp"
         section = only(run, "fsdp")
         if layers.own_model(run):
-            raise RunError(f"{key}: Accelerate knows no layers of a model of your own; use strategy.name=fsdp2")
+            raise RunError(
+                "LS4030", f"{key}: Accelerate knows no layers of a model of your own; use strategy.name=fsdp2"
+            )
         require(cls.needs, key)
         layers.check_layers(run, "FSDP2 through Accelerate")
         from accelerate import FullyShardedDataParallelPlugin
@@ -44,16 +46,20 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         known -= {"optim_state_dict_config", "cpu_ram_efficient_loading", "auto_wrap_policy"}
         if unknown := set(section) - known:
             raise RunError(
+                "LS4031",
                 f"{key}: Accelerate's plug-in for FSDP2 has no option {', '.join(sorted(unknown))}; it has "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(known))}",
             )
         if shared := layers.sharing_embeddings(run):
             raise RunError(
+                "LS4032",
                 f"{key}: Accelerate's FSDP2 cannot shard embeddings whose weights {', '.join(shared)} holds, too; use "
-                "strategy.name=fsdp2, which can"
+                "strategy.name=fsdp2, which can",
             )
         if processes == 1:
-            raise RunError(f"{key}: Accelerate shards over several processes only, this job has one; use hf_accelerate")
+            raise RunError(
+                "LS4033", f"{key}: Accelerate shards over several processes only, this job has one; use hf_accelerate"
+            )
 
     @classmethod
     def needs_memory_to_resolve(cls, run: Run) -> bool:
@@ -101,7 +107,7 @@ class AcceleratedZero(Accelerated, Sharded):
         require(cls.needs, key)
         layers.check_layers(run, "DeepSpeed")
         if section.get("zero_stage") not in (1, 2, 3):
-            raise RunError(f"{key}.zero_stage: 1, 2 or 3 is needed, it is {section.get('zero_stage')!r}")
+            raise RunError("LS4034", f"{key}.zero_stage: 1, 2 or 3 is needed, it is {section.get('zero_stage')!r}")
         options = {k: v for k, v in section.items() if k != "zero_stage"}
         zero_config.check(run, processes, section["zero_stage"], options, key)
 

@@ -64,11 +64,12 @@ def layer_count(config: Any) -> int:
     ours = type(config).__module__.startswith("transformers.")  # code from the Hub may take the name of a known family
     if config.model_type not in FAMILIES or not ours:
         raise RunError(
+            "LS4060",
             f"strategy.name: pipeline cannot cut a model of the type {config.model_type!r}; it can cut "
-            f"{', '.join(sorted(FAMILIES))}. Use ddp or another strategy"
+            f"{', '.join(sorted(FAMILIES))}. Use ddp or another strategy",
         )
     if (entry := leaves_out_layers(config)) is not None:
-        raise RunError(f"model.config.{entry}: a pipeline cannot leave out whole layers; set it to 0")
+        raise RunError("LS4061", f"model.config.{entry}: a pipeline cannot leave out whole layers; set it to 0")
     return sum(int(getattr(config, stack.count)) for stack in FAMILIES[config.model_type])
 
 
@@ -294,14 +295,17 @@ def count_sequential_layers(run: Run) -> int:
     model = dataset.model(run, empty=True)
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise RunError(
+            "LS4062",
             "strategy.name: pipeline cuts a model of your own where it is an nn.Sequential, and "
             f"{type(model).__name__} is none; give its modules in a row, nn.Sequential(first, second, ...), or use "
-            "ddp or fsdp2"
+            "ddp or fsdp2",
         )
     if run.precision != "fp32":
-        raise RunError("precision: what travels between the stages of a pipeline is fp32; use fp32, or ddp or fsdp2")
+        raise RunError(
+            "LS4063", "precision: what travels between the stages of a pipeline is fp32; use fp32, or ddp or fsdp2"
+        )
     if run.task.options.get("generate") is not None:
-        raise RunError("task.generate: a pipeline holds no whole model that could write; leave it out")
+        raise RunError("LS4064", "task.generate: a pipeline holds no whole model that could write; leave it out")
     return len(_layers(model))
 
 
@@ -355,9 +359,10 @@ def checked_hidden(hidden: Any, name: str) -> Tensor:
     """What travels between two stages. Errors: `RunError`."""
     if not isinstance(hidden, Tensor) or hidden.dtype != torch.float32:
         raise RunError(
+            "LS4065",
             f"strategy.name: pipeline: module {name} of the model is given {wrapped_module.kind_of(hidden)}, and what "
             "travels between stages is one float32 tensor; put it together with the module before, or change "
-            "strategy.options.stages"
+            "strategy.options.stages",
         )
     return hidden
 

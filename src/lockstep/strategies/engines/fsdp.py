@@ -68,29 +68,36 @@ def check_options(run: Run, processes: int) -> None:
     options = run.strategy.options
     if unknown := set(options) - _FSDP - {"gather"}:
         raise RunError(
+            "LS4070",
             f"strategy.options: fsdp2 has no option {', '.join(sorted(unknown))}; it has "
-            f"{', '.join(sorted(_FSDP | {'gather'}))}"
+            f"{', '.join(sorted(_FSDP | {'gather'}))}",
         )
     if options.get("gather", STEP) not in list(_GATHER):
-        raise RunError(f"strategy.options.gather: {options['gather']!r} is not {STEP} or {MICRO_BATCH}")
+        raise RunError("LS4071", f"strategy.options.gather: {options['gather']!r} is not {STEP} or {MICRO_BATCH}")
     if gather_option(run) == STEP and (others := sorted(_FSDP & set(options))):
         raise RunError(
+            "LS4072",
             f"strategy.options.{others[0]}: is FSDP's, which gathers for every micro-batch; under gather: {STEP} every "
-            f"rank has the whole weights during a step. Leave it out, or set strategy.options.gather={MICRO_BATCH}"
+            f"rank has the whole weights during a step. Leave it out, or set strategy.options.gather={MICRO_BATCH}",
         )
     if gather_option(run) == MICRO_BATCH and share_gpus(run):
         raise RunError(
+            "LS4073",
             "launch.processes_per_gpu: FSDP gathers and reduces on streams of its own, which gloo does not keep apart; "
-            f"leave it out, or set strategy.options.gather={STEP} and no option of FSDP's"
+            f"leave it out, or set strategy.options.gather={STEP} and no option of FSDP's",
         )
     own = {"tensor_parallel", "param_dtype", "reduce_dtype"} & set(options)
     if own and run.model.trained_in_bfloat16:
-        raise RunError(f"strategy.options.{min(own)}: not with model.dtype=bfloat16, which says it; leave one out")
+        raise RunError(
+            "LS4074", f"strategy.options.{min(own)}: not with model.dtype=bfloat16, which says it; leave one out"
+        )
     _check_ranks(options, processes)
     _check_kinds(options)
     if (tensor := options.get("tensor_parallel", 1)) > 1:
         if layers.own_model(run):
-            raise RunError("strategy.options.tensor_parallel: transformers has no plan for a model of your own")
+            raise RunError(
+                "LS4075", "strategy.options.tensor_parallel: transformers has no plan for a model of your own"
+            )
         layers.tensor_plan(run, tensor)
 
 
@@ -106,41 +113,49 @@ def policies(run: Run) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
 def _check_ranks(options: dict[str, Any], processes: int) -> None:
     for key in ("replicate", "tensor_parallel"):
         if not isinstance(value := options.get(key, 1), int) or isinstance(value, bool) or value < 1:
-            raise RunError(f"strategy.options.{key}: {value!r} is not a positive number of ranks")
+            raise RunError("LS4076", f"strategy.options.{key}: {value!r} is not a positive number of ranks")
     replicate, tensor = options.get("replicate", 1), options.get("tensor_parallel", 1)
     if processes % (replicate * tensor):
         raise RunError(
+            "LS4077",
             f"strategy.options: {processes} processes cannot be {replicate} replica(s) of a multiple of {tensor} "
-            f"rank(s); choose replicate and tensor_parallel so that their product divides the processes"
+            f"rank(s); choose replicate and tensor_parallel so that their product divides the processes",
         )
     if replicate > 1 and replicate * tensor == processes:
         raise RunError(
+            "LS4078",
             f"strategy.options.replicate: {replicate} copies on {processes} processes leave nothing to shard; "
-            "use strategy.name=ddp, or fewer copies"
+            "use strategy.name=ddp, or fewer copies",
         )
     reshard, shards = options.get("reshard_after_forward", True), processes // (replicate * tensor)
     if not isinstance(reshard, bool) and (not isinstance(reshard, int) or reshard < 1 or shards % reshard):
         raise RunError(
+            "LS4079",
             f"strategy.options.reshard_after_forward: {reshard!r} is not true, false, or a number of ranks that "
-            f"divides the {shards} that share the model"
+            f"divides the {shards} that share the model",
         )
 
 
 def _check_kinds(options: dict[str, Any]) -> None:
     for key in ("param_dtype", "reduce_dtype"):
         if key in options and options[key] not in DTYPES:
-            raise RunError(f"strategy.options.{key}: {options[key]!r} is not one of {', '.join(DTYPES)}")
+            raise RunError("LS4080", f"strategy.options.{key}: {options[key]!r} is not one of {', '.join(DTYPES)}")
     blocks, offload = options.get("blocks", []), options.get("cpu_offload", False)
     if not isinstance(blocks, list) or not all(isinstance(name, str) for name in blocks):
-        raise RunError(f"strategy.options.blocks: {blocks!r} is not a list of names of modules")
+        raise RunError("LS4081", f"strategy.options.blocks: {blocks!r} is not a list of names of modules")
     if not isinstance(offload, bool):
-        raise RunError(f"strategy.options.cpu_offload: {offload!r} is not true or false")
+        raise RunError("LS4082", f"strategy.options.cpu_offload: {offload!r} is not true or false")
 
 
 OTHER_LAYERS = (
     "strategy.name: fsdp2 needs all ranks to run the same layers in the same order, and this model ran others for some "
     "micro-batches (it leaves layers out by itself); nothing was updated. Use strategy.name=ddp"
 )
+
+
+def other_layers() -> RunError:
+    """The error of a model whose ranks ran different layers."""
+    return RunError("LS4084", OTHER_LAYERS)
 
 
 def roomy(model: nn.Module) -> nn.Module:
@@ -286,9 +301,10 @@ class Uses:
             for part, own in _unsharded(group):
                 if own.grad is not None:
                     raise RunError(
+                        "LS4083",
                         f"strategy.name: fsdp2 cannot train {part._param_fqn}: FSDP does not see when its gradient is "
                         "there, since it finds no tensor in what the model returns. Return tensors, a dataclass or a "
-                        "mapping of them, or use strategy.name=ddp"
+                        "mapping of them, or use strategy.name=ddp",
                     )
 
     def switched(self) -> bool:
@@ -305,7 +321,7 @@ class Uses:
         """From the sums of all ranks' signatures. Errors: `RunError`, on every rank, when the orders differ: what the
         ranks gathered and reduced together was not the same block then."""
         if ranks * sums[1] != sums[0] ** 2:  # the variance of equal numbers is 0, of others it is not
-            raise RunError(OTHER_LAYERS)
+            raise other_layers()
 
 
 def sums_in_float32(model: nn.Module) -> None:
@@ -431,7 +447,7 @@ class TreeScatter(ReduceScatter):
         if not ours.last:
             return
         if self.calls != ours.turn + 1:  # a micro-batch did not run this block
-            raise RunError(OTHER_LAYERS)
+            raise other_layers()
         if ours.replicas > 1:
             copies = ours.mesh.get_group(ours.axis("replicate"))
             how = links(ours.run, ours.world, copies)

@@ -147,9 +147,10 @@ class Hooked(WholeStateRecovery):
         elif self.ddp is not None and len(self.arrived) < len(gradients):
             lacking = next(name for i, name in enumerate(self.named) if i not in self.arrived)
             raise RunError(
+                "LS4090",
                 f"strategy.exact: without it DDP has to reduce by itself, and waits for a gradient of {lacking}, which "
                 "this step's last micro-batch did not use; set strategy.exact=true, or DDP's option "
-                "find_unused_parameters"
+                "find_unused_parameters",
             )
         return gradients
 

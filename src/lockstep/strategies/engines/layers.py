@@ -65,8 +65,9 @@ def check_layers(run: Run, engine: str) -> None:
         return  # DeepSpeed finds out by itself what a micro-batch did not use
     if (entry := leaves_out_layers(load_config(run))) is not None:
         raise RunError(
+            "LS4100",
             f"model.config.{entry}: {engine} needs every rank to run the same layers, and this leaves some out at "
-            "random; set it to 0, or use strategy.name=ddp or fsdp2"
+            "random; set it to 0, or use strategy.name=ddp or fsdp2",
         )
 
 
@@ -114,11 +115,13 @@ def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
         fitting = {name: m for name, m in model.named_modules() if name and fnmatchcase(name, pattern)}
         if not fitting:
             known = ", ".join(name for name, _ in model.named_children())
-            raise RunError(f"strategy.options.blocks: the model has no module {pattern!r}; at its top it has {known}")
+            raise RunError(
+                "LS4101", f"strategy.options.blocks: the model has no module {pattern!r}; at its top it has {known}"
+            )
         chosen |= fitting
     for name in chosen:
         if outer := next((other for other in chosen if name.startswith(f"{other}.")), None):
-            raise RunError(f"strategy.options.blocks: {name} is inside of {outer}; name one of them")
+            raise RunError("LS4102", f"strategy.options.blocks: {name} is inside of {outer}; name one of them")
     return list(chosen.values())
 
 
@@ -167,13 +170,15 @@ def tensor_plan(run: Run, ranks: int, prefix: str = "") -> dict[str, Any]:
     plan = getattr(config, "base_model_tp_plan", None) or {}
     if not plan or set(plan.values()) - set(styles):
         raise RunError(
+            "LS4103",
             f"strategy.options.tensor_parallel: transformers has no plan for {config.model_type} that can be used here "
-            "(llama, qwen2, mistral and their like have one); leave the option out"
+            "(llama, qwen2, mistral and their like have one); leave the option out",
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (getattr(config, name, None) or ranks) % ranks:
             raise RunError(
+                "LS4104",
                 f"strategy.options.tensor_parallel: {ranks} ranks cannot share the model's {getattr(config, name)} "
-                f"{name}"
+                f"{name}",
             )
     return {f"{prefix}{pattern}": styles[style]() for pattern, style in plan.items()}

@@ -377,8 +377,9 @@ def refuse_own_tensors(model: nn.Module, engine: str, instead: str) -> None:
     `RunError` for what the user's modules would lose by that."""
     if names := hooks(model):
         raise RunError(
+            "LS4110",
             f"{engine} would lose the hook on the gradient of {first_few(names)} (register_hook), since it puts other "
-            f"tensors in the place of the model's weights. Use {instead}"
+            f"tensors in the place of the model's weights. Use {instead}",
         )
     loose = [
         f"{path}.{name}".lstrip(".")
@@ -389,10 +390,11 @@ def refuse_own_tensors(model: nn.Module, engine: str, instead: str) -> None:
     ]
     if loose:
         raise RunError(
+            "LS4111",
             f"{engine} would lose {first_few(loose)}: a tensor that a module holds and that is neither a parameter nor "
             "a buffer, such as weight.data, a constant, or what a list or a function has in it, gets no numbers. Ask "
             "for the weight itself in forward, make a buffer of a constant (register_buffer(..., persistent=False)), "
-            f"or use {instead}"
+            f"or use {instead}",
         )
 
 
@@ -408,8 +410,9 @@ def refuse_writes(model: nn.Module, world: World, forward: Forward, engine: str,
             names = sorted(name for name in touched if name in weights and weights[name].requires_grad)
     if names := world.broadcast(names):
         raise RunError(
+            "LS4112",
             f"{engine} would lose what the model's forward writes to {first_few(names)}, which is trained: it cuts the "
-            f"model up. Use {instead}, or limit weights by a parametrization (torch.nn.utils.parametrize)"
+            f"model up. Use {instead}, or limit weights by a parametrization (torch.nn.utils.parametrize)",
         )
 
 

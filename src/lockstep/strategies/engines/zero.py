@@ -209,8 +209,9 @@ class Sharded(ShardedRecovery):
         name = next((name for name, count in counts.items() if 0 < count < micro_batches), None)
         if name is not None and self.world.size > 1:
             raise RunError(
+                "LS4120",
                 f"strategy.name: DeepSpeed needs every micro-batch to use the same weights, and {counts[name]} of "
-                f"{micro_batches} used {name}; nothing was updated. Use strategy.name=ddp or fsdp2"
+                f"{micro_batches} used {name}; nothing was updated. Use strategy.name=ddp or fsdp2",
             )
         return [parameter for name, parameter in self._trained() if not counts[name]]
 

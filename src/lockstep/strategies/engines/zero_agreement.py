@@ -103,7 +103,7 @@ def refuse(rows: Sequence[str], key: str) -> None:
     """Errors: `RunError`, if there is anything to tell."""
     if rows:
         head = f"{key}: {len(rows)} entries cannot be used:\n  " if len(rows) > 1 else ""
-        raise RunError(head + "\n  ".join(rows))
+        raise RunError("LS4131", head + "\n  ".join(rows))
 
 
 def _as_it_is(value: float | None) -> str:
@@ -222,6 +222,7 @@ def refuse_known_bad(stage: int, options: Mapping[str, Any], name: str, device: 
         inside = Version(bad.since) <= installed < Version(bad.mended)
         if inside and stage in bad.stages and device in bad.devices and bad.concerns(options):
             raise RunError(
+                "LS4130",
                 f"strategy.name: {name} with deepspeed {installed}: its ZeRO-{stage} {bad.fault} ({bad.reports}); "
-                f"install deepspeed {bad.mended} or later: pip install 'lockstep-train[deepspeed]'"
+                f"install deepspeed {bad.mended} or later: pip install 'lockstep-train[deepspeed]'",
             )

@@ -73,26 +73,32 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
     if isinstance(options.get("zero_optimization", {}), Mapping):
         zero_agreement.refuse_known_bad(stage, options, run.strategy.name, device)
     if run.on_nonfinite == "skip":
-        raise RunError("on_nonfinite: DeepSpeed cannot leave a step out; use on_nonfinite=stop, or another strategy")
+        raise RunError(
+            "LS4140", "on_nonfinite: DeepSpeed cannot leave a step out; use on_nonfinite=stop, or another strategy"
+        )
     if share_gpus(run):
         raise RunError(
+            "LS4141",
             "launch.processes_per_gpu: DeepSpeed's processes need a GPU each; use strategy.name=fsdp2, which divides "
-            "the same states exactly, or leave launch.processes_per_gpu out"
+            "the same states exactly, or leave launch.processes_per_gpu out",
         )
     if run.model.compile:
         raise RunError(
+            "LS4142",
             "model.compile: DeepSpeed gathers and lets go of weights inside of layers, which cannot be compiled then; "
-            "leave model.compile out, or use strategy.name=fsdp2"
+            "leave model.compile out, or use strategy.name=fsdp2",
         )
     if run.precision == "fp16":
         raise RunError(
+            "LS4143",
             "precision: fp16, but DeepSpeed's keeps weights in fp16 and a loss scale of its own, with which no other "
-            "strategy could go on; use precision=bf16 or fp32, or strategy.name=fsdp2"
+            "strategy could go on; use precision=bf16 or fp32, or strategy.name=fsdp2",
         )
     if run.model.dtype == "bfloat16" and run.model.adapter:
         raise RunError(
+            "LS4144",
             "model.dtype: DeepSpeed takes no weights of two dtypes, here bfloat16 beside an adapter in float32; set "
-            "model.dtype=float32, or strategy.name=fsdp2"
+            "model.dtype=float32, or strategy.name=fsdp2",
         )
     rows = differing(run, processes, stage, options, key)
     if options and isinstance(options.get("zero_optimization", {}), Mapping):
@@ -158,7 +164,7 @@ def _format_fault(error: Any, content: dict[str, Any], options: Mapping[str, Any
     name = ".".join(str(part) for part in (key, section, *error["loc"]) if part is not None)
     if error["type"] == "extra_forbidden":
         return f"{name}: DeepSpeed has no such option"
-    return f"{name}: {error['input']!r} will not do, DeepSpeed says: {error['msg']}"
+    return f"{name}: invalid value {error['input']!r}; DeepSpeed says: {error['msg']}"
 
 
 def _belongs(location: tuple[int | str, ...], section: Any) -> bool:

@@ -69,9 +69,10 @@ def assigned(optim: OptimSection, model: nn.Module) -> dict[str, ParamGroupSpec]
         if group.match not in matched:
             first = any(fnmatchcase(name, group.match) for name in named)
             raise RunError(
+                "LS4170",
                 f"optim.groups: {_unmatched(group.match, named)}"
                 if not first
-                else f"optim.groups: all weights of {group.match!r} are in a group before it; put it first"
+                else f"optim.groups: all weights of {group.match!r} are in a group before it; put it first",
             )
     return treated
 
@@ -95,7 +96,7 @@ def layer_factors(names: Sequence[str], embeddings: Collection[str], decay: floa
         return dict.fromkeys(names, 1.0)
     places = {name: (match[1], int(match[2])) for name in names if (match := _LAYER.match(f"model.{name}"))}
     if not places:
-        raise RunError("optim.layerwise_lr_decay: the model has no list of layers; use optim.groups")
+        raise RunError("LS4171", "optim.layerwise_lr_decay: the model has no list of layers; use optim.groups")
     sizes: dict[str, int] = {}
     for stack, place in places.values():
         sizes[stack] = max(sizes.get(stack, 0), place + 1)
@@ -119,11 +120,11 @@ def freeze(run: Run, model: nn.Module) -> nn.Module:
     for pattern in run.model.freeze:
         matching = [name for name in named if fnmatchcase(name, pattern)]
         if not matching:
-            raise RunError(f"model.freeze: {_unmatched(pattern, named)}")
+            raise RunError("LS4172", f"model.freeze: {_unmatched(pattern, named)}")
         for name in matching:
             named[name].requires_grad_(False)
     if run.model.freeze and not any(p.requires_grad for p in named.values()):
-        raise RunError("model.freeze: no weight is left to train")
+        raise RunError("LS4173", "model.freeze: no weight is left to train")
     return model
 
 
@@ -152,11 +153,12 @@ def make_model(task: Task, empty: bool = False) -> nn.Module:
     model = freeze(task.run, task.model(empty=True) if empty else task.model())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != wanted:
-            raise RunError(f"model(): {name} is {parameter.dtype}; weights that are trained must be {wanted}")
+            raise RunError("LS4174", f"model(): {name} is {parameter.dtype}; weights that are trained must be {wanted}")
     if names := hooks(model, after=True):
         raise RunError(
+            "LS4175",
             f"model(): {first_few(names)} has a hook for after its gradient was added up "
-            "(register_post_accumulate_grad_hook): it would see the sum of several micro-batches. Use register_hook"
+            "(register_post_accumulate_grad_hook): it would see the sum of several micro-batches. Use register_hook",
         )
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNED:

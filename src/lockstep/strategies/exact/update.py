@@ -74,8 +74,9 @@ class GradientUpdate(Strategy):
             self.effects = self.take_effects(replace(self.effects, switched=frozenset(["weights"])))
         if not any(counts):
             raise RunError(
+                "LS4180",
                 "no weight of the model gets a gradient: the loss does not depend on its trainable weights (look at "
-                "the task's loss, and at what is frozen or detached)"
+                "the task's loss, and at what is frozen or detached)",
             )
         return losses, counts
 
@@ -163,10 +164,10 @@ class GradientUpdate(Strategy):
         """Those of all ranks. Collective. Errors: `RunError`, on every rank, for what this strategy cannot keep."""
         agreed = effects.together(self.world.all_gather)
         if agreed.replaced:
-            raise RunError(f"model(): {side_effects.replacement(agreed.replaced)}")
+            raise RunError("LS4181", f"model(): {side_effects.replacement(agreed.replaced)}")
         if agreed.per_process and self.world.size > 1:
             raise RunError(
-                side_effects.refusal(self.run.strategy.name, agreed, self.model, self.statistics is not None)
+                "LS4182", side_effects.refusal(self.run.strategy.name, agreed, self.model, self.statistics is not None)
             )
         return agreed
 

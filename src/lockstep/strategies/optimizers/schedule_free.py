@@ -37,11 +37,12 @@ class ScheduleFree(Optimizer):
     def check(self, run: Run) -> None:
         if run.optim.schedule != "constant":
             raise RunError(
+                "LS4230",
                 "optim.schedule: schedule_free has none, its average takes its place; set optim.schedule=constant (a "
-                "warm-up is of use)"
+                "warm-up is of use)",
             )
         if self.options.betas[0] <= 0:
-            raise RunError("optim.betas: the first must be more than 0 with schedule_free")
+            raise RunError("LS4231", "optim.betas: the first must be more than 0 with schedule_free")
 
     def begin(self, group: GroupOf, like: Tensor) -> State:
         import torch

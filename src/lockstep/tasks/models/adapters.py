@@ -28,11 +28,11 @@ def check(run: Run) -> None:
     if not adapter:
         return
     if importlib.util.find_spec("peft") is None:
-        raise RunError("model.adapter: peft is not installed: pip install 'lockstep-train[peft]'")
+        raise RunError("LS3070", "model.adapter: peft is not installed: pip install 'lockstep-train[peft]'")
     if run.model.source is None:
-        raise RunError("model.adapter: an adapter is trained on a pretrained model; give model.source")
+        raise RunError("LS3071", "model.adapter: an adapter is trained on a pretrained model; give model.source")
     if (export := adapter.get("export", "merged")) not in EXPORTS:
-        raise RunError(f"model.adapter.export: {export!r} is not one of {', '.join(EXPORTS)}")
+        raise RunError("LS3072", f"model.adapter.export: {export!r} is not one of {', '.join(EXPORTS)}")
     config(run, "classification")
 
 
@@ -48,7 +48,7 @@ def config(run: Run, head: str) -> Any:
     if name.lower() not in known:
         near = difflib.get_close_matches(name.lower(), known, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise RunError(f"model.adapter.type: peft has no {name.lower()!r}; {hint}it has {', '.join(known)}")
+        raise RunError("LS3073", f"model.adapter.type: peft has no {name.lower()!r}; {hint}it has {', '.join(known)}")
     kind = KINDS[PeftType(name)]
     given = {key: value for key, value in run.model.adapter.items() if key not in OURS}
     fields = {field.name for field in dataclasses.fields(kind)}
@@ -56,14 +56,14 @@ def config(run: Run, head: str) -> Any:
         if key not in fields or key in ("task_type", "peft_type", "inference_mode"):
             near = difflib.get_close_matches(key, fields, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(fields))}"
-            raise RunError(f"model.adapter: {name.lower()} has no option {key!r}; {hint}")
+            raise RunError("LS3074", f"model.adapter: {name.lower()} has no option {key!r}; {hint}")
     task_type = heads.of(head).adapter
     if task_type is None and "modules_to_save" in fields:
         given.setdefault("modules_to_save", ["classifier"])  # of the other classifiers peft knows the head
     try:
         return kind(task_type=task_type, **given)
     except (TypeError, ValueError) as error:
-        raise RunError(f"model.adapter: {' '.join(str(error).split())}") from error
+        raise RunError("LS3075", f"model.adapter: {' '.join(str(error).split())}") from error
 
 
 def wrap(run: Run, model: nn.Module, head: str) -> nn.Module:
@@ -73,7 +73,7 @@ def wrap(run: Run, model: nn.Module, head: str) -> nn.Module:
     try:
         return get_peft_model(model, config(run, head))
     except ValueError as error:  # no such modules, a kind that this family cannot have
-        raise RunError(f"model.adapter: {' '.join(str(error).split())[:400]}") from error
+        raise RunError("LS3076", f"model.adapter: {' '.join(str(error).split())[:400]}") from error
 
 
 def save(run: Run, model: Any, folder: Path, published: str | None) -> None:

@@ -24,9 +24,10 @@ def check(config: Any, tokens: int, key: str) -> None:
     shortest = (5 + 2 * config.num_random_blocks) * config.block_size
     if tokens > shortest:
         raise RunError(
+            "LS3080",
             f"model.config.attention_type: a {config.model_type} changes from block_sparse to original_full, for good, "
             f"at the first texts of at most {shortest} tokens, so that what a process computes would depend on what it "
-            f"read before; set it to original_full, or {key} to {shortest} or less"
+            f"read before; set it to original_full, or {key} to {shortest} or less",
         )
 
 

@@ -199,13 +199,14 @@ def check(run: Run, head: str) -> None:
         return
     if head == "classification" and "problem_type" in (run.model.config or {}):
         raise RunError(
+            "LS3110",
             "model.config.problem_type: the task says what is learned; leave it out, and set task.multi_label: true or "
-            "task.regression: true, or neither for one label a text"
+            "task.regression: true, or neither for one label a text",
         )
     without = run.model_copy(update={"model": run.model.model_copy(update={"adapter": {}})})  # adapters add no term
     refusal = padding.kept_trial(without, head, model_configs.load_config(run), auxiliary_term)
     if refusal is not None:
-        raise RunError(f"model.config.{refusal}")
+        raise RunError("LS3111", f"model.config.{refusal}")
 
 
 def auxiliary_term(run: Run, head: str, config: Any) -> str | None:

@@ -66,29 +66,31 @@ def set_entries(config: Any, entries: Mapping[str, Any], at: str = "model.config
         present = vars(config).get(key)  # reading an entry by its name may raise an error
         if key == "model_type":
             if value != config.model_type:
-                raise RunError(f"{at}.model_type: {value!r}, but this config is of the type {config.model_type!r}")
+                raise RunError(
+                    "LS3120", f"{at}.model_type: {value!r}, but this config is of the type {config.model_type!r}"
+                )
             continue
         if key not in known:
-            raise RunError(_unknown(config, key, known, at))
+            raise _unknown(config, key, known, at)
         if key in _ELSEWHERE and value not in (None, True, "float32"):
-            raise RunError(f"{at}.{key}: {value!r} will not do: {_ELSEWHERE[key]}")
+            raise RunError("LS3121", f"{at}.{key}: invalid value {value!r}; {_ELSEWHERE[key]}")
         if isinstance(present, PreTrainedConfig):
             if not isinstance(value, Mapping):
-                raise RunError(f"{at}.{key}: a mapping of entries is needed, not {value!r}")
+                raise RunError("LS3122", f"{at}.{key}: a mapping of entries is needed, not {value!r}")
             set_entries(present, value, f"{at}.{key}")
             continue
         try:
             setattr(config, key, value)
         except _UNFIT as error:
-            raise RunError(f"{at}.{key}: {value!r} will not do: {_line(error)}") from None
+            raise RunError("LS3123", f"{at}.{key}: invalid value {value!r}; {_line(error)}") from None
 
 
-def _unknown(config: Any, key: str, known: set[str], at: str) -> str:
+def _unknown(config: Any, key: str, known: set[str], at: str) -> RunError:
     near = difflib.get_close_matches(key, sorted(known), 1) or [
         name for name in known if _letters(name) == _letters(key)
     ]
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{at}: a config of the type {config.model_type!r} has no entry {key!r}{hint}"
+    return RunError("LS3135", f"{at}: a config of the type {config.model_type!r} has no entry {key!r}{hint}")
 
 
 def _letters(name: str) -> str:
@@ -106,13 +108,13 @@ def from_scratch(kind: Any, entries: Mapping[str, Any]) -> Any:
     try:
         config = kind(**wanted)
     except _UNFIT as error:
-        raise RunError(f"model.config: this will not do: {_line(error)}") from None
+        raise RunError("LS3124", f"model.config: invalid entries: {_line(error)}") from None
     for name, given in _parts(kind, entries).items():  # a config within it that is none unless entries make it
         if isinstance(part := getattr(config, name, None), PreTrainedConfig):
             known = {"model_type", *names(type(part)())}
             for key in given:
                 if key not in known:
-                    raise RunError(_unknown(part, key, known, f"model.config.{name}"))
+                    raise _unknown(part, key, known, f"model.config.{name}")
     return config
 
 
@@ -137,7 +139,7 @@ def _usual(kind: Any, parts: Mapping[str, Mapping[str, Any]]) -> Any:
     try:
         return kind(**{k: {"model_type": v["model_type"]} for k, v in parts.items() if "model_type" in v})
     except _UNFIT as error:
-        raise RunError(f"model: transformers makes no {kind.model_type} of this: {_line(error)}") from None
+        raise RunError("LS3125", f"model: transformers makes no {kind.model_type} of this: {_line(error)}") from None
 
 
 def _line(error: Exception) -> str:
@@ -158,17 +160,17 @@ def check(run: Run, here: bool) -> None:
     if name.removeprefix("paged|") not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise RunError(f"model.attention: transformers has no {name!r}; {hint}it has {', '.join(known)}")
+        raise RunError("LS3126", f"model.attention: transformers has no {name!r}; {hint}it has {', '.join(known)}")
     if not name.startswith("flash_attention"):
         return
     instead = "; leave model.attention out for the model's own choice (sdpa)"
     if run.launch.device == "cpu" or (here and not _cuda()):
-        raise RunError(f"model.attention: {name} runs on GPUs only, and this job has none{instead}")
+        raise RunError("LS3127", f"model.attention: {name} runs on GPUs only, and this job has none{instead}")
     if run.precision == "fp32":
-        raise RunError(f"model.attention: {name} does not compute in fp32; set precision=bf16{instead}")
+        raise RunError("LS3128", f"model.attention: {name} does not compute in fp32; set precision=bf16{instead}")
     package = _PACKAGES.get(name)
     if here and package is not None and importlib.util.find_spec(package) is None:
-        raise RunError(f"model.attention: {name} needs {package}, which is not installed{instead}")
+        raise RunError("LS3129", f"model.attention: {name} needs {package}, which is not installed{instead}")
 
 
 def _cuda() -> bool:
@@ -191,7 +193,8 @@ def load_config(run: Run) -> Any:
 
             near = difflib.get_close_matches(run.model.type, list(CONFIG_MAPPING), 3)
             raise RunError(
-                f"model.type: transformers knows no type {run.model.type!r}; near are {', '.join(near) or 'none'}"
+                "LS3130",
+                f"model.type: transformers knows no type {run.model.type!r}; near are {', '.join(near) or 'none'}",
             )
         return from_scratch(CONFIG_MAPPING[run.model.type], run.model.config)
     source = local_or_id(run)
@@ -201,7 +204,7 @@ def load_config(run: Run) -> Any:
         )
     except Exception as error:  # not a model folder, no such Hub id, no network: all are the user's to mend
         said = explained(error, run.model.revision)
-        raise RunError(f"model.source: cannot load a model from {source!r}: {said}") from error
+        raise RunError("LS3131", f"model.source: cannot load a model from {source!r}: {said}") from error
     set_entries(config, run.model.config)
     return config
 
@@ -260,11 +263,13 @@ def local_or_id(run: Run) -> str:
     source = model_folder(str(run.model.source))
     path = Path(source).expanduser()
     if adapters.is_adapter(path):
-        raise RunError(f"model.source: {path} holds an adapter alone; name the model it is of, or export: merged")
+        raise RunError(
+            "LS3132", f"model.source: {path} holds an adapter alone; name the model it is of, or export: merged"
+        )
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise RunError(f"model.source: the folder {path} is not a model's: it has no config.json")
+            raise RunError("LS3133", f"model.source: the folder {path} is not a model's: it has no config.json")
         return str(path)
     if source.startswith((".", "/", "~")):
-        raise RunError(f"model.source: there is no folder {path}")
+        raise RunError("LS3134", f"model.source: there is no folder {path}")
     return source

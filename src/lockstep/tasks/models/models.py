@@ -49,7 +49,7 @@ def check(
     config = load_config(run)
     asked = heads.of(head)
     if config.model_type not in getattr(modeling_auto, asked.families) and not run.model.trust_remote_code:
-        raise RunError(f"model: transformers has no {asked.called} of the type {config.model_type!r}")
+        raise RunError("LS3140", f"model: transformers has no {asked.called} of the type {config.model_type!r}")
     if run.model.config or run.model.adapter:
         for name, value in entries.items():
             setattr(config, name, value)
@@ -60,8 +60,9 @@ def check(
         if "sliding_attention" in (entry(part, "layer_types") or ()) and vars(part).get("sliding_window", 0) is None:
             switch = "use_sliding_window: true and " if entry(part, "use_sliding_window") is False else ""
             raise RunError(
+                "LS3141",
                 f"model.config.layer_types: sliding_attention, and this {part.model_type} has no window; set "
-                f"model.config.{switch}sliding_window, or take full_attention"
+                f"model.config.{switch}sliding_window, or take full_attention",
             )
         positions = entry(part, "max_position_embeddings")
         if positions is None or positions <= 0:
@@ -71,7 +72,8 @@ def check(
             fits -= (part.pad_token_id or 0) + 1
         if (tokens or run.data.max_length) > fits:
             raise RunError(
-                f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits}; lower it"
+                "LS3142",
+                f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits}; lower it",
             )
     block_sparse.check(config, tokens or run.data.max_length, key)
     _check_half_precision(run, config)
@@ -84,8 +86,9 @@ def _check_half_precision(run: Run, config: Any) -> None:
     """Refuse a family whose layers write what autocast computes into tensors of float32. Errors: `RunError`."""
     if config.model_type == "xmod" and run.precision != "fp32" and not run.model.trained_in_bfloat16:
         raise RunError(
+            "LS3143",
             f"precision: the adapters within an xmod do not compute in {run.precision} beside weights in float32; set "
-            "precision: fp32, or precision: bf16 and model.dtype: bfloat16"
+            "precision: fp32, or precision: bf16 and model.dtype: bfloat16",
         )
 
 
@@ -109,7 +112,7 @@ def _check_buildable(run: Run, config: Any, head: str) -> None:
         said = " ".join(str(error).split())
         if "meta" in said:  # a model that cannot be built without memory says nothing of its sizes
             return
-        raise RunError(f"model.config: transformers cannot build this {config.model_type}: {said}") from error
+        raise RunError("LS3144", f"model.config: transformers cannot build this {config.model_type}: {said}") from error
 
 
 def sequence_classifier(
@@ -196,9 +199,10 @@ def _prepare(config: Any, tokenizer: Any, pretrained: bool) -> None:
         size = entry(part, "vocab_size")
         if pretrained and isinstance(size, int) and 0 < size <= tokenizer.pad_token_id:
             raise RunError(
+                "LS3145",
                 f"tokenizer: its padding token {tokenizer.pad_token!r} has the number {tokenizer.pad_token_id}, and "
                 f"the model has embeddings for {size} tokens; give the tokenizer that the model was trained with, or "
-                "set its pad_token to one of its own tokens"
+                "set its pad_token to one of its own tokens",
             )
         part.pad_token_id = tokenizer.pad_token_id
         if hasattr(part, "use_cache"):  # a cache costs memory and may change bits; `save` switches it on again

@@ -59,7 +59,8 @@ def check_foresight(run: Run) -> None:
     """Refuse a causal language model that reads the tokens that it is to predict. Errors: `RunError`."""
     if (instead := foresight(run)) is not None:
         raise RunError(
-            f"model: {model_configs.load_config(run).model_type} reads the tokens that it is to predict; {instead}"
+            "LS3150",
+            f"model: {model_configs.load_config(run).model_type} reads the tokens that it is to predict; {instead}",
         )
 
 

@@ -99,8 +99,9 @@ def _mode(path: Path, source: str) -> str:
     names = {entry: name for name, entry in MODES.items()} | {"lasttoken": "last_token", "mean": "mean", "cls": "cls"}
     if len(asked) != 1 or asked[0] not in names:
         raise RunError(
+            "LS3160",
             f"task.pooling: {source} pools by {' and '.join(asked) or 'nothing'} ({FOLDER}/config.json), which is not "
-            f"known here; choose one: {', '.join(MODES)}"
+            f"known here; choose one: {', '.join(MODES)}",
         )
     return names[asked[0]]
 

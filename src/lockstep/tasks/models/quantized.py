@@ -33,22 +33,28 @@ def check(run: Run, possible: bool) -> None:
     adapter = run.model.adapter
     if not adapter:
         raise RunError(
+            "LS3170",
             "model.quantization: weights in 4 bits cannot be trained, only an adapter beside them: give model.adapter, "
-            "or leave it out"
+            "or leave it out",
         )
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise RunError("model.quantization: bitsandbytes is not installed: pip install 'lockstep-train[quantization]'")
+        raise RunError(
+            "LS3171", "model.quantization: bitsandbytes is not installed: pip install 'lockstep-train[quantization]'"
+        )
     kind = str(adapter.get("type", "lora")).lower()
     if kind != "lora" or adapter.get("use_dora"):
         kind = "lora with use_dora" if kind == "lora" else kind
-        raise RunError(f"model.quantization: it goes with adapters of type lora, not with {kind}, which reads weights")
+        raise RunError(
+            "LS3172", f"model.quantization: it goes with adapters of type lora, not with {kind}, which reads weights"
+        )
     if not possible:
         raise RunError(
+            "LS3173",
             f"model.quantization: {run.strategy.name} takes no weights in 4 bits; use strategy.name=ddp, allreduce "
-            "or single"
+            "or single",
         )
     if run.model.compile:
-        raise RunError("model.compile: not with model.quantization; set model.compile=false")
+        raise RunError("LS3174", "model.compile: not with model.quantization; set model.compile=false")
 
 
 def pack(run: Run, model: nn.Module) -> None:
@@ -57,8 +63,9 @@ def pack(run: Run, model: nn.Module) -> None:
     found = [m for name, m in model.named_modules() if _within_blocks(name) and _fits(m)]
     if not found:
         raise RunError(
+            "LS3175",
             f"model.quantization: no block of this model has a frozen linear layer whose inputs are a multiple of "
-            f"{BLOCK}; leave it out, and keep them in bfloat16"
+            f"{BLOCK}; leave it out, and keep them in bfloat16",
         )
     for layer in found:
         _pack(layer, str(run.model.quantization))

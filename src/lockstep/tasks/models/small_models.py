@@ -46,7 +46,7 @@ def small(run: Run, head: str, config: Any, attention: str | None) -> nn.Module:
     with torch.device("meta"):
         size = sum(p.numel() for p in auto.from_config(copy.deepcopy(config), **options).parameters())
     if size > LARGE:
-        raise RunError(f"it has {size / 1e6:.0f}M parameters")
+        raise RunError("LS3180", f"it has {size / 1e6:.0f}M parameters")
     transformers.logging.set_verbosity_error()
     seed_libraries(0)
     model: nn.Module = auto.from_config(copy.deepcopy(config), **options)

@@ -28,7 +28,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from lockstep.distributed.torch_internals import to_device
 
 NAME = "lockstep_unpadded"  # `attn_implementation`
-# Tokens of a padded text up to which attention on a CPU is written out: measured, docs/log.md.
+# Tokens of a padded text up to which attention on a CPU is written out: measured, benchmarks/log.md.
 SHORT = {torch.float32: 64, torch.bfloat16: 128}
 
 

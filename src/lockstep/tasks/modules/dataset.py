@@ -48,24 +48,25 @@ def function(run: Run, key: str) -> Any:
     if name is None:
         return None
     if "." not in name:
-        raise RunError(f"task.{key}: {name!r} names no file: write my_file.{name} for {name} in my_file.py")
+        raise RunError("LS3200", f"task.{key}: {name!r} names no file: write my_file.{name} for {name} in my_file.py")
     if name.rpartition(".")[0] not in sys.modules:  # what is drawn at its top is the same in every process
         seed_libraries(run.seed)
     try:
         found = plugins.attribute(name)
     except plugins.PluginError as error:
-        raise RunError(f"task.{key}: {error}") from error
+        raise RunError(error.code, f"task.{key}: {error.message}") from error
     except Exception as error:
-        raise RunError(f"task.{key}: cannot import {name}: {error_line(error)}") from error
+        raise RunError("LS3201", f"task.{key}: cannot import {name}: {error_line(error)}") from error
     if key not in ("model", "data") and isinstance(found, type) and issubclass(found, nn.Module):
         found = found()
     if key == "loss" and isinstance(found, nn.Module) and any(w.requires_grad for w in found.parameters()):
         raise RunError(
+            "LS3202",
             f"task.loss: {name} has weights of its own, which would not be trained: make it a part of the model that "
-            "task.model builds, and let forward return what the loss needs"
+            "task.model builds, and let forward return what the loss needs",
         )
     if key != "data" and not callable(found):
-        raise RunError(f"task.{key}: {name} is a {type(found).__name__}, and wanted is a function")
+        raise RunError("LS3203", f"task.{key}: {name} is a {type(found).__name__}; expected a function")
     return found
 
 
@@ -77,7 +78,9 @@ def asked(run: Run, key: str, what: str = "") -> Iterator[None]:
     except RunError:
         raise
     except Exception as error:
-        raise RunError(f"task.{key}: {run.task.options.get(key)}{what} failed: {error_line(error)}") from error
+        raise RunError(
+            "LS3204", f"task.{key}: {run.task.options.get(key)}{what} failed: {error_line(error)}"
+        ) from error
 
 
 def error_line(error: BaseException) -> str:
@@ -106,22 +109,24 @@ def data_sets(run: Run) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
             made = made(**run.task.options["data_arguments"])
     if isinstance(made, tuple):
         if not 1 <= len(made) <= len(ORDER):
-            raise RunError(f"task.data: {name} gives {len(made)} things; wanted are train, validation and test")
+            raise RunError("LS3205", f"task.data: {name} gives {len(made)} things; expected train, validation and test")
         made = dict(zip(ORDER, made, strict=False))
     if not isinstance(made, Mapping):
         made = {"train": made}
     if unknown := [key for key in made if key not in SPLITS]:
-        raise RunError(f"task.data: {name} gives a split {unknown[0]!r}; known are {', '.join(SPLITS)}")
+        raise RunError("LS3206", f"task.data: {name} gives a split {unknown[0]!r}; known are {', '.join(SPLITS)}")
     sets = {SPLITS[key]: _indexed(run, data, f"task.data: the {key} split of {name}") for key, data in made.items()}
     if "train" not in sets:
-        raise RunError(f"task.data: {name} gives no split train, only {', '.join(made)}")
+        raise RunError("LS3207", f"task.data: {name} gives no split train, only {', '.join(made)}")
     places = {split: np.arange(min(len(data), run.data.limit or len(data))) for split, data in sets.items()}
     if cut := "validation" not in sets:
         sets["validation"] = sets["train"]
         shuffled = np.random.default_rng(run.seed).permutation(places["train"])
         count = max(1, round(len(shuffled) * run.data.validation_fraction))
         if count >= len(shuffled):
-            raise RunError(f"task.data: {name} gives no validation split, and one example is too few to cut one off")
+            raise RunError(
+                "LS3208", f"task.data: {name} gives no validation split, and one example is too few to cut one off"
+            )
         places |= {"validation": np.sort(shuffled[:count]), "train": np.sort(shuffled[count:])}
     return {split: (sets[split], places[split].astype(np.int64)) for split in ORDER if split in sets}, cut
 
@@ -130,19 +135,21 @@ def _indexed(run: Run, data: Any, what: str) -> Any:
     """A data set that can be asked for its i-th item. Errors: `RunError`."""
     if isinstance(data, DataLoader):
         raise RunError(
+            "LS3209",
             f"{what} is a DataLoader; give its data set (`.dataset`): batches are made by batch_size and "
-            "micro_batches, and task.collate takes its collate_fn"
+            "micro_batches, and task.collate takes its collate_fn",
         )
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping)
     if isinstance(data, IterableDataset) or not indexed:
         raise RunError(
+            "LS3210",
             f"{what} is a {type(data).__name__}, which can only be gone through from its beginning; the order of "
             "training is drawn anew at every epoch, shared out and resumed, so it needs items by number: give a data "
             "set with __getitem__ and __len__. What fits into memory is one as list(data); larger data can be written "
-            "to a file once (datasets.Dataset.from_generator) and read from there by number"
+            "to a file once (datasets.Dataset.from_generator) and read from there by number",
         )
     if len(data) == 0:
-        raise RunError(f"{what} is empty")
+        raise RunError("LS3211", f"{what} is empty")
     if getattr(data, "format", {}) and type(data).__module__.startswith("datasets."):
         return data if data.format["type"] else data.with_format("torch")  # lists of numbers as tensors
     return data
@@ -156,17 +163,21 @@ def model(run: Run, empty: bool = False) -> nn.Module:
     `RunError`."""
     name, build = run.task.options["model"], function(run, "model")
     if isinstance(build, nn.Module):
-        raise RunError(f"task.model: {name} is a model; give the function or class that makes one, so that every "
-                       "process draws the same weights")  # fmt: skip
+        raise RunError(
+            "LS3212",
+            f"task.model: {name} is a model; give the function or class "
+            "that makes one, so that every "
+            "process draws the same weights",
+        )
     seed_libraries(run.seed)
     with asked(run, "model"):
         found = _on_meta(build, run) if empty else build(**run.task.options["model_arguments"])
     if isinstance(found, list | tuple) and found and all(isinstance(part, nn.Module) for part in found):
         found = nn.Sequential(*found)
     if not isinstance(found, nn.Module):
-        raise RunError(f"task.model: {name} gives a {type(found).__name__}, and wanted is a torch.nn.Module")
+        raise RunError("LS3213", f"task.model: {name} gives a {type(found).__name__}; expected a torch.nn.Module")
     if isinstance(found, torch.jit.ScriptModule) or type(found).__name__ == "OptimizedModule":
-        raise RunError(f"task.model: {name} gives a compiled model; give the module itself")
+        raise RunError("LS3214", f"task.model: {name} gives a compiled model; give the module itself")
     return found.to("meta") if empty else found
 
 
@@ -189,7 +200,7 @@ def measured(run: Run, data: Any, places: np.ndarray, each: int, key: str) -> st
         for name, call in some.items():
             columns[name][row] = _number(run, name, call, found, int(place))
     if not columns["targets"].any():
-        raise RunError("task.targets: no item of a split holds a target")
+        raise RunError("LS3215", "task.targets: no item of a split holds a target")
 
     def make(aside: Path) -> None:
         table = pa.table(columns)
@@ -224,7 +235,7 @@ def _number(run: Run, name: str, function: Any, found: Any, place: int) -> int:
         number = int(function(found))
     least = 1 if name == "length" else 0
     if not least <= number < 2**31:
-        raise RunError(f"task.{name}: item {place} has {number}; wanted is a whole number of at least {least}")
+        raise RunError("LS3216", f"task.{name}: item {place} has {number}; expected a whole number of at least {least}")
     return number
 
 
@@ -277,8 +288,12 @@ class Items(Columns):
         self.lengths = self.flat("length").astype(np.int32)  # [examples]
         self.targets = self.flat("targets").astype(np.int64)  # [examples]
         if len(places) != len(self):
-            raise RunError(f"task.data: the {name} split had {len(self)} items when it was prepared, and {len(places)} "
-                           "now; what it gives must not change while a run starts")  # fmt: skip
+            raise RunError(
+                "LS3217",
+                f"task.data: the {name} split had {len(self)} items "
+                f"when it was prepared, and {len(places)} "
+                "now; what it gives must not change while a run starts",
+            )
 
     @property
     def sides(self) -> list[np.ndarray]:
@@ -322,8 +337,9 @@ class Batches(Dataset):
                 if self._again("targets", int(row)) != self.columns.targets[row]:
                     told = self._changed()
                 raise RunError(
+                    "LS3218",
                     f"task.targets: {self._called(row)} holds {count} targets, and held {self.columns.targets[row]} "
-                    f"when the data was prepared; {told}"
+                    f"when the data was prepared; {told}",
                 )
             if not self.compared[row]:  # once: it may be drawn at random, and differ whenever it is read
                 self.compared[row] = True
@@ -332,8 +348,9 @@ class Batches(Dataset):
                     length = self._again("length", int(row))
                     if length != self.columns.lengths[row]:
                         raise RunError(
+                            "LS3219",
                             f"task.length: {self._called(row)} has the length {length}, and had "
-                            f"{self.columns.lengths[row]} when the data was prepared; {self._changed()}"
+                            f"{self.columns.lengths[row]} when the data was prepared; {self._changed()}",
                         )
 
     def _called(self, row: int) -> str:
@@ -368,9 +385,10 @@ def collated(run: Run, collate: Callable[[list[Any]], Any], found: list[Any]) ->
             with asked(run, "collate"):
                 raise
         raise RunError(
+            "LS3220",
             "task.data: torch's default_collate cannot make a batch of these items "
             f"({error_line(error)}); give task.collate: my_file.collate, which makes a batch of a list "
-            "of items (and pads them where they differ)"
+            "of items (and pads them where they differ)",
         ) from error
 
 
@@ -405,7 +423,7 @@ def in_workers(
             _, index, rows = asked.pop(0)
             yield placed(columns, rows, index, bundle)
     except RunError as caught:  # with the worker's traceback in front
-        raise RunError(str(caught).strip().splitlines()[-1].partition("RunError: ")[2] or str(caught)) from None
+        raise RunError.read(caught.message.strip().rpartition("RunError: ")[2]) from None
 
 
 class _Jobs:

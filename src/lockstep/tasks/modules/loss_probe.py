@@ -214,27 +214,33 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
         values = {name: trial.loss(name) for name in trial.batches}
     for value in values.values():
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise RunError(f"task.loss: wanted is a tensor of floats, and it gave {wrapped_module.kind_of(value)}")
+            raise RunError(
+                "LS3230", f"task.loss: expected a tensor of floats, and it gave {wrapped_module.kind_of(value)}"
+            )
     named = trial.run.task.options.get("targets") is not None
     if values["A"].numel() > 1:
         ratios = {value.numel() / trial.sizes[name] for name, value in values.items()}
         each = ratios.pop()
         if not named and (ratios or each != int(each)):
             raise RunError(
+                "LS3231",
                 f"task.loss: it gives {values['A'].numel()} numbers for {trial.sizes['A']} examples and "
                 f"{values['B'].numel()} for {trial.sizes['B']}, so it does not say how many targets there are; "
-                f"{wrapped_module.COUNT}"
+                f"{wrapped_module.COUNT}",
             )
         return "each", 1 if named else int(each), []
     numbers = {name: float(value) for name, value in values.items()}
     if not all(map(math.isfinite, numbers.values())):
-        raise RunError(f"task.loss: the loss of the untrained model is {numbers['A']}, which is no finite number")
+        raise RunError(
+            "LS3232", f"task.loss: the loss of the untrained model is {numbers['A']}, which is no finite number"
+        )
     kind = _kind(numbers)
     if kind is None:
         raise RunError(
+            "LS3233",
             f"task.loss: a batch has the loss {numbers['A']:.6g}, and the same batch twice over {numbers['AA']:.6g}: "
             "that is neither a sum over targets nor their mean; return a sum, or one number a target "
-            "(reduction='none')"
+            "(reduction='none')",
         )
     if kind == "mean" and by_class.seen:
         raise _no_mean(trial, "its cross entropy divides by the weights of the classes that a batch holds")
@@ -256,9 +262,10 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
 def _no_mean(trial: _Trial, seen: str) -> RunError:
     over = "targets" if trial.run.task.options.get("targets") is not None else "examples"
     return RunError(
+        "LS3234",
         f"task.loss: it is a mean, but not over {over}: {seen}. Return a sum (reduction='sum'), or one number a "
         f"target; {wrapped_module.COUNT}. (Or an example's loss depends on the others: padding without a mask, a "
-        "normalisation over the batch)"
+        "normalisation over the batch)",
     )
 
 
@@ -293,7 +300,7 @@ def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: l
             )
         for name, numbers in means.items():
             if not _sums_up(group, numbers, one.sizes):
-                raise RunError(f"task.metrics: {name} is a mean, but not over examples; {METRICS}")
+                raise RunError("LS3235", f"task.metrics: {name} is a mean, but not over examples; {METRICS}")
 
 
 def _means(trial: _Trial, metrics: Mapping[str, str]) -> dict[str, dict[str, float]]:
@@ -356,19 +363,20 @@ def _kinds_of_metrics(trial: _Trial) -> dict[str, str]:
             values = trial.calling.metrics(outputs, seen)
         if not isinstance(values, Mapping) or not values:
             raise RunError(
-                f"task.metrics: wanted is a mapping of names to numbers, it gave {wrapped_module.kind_of(values)}"
+                "LS3236",
+                f"task.metrics: expected a mapping of names to numbers, it gave {wrapped_module.kind_of(values)}",
             )
         for name, value in values.items():
             found.setdefault(str(name), {})[batch] = value
     if taken := {"loss", "examples"} & found.keys():
-        raise RunError(f"task.metrics: {taken.pop()} is there already; choose another name")
+        raise RunError("LS3237", f"task.metrics: {taken.pop()} is there already; choose another name")
     return {name: _kind_of_metric(trial, name, values) for name, values in found.items()}
 
 
 def _kind_of_metric(trial: _Trial, name: str, values: Mapping[str, Any]) -> str:
     """Errors: `RunError` for one that cannot be put together from batches."""
     if len(values) < len(trial.batches):
-        raise RunError(f"task.metrics: {name} is not there for every batch")
+        raise RunError("LS3238", f"task.metrics: {name} is not there for every batch")
     if isinstance(values["A"], tuple) and len(values["A"]) == 2:
         return "pair"
     if isinstance(values["A"], Tensor) and values["A"].dim() > 0:
@@ -376,12 +384,12 @@ def _kind_of_metric(trial: _Trial, name: str, values: Mapping[str, Any]) -> str:
     try:
         numbers = {batch: float(value) for batch, value in values.items()}
     except (TypeError, ValueError):
-        raise RunError(f"task.metrics: {name} is {wrapped_module.kind_of(values['A'])}; {METRICS}") from None
+        raise RunError("LS3239", f"task.metrics: {name} is {wrapped_module.kind_of(values['A'])}; {METRICS}") from None
     kind = _kind(numbers)
     if kind is None or not _adds_up(kind, numbers, trial.sizes):
         why = "is 0 for the items it was tried on, so it cannot be told whether it is a sum or a mean"
         why = why if kind is None and not numbers["A"] else "is neither a sum over examples nor their mean"
-        raise RunError(f"task.metrics: {name} {why}; {METRICS}")
+        raise RunError("LS3240", f"task.metrics: {name} {why}; {METRICS}")
     return kind
 
 

@@ -58,8 +58,9 @@ class Calling:
         if type(batch) in (list, tuple):  # and none with names for its parts
             if len(batch) != 2:
                 raise RunError(
-                    f"task.data: a batch is {len(batch)} things in a row; wanted is a pair (the model sees the first, "
-                    "the loss the second), a mapping, or one tensor"
+                    "LS3250",
+                    f"task.data: a batch is {len(batch)} things in a row; expected a pair (the model sees the first, "
+                    "the loss the second), a mapping, or one tensor",
                 )
             batch, seen = batch
         if not isinstance(batch, Mapping):
@@ -67,24 +68,28 @@ class Calling:
         given = {str(k): v for k, v in batch.items() if self.names is None or k in self.names}
         if not given:
             raise RunError(
+                "LS3251",
                 f"task.model: forward takes {', '.join(self.names or ())}, and a batch holds {', '.join(batch)}: what "
-                "is passed to the model goes by these names"
+                "is passed to the model goes by these names",
             )
         return ((), given), seen
 
     def summed(self, value: Any, bundle: Bundle) -> Tensor:
         """What the user's loss gave, as the sum over targets: float32 scalar. Errors: `RunError`."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise RunError(f"task.loss: wanted is a tensor of floats, and it gave {kind_of(value)}")
+            raise RunError("LS3252", f"task.loss: expected a tensor of floats, and it gave {kind_of(value)}")
         if self.loss_kind == "each":
             if self.run.task.options.get("targets") is None and value.numel() != bundle.targets:
                 raise RunError(
+                    "LS3253",
                     f"task.loss: it gave {value.numel()} numbers for a batch of {bundle.examples} examples, and "
-                    f"{bundle.targets} were expected; {COUNT}"
+                    f"{bundle.targets} were expected; {COUNT}",
                 )
             found = value.float().sum()
         elif value.numel() != 1:
-            raise RunError(f"task.loss: it gave one number for the batches it was tried on, now {kind_of(value)}")
+            raise RunError(
+                "LS3254", f"task.loss: it gave one number for the batches it was tried on, now {kind_of(value)}"
+            )
         else:
             found = value.float().reshape(()) * (bundle.targets if self.loss_kind == "mean" else 1)
         return nothing(found) if bundle.blank else found
@@ -95,7 +100,9 @@ class Calling:
             return []
         found = self.metrics(outputs, seen)
         if not isinstance(found, Mapping) or {*found} != {*self.metric_kinds}:
-            raise RunError(f"task.metrics: wanted is a mapping with {', '.join(self.metric_kinds)}, it gave {found!r}")
+            raise RunError(
+                "LS3255", f"task.metrics: expected a mapping with {', '.join(self.metric_kinds)}, it gave {found!r}"
+            )
         numbers: list[Any] = []
         for name, kind in self.metric_kinds.items():
             value = found[name]
@@ -189,7 +196,7 @@ def adapt(model: nn.Module, calling: Calling) -> nn.Module:
     try:
         model.__class__ = type(kind.__name__, (Adapted, kind), {"__module__": kind.__module__})
     except TypeError as error:
-        raise RunError(f"task.model: {kind.__name__} cannot be adapted: {error}") from error
+        raise RunError("LS3256", f"task.model: {kind.__name__} cannot be adapted: {error}") from error
     model.lockstep_calling = calling  # type: ignore[assignment]
     return model
 
@@ -212,12 +219,14 @@ def load(folder: Path) -> nn.Module:
         build, arguments = config["model"], config["model_arguments"]
     except (OSError, ValueError, KeyError, TypeError):
         raise RunError(
-            f"{folder} holds no model of the task module; from_pretrained loads those of transformers"
+            "LS3257", f"{folder} holds no model of the task module; from_pretrained loads those of transformers"
         ) from None
     try:
         model = plugins.attribute(build)(**arguments)
     except plugins.PluginError as error:
-        raise RunError(f"{folder}: {error}; its code has to be where Python finds it (PYTHONPATH)") from error
+        raise RunError(
+            error.code, f"{folder}: {error.message}; its code has to be where Python finds it (PYTHONPATH)"
+        ) from error
     fill(model, folder)
     return model.eval()
 
@@ -227,4 +236,6 @@ def fill(model: nn.Module, folder: Path) -> None:
     try:
         model.load_state_dict(load_file(folder / WEIGHTS))
     except (OSError, RuntimeError) as error:
-        raise RunError(f"{folder / WEIGHTS} is not of this model: {' '.join(str(error).split())[:300]}") from error
+        raise RunError(
+            "LS3258", f"{folder / WEIGHTS} is not of this model: {' '.join(str(error).split())[:300]}"
+        ) from error

@@ -47,8 +47,9 @@ class OneLabel(Objective):
         super().__init__(options, names, counts, examples)
         if options.threshold is not None and len(names) != 2:
             raise RunError(
+                "LS3290",
                 f"task.threshold: of two labels the second one's, and there are {len(names)} ({', '.join(names[:5])}"
-                f"{', ...' if len(names) > 5 else ''}); leave it out, or set task.multi_label"
+                f"{', ...' if len(names) > 5 else ''}); leave it out, or set task.multi_label",
             )
 
     # -- before any process ------------------------------------------------------------------------------------------
@@ -80,12 +81,13 @@ class OneLabel(Objective):
         rest = np.setdiff1d(np.arange(len(of_rows)), held)
         if len(held) == 0 and round(len(of_rows) * share) > 0:
             raise RunError(
+                "LS3291",
                 f"task.label: {len(np.unique(of_rows))} distinct labels in {len(of_rows)} rows: no label has enough of "
                 f"them to cut a share of {share:g} off ({key}). Is task.label the column meant? If so, give "
-                f"data.{key.partition('_')[0]}, or a larger data.{key}"
+                f"data.{key.partition('_')[0]}, or a larger data.{key}",
             )
         if len(held) == 0 or len(rest) == 0:
-            raise RunError(f"data.{key}: {share:g} of {len(of_rows)} examples leaves one of the splits empty")
+            raise RunError("LS3292", f"data.{key}: {share:g} of {len(of_rows)} examples leaves one of the splits empty")
         return train.select(rest), train.select(held)
 
     # -- training ----------------------------------------------------------------------------------------------------

@@ -28,12 +28,12 @@ def bench(asked: Bench, path: str | None, overrides: Mapping[str, Any], defaults
     """Measure, and write down after every job. Returns 0, or 1 when no job could be measured. Errors: `RunError`
     before anything starts, for values that make no run file or when nothing at all can run."""
     if start.joining():
-        raise RunError("bench starts the processes of each job itself: call it outside of torchrun and srun")
+        raise RunError("LS8020", "bench starts the processes of each job itself: call it outside of torchrun and srun")
     console = Console(True)
     rows = rows_of(asked, path, overrides, defaults)
     runnable = [row for row in rows if row.reason is None]
     if not runnable:
-        raise RunError(f"nothing of this can run; the first of {len(rows)}: {rows[0].reason}")
+        raise RunError("LS8021", f"nothing of this can run; the first of {len(rows)}: {rows[0].reason}")
     count = len(runnable) * asked.rounds
     each = f"{asked.skip} + {asked.steps} steps"
     console.say(f"{len(runnable)} configuration(s), {asked.rounds} round(s) of {each} each -> {asked.folder}")
@@ -48,7 +48,7 @@ def bench(asked: Bench, path: str | None, overrides: Mapping[str, Any], defaults
             name = f"{row.processes} process(es), {row.series}"
             console.say(f"[{done} of {count}] round {number + 1}: {name}: {what}")
             write(asked, rows)
-    console.table(f"{asked.base.name}: median of {asked.rounds} round(s)", *table(rows))
+    console.table(f"{asked.base.name}: median of {asked.rounds} round(s)", *table(rows), key="jobs")
     for text in reasons(rows):
         console.say(f"cannot run: {text}")
     console.say(f"results    {asked.folder}/bench.html, {asked.folder}/bench.json")
@@ -98,8 +98,9 @@ def resolved(run: Run) -> Job:
     elsewhere = launcher.joins and str(getattr(launcher.options(run), "machines", "?")) != "1"
     if launcher.submits or elsewhere:
         raise RunError(
+            "LS8022",
             f"launch.name: bench cannot start the processes of {run.launch.name} on other machines; call it inside "
-            "the job, with a launcher of one machine"
+            "the job, with a launcher of one machine",
         )
     return start.resolved(run)[2]
 

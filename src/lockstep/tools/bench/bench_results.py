@@ -180,7 +180,7 @@ def write(asked: Bench, rows: Sequence[BenchRow]) -> None:
         (asked.folder / "bench.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
         write_page(asked.folder / "bench.html", "bench.html.jinja", title=f"{asked.base.name}: bench", **page)
     except OSError as error:
-        raise RunError(f"--out: cannot write to {asked.folder}: {error.strerror}") from error
+        raise RunError("LS8030", f"--out: cannot write to {asked.folder}: {error.strerror}") from error
 
 
 def plots(rows: Sequence[BenchRow]) -> list[str]:

@@ -1,8 +1,20 @@
 """A file for each purpose of commands. Of a command NAME it holds `NAME_arguments(parser)` and `run_NAME(known)`, which
 returns the exit status.
 
-`lockstep --help` prints this table and imports nothing else. A new command is these two functions and a line here.
+`lockstep --help` prints this table and imports no command. A new command is these two functions and a line here; or an
+entry point `NAME` of the group `lockstep.commands` in a distribution of its own, whose module has the two functions.
+With the name of a command that is there, `NAME_arguments` adds options to it, and `run_NAME` returns None where none of
+them was asked for.
 """
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from types import ModuleType
+
+from lockstep.config import entry_points
+from lockstep.config.errors import RunError, coded
 
 # Purpose -> command -> what it does, in the order of `lockstep --help`.
 PURPOSES = {
@@ -50,8 +62,70 @@ def file_of(name: str) -> str:
     return next(purpose for purpose, commands in PURPOSES.items() if name in commands).lower().replace(" ", "_")
 
 
+# Purpose -> a command line, for a first visit.
+FIRST = {
+    "prepare": "lockstep init run.yaml --data FOLDER",
+    "check": "lockstep plan run.yaml",
+    "train": "lockstep train run.yaml",
+    "verify": "lockstep verify run.yaml",
+    "use": "lockstep predict outputs/NAME 'a text'",
+}
+
+
+def names() -> list[str]:
+    """All commands, also those of other distributions."""
+    return [*HELP, *(name for name in entry_points.named("commands") if name not in HELP)]
+
+
+def unknown(name: str) -> str | None:
+    """The message for a name that no command has; None for a command."""
+    if name in HELP or name in (added := entry_points.named("commands")):
+        return None
+    near = difflib.get_close_matches(name, [*HELP, *added], 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return coded("LS8420", f"unknown command {name!r}; {hint}`lockstep --help` lists them all")
+
+
+def modules_of(name: str) -> list[ModuleType]:
+    """The modules that make up a command: those of distributions that add options to it, then its own. They are
+    imported. Errors: `RunError` for one that cannot be."""
+    try:
+        if name not in HELP:
+            entry = entry_points.one("commands", name, "command")
+            return [] if entry is None else [entry_points.load(entry, "command")]
+        more = [entry_points.load(entry, "command") for entry in entry_points.named("commands").get(name, [])]
+    except entry_points.PluginError as error:
+        raise RunError(error.code, error.message) from error
+    return [*more, importlib.import_module(f"lockstep.tools.commands.{file_of(name)}")]
+
+
+def description(name: str) -> str:
+    """What a command does, in a line."""
+    if name in HELP:
+        return HELP[name]
+    return entry_points.summary(entry_points.named("commands")[name][0])
+
+
+def first_visit() -> str:
+    """What `lockstep` alone prints: five commands by their purpose, and the names of the others."""
+    first = {line.split()[1]: purpose for purpose, line in FIRST.items()}
+    lines = ["Train transformers: the same weights on one process or many, bit for bit.", ""]
+    for name, purpose in first.items():
+        lines += [f"  {purpose:<9}{FIRST[purpose]}", f"{'':<11}{HELP[name]}"]
+    lines += ["", "`lockstep train` alone trains the built-in quick start. Further commands:"]
+    for purpose, commands in PURPOSES.items():
+        if others := [name for name in commands if name not in first]:
+            lines.append(f"  {purpose:<19}{'  '.join(others)}")
+    if added := [name for name in names() if name not in HELP]:
+        lines.append(f"  {'Other packages':<19}{'  '.join(added)}")
+    return "\n".join(
+        [*lines, "", "`lockstep --help` says what each does, `lockstep COMMAND --help` shows its options."]
+    )
+
+
 def overview() -> str:
     """What `lockstep --help` prints."""
+    added = {name: entries[0] for name, entries in entry_points.named("commands").items() if name not in HELP}
     lines = [
         "usage: lockstep COMMAND ...",
         "",
@@ -59,4 +133,8 @@ def overview() -> str:
     ]
     for purpose, commands in PURPOSES.items():
         lines += ["", f"{purpose}:", *(f"  {name:<12}{text}" for name, text in commands.items())]
-    return "\n".join([*lines, "", "`lockstep COMMAND --help` shows its options, `lockstep --version` the version."])
+    if added:
+        lines += ["", "Of other distributions:"]
+        lines += [f"  {name:<12}{entry_points.summary(e)} ({entry_points.origin(e)})" for name, e in added.items()]
+    lines += ["", "`lockstep COMMAND --help` shows its options, `lockstep --version` the version,"]
+    return "\n".join([*lines, "`lockstep --completion bash|zsh|fish` a completion script."])

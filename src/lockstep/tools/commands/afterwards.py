@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from lockstep.config.run import QUICK_START, RunError
-from lockstep.tools.commands import run_file
+from lockstep.tools.commands import json_output, run_file
 from lockstep.tools.sweep.sweep_file import read
 from lockstep.track.console import Console, error
 
@@ -19,6 +19,7 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT[/checkpoints/step-N]")
     parser.add_argument("--split", help="train, validation or test; default: the last two")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example task.beams=4")
+    json_output.option(parser)
 
 
 def run_evaluate(known: argparse.Namespace) -> int:
@@ -37,7 +38,7 @@ def run_push(known: argparse.Namespace) -> int:
     from lockstep.checkpoint.export import PushFailed, push
 
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", known.repository):
-        raise RunError(f"{known.repository!r} is not a repository of the Hub: wanted is USER/REPO")
+        raise RunError("LS8070", f"{known.repository!r} is not a repository of the Hub: expected USER/REPO")
     say = Console(True).say
     try:
         pushed = push(Path(known.output), known.repository, not known.public, say)
@@ -65,6 +66,7 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--search", type=int, metavar="TRIALS", help="let optuna choose so many trials")
     parser.add_argument("--out", help="folder of the trials; default: OUTPUT-sweep")
+    json_output.option(parser)
     parser.add_argument("--prepare", action="store_true", help="write every trial's run file and start none")
 
 

@@ -11,18 +11,15 @@ import itertools
 import json
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config import error_messages as messages
 from lockstep.config import plugins
-from lockstep.config.errors import DONE, FAILED
+from lockstep.config.errors import DONE, FAILED, coded
 from lockstep.config.redaction import one_line
 from lockstep.config.run import QUICK_START, Run, RunError, load, overrides_of, schema
-from lockstep.launchers import start
-from lockstep.launchers.start import further
-from lockstep.tools.commands import run_file
-from lockstep.tools.sweep import sweep_file
+from lockstep.tools.commands import json_output, run_file
 from lockstep.track.console import Console, error
 
 if TYPE_CHECKING:
@@ -33,30 +30,16 @@ if TYPE_CHECKING:
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)
+    json_output.option(parser)
     parser.add_argument(
         "--offline", action="store_true", help="what has to be asked of the Hub, and cannot be, is no failure"
     )
-    parser.add_argument("--simulate", action="store_true", help="memory, messages and time, without the machines")
-    parser.add_argument(
-        "--processes", type=int, nargs="+", metavar="N", help="simulate so many, one plan each; default: the run file's"
-    )
-    parser.add_argument("--device", default="h100", help="h100, a100, or a YAML file of rates (default h100)")
-    parser.add_argument("--suggest", action="store_true", help="simulate strategies and micro_batches, and rank them")
-    parser.add_argument("--price", type=float, metavar="P", help="of an hour of one device")
-    parser.add_argument("--out", metavar="FILE", help="also as a page: FILE.html")
 
 
 def run_plan(known: argparse.Namespace) -> int:
-    run = further(run_file.run_of(known), Console(True).say)
-    if known.simulate or known.suggest:
-        if known.offline:
-            raise RunError("--offline: says something to a plan without --simulate or --suggest only")
-        from lockstep.tools.planner.options import answered
+    from lockstep.launchers import start
 
-        return answered(run, known.processes, known.device, known.suggest, known.price, known.out)
-    for name in ("processes", "price", "out"):
-        if getattr(known, name) is not None:
-            raise RunError(f"--{name}: says something to --simulate only; for this plan set launch.processes")
+    run = start.further(run_file.run_of(known), Console(True).say)
     launcher = start.launcher_of(run)
     plan = launcher.plan(run)
     job = start.examined(run, launcher, plan)
@@ -89,12 +72,14 @@ def run_plan(known: argparse.Namespace) -> int:
         console.say(f"note: {note}")
     wrong = failures(run, launcher, plan, job, known.offline)
     for text in wrong:
-        error(f"this would fail: {text}")
+        error(coded("LS8082", f"this would fail: {text}"))
     return FAILED if wrong else DONE
 
 
 def failures(run: Run, launcher: Launcher, plan: LaunchPlan, job: Job | str, offline: bool) -> list[str]:
     """What would fail once it is started, and is no mistake in the run file."""
+    from lockstep.launchers import start
+
     if isinstance(job, str):
         if offline or start.looked_at_there(launcher):
             return []
@@ -141,24 +126,24 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--strategies", nargs="+", metavar="NAME", help="of --selftest (default: all that there are)")
     parser.add_argument("--page", help=f"what --selftest writes (default: {PAGE})")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--into", help=argparse.SUPPRESS)  # of the processes that --processes starts
 
 
 def run_doctor(known: argparse.Namespace) -> int:
 
     if known.processes is not None and known.processes < 1:
-        raise RunError(f"--processes: {known.processes} is not a positive number of processes")
+        raise RunError("LS8083", f"--processes: {known.processes} is not a positive number of processes")
     if known.selftest:
         from lockstep.tools.doctor import selftest
 
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            raise RunError("--selftest: starts its processes itself: call it without torchrun")
+            raise RunError("LS8084", "--selftest: starts its processes itself: call it without torchrun")
         names = known.strategies or plugins.names("strategies")
         return selftest(names, known.processes, known.device, Path(known.page or PAGE), known.json)
     for option in ("page", "strategies"):
         if getattr(known, option):
-            raise RunError(f"--{option}: belongs to --selftest, which is not asked for")
+            raise RunError("LS8085", f"--{option}: belongs to --selftest, which is not asked for")
     from lockstep.tools.doctor import doctor, into
 
     if known.into is not None:
@@ -172,45 +157,54 @@ _KEYS |= {"launchers": "launch.name", "track": "track.to"}
 
 
 def list_arguments(parser: argparse.ArgumentParser) -> None:
-    """None of its own."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run_list(known: argparse.Namespace) -> int:
+    kinds = {kind: listed(kind) for kind in _KEYS}
+    if known.json:
+        tables = {"trackers" if kind == "track" else kind: rows for kind, rows in kinds.items()}
+        return json_output.emit("list", DONE, tables=tables)
     console = Console(True)
     for kind, key in _KEYS.items():
-        console.columns(f"{kind if kind != 'track' else 'trackers'} ({key})", rows_of(kind), cut=True)
+        title = f"{kind if kind != 'track' else 'trackers'} ({key})"
+        console.columns(title, [cells(row) for row in kinds[kind]], cut=True)
     return 0
 
 
-def rows_of(kind: str) -> list[list[str]]:
-    """A row for each plug-in: its name and what it is; of a strategy also what it is beside one process (the same bits,
-    or equal to rounding), of these, trackers and optimizers whether what it needs is installed."""
-    rows = []
+# kind of plug-in -> the attributes that say which packages it needs, and which extra installs them
+_NEEDS = {"strategies": ("exact", "needs"), "optimizers": ("packages", "extra"), "track": ("packages",)}
+
+
+def listed(kind: str) -> list[dict[str, Any]]:
+    """An object for each plug-in: its name and what it is; of a strategy also `results` beside one process; of these,
+    of trackers and of optimizers whether what it needs is installed, else the command that installs it. No plug-in is
+    imported: all of torch and transformers would be, too."""
+    rows, own = [], plugins.built_in(kind)
     for name in plugins.names(kind):
+        row: dict[str, Any] = {"name": name}
         try:
-            plugin: Any = plugins.find(kind, name)
-            lacking = _lacking(kind, plugin)
-        except Exception as caught:  # an engine that lacks what this package knows of it takes no other down
-            unknown = {"strategies": ["", "broken"], "optimizers": ["broken"], "track": ["broken"]}.get(kind, [])
-            rows.append([name, *unknown, f"cannot be loaded: {one_line(caught, 200)}"])
+            summary, found = plugins.described(kind, name, *_NEEDS.get(kind, ()))
+        except plugins.PluginError as broken:
+            rows.append(row | {"summary": f"cannot be loaded: {one_line(broken, 200)}"})
             continue
-        summary = (sys.modules[plugin.__module__].__doc__ or "").strip().partition("\n")[0]
-        told = ["same bits" if plugin.exact else "rounding"] if kind == "strategies" else []
-        told += ["lacking" if lacking else "ready"] if kind in ("strategies", "optimizers", "track") else []
-        rows.append([name, *told, f"{lacking}; {summary}" if lacking else summary])
+        if kind == "strategies":
+            row["results"] = "same bits" if found["exact"] else "rounding"
+        if kind in _NEEDS:
+            missing = plugins.lacking(found.get("needs") or found.get("packages") or ())
+            extra = found.get("extra") or (name if kind == "track" else missing[0] if missing else "")
+            what = f"'lockstep-train[{extra}]'" if name in own else " ".join(missing)
+            row |= {"ready": not missing, "install": f"pip install {what}" if missing else None}
+        rows.append(row | {"summary": summary} | ({} if name in own else {"distribution": plugins.origin(kind, name)}))
     return rows
 
 
-def _lacking(kind: str, plugin: Any) -> str:
-    """The command that installs what is missing; empty where nothing is, or for kinds that import nothing further."""
-    if kind == "strategies" and (missing := plugins.lacking(plugin.needs)):
-        return f"pip install 'lockstep-train[{missing[0]}]'"
-    if kind in ("optimizers", "track"):
-        try:
-            plugins.require(plugin.packages, "optim.name", plugin.extra) if kind == "optimizers" else plugin.check()
-        except RunError as caught:
-            return str(caught).rpartition(": ")[2]
-    return ""
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of `lockstep list` on a terminal."""
+    ready = [{True: "ready", False: "lacking"}[row["ready"]]] if "ready" in row else []
+    summary = f"{row['install']}; {row['summary']}" if row.get("install") else row["summary"]
+    summary += f" ({row['distribution']})" if "distribution" in row else ""
+    return [row["name"], *([row["results"]] if "results" in row else []), *ready, summary]
 
 
 def schema_arguments(parser: argparse.ArgumentParser) -> None:
@@ -236,25 +230,15 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10, help="timed steps a job (default 10)")
     parser.add_argument("--skip", type=int, default=3, help="steps before them that do not count (default 3)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each job runs, in turns (default 3)")
-    parser.add_argument(
-        "--calibrate", action="store_true", help="measure this machine's rates instead, for `plan --simulate --device`"
-    )
     parser.add_argument("--out", help="folder of the results; default: OUTPUT-bench")
+    json_output.option(parser)
 
 
 def run_bench(known: argparse.Namespace) -> int:
     from lockstep.tools.bench.bench import Bench, bench
+    from lockstep.tools.sweep import sweep_file
 
-    path, words = run_file.split(known)
-    overrides = overrides_of(words)
-    base = load(path, overrides, QUICK_START)
-    for name in ("steps", "rounds"):
-        if getattr(known, name) < 1:
-            raise RunError(f"--{name}: {getattr(known, name)} is not a positive number")
-    if known.skip < 0:
-        raise RunError(f"--skip: {known.skip} is not a number of steps")
-    if known.calibrate:
-        return calibrated(base, known)
+    path, overrides, base = measured_run(known)
     over = {}
     if known.strategies:
         over["strategy.name"] = known.strategies
@@ -263,36 +247,24 @@ def run_bench(known: argparse.Namespace) -> int:
     over |= sweep_file.parse(known.over)
     processes = known.processes or upwards(base)
     if min(processes) < 1:
-        raise RunError(f"--processes: {min(processes)} is not a positive number")
+        raise RunError("LS8088", f"--processes: {min(processes)} is not a positive number")
     folder = Path(known.out or f"{base.folder}-bench")
     asked = Bench(base, over, sorted(set(processes)), known.steps, known.skip, known.rounds, known.weak, folder)
     return bench(asked, path, overrides, QUICK_START)
 
 
-def calibrated(run: Run, known: argparse.Namespace) -> int:
-    """Write down what the machine can do. Errors: `RunError`."""
-    from lockstep.launchers.start import joining
-    from lockstep.tools.bench.calibrate import calibrate
-    from lockstep.track.console import Console
-
-    for name in ("strategies", "micro_batches", "over", "weak"):
-        if getattr(known, name):
-            raise RunError(f"--{name.replace('_', '-')}: --calibrate measures one run; set its keys instead")
-    if joining():
-        raise RunError("bench starts the processes of each job itself: call it outside of torchrun and srun")
-    processes = known.processes or upwards(run)
-    if min(processes) < 1:
-        raise RunError(f"--processes: {min(processes)} is not a positive number")
-    folder, console = Path(known.out or f"{run.folder}-calibration"), Console(True)
-    device = calibrate(run, processes, known.steps, known.rounds, folder, console.say)
-    console.facts(
-        {
-            "device": device.name,
-            "crowding": ", ".join(f"{n} at once: {factor:.2f}" for n, factor in device.crowding.items()),
-            "file": str(folder / "device.yaml"),
-        }
-    )
-    return 0
+def measured_run(known: argparse.Namespace) -> tuple[str | None, messages.Overrides, Run]:
+    """The run file, the overrides and the run that is to be measured. Errors: `RunError`, also for numbers of steps and
+    rounds that cannot be."""
+    path, words = run_file.split(known)
+    overrides = overrides_of(words)
+    base = load(path, overrides, QUICK_START)
+    for name in ("steps", "rounds"):
+        if getattr(known, name) < 1:
+            raise RunError("LS8086", f"--{name}: {getattr(known, name)} is not a positive number")
+    if known.skip < 0:
+        raise RunError("LS8087", f"--skip: {known.skip} is not a number of steps")
+    return path, overrides, base
 
 
 def upwards(run: Run) -> list[int]:

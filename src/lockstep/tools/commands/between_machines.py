@@ -27,7 +27,7 @@ def run_rendezvous(known: argparse.Namespace) -> int:
     try:
         store = serve(*network.endpoint(known.address))
     except network.NetworkError as caught:
-        raise RunError(str(caught)) from None
+        raise RunError(caught.code, caught.message) from None
     Console(True).say(f"holding {known.address} for jobs with launch.rendezvous={known.address}; Ctrl-C ends it")
     over.wait()
     del store

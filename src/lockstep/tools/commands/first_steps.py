@@ -11,7 +11,7 @@ from pathlib import Path
 from lockstep.config.run import RunError
 from lockstep.distributed.signals import say_what_ended
 from lockstep.launchers import start
-from lockstep.tools.commands import run_file
+from lockstep.tools.commands import json_output, run_file
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +54,7 @@ def run_predict(known: argparse.Namespace) -> int:
 def verify_arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)
     parser.add_argument("--steps", type=int, default=5, help="steps to compare (default 5)")
+    json_output.option(parser)
     plain = parser.add_mutually_exclusive_group()
     plain.add_argument("--plain", action="store_true", help="compare with the plain reference, and with nothing else")
     plain.add_argument("--no-plain", action="store_true", help="compare with one process, and not with the reference")
@@ -68,11 +69,11 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_verify(known: argparse.Namespace) -> int:
     if known.steps < 1:
-        raise RunError(f"--steps: {known.steps} is not a positive number of steps")
+        raise RunError("LS8100", f"--steps: {known.steps} is not a positive number of steps")
     if known.reference is not None or known.job is not None:
         return of_commands(known)
     if known.output is not None or known.exact:
-        raise RunError("-o and --exact are options for two commands: --reference COMMAND --job COMMAND")
+        raise RunError("LS8101", "-o and --exact are options for two commands: --reference COMMAND --job COMMAND")
     run = run_file.run_of(known)
     if known.write or known.against:
         from lockstep.tools.verify import against, write
@@ -90,15 +91,15 @@ def of_commands(known: argparse.Namespace) -> int:
     from lockstep.tools import traces
 
     if known.reference is None or known.job is None:
-        raise RunError("verify of commands needs both: --reference COMMAND --job COMMAND")
+        raise RunError("LS8102", "verify of commands needs both: --reference COMMAND --job COMMAND")
     if known.run is not None or known.overrides or known.write or known.against or known.plain or known.no_plain:
-        raise RunError("--reference and --job take no run file, and no option for one")
+        raise RunError("LS8103", "--reference and --job take no run file, and no option for one")
     try:
         reference, job = shlex.split(known.reference), shlex.split(known.job)
     except ValueError as error:
-        raise RunError(f"--reference, --job: {error}") from None
+        raise RunError("LS8104", f"--reference, --job: {error}") from None
     if not reference or not job:
-        raise RunError("--reference, --job: an empty command")
+        raise RunError("LS8105", "--reference, --job: an empty command")
     folder = Path(known.output) if known.output is not None else None
     return traces.verify(reference, job, folder, known.steps, known.exact)
 
@@ -121,11 +122,13 @@ def trace_arguments(parser: argparse.ArgumentParser) -> None:
 def run_trace(known: argparse.Namespace) -> int:
     command = known.command_line[1:] if known.command_line[:1] == ["--"] else known.command_line
     if not command:
-        raise RunError("lockstep trace: no command; write it behind --, as in `lockstep trace -o a -- python train.py`")
+        raise RunError(
+            "LS8106", "lockstep trace: no command; write it behind --, as in `lockstep trace -o a -- python train.py`"
+        )
     for name in ("every", "steps"):
         value = getattr(known, name)
         if value is not None and value < 1:
-            raise RunError(f"--{name}: {value} is not a positive number of steps")
+            raise RunError("LS8107", f"--{name}: {value} is not a positive number of steps")
     from lockstep.tools.traces import record
 
     options = {"every": known.every, "steps": known.steps, "level": known.level, "perturb": known.perturb}
@@ -161,7 +164,7 @@ def run_init(known: argparse.Namespace) -> int:
 
     paths = [word for word in known.words if "=" not in word]
     if len(paths) > 1:
-        raise RunError(f"one run file is written at a time, not {' and '.join(paths)}")
+        raise RunError("LS8108", f"one run file is written at a time, not {' and '.join(paths)}")
     first, *more = known.data or [None]
     flags = {"data": first, "task": known.task, "model": known.model}
     ask = None if known.yes or not questions.can_ask() else questions.terminal
@@ -169,8 +172,8 @@ def run_init(known: argparse.Namespace) -> int:
     overrides = [word for word in known.words if "=" in word]
     if known.origin is not None:
         if more:
-            raise RunError("--from: give --data once; several sources are written by hand: data.sources")
+            raise RunError("LS8109", "--from: give --data once; several sources are written by hand: data.sources")
         return import_config.move(path, Path(known.origin), flags, overrides, known.force, ask, known.partial)
     if known.partial:
-        raise RunError("--partial: it goes with --from")
+        raise RunError("LS8110", "--partial: it goes with --from")
     return init.init(path, flags, overrides, known.force, ask, more)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep.config.run import RunError
 from lockstep.distributed.signals import say_what_ended
-from lockstep.tools.commands import run_file
+from lockstep.tools.commands import json_output, run_file
 
 
 def diff_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +21,7 @@ def diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--align", action="store_true", help="of traces: compare windows that saw the same examples")
     parser.add_argument("--perturbed", metavar="DIR", help="of traces: A's command traced again with --perturb")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of both, such as data.train=elsewhere.jsonl")
+    json_output.option(parser)
 
 
 def run_diff(known: argparse.Namespace) -> int:
@@ -33,9 +34,11 @@ def run_diff(known: argparse.Namespace) -> int:
         perturbed = Path(known.perturbed) if known.perturbed else None
         return traces.diff(Path(known.a), Path(known.b), known.exact, perturbed, known.align)
     if any(both):
-        raise RunError(f"{known.a} and {known.b}: one is a trace and the other is not; compare two traces or two runs")
+        raise RunError(
+            "LS8120", f"{known.a} and {known.b}: one is a trace and the other is not; compare two traces or two runs"
+        )
     if known.exact or known.perturbed or known.align:
-        raise RunError("--exact, --perturbed and --align are options for traces of `lockstep trace`")
+        raise RunError("LS8121", "--exact, --perturbed and --align are options for traces of `lockstep trace`")
     from lockstep.tools.diff import diff
 
     return diff(Path(known.a), Path(known.b), known.overrides, look=not known.quick)
@@ -54,11 +57,12 @@ def replay_arguments(parser: argparse.ArgumentParser) -> None:
         help="begin at a checkpoint of at most this step; 0: the start",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.train=elsewhere.jsonl")
+    json_output.option(parser)
 
 
 def run_replay(known: argparse.Namespace) -> int:
     if known.processes < 1:
-        raise RunError(f"--processes: {known.processes} is not a positive number")
+        raise RunError("LS8122", f"--processes: {known.processes} is not a positive number")
     from lockstep.tools.diff import replay
 
     return replay(Path(known.output), known.step, known.overrides, known.strategy, known.processes, known.begin)
@@ -97,12 +101,13 @@ def audit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", type=Path, help="public key (PEM) of the signature")
     parser.add_argument("--seed", type=int, help="of the draw; default: another one each time")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.train=elsewhere.jsonl")
+    json_output.option(parser)
 
 
 def run_audit(known: argparse.Namespace) -> int:
     for name in ("samples", "within", "processes"):
         if (value := getattr(known, name)) is not None and value < 1:
-            raise RunError(f"--{name}: {value} is not a positive number")
+            raise RunError("LS8123", f"--{name}: {value} is not a positive number")
     from lockstep.tools.attest import audit
 
     return audit(

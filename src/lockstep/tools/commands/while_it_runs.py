@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import exported
 from lockstep.config.error_messages import read_yaml
+from lockstep.config.errors import coded
 from lockstep.config.redaction import printable
-from lockstep.config.run import Run, RunError, load, override_of
+from lockstep.config.run import Run, RunError, load, override_of, require_output
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import JobRecord, State
 from lockstep.launchers import start
 from lockstep.launchers.processes import output_lock
+from lockstep.tools.commands import json_output
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
 
@@ -36,7 +38,7 @@ def status_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output")
     parser.add_argument("--verify", action="store_true", help="read every byte of the checkpoints and the export")
     trust(parser)
-    parser.add_argument("--json", action="store_true", help="the same facts as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run_status(known: argparse.Namespace) -> int:
@@ -66,8 +68,7 @@ def run_status(known: argparse.Namespace) -> int:
             "taken_out": [asdict(each) for each in job_record.evictions_of(run.folder)],
             "resumable_from": max(sound, default=None) if not finished else None,
         }
-        print(json.dumps(facts, indent=1))
-        return 0
+        return json_output.emit("status", 0, facts)
     rows = {"run": f"{run.name} -> {run.folder}"}
     if record:
         rows["launched"] = origin(record)
@@ -103,8 +104,9 @@ def launcher_of(record: JobRecord, trusted: bool) -> Launcher:
     """The launcher that launch.json names. Errors: `RunError` for a module's class, unless OUTPUT is trusted."""
     if "." in record.launcher and not trusted:
         raise RunError(
+            "LS8130",
             f"{job_record.FILE} names the launcher {record.launcher}, a class of a module that would be imported; if "
-            "OUTPUT is yours, ask with --trust"
+            "OUTPUT is yours, ask with --trust",
         )
     return start.launcher_named(record.launcher)
 
@@ -116,8 +118,8 @@ def run_and_record(output: str, trusted: bool = False) -> tuple[Run, JobRecord |
     record, state = output_lock.now(folder, job_record.read(folder))
     if not (folder / "run.yaml").is_file():
         if state is not None:
-            raise RunError(f"{output}: {state.text} prepares a run there; there is nothing to see yet")
-        raise RunError(f"{output} is not the output folder of a run: it has no run.yaml")
+            raise RunError("LS8131", f"{output}: {state.text} prepares a run there; there is nothing to see yet")
+        require_output(folder)
     return load(folder / "run.yaml", [f"output={json.dumps(output)}"], imports=trusted), record
 
 
@@ -211,9 +213,9 @@ def logs_arguments(parser: argparse.ArgumentParser) -> None:
 def run_logs(known: argparse.Namespace) -> int:
     run, record = run_and_record(known.output, known.trust)
     if record is None:
-        raise RunError(f"{known.output}: {NOT_WRITTEN}")
+        raise RunError("LS8133", f"{known.output}: {NOT_WRITTEN}")
     if known.tail is not None and known.tail < 0:
-        raise RunError(f"--tail: {known.tail} is not a number of lines")
+        raise RunError("LS8134", f"--tail: {known.tail} is not a number of lines")
     launcher = launcher_of(record, known.trust)
     skip = 0
     if known.tail is not None:
@@ -237,13 +239,14 @@ def run_stop(known: argparse.Namespace) -> int:
     """Status 0 when it has ended (or, with `--wait 0`, was asked to), 1 when it still runs."""
     run, record = run_and_record(known.output, known.trust)
     if record is None:
-        raise RunError(f"{known.output}: {NOT_WRITTEN}")
+        raise RunError("LS8135", f"{known.output}: {NOT_WRITTEN}")
     if known.wait < 0:
-        raise RunError(f"--wait: {known.wait:g} is not a number of seconds")
+        raise RunError("LS8136", f"--wait: {known.wait:g} is not a number of seconds")
     if not known.trust and (owner := job_record.stranger(run.folder)) is not None:
         raise RunError(
+            "LS8137",
             f"{known.output}/{job_record.FILE} belongs to user {owner} and not to you, and may name any process or job "
-            "of yours; if you know what it names, ask with --trust"
+            "of yours; if you know what it names, ask with --trust",
         )
     launcher, console = launcher_of(record, known.trust), Console(True)
     state = state_of(run, record, known.trust)
@@ -257,7 +260,11 @@ def run_stop(known: argparse.Namespace) -> int:
     console.say(f"{run.folder}: {state_sentence(state)}")
     if state.live and known.wait:
         error(
-            f"it still runs after {known.wait:g} s; it ends after its step and the checkpoint, or ask for more --wait"
+            coded(
+                "LS8138",
+                f"it still runs after {known.wait:g} s; it ends after its step and the "
+                "checkpoint, or ask for more --wait",
+            )
         )
         return 1
     return 0
@@ -285,22 +292,23 @@ def run_report(known: argparse.Namespace) -> int:
         return of_traces(known, folders, all(traced))
     if known.live:
         if len(folders) > 1 or known.to is not None:
-            raise RunError("--live: it writes the page of one output folder")
+            raise RunError("LS8139", "--live: it writes the page of one output folder")
         return watched(folders[0])
     if known.to is not None and len(folders) == 1:
-        raise RunError("--to: a comparison needs two output folders or more")
+        raise RunError("LS8140", "--to: a comparison needs two output folders or more")
     for folder in folders:
+        require_output(folder)
         try:
             print(write_report(folder))
         except (OSError, ValueError) as error:
-            raise RunError(f"{folder} is not the output folder of a run, or cannot be written to: {error}") from None
+            raise RunError("LS8141", f"the report of {folder} cannot be written: {error}") from None
     if len(folders) > 1:
         beside = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
         path = Path(known.to) if known.to is not None else beside / "comparison.html"
         try:
             print(write_comparison(folders, path))
         except (OSError, ValueError) as error:
-            raise RunError(f"the comparison of {len(folders)} runs could not be written: {error}") from None
+            raise RunError("LS8142", f"the comparison of {len(folders)} runs could not be written: {error}") from None
     return 0
 
 
@@ -329,7 +337,7 @@ def watched(folder: Path) -> int:
     except KeyboardInterrupt:  # enough was seen; the run goes on
         pass
     except (OSError, ValueError) as error:
-        raise RunError(f"{folder} is not the output folder of a run, or cannot be written to: {error}") from None
+        raise RunError("LS8143", f"the report of {folder} cannot be written: {error}") from None
     write_report(folder)
     return 0
 
@@ -339,6 +347,6 @@ def of_traces(known: argparse.Namespace, folders: list[Path], every: bool) -> in
     from lockstep.tools import traces
 
     if not every or len(folders) > 2 or known.live or known.to is not None:
-        raise RunError("a page is made of one trace, or of two, the reference first; without --live and --to")
+        raise RunError("LS8144", "a page is made of one trace, or of two, the reference first; without --live and --to")
     print(traces.page(folders[-1], folders[0] if len(folders) == 2 else None))
     return 0

@@ -8,17 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.config.key_aliases import AGAIN
 from lockstep.config.run import RunError
 from lockstep.tools.import_config import trainer
 from lockstep.tools.import_config.table import (
-    CACHED,
     EIGHT_BITS,
-    OPTIMIZERS,
-    SCHEDULES,
     Imported,
-    Row,
-    Table,
     apply,
     batches,
     length,
@@ -26,149 +20,14 @@ from lockstep.tools.import_config.table import (
     number,
     optimizer,
     quantized,
+    read_table,
     schedule,
     whole,
 )
 
-_KERNELS = "the model's own kernels are used; model.attention chooses attention's"
 _TOKENS = "a tokenizer is used as it is: save one with these tokens, and give tokenizer.source"
 
-TABLE: Table = {
-    "base_model": Row("model.source"),
-    "revision_of_model": Row("model.revision"),
-    "trust_remote_code": Row("model.trust_remote_code"),
-    "tokenizer_config": Row("tokenizer.source"),
-    "datasets": Row("data.source", "path of the one there is; its type says the task's columns", joined=True),
-    "test_datasets": Row("data.validation", "path of the one there is, of local files", joined=True),
-    "val_set_size": Row("data.validation_fraction", "a share", joined=True),
-    "sequence_len": Row("task.block_size", "of preference and reward: data.max_length"),
-    "pretraining_dataset": Row("data.source", "path of the one there is, with data.stream: true", joined=True),
-    "streaming": Row("data.stream", joined=True),
-    "sample_packing": Row("task.packing", "true: with task.attend_across_documents: false", joined=True),
-    "chat_template_jinja": Row("task.chat_template"),
-    "field_messages": Row("task.messages"),
-    "adapter": Row("model.adapter", "lora; qlora: with model.quantization", joined=True),
-    "lora_r": Row("model.adapter", "r", joined=True),
-    "lora_alpha": Row("model.adapter", "lora_alpha", joined=True),
-    "lora_dropout": Row("model.adapter", "lora_dropout", joined=True),
-    "lora_target_modules": Row("model.adapter", "target_modules", joined=True),
-    "lora_target_linear": Row("model.adapter", "target_modules: all-linear", joined=True),
-    "lora_modules_to_save": Row("model.adapter", "modules_to_save", joined=True),
-    "peft_use_dora": Row("model.adapter", "use_dora", joined=True),
-    "peft_use_rslora": Row("model.adapter", "use_rslora", joined=True),
-    "micro_batch_size": Row("batch_size", "times gradient_accumulation_steps and processes", joined=True),
-    "gradient_accumulation_steps": Row("micro_batches", "times processes", joined=True),
-    "num_epochs": Row("epochs", joined=True),
-    "max_steps": Row("steps", joined=True),
-    "optimizer": Row(
-        "optim.name", "AdamW (also in 8 bits), SGD, Lion, Muon, schedule-free AdamW, Adafactor", values=OPTIMIZERS
-    ),
-    "lr_scheduler": Row("optim.schedule", "all but restarts and those that follow the scores", values=SCHEDULES),
-    "learning_rate": Row("optim.learning_rate", joined=True),
-    "warmup_steps": Row("optim.warmup_steps", joined=True),
-    "warmup_ratio": Row("optim.warmup_fraction", joined=True),
-    "weight_decay": Row("optim.weight_decay"),
-    "max_grad_norm": Row("optim.max_grad_norm"),
-    "adam_beta1": Row("optim.betas", "with adam_beta2", joined=True),
-    "adam_beta2": Row("optim.betas", "with adam_beta1", joined=True),
-    "adam_epsilon": Row("optim.eps"),
-    "bf16": Row("precision", "true, auto: bf16", values={True: "bf16", "true": "bf16", "auto": "bf16", "full": "bf16"}),
-    "fp16": Row("precision", "true: fp16", values={True: "fp16", "true": "fp16"}),
-    "group_by_length": Row("data.group_by_length", "true: 50 steps together", values={True: 50}),
-    "attn_implementation": Row("model.attention"),
-    "flash_attention": Row("model.attention", "flash_attention_2", values={True: "flash_attention_2"}),
-    "sdp_attention": Row("model.attention", "sdpa", values={True: "sdpa"}),
-    "eager_attention": Row("model.attention", "eager", values={True: "eager"}),
-    "evals_per_epoch": Row("evaluate.every", "the steps of an epoch, divided", joined=True),
-    "eval_steps": Row("evaluate.every", joined=True),
-    "saves_per_epoch": Row("checkpoint.every", "the steps of an epoch, divided", joined=True),
-    "save_steps": Row("checkpoint.every", joined=True),
-    "eval_strategy": Row("evaluate.every", "epoch; steps: eval_steps", joined=True),
-    "evaluation_strategy": Row("evaluate.every", "the older name of eval_strategy", joined=True),
-    "save_strategy": Row("checkpoint.every", "epoch; steps: save_steps; no: 0", joined=True),
-    "save_total_limit": Row("checkpoint.keep"),
-    "logging_steps": Row("track.every"),
-    "eval_batch_size": Row("evaluate.batch_size"),
-    "wandb_project": Row("track.wandb.project", "with track.to: [wandb]", joined=True),
-    "wandb_entity": Row("track.wandb.entity", joined=True),
-    "wandb_name": Row("name", joined=True),
-    "use_tensorboard": Row("track.to", "[tensorboard]", joined=True),
-    "use_mlflow": Row("track.to", "[mlflow]", joined=True),
-    "output_dir": Row("output"),
-    "seed": Row("seed"),
-    "hub_model_id": Row("hub.push_to"),
-    "early_stopping_patience": Row("evaluate.patience", "by checkpoint.best; its default is -loss"),
-    "ddp_timeout": Row("launch.timeout_s"),
-    "fsdp": Row("strategy.name", "fsdp2", joined=True),
-    "fsdp_version": Row("strategy.name", "fsdp2", joined=True),
-    "deepspeed": Row("strategy.name", "see DeepSpeed: `lockstep init --from` its JSON", joined=True),
-    "rl": Row("task.name", "dpo, ipo and simpo: preference", joined=True),
-    "rl_beta": Row("task.beta", "of preference", joined=True),
-    "dpo_beta": Row("task.beta", "the older name of rl_beta", joined=True),
-    "simpo_gamma": Row("task.gamma", "of preference with loss simpo", joined=True),
-    "dpo_label_smoothing": Row("task.label_smoothing", "of preference with loss dpo", joined=True),
-    "reward_model": Row("task.name", "true: reward", joined=True),
-    "center_rewards_coefficient": Row("task.center", "of reward", joined=True),
-    "load_in_4bit": Row("model.quantization", "nf4, as axolotl has it", joined=True),
-    "bnb_4bit_quant_type": Row("model.quantization", "with load_in_4bit", joined=True),
-    # what has no counterpart
-    "tf32": Row("", "torch's own setting; it changes the bits", default=True),
-    "load_in_8bit": Row("", EIGHT_BITS, decides=True, by=("model.quantization", "model.dtype")),
-    "strict": Row("", "an unknown key is always an error"),
-    "model_type": Row("", "the task says which class of transformers it is"),
-    "tokenizer_type": Row("", "found by the tokenizer's own files"),
-    "is_llama_derived_model": Row("", "found by the model's own config"),
-    "base_model_config": Row("", "model.config sets entries of the model's own config"),
-    "special_tokens": Row("", _TOKENS, joined=True),
-    "tokens": Row("", _TOKENS, decides=True, by=("tokenizer.source",)),
-    "chat_template": Row(
-        "",
-        "the tokenizer's own, or task.chat_template as Jinja",
-        default="tokenizer_default",
-        decides=True,
-        by=("task.chat_template",),
-    ),
-    "train_on_inputs": Row("", "of prompts and conversations the response alone is learned", decides=True),
-    "neftune_noise_alpha": Row("", "no noise is added to embeddings", decides=True),
-    "pad_to_sequence_len": Row("", "blocks are full, and others are padded to the longest of their micro-batch"),
-    "eval_sample_packing": Row("", "validation is cut as training is", default=True),
-    "dataset_prepared_path": Row("", CACHED),
-    "dataset_processes": Row("", CACHED),
-    "shuffle_merged_datasets": Row("", "the order is drawn anew for each epoch", default=True),
-    "gradient_checkpointing": Row("model.checkpoint_activations", values={True: True}),
-    "gradient_checkpointing_kwargs": Row("", AGAIN),
-    "activation_offloading": Row("model.offload_activations", values={True: True}),
-    "remove_unused_columns": Row("", "columns that no key names are not read"),
-    "xformers_attention": Row("", _KERNELS),
-    "torch_compile": Row("model.compile", values={True: True}),
-    "plugins": Row("", "a task, strategy, launcher or tracker of your own is one class: CONTRIBUTING.md"),
-    "liger_rope": Row("", _KERNELS),
-    "liger_rms_norm": Row("", _KERNELS),
-    "liger_glu_activation": Row("", _KERNELS),
-    "liger_fused_linear_cross_entropy": Row("", _KERNELS),
-    "resume_from_checkpoint": Row("", "the same command goes on from the newest checkpoint that is whole"),
-    "auto_resume_from_checkpoints": Row("", "the same command goes on from the newest checkpoint that is whole"),
-    "local_rank": Row("", "a launcher tells a process who it is"),
-    "debug": Row("", "lockstep --debug shows tracebacks"),
-    "wandb_watch": Row("", "gradients are written as their norm"),
-    "wandb_log_model": Row("", "the export is uploaded by hub.push_to"),
-    "wandb_run_id": Row("", "a run keeps its own, also when it is resumed"),
-    "hub_strategy": Row("", "only the finished model is uploaded", default="every_save"),
-    "fsdp_config": Row("", "strategy.options of fsdp2: docs/strategies"),
-    "lora_model_dir": Row("", "merge that adapter first, or go on with lockstep's own checkpoint", decides=True),
-    "lora_fan_in_fan_out": Row("", "peft finds it out"),
-    "save_safetensors": Row("", "always", default=True),
-    "save_first_step": Row("", "checkpoints begin with the first interval"),
-    "eval_table_size": Row("", "task.samples shows what the model writes"),
-    "eval_max_new_tokens": Row("", "task.sample_tokens"),
-    "unfrozen_parameters": Row(
-        "", "model.freeze names the weights that are not trained", decides=True, by=("model.freeze",)
-    ),
-    "s2_attention": Row("", _KERNELS, decides=True),
-    "lora_mlp_kernel": Row("", _KERNELS),
-    "lora_qkv_kernel": Row("", _KERNELS),
-    "lora_o_kernel": Row("", _KERNELS),
-}
+TABLE = read_table("axolotl")
 # type of a data set -> the task's keys
 TYPES = {
     "completion": {"task.text": "text"},
@@ -221,8 +80,9 @@ def _task(theirs: Mapping[str, Any], moved: Imported) -> None:
         way = "process_reward_model" if theirs.get("process_reward_model") else "reward_model"
     if moved.task is None and way and way not in (*_LOSSES, "reward_model"):
         raise RunError(
+            "LS8180",
             f"--from: {'rl: ' if theirs.get('rl') else ''}{way} has no counterpart: preference learns from pairs of "
-            f"answers by {', '.join(_LOSSES)} and hinge, reward scores them; to write another task's file, give --task"
+            f"answers by {', '.join(_LOSSES)} and hinge, reward scores them; to write another task's file, give --task",
         )
     if way in _LOSSES:
         moved.set("task.name", "preference", f"rl {way}")
@@ -394,60 +254,7 @@ def _tracking(theirs: Mapping[str, Any], moved: Imported) -> None:
         moved.set("name", theirs["wandb_name"], "wandb_name")
 
 
-# Beside these, all keys of `TrainingArguments` are known.
-LLAMA_FACTORY: Table = {
-    "model_name_or_path": Row("model.source"),
-    "trust_remote_code": Row("model.trust_remote_code"),
-    "stage": Row("task.name", "pt and sft: language_modeling; dpo: preference; rm: reward", joined=True),
-    "dataset": Row("data.source", "its file: the name stands in dataset_info.json", joined=True),
-    "dataset_dir": Row("data.source", "the folder of that file", joined=True),
-    "cutoff_len": Row("task.block_size", "of preference and reward: data.max_length"),
-    "packing": Row("task.packing", "stage pt: true by default", joined=True),
-    "neat_packing": Row("task.attend_across_documents", "true: with packing, false", joined=True),
-    "max_samples": Row("data.limit"),
-    "val_size": Row("data.validation_fraction", "a share", joined=True),
-    "finetuning_type": Row("model.adapter", "lora; full: no adapter", joined=True),
-    "lora_rank": Row("model.adapter", "r", joined=True),
-    "lora_alpha": Row("model.adapter", "lora_alpha", joined=True),
-    "lora_dropout": Row("model.adapter", "lora_dropout", joined=True),
-    "lora_target": Row("model.adapter", "target_modules; all: all-linear", joined=True),
-    "use_dora": Row("model.adapter", "use_dora", joined=True),
-    "use_rslora": Row("model.adapter", "use_rslora", joined=True),
-    "flash_attn": Row(
-        "model.attention", "fa2, sdpa", values={"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager"}
-    ),
-    "pref_beta": Row("task.beta", "of stage dpo", joined=True),
-    "pref_loss": Row("task.loss", "sigmoid: dpo; ipo, hinge, simpo", joined=True),
-    "simpo_gamma": Row("task.gamma", "of pref_loss simpo", joined=True),
-    "dpo_label_smoothing": Row("task.label_smoothing", "of pref_loss sigmoid", joined=True),
-    "quantization_bit": Row("model.quantization", "4: nf4", joined=True),
-    "quantization_type": Row("model.quantization", "nf4, fp4", joined=True),
-    # what has no counterpart
-    "template": Row("", "the tokenizer's own chat template, or task.chat_template as Jinja", joined=True),
-    "adapter_name_or_path": Row(
-        "", "merge that adapter first, or go on with lockstep's own checkpoint", decides=True, by=("model.source",)
-    ),
-    "pref_ftx": Row("", "the loss of pairs alone, without that of the chosen answer's tokens", decides=True),
-    "reward_model": Row("", "of stage ppo", decides=True),
-    "overwrite_cache": Row("", CACHED),
-    "preprocessing_num_workers": Row("", CACHED),
-    "tokenized_path": Row("", CACHED),
-    "streaming": Row("", "data.stream: true reads shards while training"),
-    "plot_loss": Row("", "report.html has the curves"),
-    "double_quantization": Row("", "the scales of the 4-bit weights are in float32", default=True),
-    "use_muon": Row("", "optim.name: muon, by rates of its own", decides=True, by=("optim.name",)),
-    "quantization_method": Row("", "bitsandbytes", default="bnb", decides=True),
-    "train_on_prompt": Row("", "of prompts and conversations the response alone is learned", decides=True),
-    "mask_history": Row("", "all that the assistant says is learned", decides=True),
-    "eval_dataset": Row("", "data.validation names files, or a split"),
-    "resize_vocab": Row("", "a tokenizer is used as it is", decides=True, by=("tokenizer.source",)),
-    "rope_scaling": Row("", "model.config sets entries of the model's own config", decides=True, by=("model.config",)),
-    "enable_liger_kernel": Row("", "an option of strategy.name=hf_trainer, where it may change the bits"),
-    "use_unsloth": Row("", "the model's own kernels are used"),
-    "freeze_trainable_layers": Row(
-        "", "model.freeze names the weights that are not trained", decides=True, by=("model.freeze",)
-    ),
-}
+LLAMA_FACTORY = read_table("llama_factory")  # beside these, all keys of `TrainingArguments` are known
 _STAGES = {
     "pt": ("language_modeling", {"task.text": "text"}),
     "sft": ("language_modeling", {"task.prompt": "instruction", "task.response": "output"}),
@@ -468,8 +275,9 @@ def move_llama_factory(theirs: Mapping[str, Any], moved: Imported, processes: in
     if moved.task is None and (stage not in _STAGES or loss not in _LLAMA_FACTORY_LOSSES):
         way = f"stage: {stage}" if stage not in _STAGES else f"pref_loss: {loss}"
         raise RunError(
+            "LS8181",
             f"--from: {way} has no counterpart: stages are {', '.join(_STAGES)}, and losses of dpo "
-            f"{', '.join(_LLAMA_FACTORY_LOSSES)}; to write another task's file, give --task"
+            f"{', '.join(_LLAMA_FACTORY_LOSSES)}; to write another task's file, give --task",
         )
     task, columns = _STAGES.get(stage, ("language_modeling", {}))
     moved.set("task.name", task, f"stage {stage}")

@@ -19,7 +19,7 @@ from lockstep.config import error_messages as messages
 from lockstep.config.run import RunError
 from lockstep.tools.import_config import trainer
 from lockstep.tools.import_config.script import Script
-from lockstep.tools.import_config.table import CACHED, Imported, Row, Table, apply, batches, number, whole
+from lockstep.tools.import_config.table import Imported, apply, batches, number, read_table, whole
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "trl", "llamafactory-cli", "axolotl")
 # The examples of transformers and TRL, by what their names begin with.
@@ -52,34 +52,7 @@ _GLUE = {
     "qnli": ("question", "sentence"),
     "mnli": ("premise", "hypothesis"),
 }
-# Options of those examples, beside the fields of `TrainingArguments`.
-EXAMPLES: Table = {
-    "text_column": Row("task.source", "of summarization"),
-    "summary_column": Row("task.target", "of summarization"),
-    "source_lang": Row("task.source", "of translation"),
-    "target_lang": Row("task.target", "of translation"),
-    "max_target_length": Row("task.target_length"),
-    "mlm_probability": Row("task.mlm_probability", "of masked language modelling"),
-    "doc_stride": Row("task.stride", "of question answering"),
-    "max_answer_length": Row("task.answer_tokens", "of question answering"),
-    "version_2_with_negative": Row("task.unanswerable", "of question answering"),
-    "max_eval_samples": Row("evaluate.limit"),
-    "torch_dtype": Row(
-        "model.dtype", "float32, bfloat16", values={"float32": "float32", "bfloat16": "bfloat16", "auto": None}
-    ),
-    "attn_implementation": Row("model.attention"),
-    "pad_to_max_length": Row("", "what is padded changes nothing", default=True),
-    "line_by_line": Row("", "task.packing: false", joined=True),
-    "max_predict_samples": Row("", "a test split is always used whole"),
-    "preprocessing_num_workers": Row("", CACHED),
-    "overwrite_cache": Row("", CACHED),
-    "cache_dir": Row("", "HF_HOME says where downloads are kept"),
-    "token": Row("", "secrets come from the environment: HF_TOKEN"),
-    "use_fast_tokenizer": Row("", "a fast tokenizer is used where there is one", default=True),
-    "ignore_mismatched_sizes": Row("", "a head of another size is drawn anew"),
-    "low_cpu_mem_usage": Row("", "weights are loaded once a process"),
-    "return_entity_level_metrics": Row("", "a task has its own scores"),
-}
+EXAMPLES = read_table("examples")  # options of those, beside the fields of `TrainingArguments`
 _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
 _SWITCHES = {  # of the launchers, which take no value
     *(
@@ -118,13 +91,14 @@ def read(
     if len(commands) != 1:
         lines = ", ".join(str(each.line) for each in commands)
         raise RunError(
+            "LS8190",
             f"--from: {path} "
             + (
                 f"starts several programs, on lines {lines}; leave one"
                 if commands
                 else "starts no training that is known"
             )
-            + f": a command of {', '.join(LAUNCHERS)}"
+            + f": a command of {', '.join(LAUNCHERS)}",
         )
     return lambda moved, processes: _move(path, commands[0], moved, processes, read_file, read_script)
 
@@ -135,7 +109,7 @@ def read(
 def _commands(text: str) -> list[Command]:
     """Commands that start something, with the variables that were set before them."""
     variables: dict[str, str] = {}
-    found = []
+    commands = []
     number_of = 0
     for physical in re.sub(r"\\\r?\n", "\x00", text).splitlines():
         number_of += 1
@@ -157,8 +131,8 @@ def _commands(text: str) -> list[Command]:
         while words and words[0] in ("srun", "nohup", "time", "exec", "uv", "run", "env"):
             words = words[1:]
         if words and Path(words[0]).name in LAUNCHERS:
-            found.append(_command(words, here))
-    return found
+            commands.append(_command(words, here))
+    return commands
 
 
 def _filled(line: str, variables: Mapping[str, str]) -> str:
@@ -204,11 +178,11 @@ def _command(words: list[str], line: int) -> Command:
 def _negated(options: Mapping[str, Any]) -> dict[str, Any]:
     """`--no_NAME` of HfArgumentParser as NAME: false, where NAME is an option that is known."""
     known = trainer.TABLE.keys() | EXAMPLES.keys() | trainer.TRL.keys()
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in options.items():
         plain = name.removeprefix("no_")
-        found |= {plain: False} if value is True and name not in known and plain in known else {name: value}
-    return found
+        named |= {plain: False} if value is True and name not in known and plain in known else {name: value}
+    return named
 
 
 def _option(rest: list[str], into: dict[str, Any], switches: set[str]) -> list[str]:
@@ -272,7 +246,7 @@ def _move(
         theirs = {k: v for k, v in command.options.items() if k in trainer.TABLE}
         if not theirs:
             raise RunError(
-                f"--from: {path}, line {command.line}: {program} is not there, so its options cannot be read"
+                "LS8191", f"--from: {path}, line {command.line}: {program} is not there, so its options cannot be read"
             )
         moved.unclear(
             command.program,
@@ -335,7 +309,8 @@ def _example(command: Command, stem: str, task: str | None, moved: Imported, pro
         task = TASKS.get(command.program if command.starter == "trl" else stem)
         if task is None:
             raise RunError(
-                f"--from: line {command.line}: trl {command.program} has no counterpart: sft, dpo and reward have"
+                "LS8192",
+                f"--from: line {command.line}: trl {command.program} has no counterpart: sft, dpo and reward have",
             )
         moved.set("task.name", task, f"trl {stem}")
         trainer.move_trl(command.options, moved, processes)
@@ -375,56 +350,10 @@ def _glue(name: str, moved: Imported) -> None:
         moved.set("task.regression", True, "task_name stsb")
 
 
-_MEETING = "launch.name=torchrun has rendezvous, where machines meet"
-_LAUNCHED = "a launcher tells a process who it is"
+ACCELERATE = read_table("accelerate")
+DEEPSPEED = read_table("deepspeed")
 
-ACCELERATE: Table = {
-    "distributed_type": Row(
-        "strategy.name", "NO: single; MULTI_*: ddp; FSDP: fsdp2; DEEPSPEED: zero1 to zero3", joined=True
-    ),
-    "num_processes": Row("launch.processes", "divided by num_machines: it is those of a machine", joined=True),
-    "num_machines": Row("launch.machines", "with launch.name: torchrun, above 1", joined=True),
-    "main_process_ip": Row("launch.rendezvous", "HOST:PORT, with main_process_port", joined=True),
-    "main_process_port": Row("launch.rendezvous", "HOST:PORT, with main_process_ip", joined=True),
-    "mixed_precision": Row("precision", "no: fp32", values={"no": "fp32", "bf16": "bf16", "fp16": "fp16"}),
-    "use_cpu": Row("launch.device", "true: cpu", values={True: "cpu"}),
-    "deepspeed_config": Row("strategy", "zero_stage, gradient_clipping, offloading", joined=True),
-    "gradient_accumulation_steps": Row("micro_batches", "times processes", joined=True),
-    "dynamo_config": Row("model.compile", "dynamo_backend INDUCTOR: true; its modes have no counterpart", joined=True),
-    "dynamo_backend": Row("model.compile", "INDUCTOR: true", values={"no": None, "inductor": True}),
-    # what has no counterpart
-    "compute_environment": Row("", "launch.name: `lockstep list` says what there is", default="LOCAL_MACHINE"),
-    "debug": Row("", "lockstep --debug shows tracebacks"),
-    "downcast_bf16": Row("", "of TPUs"),
-    "enable_cpu_affinity": Row("", "launch.threads says how many threads a process has"),
-    "fsdp_config": Row("", "fsdp2 finds the blocks by itself; strategy.options of fsdp2: docs/strategies"),
-    "gpu_ids": Row("", "CUDA_VISIBLE_DEVICES says which are seen", default="all"),
-    "machine_rank": Row("", "every machine runs the same command; launch.node_rank where it has to be said"),
-    "main_training_function": Row("", "there is no script", default="main"),
-    "megatron_lm_config": Row("", "no strategy does this; fsdp2 and pipeline cut models"),
-    "rdzv_backend": Row("", _MEETING, default="static"),
-    "same_network": Row("", _MEETING, default=True),
-    "tpu_env": Row("", "no TPUs"),
-    "tpu_use_cluster": Row("", "no TPUs"),
-    "tpu_use_sudo": Row("", "no TPUs"),
-    "fp8_config": Row("", "precision is fp32, bf16 or fp16"),
-    "parallelism_config": Row("", "strategy.name and its options"),
-}
 
-DEEPSPEED: Table = {
-    "train_batch_size": Row("batch_size", joined=True),
-    "train_micro_batch_size_per_gpu": Row("micro_batches", "batch_size / this many examples", joined=True),
-    "gradient_accumulation_steps": Row("micro_batches", "times processes", joined=True),
-    "gradient_clipping": Row("optim.max_grad_norm", joined=True),
-    "optimizer": Row("optim", "AdamW, Adam, SGD and Lion with lr, betas, eps, weight_decay, momentum", joined=True),
-    "scheduler": Row(
-        "optim.schedule", "WarmupLR: constant; WarmupDecayLR: linear; WarmupCosineLR: cosine", joined=True
-    ),
-    "zero_optimization": Row("strategy.name", "its stage; the rest in strategy.options, untouched", joined=True),
-    "bf16": Row("precision", "enabled: bf16", joined=True),
-    "fp16": Row("precision", "enabled: fp16; lockstep does not take it with ZeRO", joined=True),
-    "steps_per_print": Row("track.every", joined=True),
-}
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _OPTIMIZERS = {"AdamW": "adamw", "SGD": "sgd", "Lion": "lion"}
 

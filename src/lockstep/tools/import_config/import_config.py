@@ -88,13 +88,14 @@ def _complete(origin: Path, moved: Imported, partial: bool) -> None:
     keys = list(dict.fromkeys(key for gap in deciding for key in gap.by))
     hint = f"give what stands in for it ({', '.join(f'{key}=...' for key in keys[:6])}), or " if keys else ""
     raise RunError(
+        "LS8209",
         "\n".join(
             [
                 f"--from: a run file from {origin} would train something else, so none is written. Left out would be:",
                 *(f"  {gap}" for gap in deciding),
                 f"To go on, {hint}write the rest with --partial",
             ]
-        )
+        ),
     )
 
 
@@ -107,8 +108,10 @@ def _written(path: Path, text: str, partial: bool, talk: Prompter) -> Run:
     except RunError as error:
         if not partial:
             raise RunError(
-                f"--from: what would be written cannot be planned, so nothing is: {error}. Give another value, as "
-                "key=value, or write it all the same with --partial"
+                error.code,
+                "--from: what would be written cannot be planned, so nothing is: "
+                f"{error.message}. Give another value, as "
+                "key=value, or write it all the same with --partial",
             ) from None
         talk.console.note(f"lockstep plan refuses it: {error}")
     return init.checked(path, text, planned=False)
@@ -126,7 +129,7 @@ def _look(moved: Imported, wanted: bool, talk: Prompter) -> Look | None:
         section = detect_layout.recognised(DataSection(**own), talk)
         looked = columns.look(section)
     except ValueError as error:
-        raise RunError(f"data: {error}") from None
+        raise RunError("LS8200", f"data: {error}") from None
     for key in ("source", "train", "validation", "test", "layout", "columns", "separator", "quote"):
         value = getattr(section, key)
         if value is None:
@@ -143,16 +146,17 @@ def _fit(moved: Imported, looked: Look | None, talk: Prompter) -> None:
             moved.set("task.name", columns.tasks()[0], "(to be filled in, with its columns)")
             talk.note("nothing says which task it is: classification is written, to be filled in")
         else:
-            name, found = columns.guess(looked)
+            name, fit = columns.guess(looked)
             moved.set("task.name", name, "(by the columns of the data)")
-            _columns(moved, found, looked, talk)
+            _columns(moved, fit, looked, talk)
     elif looked is not None and moved.keys["task.name"] in columns.tasks():
         there = list(looked.languages or looked.kinds)
         if not any(k.startswith("task.") and str(v) in there for k, v in moved.keys.items()):
             if (other := columns.fit(moved.keys["task.name"], looked)) is None:
                 raise RunError(
+                    "LS8201",
                     f"--data: {looked.source} seems to have no columns for {moved.keys['task.name']}; it has "
-                    f"{looked.described()}. Name them: task.text=... task.label=..., or another --task"
+                    f"{looked.described()}. Name them: task.text=... task.label=..., or another --task",
                 )
             for key in _COLUMNS:
                 moved.keys.pop(key, None)
@@ -171,11 +175,11 @@ def _fit(moved: Imported, looked: Look | None, talk: Prompter) -> None:
         moved.drop(moved.told.get(key) or key, moved.keys.pop(key), why, decides(key) and key not in _COLUMNS)
 
 
-def _columns(moved: Imported, found: columns.Fit, looked: Look, talk: Prompter) -> None:
-    for key, column in found.keys.items():
+def _columns(moved: Imported, fit: columns.Fit, looked: Look, talk: Prompter) -> None:
+    for key, column in fit.keys.items():
         moved.keys.setdefault(f"task.{key}", column)
-    for key, why in found.doubts.items():
-        talk.note(f"task.{key}: {found.keys.get(key)}; {why}")
+    for key, why in fit.doubts.items():
+        talk.note(f"task.{key}: {fit.keys.get(key)}; {why}")
     more = [name for name in _BESIDE if name in looked.kinds and name not in moved.keys.values()]
     if "task.prompt" in moved.keys and more and moved.keys["task.prompt"] not in moved.by_hand.values():
         why = f"a prompt is one column, and {moved.keys['task.prompt']} is read: join the two, or say task.prompt=..."
@@ -279,7 +283,7 @@ def _header(origin: Path, called: str, moved: Imported, talk: Prompter) -> list[
     for title, understood in (("No counterpart here:", True), ("Not understood:", False)):
         if gaps := [gap for gap in moved.gaps if gap.understood is understood]:
             lines += ["", title, *(f"  {gap.name} ({gap.why})" for gap in gaps)]
-    return [*lines, "", "All keys: `lockstep schema`. The tables: docs/coming-from.md."]
+    return [*lines, "", "All keys: `lockstep schema`. The tables: docs/how-to/coming-from.md."]
 
 
 Move = Callable[[Mapping[str, Any], Imported, int | None], None]
@@ -349,13 +353,14 @@ def read(path: Path) -> Read:
     """Errors: `RunError`."""
     if path.suffix in (".bin", ".pt", ".pkl"):
         raise RunError(
+            "LS8202",
             f"--from: {path} is pickled, and is not opened. In the script that wrote it: "
-            'open("training_args.json", "w").write(args.to_json_string()); then --from training_args.json'
+            'open("training_args.json", "w").write(args.to_json_string()); then --from training_args.json',
         )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"--from: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise RunError("LS8203", f"--from: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if path.suffix == ".py":
         return script(Script(path, text))
     if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or text.startswith("#!"):
@@ -363,11 +368,11 @@ def read(path: Path) -> Read:
     try:
         keys = json.loads(text) if path.suffix == ".json" else messages.read_yaml(text)
     except json.JSONDecodeError as error:
-        raise RunError(f"--from: {path}, line {error.lineno}: {error.msg}") from None
+        raise RunError("LS8204", f"--from: {path}, line {error.lineno}: {error.msg}") from None
     except yaml.YAMLError as error:
-        raise RunError(f"--from: {path} is not valid YAML: {messages.yaml_fault(error)}") from None
+        raise RunError("LS8205", f"--from: {path} is not valid YAML: {messages.yaml_fault(error)}") from None
     if not isinstance(keys, dict):
-        raise RunError(f"--from: {path} must hold a mapping of keys, it holds {messages.kind(keys)}")
+        raise RunError("LS8206", f"--from: {path} must hold a mapping of keys, it holds {messages.kind(keys)}")
     keys = {str(name): value for name, value in keys.items()}
     source = _source_of(path, keys)
     return Read(f"{source.called}, {len(keys)} key(s)", lambda moved, processes: source.move(keys, moved, processes))
@@ -379,8 +384,9 @@ def script(of: Script) -> Read:
         if (known := reader(of)) is not None:
             return Read(*known)
     raise RunError(
+        "LS8207",
         f"--from: {of.path} has no Trainer of transformers, TRL or Lightning, and no training loop that would be "
-        "known; a model and a loss of your own: docs/own-module.md"
+        "known; a model and a loss of your own: docs/how-to/own-module.md",
     )
 
 
@@ -390,4 +396,4 @@ def _source_of(path: Path, keys: Mapping[str, Any]) -> ScriptSource:
         if source.marks & keys.keys():
             return source
     known = ", ".join(source.called for source in SOURCES.values())
-    raise RunError(f"--from: {path} has no key by which it would be known as a file of {known}")
+    raise RunError("LS8208", f"--from: {path} has no key by which it would be known as a file of {known}")

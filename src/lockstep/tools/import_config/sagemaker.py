@@ -12,74 +12,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config import key_aliases
+from lockstep.config import key_aliases, plugins
 from lockstep.config.error_messages import keys_of, secret
 from lockstep.config.run import Run, RunError
-from lockstep.launchers.cloud.aws import TAGS as CONTAINERS
 from lockstep.tools.import_config import trainer
 from lockstep.tools.import_config.script import Script
-from lockstep.tools.import_config.table import Imported, Row, Table, number
+from lockstep.tools.import_config.table import Imported, number, read_table
 
 CALLED = "an estimator of SageMaker"
 ESTIMATORS = ("HuggingFace", "PyTorch", "Estimator", "ModelTrainer")
-_CONTAINER = "the container has AWS's PyTorch; transformers is installed in the version that you have"
-_SENT = "the run file's own modules are packed and sent by themselves"
-_DEBUGGED = "profile.steps looks into steps, report.html shows them"
+TABLE = read_table("sagemaker")
 
-TABLE: Table = {
-    "role": Row("launch.role", "an ARN"),
-    "instance_type": Row("launch.instance", "local and local_gpu: launch.name: local", joined=True),
-    "instance_count": Row("launch.machines"),
-    "volume_size": Row("launch.volume_gb"),
-    "image_uri": Row("launch.image"),
-    "pytorch_version": Row("launch.pytorch", "one that AWS has a container of; older ones are not run on", joined=True),
-    "framework_version": Row("launch.pytorch", "of PyTorch", joined=True),
-    "max_run": Row("launch.max_hours", "seconds", joined=True),
-    "use_spot_instances": Row("launch.spot"),
-    "max_wait": Row("launch.wait_hours", "seconds, max_run among them", joined=True),
-    "output_path": Row("launch.s3", "checkpoints, code and the model are below it"),
-    "environment": Row("launch.environment", "as VARIABLE=value", joined=True),
-    "inputs": Row("launch.inputs", "of fit or train: as CHANNEL=s3://...", joined=True),
-    "base_job_name": Row("name"),
-    "subnets": Row("launch.extra", "VpcConfig: Subnets", joined=True),
-    "security_group_ids": Row("launch.extra", "VpcConfig: SecurityGroupIds", joined=True),
-    "tags": Row("launch.extra", "Tags", joined=True),
-    "output_kms_key": Row("launch.extra", "OutputDataConfig: KmsKeyId", joined=True),
-    "volume_kms_key": Row("launch.extra", "ResourceConfig: VolumeKmsKeyId", joined=True),
-    "keep_alive_period_in_seconds": Row("launch.extra", "ResourceConfig: KeepAlivePeriodInSeconds", joined=True),
-    "max_retry_attempts": Row("launch.extra", "RetryStrategy: MaximumRetryAttempts", joined=True),
-    "metric_definitions": Row("launch.extra", "AlgorithmSpecification: MetricDefinitions", joined=True),
-    "encrypt_inter_container_traffic": Row("launch.extra", "EnableInterContainerTrafficEncryption", joined=True),
-    "distribution": Row(
-        "strategy.name", "torch_distributed, pytorchddp, Torchrun, smdistributed's data parallelism: ddp", joined=True
-    ),
-    "hyperparameters": Row("", "those with names of TrainingArguments are read; others are the script's", joined=True),
-    # what has no counterpart
-    "entry_point": Row("", "there is no script: the run file says what is trained"),
-    "source_dir": Row("", _SENT),
-    "dependencies": Row("", _SENT),
-    "git_config": Row("", _SENT),
-    "command": Row("", "there is no script: the run file says what is trained"),
-    "requirements": Row("", "name the packages in launch.requirements"),
-    "py_version": Row("", _CONTAINER),
-    "transformers_version": Row("", _CONTAINER),
-    "checkpoint_s3_uri": Row("", "checkpoints are below launch.s3"),
-    "checkpoint_local_path": Row("", "OUTPUT is /opt/ml/checkpoints"),
-    "code_location": Row("", "code is below launch.s3"),
-    "sagemaker_session": Row("", "launch.region, and AWS's own configuration"),
-    "input_mode": Row("", "launch.inputs are copied; data.stream: true reads shards", default="File"),
-    "enable_network_isolation": Row("", "the containers install packages, and reach the Hub"),
-    "instance_groups": Row("", "all machines are alike: launch.instance"),
-    "model_uri": Row("", "model.source, or launch.inputs and its folder in the containers"),
-    "model_channel_name": Row("", "model.source, or launch.inputs and its folder in the containers"),
-    "disable_profiler": Row("", _DEBUGGED, default=True),
-    "profiler_config": Row("", _DEBUGGED),
-    "debugger_hook_config": Row("", _DEBUGGED),
-    "rules": Row("", _DEBUGGED),
-    "tensorboard_output_config": Row("", "track.to: tensorboard"),
-    "compiler_config": Row("", "model.compile"),
-    "container_log_level": Row("", "what is said: track.console"),
-}
 # Where ModelTrainer has the same, in its configs.
 NEWER = {
     "compute.instance_type": "instance_type",
@@ -146,10 +89,10 @@ class Unread:
 
 def read(script: Script) -> tuple[str, Callable[[Imported, int | None], None]] | None:
     """None: it makes no estimator of sagemaker's. Errors: `RunError` for several."""
-    found = arguments(script.tree, str(script.path))
-    if found is None:
+    values = arguments(script.tree, str(script.path))
+    if values is None:
         return None
-    return f"{CALLED}, {len(found)} key(s)", lambda moved, processes: move(found, moved, processes)
+    return f"{CALLED}, {len(values)} key(s)", lambda moved, processes: move(values, moved, processes)
 
 
 def arguments(tree: ast.Module, where: str = "the file") -> dict[str, Any] | None:
@@ -162,44 +105,46 @@ def arguments(tree: ast.Module, where: str = "the file") -> dict[str, Any] | Non
     if not made:
         return None
     if len(made) > 1:
-        raise RunError(f"--from: {where} makes estimators on lines {', '.join(str(c.lineno) for c in made)}; leave one")
+        raise RunError(
+            "LS8220", f"--from: {where} makes estimators on lines {', '.join(str(c.lineno) for c in made)}; leave one"
+        )
     known = _assigned(tree)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in made[0].keywords:
         value = _read(word.value, known)
         if word.arg is None:
-            found |= value if isinstance(value, dict) else {f"**{ast.unparse(word.value)}": value}
+            values |= value if isinstance(value, dict) else {f"**{ast.unparse(word.value)}": value}
         elif isinstance(value, dict) and any(path.startswith(f"{word.arg}.") for path in NEWER):
-            found |= {f"{word.arg}.{name}": inner for name, inner in value.items() if name}
+            values |= {f"{word.arg}.{name}": inner for name, inner in value.items() if name}
         else:
-            found[word.arg] = value
+            values[word.arg] = value
     fitted = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr in ("fit", "train")]
     for call in fitted[:1]:
         given = {word.arg: word.value for word in call.keywords}
         node = call.args[0] if call.args else given.get("inputs") or given.get("input_data_config")
         if node is not None:
-            found["inputs"] = _read(node, known)
-    return {NEWER.get(name, name): value for name, value in found.items()}
+            values["inputs"] = _read(node, known)
+    return {NEWER.get(name, name): value for name, value in values.items()}
 
 
 def _imported(tree: ast.Module) -> dict[str, str]:
     """Names in the file -> what they stand for."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {each.asname or each.name.partition(".")[0]: each.name for each in node.names}
+            names |= {each.asname or each.name.partition(".")[0]: each.name for each in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
-    return found
+            names |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+    return names
 
 
 def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
     """Names that are given a value once."""
-    found: dict[str, list[ast.expr]] = {}
+    assigned: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            found.setdefault(node.targets[0].id, []).append(node.value)
-    return {name: values[0] for name, values in found.items() if len(values) == 1}
+            assigned.setdefault(node.targets[0].id, []).append(node.value)
+    return {name: values[0] for name, values in assigned.items() if len(values) == 1}
 
 
 def _read(node: ast.expr, known: Mapping[str, ast.expr]) -> Any:
@@ -234,13 +179,6 @@ def _product(node: ast.expr) -> Any:
 # -- what becomes of it ----------------------------------------------------------------------------------------------
 
 
-def row(name: str) -> str:
-    """A row of the table in docs/coming-from.md."""
-    of, newer = TABLE[name], [path for path, older in NEWER.items() if older == name]
-    names = ", ".join(f"`{each}`" for each in [name, *newer])
-    return f"| {names} | `{of.here}` | {of.how} |" if of.here else f"| {names} | {of.how} |"
-
-
 def move(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> None:
     """What `arguments` gives. All of `launch`, and what the hyperparameters say."""
     moved.set("launch.name", "sagemaker", "the estimator")
@@ -265,6 +203,14 @@ def move(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> N
     _hyperparameters(read.get("hyperparameters"), moved, processes)
 
 
+def _launcher() -> Any:
+    """The class behind `launch.name: sagemaker`. Errors: `RunError` where it is not installed."""
+    try:
+        return plugins.find("launchers", "sagemaker")
+    except plugins.PluginError as error:
+        raise RunError(error.code, f"launch.name: {error.message}") from None
+
+
 def _where(theirs: Mapping[str, Any], moved: Imported) -> None:
     """The instance, its container, and what is in it."""
     instance = theirs.get("instance_type")
@@ -276,10 +222,10 @@ def _where(theirs: Mapping[str, Any], moved: Imported) -> None:
         moved.set("launch.instance", instance, "instance_type")
     for name in ("pytorch_version", "framework_version"):
         version = ".".join(str(theirs.get(name) or "").split(".")[:2])
-        if version in CONTAINERS:
+        if version and version in (known := _launcher().pytorch_versions):
             moved.set("launch.pytorch", version, name)
         elif version:
-            moved.drop(name, theirs[name], f"launch.pytorch is one of {', '.join(CONTAINERS)}; its default is taken")
+            moved.drop(name, theirs[name], f"launch.pytorch is one of {', '.join(known)}; its default is taken")
     for name, key in (("environment", "launch.environment"), ("inputs", "launch.inputs")):
         pairs, unread = _pairs(name, theirs.get(name))
         for left in [left for left, right in pairs.items() if secret({"launch": {name: [f"{left}={right}"]}})]:

@@ -72,7 +72,7 @@ class Script:
         try:
             self.tree = ast.parse(text)
         except SyntaxError as error:
-            raise RunError(f"--from: {path}, line {error.lineno}: {error.msg}") from None
+            raise RunError("LS8230", f"--from: {path}, line {error.lineno}: {error.msg}") from None
         self.imports: dict[str, str] = {}
         self.functions: dict[str, Scope] = {}
         self.classes: dict[str, ast.ClassDef] = {}

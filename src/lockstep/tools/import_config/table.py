@@ -1,8 +1,8 @@
 """A row for each key of another system, and what comes of a file of such keys.
 
-In: a table (their key -> `Row`) and the keys of a file. Out: `Imported`: keys of a run file, what their comments say,
-and the gaps: what has no counterpart or is not understood, with why, and whether it decides what is trained.
-docs/coming-from.md shows the same tables; a test compares them.
+In: a table of `config/foreign_keys/` (their key -> `Row`) and the keys of a file. Out: `Imported`: keys of a run file,
+what their comments say, and the gaps: what has no counterpart or is not understood, with why, and whether it decides
+what is trained. docs/reference/coming-from shows the same tables; a test compares them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config import plugins
+from lockstep.config.key_aliases import foreign_keys
 
-# Why there is no counterpart, where several systems have the key.
-CACHED = "tokens are cached by their content"
 EIGHT_BITS = "the base of an adapter can be in 4 bits (model.quantization: nf4 or fp4), and not in 8"
 FILL_IN = "FILL-IN"  # where nothing says what the data, the model or a function is
 _OFF = (None, False, "", "no", "none", "off", "NO", "None", 0, -1)
@@ -34,6 +33,30 @@ class Row:
 
 
 Table = dict[str, Row]
+
+
+def _with_enumeration(values: Mapping[str, str], name: str) -> dict[str, str]:
+    """Values also as an enumeration of transformers is written."""
+    return {**values, **{f"{name}.{theirs}": ours for theirs, ours in values.items()}}
+
+
+SCHEDULES = _with_enumeration(foreign_keys("values")["schedules"], "schedulertype")
+OPTIMIZERS = _with_enumeration(foreign_keys("values")["optimizers"], "optimizernames")
+_SHARED = {"schedules": SCHEDULES, "optimizers": OPTIMIZERS}
+
+
+def read_table(system: str) -> Table:
+    """The rows of `config/foreign_keys/SYSTEM.yaml`."""
+    return {
+        name: Row(
+            here=row.get("to", ""),
+            how=row.get("how", row.get("none", "")),
+            values=_SHARED[values] if isinstance(values := row.get("values"), str) else values,
+            by=tuple(row.get("by", ())),
+            **{key: row[key] for key in ("joined", "default", "decides") if key in row},
+        )
+        for name, row in foreign_keys(system).items()
+    }
 
 
 # Keys of a run file that decide nothing about the weights that a run ends with, or only at which bits.
@@ -155,8 +178,8 @@ def number(value: Any) -> float | None:
 
 
 def whole(value: Any, otherwise: int = 1) -> int:
-    found = number(value)
-    return otherwise if found is None else int(found)
+    count = number(value)
+    return otherwise if count is None else int(count)
 
 
 def _of(value: Any) -> Any:
@@ -214,17 +237,6 @@ def only_its_own(moved: Imported) -> None:
             moved.keys.pop(f"optim.{key}", None)
 
 
-SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "inverse_sqrt": "inverse_sqrt",
-    "polynomial": "polynomial",
-    "cosine_with_min_lr": "cosine",
-    "warmup_stable_decay": "wsd",
-}
-SCHEDULES |= {f"schedulertype.{name}": ours for name, ours in SCHEDULES.items()}
 _ENDS = {
     "min_lr_rate": "min_lr_ratio",
     "min_lr_ratio": "min_lr_ratio",
@@ -248,26 +260,6 @@ def schedule_ends(moved: Imported, kind: str, given: Mapping[str, Any], rate: fl
             moved.drop(f"{name}: {key}", value, "optim has no such key")
 
 
-OPTIMIZERS = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_hf": "adamw",
-    "adamw": "adamw",
-    "sgd": "sgd",
-    "lion_32bit": "lion",
-    "schedule_free_adamw": "schedule_free",
-    "adamw_8bit": "adamw_8bit",
-    "adamw_bnb_8bit": "adamw_8bit",
-    "adamw_torch_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "adamw_8bit",
-    "muon": "muon",
-    "adafactor": "adafactor",
-    "adamw_apex_fused": "adamw",
-    "paged_adamw": "adamw",
-    "paged_adamw_32bit": "adamw",
-    "paged_lion_32bit": "lion",
-}
-OPTIMIZERS |= {f"optimizernames.{name}": ours for name, ours in OPTIMIZERS.items()}
 ADAFACTOR = (
     "Trainer's takes the rate as it is; here, as in torch's, a step is that share of the size of the weights: give "
     "optim.learning_rate, such as 1e-2"

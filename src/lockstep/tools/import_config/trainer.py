@@ -10,14 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.config.key_aliases import NOWHERE
 from lockstep.config.run import RunError
 from lockstep.tools.import_config.table import (
-    EIGHT_BITS,
-    OPTIMIZERS,
-    SCHEDULES,
     Imported,
-    Row,
     Table,
     apply,
     batches,
@@ -26,138 +21,14 @@ from lockstep.tools.import_config.table import (
     number,
     optimizer,
     quantized,
+    read_table,
     schedule,
     schedule_ends,
     trackers,
     whole,
 )
 
-_SUMS = "sums over the whole step are exact: there is nothing to choose"
-_DEVICE = "what a process computes on is found out, or launch.device"
-_HUB = "only the finished model is uploaded"
-_FEED = "batches are made in a thread, two steps ahead"
-_SAVED = "checkpoints hold all that a run needs, and nothing else is chosen"
-_LOGS = "what is said: track.console; what is written: metrics.jsonl"
-_KERNELS = "an option of strategy.name=hf_trainer (strategy.options), where it may change the bits"
-_ACCELERATOR = {
-    "split_batches": False,
-    "dispatch_batches": None,
-    "even_batches": True,
-    "use_seedable_sampler": True,
-    "non_blocking": False,
-    "gradient_accumulation_kwargs": None,
-}
-_SAME = "every example once an epoch; the order is a function of seed, epoch and place"
-
-TABLE: Table = {
-    # what is trained
-    "output_dir": Row("output"),
-    "run_name": Row("name", "letters, digits, points and dashes of it", joined=True),
-    "seed": Row("seed"),
-    "num_train_epochs": Row("epochs", joined=True),
-    "max_steps": Row("steps", "where it is above 0, instead of epochs", joined=True),
-    "per_device_train_batch_size": Row("batch_size", "times gradient_accumulation_steps and processes", joined=True),
-    "gradient_accumulation_steps": Row("micro_batches", "times processes", joined=True),
-    "learning_rate": Row("optim.learning_rate"),
-    "lr_scheduler_type": Row("optim.schedule", "all but restarts and those that follow the scores", values=SCHEDULES),
-    "lr_scheduler_kwargs": Row("optim", "min_lr_ratio, power, decay_steps, decay_shape", joined=True),
-    "warmup_steps": Row("optim.warmup_steps", "below 1: optim.warmup_fraction", joined=True),
-    "warmup_ratio": Row("optim.warmup_fraction", joined=True),
-    "optim": Row(
-        "optim.name", "AdamW (also in 8 bits), SGD, Lion, Muon, schedule-free AdamW, Adafactor", values=OPTIMIZERS
-    ),
-    "weight_decay": Row("optim.weight_decay"),
-    "adam_beta1": Row("optim.betas", "with adam_beta2", joined=True),
-    "adam_beta2": Row("optim.betas", "with adam_beta1", joined=True),
-    "adam_epsilon": Row("optim.eps"),
-    "max_grad_norm": Row("optim.max_grad_norm"),
-    "label_smoothing_factor": Row(
-        "task.label_smoothing", "of classification, translation and summarization", joined=True
-    ),
-    "bf16": Row("precision", "bf16", values={True: "bf16", "true": "bf16"}),
-    "fp16": Row("precision", "fp16", values={True: "fp16", "true": "fp16"}),
-    "train_sampling_strategy": Row("data.group_by_length", "group_by_length: 50 steps together", joined=True),
-    "group_by_length": Row("data.group_by_length", "true: 50 steps together", joined=True),
-    # how it is watched and kept
-    "eval_strategy": Row("evaluate.every", "steps: eval_steps; epoch", joined=True),
-    "evaluation_strategy": Row("evaluate.every", "the older name of eval_strategy", joined=True),
-    "eval_steps": Row("evaluate.every", "with eval_strategy steps", joined=True),
-    "per_device_eval_batch_size": Row("evaluate.batch_size"),
-    "save_strategy": Row("checkpoint.every", "steps: save_steps; epoch; no: 0", joined=True),
-    "save_steps": Row("checkpoint.every", "with save_strategy steps", joined=True),
-    "save_total_limit": Row("checkpoint.keep"),
-    "load_best_model_at_end": Row("checkpoint.best", "the best model is kept, and exported", joined=True),
-    "metric_for_best_model": Row("checkpoint.best", "with a minus where less is better", joined=True),
-    "greater_is_better": Row("checkpoint.best", "with metric_for_best_model", joined=True),
-    "logging_steps": Row("track.every"),
-    "report_to": Row("track.to", "tensorboard, wandb, mlflow, trackio", joined=True),
-    "push_to_hub": Row("hub.push_to", "with hub_model_id", joined=True),
-    "hub_model_id": Row("hub.push_to", "with push_to_hub", joined=True),
-    "hub_private_repo": Row("hub.private"),
-    # how it is run
-    "use_cpu": Row("launch.device", "cpu", values={True: "cpu"}),
-    "no_cuda": Row("launch.device", "cpu", values={True: "cpu"}),
-    "ddp_timeout": Row("launch.timeout_s"),
-    "ddp_bucket_cap_mb": Row("strategy.options", "bucket_cap_mb of ddp", joined=True),
-    "deepspeed": Row("strategy.name", "see DeepSpeed: `lockstep init --from` its JSON", joined=True),
-    "fsdp": Row("strategy.name", "fsdp2", joined=True),
-    # of the example scripts
-    "model_name_or_path": Row("model.source"),
-    "model_revision": Row("model.revision"),
-    "tokenizer_name": Row("tokenizer.source"),
-    "trust_remote_code": Row("model.trust_remote_code"),
-    "dataset_name": Row("data.source"),
-    "dataset_config_name": Row("data.config"),
-    "train_file": Row("data.train"),
-    "validation_file": Row("data.validation"),
-    "test_file": Row("data.test"),
-    "max_seq_length": Row("data.max_length", "of classification and token classification"),
-    "max_source_length": Row("data.max_length"),
-    "block_size": Row("task.block_size"),
-    "max_train_samples": Row("data.limit"),
-    "source_prefix": Row("task.prefix"),
-    "predict_with_generate": Row("task.bleu", "of translation; of summarization: task.rouge", joined=True),
-    "generation_num_beams": Row("task.beams"),
-    "text_column_name": Row("task.text"),
-    "label_column_name": Row("task.label"),
-    # what has no counterpart
-    "activation_checkpointing": Row("model.checkpoint_activations"),
-    "gradient_checkpointing": Row("model.checkpoint_activations"),
-    "torch_compile": Row("model.compile"),
-    "overwrite_output_dir": Row("", "a run goes on where its output ends; another output starts anew"),
-    "resume_from_checkpoint": Row("", "the same command goes on from the newest checkpoint that is whole"),
-    "data_seed": Row("", "seed is that of the order of data, too"),
-    "dataloader_num_workers": Row("", f"data.workers, of the task module; of others {_FEED}"),
-    "fsdp_config": Row("", "strategy.options of fsdp2: docs/strategies"),
-    "local_rank": Row("", _DEVICE, default=-1),
-}
-# What has no counterpart, with what TrainingArguments takes where nothing is said.
-_THEIRS: dict[str, Any] = {
-    "logging_nan_inf_filter": True,
-    "tf32": True,
-    "average_tokens_across_devices": True,
-    "logging_strategy": "steps",
-    "log_on_each_node": True,
-    "log_level": "passive",
-    "log_level_replica": "warning",
-    "project": "huggingface",
-    "eval_do_concat_batches": True,
-    "save_safetensors": True,
-    "hub_token": "<HUB_TOKEN>",
-    "hub_strategy": "every_save",
-    "accelerator_config": _ACCELERATOR,
-    "dataloader_pin_memory": True,
-    "dataloader_in_order": True,
-    "remove_unused_columns": True,
-    "length_column_name": "length",
-    "skip_memory_metrics": True,
-    "do_train": True,
-    "do_eval": True,
-    "do_predict": True,
-}
-# Of these, what decides what is trained.
-_DECIDING = {"neftune_noise_alpha", "optim_args", "optim_target_modules", "config_name", "label_names"}
-TABLE |= {name: Row("", why, default=_THEIRS.get(name), decides=name in _DECIDING) for name, why in NOWHERE.items()}
+TABLE = read_table("trainer")
 # What TrainingArguments takes where nothing is said, and lockstep otherwise.
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -191,7 +62,7 @@ def move(theirs: Mapping[str, Any], moved: Imported, processes: int | None, tabl
     if isinstance(ends, Mapping):
         schedule_ends(moved, kind, ends, number(full.get("learning_rate")) or 5e-5, "lr_scheduler_kwargs")
     else:
-        moved.drop("lr_scheduler_kwargs", ends, "wanted is a mapping")
+        moved.drop("lr_scheduler_kwargs", ends, "expected a mapping")
     if (first := number(full.get("adam_beta1"))) is not None or "adam_beta2" in full:
         second = number(full.get("adam_beta2", 0.999))
         moved.set("optim.betas", [0.9 if first is None else first, second], "adam_beta1 and adam_beta2")
@@ -270,91 +141,7 @@ def _word(value: Any) -> str:
     return str(value).rpartition(".")[2].lower()
 
 
-_TEMPLATE = ("task.chat_template",)
-_TOKENIZER = ("tokenizer.source",)
-_LOSSES = "the loss is that of the pairs alone"
-_PADDING = "what is padded, and how far, changes nothing"
-
-# Beside these, all keys of `TrainingArguments` are known.
-TRL: Table = {
-    # of the data
-    "dataset_train_split": Row("data.train"),
-    "dataset_test_split": Row("data.validation", "with eval_strategy", joined=True),
-    "dataset_config": Row("data.config"),
-    "dataset_text_field": Row("task.text", joined=True),
-    "max_length": Row("data.max_length", "of language modelling: task.block_size; default 1024", joined=True),
-    "max_seq_length": Row("data.max_length", "the older name of max_length", joined=True),
-    "packing": Row("task.packing", "with packing_strategy", joined=True),
-    "packing_strategy": Row("task.attend_across_documents", "bfd: false; wrapped: true", joined=True),
-    # of the loss
-    "beta": Row("task.beta", "of preference", joined=True),
-    "loss_type": Row("task.loss", "sigmoid: dpo; ipo, hinge; simpo of CPOConfig with cpo_alpha 0", joined=True),
-    "label_smoothing": Row("task.label_smoothing", "of preference", joined=True),
-    "simpo_gamma": Row("task.gamma", "of simpo", joined=True),
-    "cpo_alpha": Row("task.loss", "0, with loss_type simpo", joined=True),
-    "center_rewards_coefficient": Row("task.center", "of reward", joined=True),
-    # of the model
-    "use_peft": Row("model.adapter", "with lora_r, lora_alpha and so on", joined=True),
-    "lora_r": Row("model.adapter", "r", joined=True),
-    "lora_alpha": Row("model.adapter", "lora_alpha", joined=True),
-    "lora_dropout": Row("model.adapter", "lora_dropout", joined=True),
-    "lora_target_modules": Row("model.adapter", "target_modules", joined=True),
-    "lora_modules_to_save": Row("model.adapter", "modules_to_save", joined=True),
-    "use_dora": Row("model.adapter", "use_dora", joined=True),
-    "use_rslora": Row("model.adapter", "use_rslora", joined=True),
-    "load_in_4bit": Row("model.quantization", "with bnb_4bit_quant_type", joined=True),
-    "bnb_4bit_quant_type": Row("model.quantization", "nf4, fp4", joined=True),
-    "use_bnb_nested_quant": Row("model.quantization", joined=True),
-    "dtype": Row("model.dtype", "float32, bfloat16", joined=True),
-    "torch_dtype": Row("model.dtype", "the older name of dtype", joined=True),
-    "attn_implementation": Row("model.attention"),
-    "activation_offloading": Row("model.offload_activations"),
-    # what has no counterpart
-    "load_in_8bit": Row("", EIGHT_BITS, decides=True, by=("model.quantization", "model.dtype")),
-    "assistant_only_loss": Row("", "task.messages: of a conversation the assistant's words are learned", joined=True),
-    "completion_only_loss": Row("", "of a prompt and its completion the completion is learned", joined=True),
-    "model_init_kwargs": Row("", "model.dtype, model.attention and their kin", decides=True),
-    "chat_template_path": Row("", "task.chat_template has the Jinja text", decides=True, by=_TEMPLATE),
-    "eos_token": Row("", "a tokenizer is used as it is", decides=True, by=_TOKENIZER),
-    "pad_token": Row("", _PADDING),
-    "pad_to_multiple_of": Row("", _PADDING, default="auto"),
-    "padding_free": Row("", _PADDING),
-    "eval_packing": Row("", "validation is cut as training is"),
-    "dataset_num_proc": Row("", "tokens are cached by their content"),
-    "dataset_kwargs": Row("", "rows are read as the task says", decides=True),
-    "dataset_streaming": Row("", "data.stream: true reads shards while training"),
-    "dataset_batch_size": Row("", "tokens are cached by their content"),
-    "shuffle_dataset": Row("", "the order is drawn anew for each epoch"),
-    "truncation_mode": Row("", "what is too long is cut at its end", default="keep_start", decides=True),
-    "max_prompt_length": Row(
-        "", "prompt and answer are cut together: data.max_length", decides=True, by=("data.max_length",)
-    ),
-    "max_completion_length": Row(
-        "", "prompt and answer are cut together: data.max_length", decides=True, by=("data.max_length",)
-    ),
-    "disable_dropout": Row("", "model.config sets the model's dropout", default=True),
-    "precompute_ref_log_probs": Row("", "the reference is asked once, before training"),
-    "precompute_ref_batch_size": Row(
-        "", "task.reference_batch_size: pairs over all processes; the reference is asked once, before training"
-    ),
-    "loss_weights": Row("", _LOSSES, decides=True),
-    "ld_alpha": Row("", _LOSSES, decides=True),
-    "rpo_alpha": Row("", _LOSSES, decides=True),
-    "f_divergence_type": Row("", _LOSSES, default="reverse_kl", decides=True),
-    "f_alpha_divergence_coef": Row("", _LOSSES, default=0.5),
-    "use_weighting": Row("", _LOSSES, decides=True),
-    "discopop_tau": Row("", _LOSSES, default=0.05),
-    "reference_free": Row("", _LOSSES, decides=True),
-    "sync_ref_model": Row("", "the reference is the model as it begins", decides=True),
-    "ref_model_mixup_alpha": Row("", "the reference is the model as it begins", default=0.6),
-    "ref_model_sync_steps": Row("", "the reference is the model as it begins", default=512),
-    "router_aux_loss_coef": Row("", "the task's loss alone is learned", decides=True),
-    "bnb_4bit_quant_storage": Row("", "weights of 4 bits are kept as bytes"),
-    "lora_task_type": Row("", "the task says it", default="CAUSAL_LM"),
-    "lora_target_parameters": Row("", "model.adapter has target_parameters", decides=True, by=("model.adapter",)),
-    "ignore_bias_buffers": Row("", "buffers are no weights"),
-    "gradient_checkpointing_kwargs": Row("", "a layer is computed again from its inputs, in one way"),
-}
+TRL = read_table("trl")  # beside these, all keys of `TrainingArguments` are known
 # fields that one of TRL's trainers has and the others have not
 MARKS = {
     "language_modeling": {
@@ -383,8 +170,9 @@ def move_trl(theirs: Mapping[str, Any], moved: Imported, processes: int | None) 
     task = moved.task or task_of(theirs)
     if task not in _RATES:
         raise RunError(
+            "LS8240",
             "--from: TRL's settings do not say which of its trainers they are for: give --task language_modeling "
-            "(SFT), preference (DPO) or reward"
+            "(SFT), preference (DPO) or reward",
         )
     full = {"learning_rate": _RATES[task], "gradient_checkpointing": True} | dict(theirs)
     if theirs.get("bf16") is None and not theirs.get("fp16"):

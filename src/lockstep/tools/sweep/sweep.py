@@ -59,13 +59,15 @@ class SweepTrial:
             if differing := sorted(k for k in now if newest.arithmetic.get(k) != now[k]):
                 key = differing[0]
                 raise RunError(
+                    "LS8350",
                     f"{self.run.folder} holds a trial of another run file ({key}: {newest.arithmetic.get(key)!r} "
-                    f"there, {now[key]!r} now): give another --out, or remove that folder"
+                    f"there, {now[key]!r} now): give another --out, or remove that folder",
                 )
             if self.run.checkpoint.changed_code == "refuse" and (files := changed_code(self.run, newest)):
                 raise RunError(
+                    "LS8351",
                     f"{self.run.folder} holds a trial of other code ({', '.join(files)} changed since): give another "
-                    "--out, or remove that folder; checkpoint.changed_code=allow keeps it"
+                    "--out, or remove that folder; checkpoint.changed_code=allow keeps it",
                 )
         lines = history.lines_of(self.run.folder / "metrics.jsonl", ("step", "split"))
         for line in lines:
@@ -178,8 +180,9 @@ class Leaderboard:
         if trial.state == "done" and name not in trial.scores:
             there = ", ".join(sorted(k for k in trial.scores if k != "examples")) or "none"
             raise RunError(
+                "LS8352",
                 f"--metric: {name} is no metric of the split {self.sweep.split}; this task has {there} there. What is "
-                "finished is kept: call the sweep again with another --metric or --split"
+                "finished is kept: call the sweep again with another --metric or --split",
             )
 
     def write(self) -> None:
@@ -202,7 +205,7 @@ class Leaderboard:
             self.sweep.folder.mkdir(parents=True, exist_ok=True)
             (self.sweep.folder / FILE).write_text(json.dumps(values, indent=1), encoding="utf-8")
         except OSError as error:
-            raise RunError(f"--out: cannot write to {self.sweep.folder}: {error.strerror}") from error
+            raise RunError("LS8353", f"--out: cannot write to {self.sweep.folder}: {error.strerror}") from error
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Columns and cells, the best trial first."""
@@ -237,7 +240,7 @@ def planned(sweep: Sweep, keys: Mapping[str, Any], name: str) -> Run:
         else:
             launcher.plan(run)
     except RunError as caught:
-        raise RunError(f"trial {name}: {caught}") from None
+        raise RunError(caught.code, f"trial {name}: {caught.message}") from None
     return run
 
 
@@ -255,16 +258,16 @@ def _known(sweep: Sweep) -> list[Mapping[str, Any]]:
     try:
         listed = [row["keys"] for row in json.loads(path.read_text(encoding="utf-8"))["trials"]]
     except (ValueError, KeyError, TypeError):
-        raise RunError(f"{path} is not a sweep's: remove it, or give another --out") from None
+        raise RunError("LS8354", f"{path} is not a sweep's: remove it, or give another --out") from None
     if any(keys.keys() != sweep.over.keys() for keys in listed):
-        raise RunError(f"{path} is of a sweep over other keys: give another --out")
+        raise RunError("LS8355", f"{path} is of a sweep over other keys: give another --out")
     return listed
 
 
 def prepare_trials(sweep: Sweep) -> int:
     """Write the run file of every trial and start none: for a job array, or to start them by hand."""
     if sweep.search is not None:
-        raise RunError("--prepare: a search does not know its trials beforehand")
+        raise RunError("LS8356", "--prepare: a search does not know its trials beforehand")
     console = Console(True)
     board = Leaderboard(sweep, console)
     for trial in board.trials:
@@ -278,7 +281,9 @@ def sweep(asked: Sweep) -> int:
     """Run what is not finished; then the table and the comparison. Returns 0, 1 when a trial failed, 75 when the sweep
     was stopped. Errors: `RunError`, before anything starts where that can be."""
     if start.joining():
-        raise RunError("sweep starts the processes of each trial itself: call it outside of torchrun and srun")
+        raise RunError(
+            "LS8357", "sweep starts the processes of each trial itself: call it outside of torchrun and srun"
+        )
     console = Console(True)
     board = Leaderboard(asked, console)
     for trial in board.trials:
@@ -296,7 +301,7 @@ def sweep(asked: Sweep) -> int:
             stopped = _run_all(board, count)
         finally:
             board.write()
-    console.table(f"{asked.base.name}: {asked.split}, best first", *board.table())
+    console.table(f"{asked.base.name}: {asked.split}, best first", *board.table(), key="trials")
     folders = [t.run.folder for t in board.ranked() if (t.run.folder / "metrics.jsonl").exists()]
     if folders:
         console.say(f"comparison {write_comparison(folders, asked.folder / 'comparison.html')}")
@@ -413,8 +418,9 @@ class Slots:
             return {"launch.processes": max(1, processes_of(run) // self._sweep.parallel)}
         if self._devices and self._each < int(run.launch.processes):
             raise RunError(
+                "LS8358",
                 f"--parallel: {self._sweep.parallel} trials of {run.launch.processes} process(es) need a GPU each, and "
-                f"there are {len(self._devices)}; take fewer at once or launch.device=cpu"
+                f"there are {len(self._devices)}; take fewer at once or launch.device=cpu",
             )
         return {}
 
@@ -447,7 +453,9 @@ def visible(run: Run) -> list[str]:
 def check(keys: Sequence[str]) -> None:
     """Errors: `RunError` for a key that all tasks of an array have in common."""
     if common := [key for key in keys if key.startswith("launch.")]:
-        raise RunError(f"{common[0]}: all trials of an array job have the same launch section; it cannot be varied")
+        raise RunError(
+            "LS8359", f"{common[0]}: all trials of an array job have the same launch section; it cannot be varied"
+        )
 
 
 def live(folder: Path) -> str | None:

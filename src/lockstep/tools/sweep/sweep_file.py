@@ -22,6 +22,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from lockstep.config import error_messages as messages
+from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run, RunError, load, overrides_of
 from lockstep.config.sections import Positive, Section
 
@@ -38,9 +39,9 @@ class Range(Section):
     @model_validator(mode="after")
     def _ordered(self) -> Range:
         if self.low >= self.high:
-            raise ValueError(f"low ({self.low:g}) must be below high ({self.high:g})")
+            raise InvalidValue("LS8370", f"low ({self.low:g}) must be below high ({self.high:g})")
         if self.log and self.low <= 0:
-            raise ValueError(f"a logarithmic range must begin above 0, not at {self.low:g}")
+            raise InvalidValue("LS8371", f"a logarithmic range must begin above 0, not at {self.low:g}")
         return self
 
 
@@ -135,16 +136,16 @@ def _sweep_file(path: str) -> SweepFile | None:
         text = Path(path).read_text(encoding="utf-8")
         values, lines = messages.read_yaml_with_lines(text)
     except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}") from error
+        raise RunError("LS8372", f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RunError(f"{path} is not valid YAML: {messages.yaml_fault(error)}") from error
+        raise RunError("LS8373", f"{path} is not valid YAML: {messages.yaml_fault(error)}") from error
     if not isinstance(values, dict) or not {"run", "over", "trials", "search"} & values.keys():
         return None
     values["over"] = {key: _range(key, found) for key, found in (values.get("over") or {}).items()}
     try:
         return SweepFile.model_validate(values)
     except ValidationError as error:
-        raise RunError(messages.explain(error, SweepFile, path, lines, {})) from None
+        raise messages.explain(error, SweepFile, path, lines, {}) from None
 
 
 def _range(key: str, values: Any) -> Any:
@@ -159,22 +160,24 @@ def _range(key: str, values: Any) -> Any:
         return Range(low=low, high=high, log=match["log"] is not None)
     except (ValueError, TypeError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise RunError(f"{key}: {text!r} is no range such as 1e-5..1e-3:log: {reason}") from None
+        raise RunError("LS8374", f"{key}: {text!r} is no range such as 1e-5..1e-3:log: {reason}") from None
 
 
 def _check(sweep: Sweep) -> None:
     if not sweep.over and not sweep.trials:
-        raise RunError("nothing to vary: give --over key=value,value, or a sweep file with over or trials")
+        raise RunError("LS8375", "nothing to vary: give --over key=value,value, or a sweep file with over or trials")
     ranges = [key for key, values in sweep.over.items() if isinstance(values, Range)]
     if ranges and sweep.search is None:
-        raise RunError(f"{ranges[0]}: a range needs a search: --search TRIALS, or give values to try")
+        raise RunError("LS8376", f"{ranges[0]}: a range needs a search: --search TRIALS, or give values to try")
     if sweep.search is not None and (sweep.trials or not sweep.over):
-        raise RunError("search: a search chooses among the values and ranges of over; it takes no list of trials")
+        raise RunError(
+            "LS8377", "search: a search chooses among the values and ranges of over; it takes no list of trials"
+        )
     if sweep.parallel < 1:
-        raise RunError(f"--parallel: {sweep.parallel} is not a positive number")
+        raise RunError("LS8378", f"--parallel: {sweep.parallel} is not a positive number")
     for key in ("output", "name"):
         if key in sweep.over or any(key in keys for keys in sweep.trials):
-            raise RunError(f"{key}: every trial has its own; it cannot be varied")
+            raise RunError("LS8379", f"{key}: every trial has its own; it cannot be varied")
 
 
 Overrides = dict[str, Any]  # dotted key of the run file -> value
@@ -188,15 +191,19 @@ def parse(words: Sequence[str]) -> dict[str, list[Any]]:
         key, equals, text = word.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
-            raise RunError(f"--over: {word!r} is not key=value,value, for example optim.learning_rate=1e-5,3e-5")
+            raise RunError(
+                "LS8380", f"--over: {word!r} is not key=value,value, for example optim.learning_rate=1e-5,3e-5"
+            )
         try:
             values = messages.read_yaml(f"[{text}]")
         except yaml.YAMLError as error:
-            raise RunError(f"--over: the values of {key} are not valid YAML: {' '.join(str(error).split())}") from None
+            raise RunError(
+                "LS8381", f"--over: the values of {key} are not valid YAML: {' '.join(str(error).split())}"
+            ) from None
         if not values:
-            raise RunError(f"--over: {key} has no values; give them as {key}=value,value")
+            raise RunError("LS8382", f"--over: {key} has no values; give them as {key}=value,value")
         if key in found:
-            raise RunError(f"--over: {key} is given twice; give all its values in one place")
+            raise RunError("LS8383", f"--over: {key} is given twice; give all its values in one place")
         found[key] = values
     return found
 
@@ -221,7 +228,7 @@ Found = tuple[Mapping[str, Any], float | None]  # keys of a trial -> its metric,
 def check() -> None:
     """Errors: `RunError` when optuna is not installed."""
     if importlib.util.find_spec("optuna") is None:
-        raise RunError("search needs optuna, which is not installed: pip install 'lockstep-train[optuna]'")
+        raise RunError("LS8384", "search needs optuna, which is not installed: pip install 'lockstep-train[optuna]'")
 
 
 def corners(over: Mapping[str, Sequence[Any] | Range]) -> list[Overrides]:

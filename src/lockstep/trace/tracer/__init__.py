@@ -1,5 +1,5 @@
 """The tracer: what runs inside of the traced process. Imports torch and the standard library, and nothing else, so
-that it can be copied beside any script. See docs/trace.md.
+that it can be copied beside any script. See docs/how-to/trace.md.
 """
 
 from __future__ import annotations

@@ -153,14 +153,16 @@ class Recovery:
             if generation is None and world.joining and not members.given_up:
                 raise SystemExit(STOPPED)  # by which its launcher knows that all are asked to stop
             if generation is None and members.given_up:
-                raise TrainingFailed("the ranks that are left cannot go on by themselves")
+                raise TrainingFailed("LS5030", "the ranks that are left cannot go on by themselves")
             if generation is None:
                 raise TrainingFailed(
-                    f"rank {world.rank} lost contact with another rank, and nobody is known to be lost"
+                    "LS5031", f"rank {world.rank} lost contact with another rank, and nobody is known to be lost"
                 )
             if not members.all_come(generation, patience_s):  # one may be in the middle of a long micro-batch
                 if members.newest() == generation:
-                    raise TrainingFailed(f"the ranks that are left did not meet again within {patience_s:g} s")
+                    raise TrainingFailed(
+                        "LS5032", f"the ranks that are left did not meet again within {patience_s:g} s"
+                    )
                 continue
             try:
                 world.attach_group(generation)
@@ -178,7 +180,9 @@ class Recovery:
         generation = world.members.generation
         first = self._trained.members[:1]
         if len(set(world.all_gather(world.agreed))) > 1:
-            raise TrainingFailed("a rank that comes in has another run file, code, data or package than the others")
+            raise TrainingFailed(
+                "LS5033", "a rank that comes in has another run file, code, data or package than the others"
+            )
         gone = bool(set(first) - set(generation.members))
         positions = world.all_gather((state.step, state.hooks_pending, gone, self._trained.members))
         newest = max(step for step, *_ in positions)
@@ -213,9 +217,11 @@ class Recovery:
         """Where each rank holds the whole state: those that are behind take it from one that is not. Collective."""
         newest = max(steps)
         if newest < 0:
-            raise TrainingFailed("no rank that is left holds the training state")
+            raise TrainingFailed("LS5034", "no rank that is left holds the training state")
         if any(0 <= step < newest - 1 for step in steps):
-            raise TrainingFailed(f"the ranks that are left hold the states after {steps} updates, which cannot be")
+            raise TrainingFailed(
+                "LS5035", f"the ranks that are left hold the states after {steps} updates, which cannot be"
+            )
         if min(steps) < newest:
             self._hand_on(steps.index(newest), steps[self.session.world.rank] < newest)
 
@@ -248,7 +254,7 @@ class Recovery:
             seen.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {int(summed(tensor.detach()))}\n".encode())
         if len(set(session.world.all_gather(seen.hexdigest()))) > 1:
             raise TrainingFailed(
-                f"after the loss of a rank the others do not hold the same state after step {state.step}"
+                "LS5036", f"after the loss of a rank the others do not hold the same state after step {state.step}"
             )
 
 

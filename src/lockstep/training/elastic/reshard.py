@@ -83,11 +83,13 @@ class Resharder:
         try:
             saved = PeerReader(_slices_of(mine), world)
         except Incomplete as caught:
-            raise TrainingFailed(str(caught)) from None
+            raise TrainingFailed(caught.code, caught.message) from None
         expected = _hash_of_held(saved, mine, session)
         strategy.load_sharded_state_dict(saved)
         if StateHash(world).of(strategy.sharded_state_dict()) != expected:
-            raise TrainingFailed(f"the state after step {key[0]} is not what the ranks that are left have held")
+            raise TrainingFailed(
+                "LS5040", f"the state after step {key[0]} is not what the ranks that are left have held"
+            )
         _compare(strategy, world)
         assert world.members is not None
         self._formed = world.members.generation.number
@@ -120,7 +122,9 @@ def build_strategy(session: Session, run: Run) -> Any:
     try:
         kind.check(whole, world.size)
     except RunError as caught:
-        raise TrainingFailed(f"the {world.size} rank(s) that are left cannot go on: {caught}") from None
+        raise TrainingFailed(
+            caught.code, f"the {world.size} rank(s) that are left cannot go on: {caught.message}"
+        ) from None
     strategy = kind(whole, world)
     strategy.build_empty = True
     strategy.build(session.task)
@@ -136,15 +140,16 @@ def newest_complete(held: list[list[tuple[Key, list[int], int]]]) -> Key:
             shares.setdefault(key, set()).update(numbers)
             counts[key] = count
     if not counts:
-        raise TrainingFailed("no rank that is left holds the training state")
+        raise TrainingFailed("LS5041", "no rank that is left holds the training state")
     able = [key for key, numbers in shares.items() if len(numbers) == counts[key]]
     if able:
         return max(able, key=lambda key: (key[0], key[2] == "live", key[1]))
     nearest = max(shares, key=lambda key: (len(shares[key]) / counts[key], key))
     gone = sorted(set(range(counts[nearest])) - shares[nearest])
     raise TrainingFailed(
+        "LS5042",
         f"share{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} of {counts[nearest]} of the state "
-        f"{'are' if len(gone) > 1 else 'is'} lost with every rank that held {'them' if len(gone) > 1 else 'it'}"
+        f"{'are' if len(gone) > 1 else 'is'} lost with every rank that held {'them' if len(gone) > 1 else 'it'}",
     )
 
 
@@ -158,7 +163,7 @@ def _compare(strategy: Any, world: World) -> None:
     for place in {place for each in every for place in each}:
         sums = [each[place] for each in every if place in each]
         if len(sums) != copies or len(set(sums)) > 1:
-            raise TrainingFailed(f"{place.name} was not cut anew as it should be")
+            raise TrainingFailed("LS5043", f"{place.name} was not cut anew as it should be")
 
 
 def _slices_of(mine: Version | None) -> SliceMap:
@@ -173,7 +178,7 @@ def _hash_of_held(saved: PeerReader, mine: Version | None, session: Session) -> 
     for name, pieces in saved.holders.items():
         for place, rank in pieces.items():
             if any(each.get(place, every[rank][place]) != every[rank][place] for each in every):
-                raise TrainingFailed(f"the ranks that are left do not hold the same {name}")
+                raise TrainingFailed("LS5044", f"the ranks that are left do not hold the same {name}")
             sums[name] = sums.get(name, 0) + every[rank][place]
     layouts = {
         name: (str(next(iter(pieces)).dtype), next(iter(pieces)).whole) for name, pieces in saved.holders.items()

@@ -1,0 +1,196 @@
+"""Amazon Web Services, as far as the SageMaker launcher needs them: regions, container images, connecting, S3.
+
+In: what the run file says. Out: boto3 clients and addresses, or a `RunError` that says what to set. boto3 is imported
+only when something is asked of AWS.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.run import RunError
+
+# Who keeps AWS's PyTorch containers in a region, as in the image tables of the sagemaker package (sagemaker-core 2.20,
+# image_uri_config/pytorch.json). Most regions share one account.
+_COMMON = "763104351884"
+_ACCOUNTS = {
+    "af-south-1": "626614931356",
+    "ap-east-1": "871362719292",
+    "ap-east-2": "975050140332",
+    "ap-northeast-1": _COMMON,
+    "ap-northeast-2": _COMMON,
+    "ap-northeast-3": "364406365360",
+    "ap-south-1": _COMMON,
+    "ap-south-2": "772153158452",
+    "ap-southeast-1": _COMMON,
+    "ap-southeast-2": _COMMON,
+    "ap-southeast-3": "907027046896",
+    "ap-southeast-4": "457447274322",
+    "ap-southeast-5": "550225433462",
+    "ap-southeast-6": "633930458069",
+    "ap-southeast-7": "590183813437",
+    "ca-central-1": _COMMON,
+    "ca-west-1": "204538143572",
+    "cn-north-1": "727897471807",
+    "cn-northwest-1": "727897471807",
+    "eu-central-1": _COMMON,
+    "eu-central-2": "380420809688",
+    "eu-north-1": _COMMON,
+    "eu-south-1": "692866216735",
+    "eu-south-2": "503227376785",
+    "eu-west-1": _COMMON,
+    "eu-west-2": _COMMON,
+    "eu-west-3": _COMMON,
+    "il-central-1": "780543022126",
+    "me-central-1": "914824155844",
+    "me-south-1": "217643126080",
+    "mx-central-1": "637423239942",
+    "sa-east-1": _COMMON,
+    "us-east-1": _COMMON,
+    "us-east-2": _COMMON,
+    "us-gov-east-1": "446045086412",
+    "us-gov-west-1": "442386744353",
+    "us-west-1": _COMMON,
+    "us-west-2": _COMMON,
+}
+# Version -> tag of the GPU and of the CPU image, from the container release notes of aws/deep-learning-containers.
+TAGS = {
+    "2.11": ("2.11-cu130-amzn2023-sagemaker", "2.11-cpu-amzn2023-sagemaker"),
+    "2.12": ("2.12-cu130-amzn2023-sagemaker", "2.12-cpu-amzn2023-sagemaker"),
+    "2.13": ("2.13-cu133-amzn2023-sagemaker", "2.13-cpu-amzn2023-sagemaker"),
+}
+
+
+def region_of(given: str | None) -> str:
+    """`launch.region`, else what the AWS tools use here. Errors: `RunError`."""
+    region = given or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if region is None:
+        try:
+            import botocore.session
+
+            region = botocore.session.get_session().get_config_variable("region")
+        except ImportError:
+            pass
+    if region is None:
+        raise RunError("LS7210", "launch.region: which AWS region? Set it, for example eu-west-1, or set AWS_REGION")
+    if region not in _ACCOUNTS:
+        near = difflib.get_close_matches(region, _ACCOUNTS, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise RunError(
+            "LS7211",
+            "launch.region: AWS has no PyTorch container in a region "
+            f"{region!r}; {hint}With an image of "
+            "your own, any region does: set launch.image",
+        )
+    return region
+
+
+def image(version: str, region: str, gpu: bool) -> str:
+    """The address of AWS's PyTorch container for SageMaker. Errors: `RunError`."""
+    if version not in TAGS:
+        raise RunError(
+            "LS7212",
+            f"launch.pytorch: no container of AWS is known for PyTorch {version!r}; known are {', '.join(TAGS)}. "
+            "Any other one can be given as launch.image",
+        )
+    ending = ".cn" if region.startswith("cn-") else ""
+    tag = TAGS[version][0 if gpu else 1]
+    return f"{_ACCOUNTS[region]}.dkr.ecr.{region}.amazonaws.com{ending}/pytorch:{tag}"
+
+
+OLDEST = {"PyTorch": (2, 11), "Python": (3, 11)}  # that lockstep runs on, as pyproject.toml says
+
+
+def check_image(address: str | None) -> None:
+    """Refuse an image of AWS's naming (`pytorch-training:2.1.0-gpu-py310-...`) whose tag tells that it is too old; what
+    another tag stands for is not known. Errors: `RunError`."""
+    _, _, tag = (address or "").rpartition("/")[2].partition(":")
+    torch, python = re.match(r"(\d+)\.(\d+)[.\d]*-(?:cpu|gpu|cu\d)", tag), re.search(r"-py(\d)(\d+)\b", tag)
+    for what, found in (("PyTorch", torch), ("Python", python)):
+        if found is not None and (version := (int(found[1]), int(found[2]))) < OLDEST[what]:
+            raise RunError(
+                "LS7213",
+                f"launch.image: {tag} has {what} {'.'.join(map(str, version))}; lockstep needs "
+                f"{'.'.join(map(str, OLDEST[what]))} or later. Leave it out for AWS's container of launch.pytorch",
+            )
+
+
+def check_instance(instance: str, own_image: str | None) -> None:
+    """Refuse types of instances that no rank could compute on. Errors: `RunError`."""
+    family = instance.removeprefix("ml.").partition(".")[0]
+    if re.match(r"(trn|inf)\d", family):
+        why = "it has AWS's own chips; lockstep computes on CPUs and on GPUs of NVIDIA"
+    elif family == "p2":
+        why = "no CUDA of these years knows its GPUs (K80)"
+    elif family in ("p3", "p3dn") and own_image is None:
+        why = "CUDA 13, which AWS's container has, knows its GPUs (V100) no more; give a launch.image with CUDA 12"
+    elif family.startswith("p6e-gb") and own_image is None:
+        why = "its processors are Arm's, and AWS's container is for x86; give a launch.image for Arm"
+    else:
+        return
+    raise RunError("LS7214", f"launch.instance: {instance} cannot be used: {why}")
+
+
+def has_gpu(instance: str) -> bool:
+    """Whether an instance type of SageMaker (ml.g5.xlarge) is of a family with NVIDIA GPUs."""
+    return re.match(r"ml\.(g|p)\d", instance) is not None
+
+
+def session(region: str) -> Any:
+    """A boto3 session that AWS knows who asks. Errors: `RunError` without boto3, without credentials, or with some
+    that AWS refuses."""
+    try:
+        import boto3
+        from botocore.exceptions import BotoCoreError, ClientError
+    except ImportError:
+        raise RunError(
+            "LS7215",
+            "launch.name: sagemaker needs boto3, which is not installed: pip install 'lockstep-train[sagemaker]'",
+        ) from None
+    try:
+        made = boto3.session.Session(region_name=region)
+        if made.get_credentials() is None:
+            raise RunError(
+                "LS7216",
+                "launch.name: sagemaker needs credentials of AWS; there are none in AWS_ACCESS_KEY_ID, AWS_PROFILE, "
+                "~/.aws or the role of this machine. `aws configure` or `aws sso login` provides them",
+            )
+        made.client("sts").get_caller_identity()
+    except (BotoCoreError, ClientError) as caught:
+        raise RunError("LS7217", f"launch.name: AWS does not accept these credentials: {explained(caught)}") from None
+    return made
+
+
+def explained(caught: Exception) -> str:
+    """What AWS said, on one line, without request ids."""
+    return re.sub(r"\(?RequestID: [^)]*\)?", "", " ".join(str(caught).split())).strip()
+
+
+def split_s3(address: str) -> tuple[str, str]:
+    """`s3://bucket/prefix` -> bucket, prefix without a slash at its ends. Errors: `RunError`."""
+    found = re.fullmatch(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*))?", address)
+    if found is None:
+        raise RunError("LS7218", f"launch.s3: {address!r} is no address of S3; expected s3://BUCKET/PREFIX")
+    return found[1], (found[2] or "").strip("/")
+
+
+def upload(client: Any, prefix: str, contents: Mapping[str, bytes | Path]) -> None:
+    """Put each content below the address `prefix`. Errors: `RunError`."""
+    from boto3.exceptions import S3UploadFailedError
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket, folder = split_s3(prefix)
+    for name, content in contents.items():
+        key = f"{folder}/{name}".lstrip("/")
+        try:
+            if isinstance(content, Path):
+                client.upload_file(str(content), bucket, key)
+            else:
+                client.put_object(Bucket=bucket, Key=key, Body=content)
+        except (BotoCoreError, ClientError, S3UploadFailedError, OSError) as caught:
+            raise RunError("LS7219", f"launch.s3: cannot write s3://{bucket}/{key}: {explained(caught)}") from None

@@ -1,0 +1,212 @@
+"""Kubernetes: an Indexed Job and a headless Service, or a TrainJob of Kubeflow Trainer, applied with kubectl.
+
+In: `launch: {name: kubernetes, image: ..., claim: ..., machines: ..., gpus: ...}`. Out: an exit status; the manifests
+are in OUTPUT/launch, as `lockstep plan` shows them, and can be applied by hand. Checkpoints and the model are on the
+claim's volume.
+
+kubectl and not the Python client: it is there where a cluster is used, finds the credentials that its user has set up,
+and what it does can be done again by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import Field
+
+from lockstep.config.errors import STOPPED
+from lockstep.config.redaction import one_line
+from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Positive, Section, Steps
+from lockstep.distributed import job_record
+from lockstep.distributed.job_record import JobRecord, State
+from lockstep.launchers.launcher import LaunchPlan, SubmittedJob, write_files
+from lockstep.track.console import Console
+from lockstep_clouds.code_bundle import distributions_of
+from lockstep_clouds.kubernetes_manifests import dump, manifests, name_of, output_of, processes_of
+
+
+class Kubernetes(SubmittedJob):
+    """Pods of a cluster, one a machine."""
+
+    shares_files = False
+
+    class Options(Section):
+        """What the pods need."""
+
+        image: str | None = Field(None, description="container image that holds lockstep (docker/Dockerfile)")
+        pvc: str | None = Field(
+            None, description="PersistentVolumeClaim for OUTPUT; with machines > 1 one that many nodes can write"
+        )
+        namespace: str = Field("default", pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", description="of all objects")
+        kubeflow: bool = Field(False, description="a TrainJob of Kubeflow Trainer 2 instead of a plain Job")
+        machines: Positive = Field(1, description="pods")
+        gpus: Steps = Field(0, description="NVIDIA GPUs of each pod")
+        cpus: Positive = Field(4, description="CPU cores that each pod asks for")
+        memory: str = Field(
+            "16Gi", pattern=r"^[1-9]\d*(\.\d+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$", description="memory of each pod"
+        )
+        volumes: list[str] = Field(default_factory=list, description="CLAIM=/path of further volumes, for data")
+        environment: list[str] = Field(default_factory=list, description="VARIABLE=value in the pods")
+        secrets: list[str] = Field(default_factory=list, description="VARIABLE=SECRET/KEY of a Secret of the cluster")
+        grace_s: Positive = Field(120, description="seconds that a pod has to write its checkpoint when it must go")
+        stuck_minutes: Steps = Field(
+            120, description="minutes without a line of metrics.jsonl after which a pod is started anew; 0: never"
+        )
+        context: str | None = Field(None, description="of kubectl; default: its current one")
+        wait: bool = Field(True, description="stay and show the log; false: return once submitted")
+
+    # -- the plan ----------------------------------------------------------------------------------------------------
+
+    def plan(self, run: Run) -> LaunchPlan:
+        options = self.options(run)
+        each = processes_of(run, options)
+        processes = options.machines * each
+        run.check_shared(processes, f"launch.machines: {options.machines} pods of {each} processes")
+        run = run.model_copy(update={"launch": run.launch.model_copy(update={"processes": each})})
+        objects = manifests(run, options)
+        file = str(run.folder / "launch/kubernetes.yaml")
+        notes = [
+            f"OUTPUT is {output_of(run)} on the volume of the claim {options.pvc}",
+            f"by hand: kubectl apply -f {file}",
+        ]
+        if held := distributions_of(run):
+            notes.append(f"the image must hold {', '.join(held)}")
+        if options.machines > 1:
+            notes.append(f"the claim {options.pvc} must allow ReadWriteMany: pods on several nodes write checkpoints")
+        command = next(m for m in objects if m["kind"] in ("Job", "TrainingRuntime"))
+        spec = command["spec"]["template"]["spec"]
+        if options.kubeflow:
+            spec = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        return LaunchPlan(processes, spec["containers"][0]["command"], files={file: dump(objects)}, notes=notes)
+
+    # -- doing it ----------------------------------------------------------------------------------------------------
+
+    def submit(self, run: Run, plan: LaunchPlan) -> JobRecord | None:
+        options = self.options(run)
+        kind, name = kind_of(options.kubeflow), name_of(run)
+        facts = {"kind": kind, "namespace": options.namespace, "context": options.context or ""}
+        record = job_record.here("kubernetes", plan.processes, job=name, facts=facts)
+        allowed(facts)
+        state = self.state(run, record)
+        if state.word == "done":
+            Console(True).say(f"{kind} {name} is complete")
+            self.complete(run, record)
+            return None
+        write_files(plan)
+        if state.word != "gone":  # of an earlier try: it cannot be changed, and what it wrote is on the volume
+            kubectl(facts, "delete", kind, name, "--wait=true", "--ignore-not-found")
+        kubectl(facts, "apply", "-f", *plan.files)
+        return record
+
+    def label(self, record: JobRecord) -> str:
+        return f"{record.facts['kind']} {record.job} of the namespace {record.facts['namespace']}"
+
+    def complete(self, run: Run, record: JobRecord) -> None:
+        Console(True).say(f"the model is in {output_of(run)}/export on the claim {self.options(run).pvc}")
+
+    # -- a job that was launched -------------------------------------------------------------------------------------
+
+    def state(self, run: Run, record: JobRecord) -> State:
+        found = kubectl(
+            record.facts, "get", record.facts["kind"], str(record.job), "-o", "json", "--ignore-not-found"
+        ).strip()
+        if not found:
+            return State("gone", f"there is no {record.facts['kind']} {record.job} in {record.facts['namespace']}")
+        return state_from(json.loads(found))
+
+    def logs(self, run: Run, record: JobRecord, follow: bool) -> Iterator[str]:
+        """All pods' lines, each with its pod's name in front, as far as the cluster still has them."""
+        while follow and (state := self.state(run, record)).word == "waiting":
+            if state.text:
+                yield f"waiting: {state.text}"
+            time.sleep(self.every_s)
+        label = (
+            "jobset.sigs.k8s.io/jobset-name" if record.facts["kind"] == "trainjob" else "batch.kubernetes.io/job-name"
+        )
+        words = ["logs", "-l", f"{label}={record.job}", "--tail=-1", "--prefix", "--max-log-requests=200"]
+        process = subprocess.Popen(
+            [*command(record.facts), *words, *(["--follow"] if follow else [])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                yield line.rstrip("\n")
+        finally:
+            process.terminate()
+            process.wait()
+
+    def stop(self, run: Run, record: JobRecord) -> str:
+        kubectl(record.facts, "patch", record.facts["kind"], str(record.job), "--type=merge", "-p", SUSPEND)
+        return f"{record.facts['kind']} {record.job} suspended: its pods write a checkpoint and end"
+
+
+SUSPEND = json.dumps({"spec": {"suspend": True}})
+
+
+def kind_of(kubeflow: bool) -> str:
+    return "trainjob" if kubeflow else "job"
+
+
+def command(facts: Any) -> list[str]:
+    """kubectl for this namespace and context. Errors: `RunError` where it is missing."""
+    if shutil.which("kubectl") is None:
+        raise RunError(
+            "LS7282",
+            "launch.name: kubernetes needs kubectl, which is not on PATH. Install it, or take the manifests that "
+            "`lockstep plan` shows to where it is",
+        )
+    context = ["--context", facts["context"]] if facts.get("context") else []
+    return ["kubectl", *context, "--namespace", facts["namespace"]]
+
+
+def kubectl(facts: Any, *words: str) -> str:
+    """Standard output. Errors: `RunError` with what kubectl said."""
+    done = subprocess.run([*command(facts), *words], capture_output=True, text=True)
+    if done.returncode:
+        said = one_line(done.stderr or done.stdout, 500)
+        raise RunError("LS7283", f"kubectl {words[0]}: {said or f'status {done.returncode}'}")
+    return done.stdout
+
+
+def allowed(facts: Any) -> None:
+    """A cluster answers, and lets this user make jobs. Errors: `RunError`."""
+    what = "trainjobs.trainer.kubeflow.org" if facts["kind"] == "trainjob" else "jobs.batch"
+    done = subprocess.run(
+        [*command(facts), "--request-timeout=20s", "auth", "can-i", "create", what], capture_output=True, text=True
+    )
+    if done.returncode == 0:
+        return
+    said = " ".join((done.stderr or done.stdout).split())[-400:]
+    if done.stdout.strip().startswith("no"):
+        hint = ". Is Kubeflow Trainer installed there?" if facts["kind"] == "trainjob" else ""
+        raise RunError("LS7284", f"launch.namespace: you may not create {what} in {facts['namespace']}{hint}")
+    raise RunError("LS7285", f"launch.name: kubernetes: no cluster answers to kubectl: {said}")
+
+
+def state_from(found: dict[str, Any]) -> State:
+    """What a Job or TrainJob says of itself."""
+    status = found.get("status", {})
+    true = {c["type"]: c for c in status.get("conditions", []) if c.get("status") == "True"}
+    for word, code in (("Complete", 0), ("Failed", 1)):
+        if word in true:
+            return job_record.outcome(code, " ".join(str(true[word].get("message", "")).split()))
+    if "Suspended" in true or found.get("spec", {}).get("suspend"):
+        return State(
+            "stopped" if not status.get("active") else "running", "suspended", None if status.get("active") else STOPPED
+        )
+    if found["kind"] == "TrainJob":
+        jobs = status.get("jobsStatus", [])
+        pods = sum(int(j.get("active", 0)) for j in jobs)
+        return State("running" if pods else "waiting", f"{pods} active" if pods else "its pods are being made")
+    ready, active = int(status.get("ready", 0)), int(status.get("active", 0))
+    wanted = found.get("spec", {}).get("completions", 1)
+    return State("running" if ready else "waiting", f"{ready} of {wanted} pods run, {active} are there")

@@ -1,0 +1,323 @@
+"""What a run is on Kubernetes, as data: an Indexed Job and a headless Service, or a TrainJob of Kubeflow.
+
+In: a run and the launcher's options. Out: manifests that `kubectl apply` takes. Nothing is asked of a cluster.
+
+Every machine is a pod of its own. Pods meet at the name of the first one. What their exit statuses mean is in the
+pod failure policy: 2 (a bad run file) fails the job at once, 75 (stopped, with a checkpoint) starts the pod anew and
+counts for nothing, as does an eviction; anything else counts up to `launch.max_restarts`.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from lockstep.config import error_messages as messages
+from lockstep.config.errors import STOPPED
+from lockstep.config.run import Run, RunError
+from lockstep_clouds.code_bundle import inside, modules_of, pairs
+
+OUTPUTS, RUN_FOLDER, CACHE = "/lockstep", "/etc/lockstep", "/cache"
+PORT = 29400
+GROUP = "trainer.kubeflow.org"
+# Where Kubernetes itself says which pod of an Indexed Job this is; Kubeflow's JobSet makes Indexed Jobs too.
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def name_of(run: Run) -> str:
+    """The name of all that belongs to a run in a namespace; the same for every try."""
+    slug = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")[:30].strip("-")
+    told = hashlib.sha256(f"{run.name} {run.folder}".encode()).hexdigest()[:6]
+    return f"lockstep-{slug or 'run'}-{told}"
+
+
+def output_of(run: Run) -> str:
+    """OUTPUT as the pods see it, on the volume of `launch.pvc`."""
+    return f"{OUTPUTS}/{name_of(run).removeprefix('lockstep-')}"
+
+
+def manifests(run: Run, options: Any) -> list[dict[str, Any]]:
+    """All of them, in the order in which they are applied. Errors: `RunError`, naming the key."""
+    check(run, options)
+    name = name_of(run)
+    modules = modules_of(run)
+    # the Service of an Indexed Job is this one; Kubeflow's JobSet makes its own, of the TrainJob's name
+    first = f"{name}-node-0-0.{name}" if options.kubeflow else f"{name}-0.{name}"
+    there = run.model_copy(
+        update={"output": output_of(run), "launch": inside(run, options.machines, f"{first}:{PORT}")}
+    )
+    texts = {"run.yaml": there.dump()} | {_key(m): _text(m, path) for m, path in modules.items()}
+    config = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(run, options),
+        "data": texts,
+    }
+    if sum(map(len, texts.values())) > 900_000:
+        raise RunError(
+            "LS7240", "the run file and your own modules take more than a ConfigMap holds; put them into the image"
+        )
+    if options.kubeflow:
+        return [config, training_runtime(run, options), train_job(run, options)]
+    return [config, service(run, options), job(run, options)]
+
+
+def _key(module: str) -> str:
+    """A file's name in a ConfigMap, which has no folders; no module has two dots in its name."""
+    return module.replace("/", "..")
+
+
+def _text(module: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise RunError(
+            "LS7241", f"{module} is no text, and cannot be sent along; put its package into the image"
+        ) from None
+
+
+def dump(found: list[dict[str, Any]]) -> str:
+    """As one YAML file."""
+    return "---\n".join(yaml.safe_dump(m, sort_keys=False, width=110, allow_unicode=True) for m in found)
+
+
+def check(run: Run, options: Any) -> None:
+    """Errors: `RunError` for what no pod could use."""
+    for key, what in (
+        ("image", "a container image that holds lockstep; docker/Dockerfile builds one"),
+        ("pvc", "the name of a PersistentVolumeClaim for OUTPUT (checkpoints and the model)"),
+    ):
+        if getattr(options, key) is None:
+            raise RunError("LS7242", f"launch.{key}: missing; kubernetes needs {what}")
+    mounts = [OUTPUTS, *volumes_of(options).values()]
+    for key, path in _named_paths(run):
+        if any(PurePosixPath(path).is_relative_to(mount) for mount in mounts):
+            continue
+        if glob.glob(str(Path(path).expanduser())):
+            raise RunError(
+                "LS7243",
+                f"{key}: {path} is on this machine, where no pod sees it. Put it on a volume, mount that with "
+                "launch.volumes=[CLAIM=/data] and write /data/... there, or use an id of the Hub",
+            )
+    if run.launch.device == "cuda" and not options.gpus:
+        raise RunError("LS7244", "launch.device: cuda, but launch.gpus (a pod) is 0")
+    places = options.gpus * run.launch.processes_per_gpu
+    if places and run.launch.processes != "auto" and int(run.launch.processes) > places:
+        raise RunError("LS7245", f"launch.processes: {run.launch.processes} a pod, but launch.gpus is {options.gpus}")
+    if (hidden := messages.secret({"launch": {"environment": pairs("environment", options.environment)}})) is not None:
+        raise RunError(
+            "LS7246", f"{hidden} looks like a secret. Put it into a Secret of the cluster and name it in launch.secrets"
+        )
+
+
+def _named_paths(run: Run) -> Iterator[tuple[str, str]]:
+    """What the run file names that may be a local path, by its key."""
+    several = {f"data.sources: {entry.name}: ": entry for entry in run.data.sources or ()}
+    for place, entry in several.items() if several else [("data.", run.data)]:
+        # beside a source the others name splits of it, or files in it
+        for key in ("source",) if entry.source is not None else ("train", "validation", "test"):
+            value = getattr(entry, key)
+            yield from ((place + key, path) for path in (value if isinstance(value, list) else [value]) if path)
+    for section in ("model", "tokenizer"):
+        if (path := getattr(run, section).source) is not None:
+            yield f"{section}.source", path
+
+
+def volumes_of(options: Any) -> dict[str, str]:
+    """Claim -> path in the pods. Errors: `RunError`."""
+    found = pairs("volumes", options.volumes, "CLAIM=/path")
+    for claim, path in found.items():
+        if not path.startswith("/"):
+            raise RunError("LS7247", f"launch.volumes: {claim}={path}: the path in the pods begins with /")
+    return found
+
+
+def metadata(run: Run, options: Any) -> dict[str, Any]:
+    name = name_of(run)
+    labels = {"app.kubernetes.io/name": "lockstep", "app.kubernetes.io/instance": name}
+    return {"name": name, "namespace": options.namespace, "labels": labels}
+
+
+def service(run: Run, options: Any) -> dict[str, Any]:
+    """Gives each pod of the Job a name that the others resolve, before it is ready too."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(run, options),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"batch.kubernetes.io/job-name": name_of(run)},
+            "ports": [{"name": "meet", "port": PORT}],
+        },
+    }
+
+
+def job(run: Run, options: Any) -> dict[str, Any]:
+    """For a cluster without anything else."""
+    spec = {"completionMode": "Indexed", "completions": options.machines, "parallelism": options.machines}
+    template = {"metadata": {"labels": metadata(run, options)["labels"]}, "spec": pod(run, options, "lockstep")}
+    template["spec"]["subdomain"] = name_of(run)
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata(run, options),
+        "spec": spec | failure_policy(run, options, "lockstep") | {"template": template},
+    }
+
+
+def training_runtime(run: Run, options: Any) -> dict[str, Any]:
+    """Everything about the pods; a TrainJob only names it."""
+    template = {"spec": pod(run, options, "node")}
+    node = {
+        "name": "node",
+        "template": {
+            "metadata": {"labels": {f"{GROUP}/trainjob-ancestor-step": "trainer"}},
+            "spec": failure_policy(run, options, "node") | {"template": template},
+        },
+    }
+    return {
+        "apiVersion": f"{GROUP}/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": metadata(run, options),
+        "spec": {
+            "mlPolicy": {"numNodes": options.machines, "torch": {}},
+            "template": {"spec": {"replicatedJobs": [node]}},
+        },
+    }
+
+
+def train_job(run: Run, options: Any) -> dict[str, Any]:
+    """For a cluster with Kubeflow Trainer 2."""
+    return {
+        "apiVersion": f"{GROUP}/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": metadata(run, options),
+        "spec": {
+            "runtimeRef": {"apiGroup": GROUP, "kind": "TrainingRuntime", "name": name_of(run)},
+            "trainer": {"numNodes": options.machines, "numProcPerNode": processes_of(run, options)},
+        },
+    }
+
+
+def processes_of(run: Run, options: Any) -> int:
+    """Processes in a pod: `launch.processes`; auto: `launch.processes_per_gpu` a GPU. Errors: `RunError`."""
+    if run.launch.processes != "auto":
+        return int(run.launch.processes)
+    if options.gpus:
+        return int(options.gpus * run.launch.processes_per_gpu)
+    raise RunError(
+        "LS7248", "launch.processes: how many in each pod? auto counts launch.gpus, and there are none; give a number"
+    )
+
+
+def failure_policy(run: Run, options: Any, container: str) -> dict[str, Any]:
+    """What exit statuses mean; see the top of this file."""
+
+    def on(status: int) -> dict[str, Any]:
+        return {"containerName": container, "operator": "In", "values": [status]}
+
+    return {
+        "backoffLimit": run.launch.max_restarts * options.machines,  # every machine's pod fails
+        "podReplacementPolicy": "Failed",  # a pod anew once the old one is gone: two would write the same files
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": on(2)},
+                {"action": "Ignore", "onExitCodes": on(STOPPED)},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+    }
+
+
+def _folders(run: Run) -> dict[str, Any]:
+    """Which file of the ConfigMap goes where, if any belongs into a folder: a package of the user's own."""
+    modules = modules_of(run)
+    if not any("/" in module for module in modules):
+        return {}
+    return {"items": [{"key": _key(path), "path": path} for path in ("run.yaml", *sorted(modules))]}
+
+
+def pod(run: Run, options: Any, container: str) -> dict[str, Any]:
+    """One machine. SIGTERM reaches `lockstep` itself, which saves and ends with 75 within the grace period."""
+    amounts = {"cpu": str(options.cpus), "memory": options.memory}
+    limits = {"memory": options.memory} | ({"nvidia.com/gpu": str(options.gpus)} if options.gpus else {})
+    words = ["python", "-m", "lockstep", "train", f"{RUN_FOLDER}/run.yaml"]
+    if options.machines > 1:
+        words.append("launch.node_rank=$(LOCKSTEP_NODE_RANK)")
+    mounts = {"outputs": OUTPUTS, "run": RUN_FOLDER, "cache": CACHE, "shm": "/dev/shm"}
+    volumes: list[dict[str, Any]] = [
+        {"name": "outputs", "persistentVolumeClaim": {"claimName": options.pvc}},
+        {"name": "run", "configMap": {"name": name_of(run)} | _folders(run)},
+        {"name": "cache", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    for number, (claim, path) in enumerate(volumes_of(options).items()):
+        mounts[f"volume-{number}"] = path
+        volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": options.grace_s,
+        "automountServiceAccountToken": False,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
+        "containers": [
+            {
+                "name": container,
+                "image": options.image,
+                "command": words,
+                "env": environment(options),
+                "ports": [{"name": "meet", "containerPort": PORT, "protocol": "TCP"}],
+                "resources": {"requests": amounts, "limits": limits},
+                "volumeMounts": [
+                    {"name": name, "mountPath": path} | ({"readOnly": True} if name == "run" else {})
+                    for name, path in mounts.items()
+                ],
+                **probes(run, options),
+                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+            }
+        ],
+        "volumes": volumes,
+    }
+
+
+def probes(run: Run, options: Any) -> dict[str, Any]:
+    """A pod whose job writes nothing for `launch.stuck_minutes` is started anew. All pods look at the same file, which
+    rank 0 writes; the first probe waits until it is newer than the mounted run file, which was put there with the pod.
+
+    Ranks that wait for each other are found much sooner by `launch.hang_timeout_s`; this is for whatever that does not
+    see.
+    """
+    if not options.stuck_minutes:
+        return {}
+    file = f"{output_of(run)}/metrics.jsonl"
+    begun = {"exec": {"command": ["sh", "-c", f'test -n "$(find {file} -newer {RUN_FOLDER}/run.yaml)"']}}
+    going = {"exec": {"command": ["sh", "-c", f'test -n "$(find {file} -mmin -{options.stuck_minutes})"']}}
+    return {
+        "startupProbe": begun | {"periodSeconds": 60, "timeoutSeconds": 30, "failureThreshold": options.stuck_minutes},
+        "livenessProbe": going | {"periodSeconds": 60, "timeoutSeconds": 30, "failureThreshold": 2},
+    }
+
+
+def environment(options: Any) -> list[dict[str, Any]]:
+    """Variables of the container; secrets by reference. Errors: `RunError`."""
+    plain = {
+        "LOCKSTEP_CACHE": f"{CACHE}/lockstep",
+        "HF_HOME": f"{CACHE}/huggingface",
+        "HOME": CACHE,
+        "PYTHONPATH": RUN_FOLDER,
+        "PYTHONUNBUFFERED": "1",
+    }
+    found: list[dict[str, Any]] = [{"name": "LOCKSTEP_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}]
+    found += [{"name": k, "value": v} for k, v in (plain | pairs("environment", options.environment)).items()]
+    for variable, reference in pairs("secrets", options.secrets, "VARIABLE=SECRET/KEY").items():
+        secret, slash, key = reference.partition("/")
+        if not slash or not secret or not key:
+            raise RunError("LS7249", f"launch.secrets: {variable}={reference} is not VARIABLE=SECRET/KEY")
+        found.append({"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
+    return found

@@ -1,0 +1,97 @@
+"""A training job of SageMaker that was started: what it is doing, what it says, and its model.
+
+In: boto3 clients and the job's name. Out: states, lines of CloudWatch's log, OUTPUT/export.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import errors
+from lockstep.config.run import RunError
+from lockstep.distributed import job_record
+from lockstep.distributed.job_record import State
+from lockstep_clouds import aws
+
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+STOPPED = "lockstep: stopped on request"  # how `sagemaker_entry` begins its /opt/ml/output/failure for status 75
+_WAITING = ("Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "Downloading")
+
+
+def describe(client: Any, name: str) -> dict[str, Any] | None:
+    """What AWS says of a training job; None where there is none of this name. Errors: `RunError`."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        found: dict[str, Any] = client.describe_training_job(TrainingJobName=name)
+        return found
+    except ClientError as caught:
+        if caught.response.get("Error", {}).get("Code") in ("ValidationException", "ResourceNotFound"):
+            return None
+        raise RunError("LS7260", f"AWS does not say how training job {name} is: {aws.explained(caught)}") from None
+    except BotoCoreError as caught:
+        raise RunError("LS7261", f"AWS cannot be asked about training job {name}: {aws.explained(caught)}") from None
+
+
+def state_from(found: dict[str, Any]) -> State:
+    """AWS's words in ours."""
+    status, second = found["TrainingJobStatus"], str(found.get("SecondaryStatus", ""))
+    text = str(found.get("FailureReason") or second)
+    if status in ("InProgress", "Stopping"):
+        return State("waiting" if second in _WAITING else "running", second or status)
+    if status == "Stopped" or STOPPED in text:
+        return job_record.outcome(errors.STOPPED, text)
+    return job_record.outcome(0 if status == "Completed" else 1, text)
+
+
+def new_lines(client: Any, job: str, seen: dict[str, str]) -> Iterator[str]:
+    """Lines of a job's CloudWatch streams (one a machine) not read before; `seen`: stream -> where to go on."""
+    from botocore.exceptions import ClientError
+
+    try:
+        streams = client.describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job}/")["logStreams"]
+    except ClientError:  # the group is made with the first line of the first job
+        return
+    names = sorted(stream["logStreamName"] for stream in streams)
+    for name in names:
+        host = name.removeprefix(f"{job}/").rpartition("-")[0] if len(names) > 1 else ""
+        while True:
+            place = {"nextToken": seen[name]} if name in seen else {}
+            page = client.get_log_events(logGroupName=LOG_GROUP, logStreamName=name, startFromHead=True, **place)
+            yield from (f"{host}: {e['message']}" if host else e["message"] for e in page["events"])
+            if seen.get(name) == page["nextForwardToken"]:
+                break
+            seen[name] = page["nextForwardToken"]
+
+
+def fetch(client: Any, address: str, folder: Path) -> None:
+    """Bring a job's model to `folder`/export, and what it wrote beside it to `folder`. Errors: `RunError`."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket, key = aws.split_s3(address)
+    aside = folder / ".export.partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        with tempfile.TemporaryFile() as file:
+            client.download_fileobj(bucket, key, file)
+            file.seek(0)
+            with tarfile.open(fileobj=file, mode="r:gz") as tar:
+                tar.extractall(aside, filter="data")
+        for path in aside.glob("lockstep/*"):  # metrics.jsonl, report.html
+            shutil.move(path, folder / path.name)
+        shutil.rmtree(aside / "lockstep", ignore_errors=True)
+    except (BotoCoreError, ClientError, OSError, tarfile.TarError) as caught:
+        raise RunError(
+            "LS7262",
+            f"the model cannot be fetched from {address}: "
+            f"{aws.explained(caught)}. The job is complete; the "
+            "same command tries again",
+        ) from None
+    shutil.rmtree(folder / "export", ignore_errors=True)
+    aside.rename(folder / "export")

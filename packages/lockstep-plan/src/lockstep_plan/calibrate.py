@@ -1,0 +1,263 @@
+"""`lockstep bench --calibrate`: what this machine can do, as a device file that `lockstep plan --simulate` reads.
+
+In: a run, and numbers of processes. Out: a YAML file with rates by size, and by how much ranks that share the machine
+slow each other down. Every job runs in processes of its own, through the run's launcher (`rates.py`).
+
+What is in the file was measured on the run's own model with one process under `single`, and on messages without it;
+of FSDP2 and of a pipeline with two processes, what a rank computes besides its operations. A step of several
+processes is what a plan foretells.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from lockstep.config.run import Run, RunError, keep
+from lockstep.distributed.hardware import available_cores, processor
+from lockstep.launchers import start
+from lockstep.tools.bench.bench import resolved
+from lockstep.tools.subprocess_job import Child
+from lockstep_plan import planner
+from lockstep_plan.devices import Device
+from lockstep_plan.estimate import computed
+from lockstep_plan.fake_world import Simulated
+from lockstep_plan.rates import ENGINES, ENGINES_ON, NOT_THE_ENGINES, Rates, read, with_strategy
+
+MEASURE = "lockstep_plan.rates.measure"  # the job that every rank does
+FASTEST = 1e15  # bytes/s, of what is not slower than what is measured beside it
+
+Say = Callable[[str], None]
+
+
+def calibrate(run: Run, processes: Sequence[int], steps: int, rounds: int, folder: Path, say: Say) -> Device:
+    """Measure in turns, and write `FOLDER/device.yaml`. Errors: `RunError` before anything starts where it cannot be
+    measured, and for a job that failed."""
+    jobs = jobs_of(run, processes, folder)
+    found = []
+    for number in range(rounds):
+        say(f"round {number + 1} of {rounds}")
+        found.append(measured(jobs, steps, say))
+    device = device_of(jobs[1], found, simulated(jobs, found, say))
+    write(device, folder / "device.yaml")
+    return device
+
+
+def jobs_of(run: Run, processes: Sequence[int], folder: Path) -> dict[int, Run]:
+    """What is measured, by the number of processes: one, and those that are asked for. Errors: `RunError`."""
+    if run.model.compile or run.model.quantization is not None:
+        key = "model.compile" if run.model.compile else "model.quantization"
+        raise RunError("LS8040", f"{key}: cannot be simulated, and so not be planned; calibrate without it")
+    jobs = {count: job_of(run, count, folder) for count in sorted({1, *processes})}
+    for job in jobs.values():
+        resolved(job)
+    return jobs
+
+
+def measured(jobs: Mapping[int, Run], steps: int, say: Say) -> dict[int, Rates]:
+    """One round. Errors: `RunError` for a job that failed."""
+    found = {}
+    for count, job in jobs.items():
+        found[count] = one(job, steps)
+        say(f"{count} process(es) at once: {found[count].at_once_s:.3g} s a step of one")
+    return found
+
+
+def simulated(jobs: Mapping[int, Run], found: Sequence[Mapping[int, Rates]], say: Say) -> dict[str, list[Simulated]]:
+    """What a step of `single` is made of, and of each of the `ENGINES` that was measured, on its ranks. Errors:
+    `RunError`."""
+    device = shape_of(found)
+    of = {"single": planner.simulate(jobs[1], 1, device, say)}
+    for name, way in ENGINES.items() if ENGINES_ON in jobs else ():
+        if name in found[0][ENGINES_ON].engines:
+            of[name] = planner.simulate(with_strategy(jobs[ENGINES_ON], way), ENGINES_ON, device, say)
+    return of
+
+
+def job_of(run: Run, count: int, folder: Path) -> Run:
+    """The run as so many processes measure it. Errors: `RunError`."""
+    if run.launch.device == "cuda":
+        raise RunError(
+            "LS8041",
+            "launch.device: --calibrate measures processors; for a GPU write a device file: docs/how-to/plan.md",
+        )
+    if count > run.micro_batches:
+        raise RunError("LS8042", f"--processes: {count} cannot share {run.micro_batches} micro-batches")
+    strategy: dict[str, Any] = {"name": "single" if count == 1 else "allreduce", "options": {}}
+    sections: Mapping[str, Mapping[str, Any]] = {"strategy": strategy, "launch": {"processes": count, "device": "cpu"}}
+    changed = {name: getattr(run, name).model_copy(update=values) for name, values in sections.items()}
+    return run.model_copy(update={**changed, "output": str(folder / "jobs" / f"{count}")})
+
+
+def one(run: Run, steps: int) -> Rates:
+    """One job of one round. Errors: `RunError` with what it said."""
+    shutil.rmtree(run.folder, ignore_errors=True)
+    keep(run)
+    child = Child("lockstep_plan.calibrate.job", [str(run.folder / "run.yaml"), str(steps)], run.folder, "job")
+    try:
+        child.wait()
+    except BaseException:  # Ctrl-C
+        child.kill()
+        raise
+    found = read(run.folder)
+    if child.status != 0 or found is None:
+        raise RunError("LS8043", f"--calibrate: {run.launch.processes} process(es): {child.reason()}")
+    check_finite(asdict(found))
+    return found
+
+
+def job(words: list[str]) -> int:
+    """In the child: start the ranks through the run's launcher. Returns their exit status."""
+    from lockstep.config.run import load
+
+    run = load(words[0], [])
+    launcher = start.launcher_of(run)
+    return launcher.start(run, launcher.plan(run), (MEASURE, words[1]))
+
+
+# -- what it comes to ------------------------------------------------------------------------------------------------
+
+
+def shape_of(
+    found: Sequence[Mapping[int, Rates]], scale: float | dict[str, float] = 1.0, besides: float = 0.0
+) -> Device:
+    """The device file, medians over rounds, with what a step takes beside the sum of its operations."""
+    alone, most = [each[1] for each in found], max(found[0])
+    shared = {n: link_of([each[n] for each in found]) for n in sorted(found[0]) if n > 1}
+    nothing = {"bytes_per_s": FASTEST, "latency_s": 0.0}
+    inside = shared[most] if shared else nothing
+    begun = median(sum(each.phases.values()) for each in alone)
+    crowding = {n: median(each[n].at_once_s for each in found) / begun for n in sorted(found[0])}
+    when, cores = time.strftime("%Y-%m-%d"), available_cores()
+    what = f"measured on {when}, {len(found)} round(s), {alone[0].threads} thread(s)"
+    not_measured = f"not measured, taken as inside of a machine: put yours in for more than {most} processes"
+    return Device.model_validate(
+        {
+            "name": f"{processor()}, {cores} core(s) for {most} process(es)",
+            "kind": "cpu",
+            "memory_bytes": max(1.0, alone[0].memory_bytes / most),
+            "ranks_per_node": most,
+            "cores": max(1, cores // alone[0].threads),
+            "flops": {alone[0].precision: points([each.products for each in alone])},
+            "memory_bytes_per_s": points([each.memory for each in alone]),
+            "operation_s": median(each.operation_s for each in alone),
+            "view_s": median(each.view_s for each in alone),
+            "links": {"inside": inside, "between": inside, "shared": shared},
+            "overlaps": False,
+            "crowding": crowding,
+            "step_scale": scale,
+            "micro_batch_s": besides,
+            "sources": {
+                "memory_bytes": f"the machine's, shared by {most} process(es)",
+                "flops": f"{what}: matrix products of the sizes in a step of the run's model",
+                "memory_bytes_per_s": f"{what}: additions, by the bytes of one",
+                "operation_s": f"{what}: an addition of four numbers",
+                "links.inside": f"{what}: all-to-all and all-gather of all ranks at once" if shared else "one process",
+                "links.between": not_measured,
+                "overlaps": "assumed: on a processor what travels and what computes share its cores",
+                "crowding": f"{what}: a step of one process on every rank at once, by the clock, beside step_scale's",
+                "step_scale": f"{what}: the phases of a step of one process, beside the sum of their operations",
+                "micro_batch_s": f"{what}: what is left of a step of one process, for each of its micro-batches",
+                "engine_s": f"{what}: the same of `fsdp2` and of `pipeline` on two processes",
+                "cores": "the machine's, for the run's threads each",
+            },
+        }
+    )
+
+
+def device_of(run: Run, found: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]]) -> Device:
+    """With what the phases of a step of one process took, beside the sum of what they are made of. What belongs to no
+    phase is a micro-batch's, whatever it is made of; so is what a step of an engine took beyond that."""
+    of = every["single"][0]
+    plain = shape_of(found).model_copy(update={"crowding": {}})
+    summed = computed(run, 1, of, plain)
+    names = {name for each in found for name in each[1].phases}
+    took = {name: median(each[1].phases.get(name, 0.0) for each in found) for name in names}
+    besides = max(0.0, took.pop("other", 0.0) - summed.pop("other", 0.0)) / max(1, found[0][1].micro_batches)
+    both = [each.get(name, 0.0) for each in (took, summed) for name in ("forward", "backward")]
+    took["forward+backward"], summed["forward+backward"] = sum(both[:2]), sum(both[2:])  # as stages of a pipeline mix
+    scale = {name: took[name] / s for name, s in summed.items() if s and took.get(name, 0.0) > 0}
+    device = shape_of(found, scale, besides)
+    return device.model_copy(update={"engine_s": engines(run, found, every, device)})
+
+
+def engines(
+    run: Run, found: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]], device: Device
+) -> dict[str, float]:
+    """Seconds of a micro-batch that each engine took beyond what its ranks' operations come to, where ranks slow each
+    other down by so much."""
+    beyond, alone = {}, device.model_copy(update={"crowding": {}})
+    for name in (name for name in ENGINES if name in every):
+        way, count = with_strategy(run, ENGINES[name]), ENGINES_ON
+        summed = [computed(way, count, each, alone) for each in every[name]]
+        planned = [sum(s for phase, s in each.items() if phase not in NOT_THE_ENGINES) for each in summed]
+        busy = [sum(s for phase, s in each[1].phases.items() if phase not in NOT_THE_ENGINES) for each in found]
+        slower = median(each[count].busy_s / one for each, one in zip(found, busy, strict=True))
+        took = median(each[count].engines[name] for each in found) / slower
+        beyond[name] = max(0.0, took - sum(planned) / len(planned)) / every[name][0].micro_batches
+    return beyond
+
+
+def points(rounds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """A rate by size, the median over rounds of each."""
+    found: dict[float, list[float]] = {}
+    for each in rounds:
+        for size, rate in each:
+            found.setdefault(size, []).append(rate)
+    return [(size, median(rates)) for size, rates in sorted(found.items())]
+
+
+def link_of(rounds: Sequence[Rates]) -> dict[str, Any]:
+    """Of so many ranks that send at once."""
+    latency = median(each.latency_s for each in rounds)
+    return {"bytes_per_s": points([each.messages for each in rounds]), "latency_s": latency}
+
+
+def write(device: Device, path: Path) -> None:
+    """Errors: `RunError` when it cannot be written, or holds a figure that is not finite."""
+    check_finite(device.model_dump(mode="python"))
+    told = _short(device.model_dump(mode="json", exclude_none=True))
+    sources = {"sources": told.pop("sources")}
+    text = yaml.safe_dump(told, sort_keys=False, width=120, default_flow_style=None)
+    text += yaml.safe_dump(sources, sort_keys=False, width=120)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError("LS8044", f"--out: {path} cannot be written: {error.strerror}") from error
+
+
+def check_finite(figures: Mapping[str, Any]) -> None:
+    """Errors: `RunError` for a figure that is not."""
+    if bad := [key for key, value in flat(figures).items() if not math.isfinite(value)]:
+        raise RunError(
+            "LS8045", f"--calibrate: {bad[0]} was measured as no finite number; nothing is written. Measure again"
+        )
+
+
+def flat(thing: Any, at: str = "") -> dict[str, float]:
+    """Every number within, by its place."""
+    if isinstance(thing, dict):
+        parts = thing.items()
+    elif isinstance(thing, list | tuple):
+        parts = dict(enumerate(thing)).items()
+    else:
+        return {at: thing} if isinstance(thing, float) else {}
+    return {key: number for name, part in parts for key, number in flat(part, f"{at}.{name}".lstrip(".")).items()}
+
+
+def _short(thing: Any) -> Any:
+    """Four digits are more than was measured."""
+    if isinstance(thing, dict):
+        return {key: _short(value) for key, value in thing.items()}
+    if isinstance(thing, list | tuple):
+        return [_short(value) for value in thing]
+    return float(f"{thing:.4g}") if isinstance(thing, float) and math.isfinite(thing) else thing

@@ -1,0 +1,74 @@
+"""What this distribution adds to commands: `lockstep plan --simulate` and `--suggest`, `lockstep bench --calibrate`.
+
+In: the parser of a command, then its parsed command line. Out: an exit status; None where none of these was asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lockstep.config.run import RunError
+from lockstep.tools.commands import before_a_run, run_file
+from lockstep.track.console import Console
+
+
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--simulate", action="store_true", help="memory, messages and time, without the machines")
+    parser.add_argument(
+        "--processes", type=int, nargs="+", metavar="N", help="simulate so many, one plan each; default: the run file's"
+    )
+    parser.add_argument("--device", default="h100", help="h100, a100, or a YAML file of rates (default h100)")
+    parser.add_argument("--suggest", action="store_true", help="simulate strategies and micro_batches, and rank them")
+    parser.add_argument("--price", type=float, metavar="P", help="of an hour of one device")
+    parser.add_argument("--out", metavar="FILE", help="also as a page: FILE.html")
+
+
+def run_plan(known: argparse.Namespace) -> int | None:
+    if not known.simulate and not known.suggest:
+        for name in ("processes", "price", "out"):
+            if getattr(known, name) is not None:
+                text = f"--{name}: says something to --simulate only; for this plan set launch.processes"
+                raise RunError("LS8081", text)
+        return None
+    if known.offline:
+        raise RunError("LS8080", "--offline: says something to a plan without --simulate or --suggest only")
+    from lockstep.launchers import start
+    from lockstep_plan.options import answered
+
+    run = start.further(run_file.run_of(known), Console(True).say)
+    return answered(run, known.processes, known.device, known.suggest, known.price, known.out)
+
+
+def bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--calibrate", action="store_true", help="measure this machine's rates instead, for `plan --simulate --device`"
+    )
+
+
+def run_bench(known: argparse.Namespace) -> int | None:
+    """Write down what the machine can do. Errors: `RunError`."""
+    if not known.calibrate:
+        return None
+    from lockstep.launchers.start import joining
+    from lockstep_plan.calibrate import calibrate
+
+    _, _, run = before_a_run.measured_run(known)
+    for name in ("strategies", "micro_batches", "over", "weak"):
+        if getattr(known, name):
+            raise RunError("LS8089", f"--{name.replace('_', '-')}: --calibrate measures one run; set its keys instead")
+    if joining():
+        raise RunError("LS8090", "bench starts the processes of each job itself: call it outside of torchrun and srun")
+    processes = known.processes or before_a_run.upwards(run)
+    if min(processes) < 1:
+        raise RunError("LS8091", f"--processes: {min(processes)} is not a positive number")
+    folder, console = Path(known.out or f"{run.folder}-calibration"), Console(True)
+    device = calibrate(run, processes, known.steps, known.rounds, folder, console.say)
+    console.facts(
+        {
+            "device": device.name,
+            "crowding": ", ".join(f"{n} at once: {factor:.2f}" for n, factor in device.crowding.items()),
+            "file": str(folder / "device.yaml"),
+        }
+    )
+    return 0

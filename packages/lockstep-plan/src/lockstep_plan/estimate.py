@@ -1,0 +1,220 @@
+"""What simulated ranks amount to: seconds of a step by phase, what travels over which links, who waits, what it costs.
+
+In: `Simulated` ranks, and a `Device`. Out: an `Estimate`. The model is simple on purpose: an operation takes the longer
+of its arithmetic and its memory traffic (a roofline) and a fixed part; a message a latency and its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.config.run import Run
+from lockstep.strategies.engines import fsdp
+from lockstep.strategies.exact.reduction import share
+from lockstep.training.data_loader import StepLoader
+from lockstep_plan.devices import Device
+from lockstep_plan.fake_world import Simulated
+
+HIDDEN = ("forward", "backward", "overlapped", "forward+backward")  # phases in which messages may travel meanwhile
+LOOKED_AT = 16  # steps, evenly spread, of whose lengths the waiting is told
+RESERVED = 0.06  # of a device's memory: what its driver, its libraries and holes between tensors take
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What one rank sends in a step by one kind of collective, over one level of links."""
+
+    collective: str
+    inside: bool  # a machine; else between machines
+    messages: float
+    bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step of the whole job."""
+
+    seconds: dict[str, float]  # by phase, what is computed; `messages`: what they add; `waiting`: for slower ranks
+    wire: list[Wire]
+    peak: int  # of the rank that needs most
+    fits: bool
+    at: Simulated  # that rank
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def waiting(self) -> float:
+        """Share of a step in which a rank computes nothing."""
+        return (self.seconds["waiting"] + self.seconds["messages"]) / self.step_s if self.step_s else 0.0
+
+
+def estimate(run: Run, ranks: int, found: Sequence[Simulated], device: Device, feed: StepLoader) -> Estimate:
+    """Of the ranks that were simulated the slowest and the largest stand for all."""
+    largest = max(found, key=lambda each: each.peak)
+    computing = [computed(run, ranks, each, device) for each in found]
+    slowest = max(range(len(found)), key=lambda i: sum(computing[i].values()))
+    wire, added = travelling(found[slowest], computing[slowest], device, ranks)
+    seconds = dict(computing[slowest])
+    level, stands_for = levels(run, ranks, feed)
+    bubble = bubbles(run, ranks) * sum(seconds.values())
+    if (
+        device.take_turns(ranks) and device.cores
+    ):  # who waits leaves its core to others: only what no turn fills is left
+        alone = sum(seconds.values()) * device.slower(device.cores) / device.slower(ranks)
+        bubble = max(0.0, alone * (1 + bubbles(run, ranks)) - sum(seconds.values()))
+    if run.strategy.name != "pipeline":
+        own = stands_for[found[slowest].rank]
+        seconds = {phase: s * (1 / own if phase in HIDDEN and own else 1.0) for phase, s in seconds.items()}
+    whole = sum(s for phase, s in seconds.items() if phase in HIDDEN)
+    seconds = {phase: s * (level if phase in HIDDEN else 1.0) for phase, s in seconds.items()}
+    waiting = 0.0 if device.take_turns(ranks) else whole * (1 - level)
+    seconds |= {"messages": added, "waiting": waiting + bubble + on_the_way(run, ranks, wire)}
+    return Estimate(seconds, wire, largest.peak, largest.peak <= device.memory_bytes * (1 - RESERVED), largest)
+
+
+def computed(run: Run, ranks: int, of: Simulated, device: Device) -> dict[str, float]:
+    """Seconds by phase."""
+    precision = "bf16" if run.precision == "fp32" and run.model.trained_in_bfloat16 else run.precision
+    slower = device.slower(ranks)
+    besides = device.micro_batch_s + device.engine_s.get(engine_of(run), 0.0)
+    found = {"other": of.micro_batches * slower * besides} if besides else {}
+    for phase, flops, size, count in of.ops:
+        each = slower * device.scale(phase) * device.seconds(precision, flops, size)
+        found[phase] = found.get(phase, 0.0) + count * each
+    return found
+
+
+def engine_of(run: Run) -> str:
+    """As device files name what has much code of its own for each layer or stage."""
+    together = run.strategy.name == "fsdp2" and fsdp.gather_option(run) == fsdp.MICRO_BATCH
+    return run.strategy.name if together or run.strategy.name == "pipeline" else ""
+
+
+def travelling(of: Simulated, computing: dict[str, float], device: Device, ranks: int) -> tuple[list[Wire], float]:
+    """What travels, and the seconds that it adds to a step: where messages travel while the device computes, only what
+    is left when that is done."""
+    wires: dict[tuple[str, bool], Wire] = {}
+    by_phase: dict[str, float] = {}
+    for phase, name, group, size, to, count in of.sent:
+        for inside, messages, sent in parts(name, group, size, to, of.rank, device.ranks_per_node):
+            link = device.inside(ranks) if inside else device.links.between
+            seconds = count * link.seconds(messages, sent)
+            by_phase[phase] = by_phase.get(phase, 0.0) + seconds
+            known = wires.get((name, inside), Wire(name, inside, 0, 0, 0))
+            total = (known.messages + count * messages, known.bytes + count * sent, known.seconds + seconds)
+            wires[name, inside] = Wire(name, inside, *total)
+    added = sum(
+        max(0.0, s - computing.get(phase, 0.0)) if device.overlaps and phase in HIDDEN else s
+        for phase, s in by_phase.items()
+    )
+    return sorted(wires.values(), key=lambda wire: -wire.bytes), added
+
+
+def parts(
+    name: str, group: tuple[int, ...], size: int, to: int | None, rank: int, per_node: int
+) -> list[tuple[bool, float, float]]:
+    """(inside a machine?, messages, bytes) that this rank sends in one collective of a group. Gathers, scatters and
+    sums go round a ring, whose slowest link they wait for; an all-to-all goes to each rank by itself."""
+    count, node = len(group), rank // per_node
+    if to is not None:
+        return [(to // per_node == node, 1, float(size))]
+    if name == "alltoall_base":
+        near = sum(other // per_node == node for other in group) - 1
+        each = size / count
+        found = [(True, float(near), near * each), (False, float(count - 1 - near), (count - 1 - near) * each)]
+        return [part for part in found if part[1]]
+    inside = group[0] // per_node == group[-1] // per_node
+    rounds = {"allreduce": 2 * (count - 1), "broadcast": 1}.get(name, count - 1)
+    share_sent = {"allreduce": 2 * (count - 1) / count, "broadcast": 1.0}.get(name, (count - 1) / count)
+    return [(inside, float(rounds), size * share_sent)]
+
+
+def levels(run: Run, ranks: int, feed: StepLoader) -> tuple[float, dict[int, float]]:
+    """From the real lengths of evenly spread steps: the work of a mean rank beside that of the slowest one; and for
+    each rank its own, in the step that was simulated, beside that of the slowest. Ranks of a pipeline wait in another
+    way: `bubbles`."""
+    if run.strategy.name == "pipeline" or ranks == 1:
+        return 1.0, dict.fromkeys(range(ranks), 1.0)
+    steps = np.unique(np.linspace(0, feed.total - 1, min(LOOKED_AT, feed.total)).astype(int))
+    together = engine_of(run) == "fsdp2"
+    found = []
+    for step in steps:
+        rows = feed.order.step(int(step))
+        groups = feed.task.cut(feed.columns, rows)
+        lengths = [feed.columns.lengths[rows[group]] for group in groups]
+        work = [float(len(n) * n.max() if feed.pads else n.sum()) if len(n) else 0.0 for n in lengths]
+        found.append(beside_slowest(work, turns(run, ranks) if together else None, ranks))
+    of_ranks = np.array(found)  # [steps, ranks]
+    return float(of_ranks.mean()), dict(enumerate(of_ranks.mean(0).tolist()))
+
+
+def turns(run: Run, ranks: int) -> list[list[range]]:
+    """Of FSDP, whose ranks gather together for every micro-batch: the micro-batches (one, or none) of each rank in each
+    turn, as the strategy deals them out."""
+    copies, tensor = (int(run.strategy.options.get(key, 1)) for key in ("replicate", "tensor_parallel"))
+    shards = ranks // (copies * tensor)
+    blocks = [share(run.micro_batches, copy, copies) for copy in range(copies)]
+    return [
+        [
+            range(at := min(block.start + turn * shards + rank // tensor, block.stop), min(at + 1, block.stop))
+            for block in blocks
+            for rank in range(shards * tensor)
+        ]
+        for turn in range(-(-max(map(len, blocks)) // shards))
+    ]
+
+
+def beside_slowest(work: Sequence[float], together: list[list[range]] | None, ranks: int) -> list[float]:
+    """Each rank's work in a step beside the time that the step takes: that of the rank with most, or where ranks wait
+    for each other in turns, of the one with most in each of them."""
+    dealt = together or [[share(len(work), rank, ranks) for rank in range(ranks)]]
+    of_turns = np.array([[sum(work[k] for k in own if k < len(work)) for own in turn] for turn in dealt])  # [turns, W]
+    found: list[float] = (of_turns.sum(0) / (of_turns.max(1).sum() or 1.0)).tolist()
+    return found
+
+
+def bubbles(run: Run, ranks: int) -> float:
+    """Of a pipeline: time in which a stage has nothing to do, beside that in which it has (Narayanan et al. 2021,
+    arXiv:2104.04473)."""
+    if run.strategy.name != "pipeline":
+        return 0.0
+    options = run.strategy.options
+    stages = int(options.get("stages", ranks))
+    each = int(options.get("stages_per_rank", 2)) if options.get("schedule") == "interleaved" else 1
+    return (stages - 1) / (max(1, run.micro_batches * stages // ranks) * each)
+
+
+def on_the_way(run: Run, ranks: int, wire: Sequence[Wire]) -> float:
+    """Of a pipeline of S stages: seconds in which a stage waits for hidden states or gradients that travel. S
+    micro-batches are on their way at once, down and up again; under gpipe the first and the last alone are waited
+    for."""
+    if run.strategy.name != "pipeline":
+        return 0.0
+    stages = int(run.strategy.options.get("stages", ranks))
+    one = max((each.seconds / each.messages for each in wire if each.collective == "send"), default=0.0)
+    rounds = 1 if run.strategy.options.get("schedule") == "gpipe" else run.micro_batches * stages // ranks / stages
+    return 2 * (stages - 1) * rounds * one
+
+
+def padding(feed: StepLoader) -> float:
+    """Tokens that are computed for each real one, in evenly spread steps."""
+    steps = np.unique(np.linspace(0, feed.total - 1, min(LOOKED_AT, feed.total)).astype(int))
+    real = padded = 0.0
+    for step in steps:
+        rows = feed.order.step(int(step))
+        lengths = feed.columns.lengths[rows]
+        real += float(lengths.sum())
+        groups = feed.task.cut(feed.columns, rows)
+        padded += feed.task.padded(feed.columns, rows, groups) if feed.pads else float(lengths.sum())
+    return padded / real if real else 1.0
+
+
+def power_of_two(ranks: int) -> int:
+    """The least power of two that is as many."""
+    return 1 << max(0, ranks - 1).bit_length()

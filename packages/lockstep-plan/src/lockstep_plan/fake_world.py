@@ -1,0 +1,269 @@
+"""One rank of a job of any size, simulated: its memory, its work and its messages in a step.
+
+In: a run, how many ranks there are and which one this is. Out: a `Simulated`. The strategy itself runs, its code and
+its engine's, on tensors without numbers (`simulated.py`); so each simulation is a process of its
+own, which `lockstep plan` starts.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import plugins
+from lockstep.config.run import Run, load
+from lockstep.data.prepare import prepare
+from lockstep.distributed.sharded import local
+from lockstep.distributed.step_timer import NAMES, StepTimer
+from lockstep.distributed.world import World
+from lockstep.strategies import native
+from lockstep.strategies.engines import pipelining
+from lockstep.strategies.exact.optim import freeze
+from lockstep.strategies.strategy import Strategy, strategy_class
+from lockstep.tasks.task import Task
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.model_stats import counts
+from lockstep_plan import simulated
+from lockstep_plan.simulated import ENGINE, GRADIENTS, Ledger, Peak
+
+MOST = 8  # micro-batches of a rank that are run; what more of them hold is added by formula
+MOST_OF_LARGE = 2  # the same of a model of more than LARGE parameters, each of which takes long
+LARGE = 1_000_000_000
+PARTIAL = "partial sums"
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What one rank takes in a step. Bytes, unless said otherwise."""
+
+    rank: int
+    at_rest: dict[str, int]  # between steps, by kind
+    peak: int  # in a step with the longest examples
+    kinds: dict[str, int]  # of the peak
+    where: str
+    ops: list[tuple[str, int, int, float]]  # phase, FLOP, bytes, how many: of a step as most are
+    sent: list[tuple[str, str, tuple[int, ...], int, int | None, float]]  # phase, name, ranks, bytes, to, how many
+    micro_batches: int  # of this rank
+    tokens: float  # of those, with padding that is computed
+    parameters: int
+    trained: int
+
+
+class FakeWorld(World):
+    """A rank whose others are not there: what it asks them for is what it has itself."""
+
+    def on_machines(self, each: int) -> World:
+        """Join, with so many ranks on each machine: sums travel within a machine first."""
+        self.hosts = [f"machine-{rank // each}" for rank in range(self.size)]
+        if self.size > 1:
+            simulated.join(self.rank, self.size)
+        return self
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def barrier(self) -> None:
+        pass
+
+
+class Watched(StepTimer):
+    """Tells the ledger which phase a step is in, and at each change what gradients there are."""
+
+    def __init__(self, ledger: Ledger, strategy: Strategy) -> None:
+        super().__init__(torch.device("cpu"))
+        self._ledger, self._strategy = ledger, strategy
+
+    def change(self, place: int) -> int:
+        for tensor in simulated.summed_by(self._strategy):
+            self._ledger.count(tensor, GRADIENTS)
+        before = super().change(place)
+        self._ledger.phase = NAMES[place]
+        self._ledger.micro_batch += NAMES[place] == "forward"
+        return before
+
+
+def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | None = None) -> Simulated:
+    """Build this rank's strategy and run it for three steps. In a process of its own: engines keep what they learn of
+    the others. `on_gpus`: leave out what is done on processors only. `per_node`: ranks of a machine; default: all."""
+    task_class: Any = plugins.find("tasks", run.task.name)
+    prepared = prepare(run, task_class)
+    every, trained = counts(freeze(run, task_class(run, prepared).model(empty=True)))
+    less = fewer(run, ranks, MOST if every <= LARGE else MOST_OF_LARGE)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for by engines, used by nobody
+    task: Task = task_class(less, prepared)
+    if on_gpus:
+        native.row_sparse = lambda *_: set()
+    pipelining.set_random_state = lambda *_: None  # what travels from stage to stage is nothing
+    world = FakeWorld(less).on_machines(per_node or ranks)
+    strategy = strategy_class(less)(less, world)
+    feed = StepLoader(less, task, strategy.own_micro_batches(), world.device)
+    share = len(feed.indices)
+    _without_numbers(strategy, task, run, max(1, share))
+    ledger = Ledger()
+    with warnings.catch_warnings(), simulated.without_numbers(ledger, strategy.needs):
+        warnings.simplefilter("ignore")
+        built(strategy, task, ledger)
+        at_rest = stepped(strategy, feed, ledger)
+        peak = ledger.peak
+    more = len([*own(run, strategy, ranks)]) / max(1, share)
+    tokens = sum(_tokens(feed, i) for i in (middle(feed),)) * more
+    kinds = divided(peak, strategy)
+    apart = any(op.phase == "overlapped" for op in ledger.ops)
+
+    def scale(phase: str) -> float:
+        """The last micro-batch of a step has a backward of its own name where messages travel during it."""
+        if phase == "backward" and apart and share > 1:
+            return (share * more - 1) / (share - 1)
+        return more if phase in ("forward", "backward", "forward+backward", "other") else 1.0
+
+    beyond = int(_sums(run, ranks, trained) - _sums(less, ranks, trained))
+    kinds[PARTIAL] = kinds.get(PARTIAL, 0) + beyond
+    return Simulated(
+        rank,
+        at_rest,
+        peak.bytes + beyond,
+        {kind: size for kind, size in kinds.items() if size},
+        f"{peak.phase}{f' of micro-batch {peak.micro_batch}' if peak.micro_batch else ''} ({peak.op})",
+        [(op.phase, op.flops, op.bytes, n * scale(op.phase)) for op, n in ledger.ops.items()],
+        [(s.phase, s.name, s.group, s.bytes, s.to, n * scale(s.phase)) for s, n in ledger.sent.items()],
+        round(share * more),
+        tokens,
+        every,
+        trained,
+    )
+
+
+def fewer(run: Run, ranks: int, most: int = MOST) -> Run:
+    """The run with at most `most` micro-batches a rank, each of as many examples. A schedule that keeps all of them
+    alive, and one that they fill in turns, get what they need."""
+    if run.strategy.name == "pipeline":
+        stages = int(run.strategy.options.get("stages", ranks))
+        each = ranks // stages * max(most, 2 * stages * int(run.strategy.options.get("stages_per_rank", 2)))
+        if run.strategy.options.get("schedule") == "gpipe":
+            return run
+    else:
+        each = ranks * most
+    if run.micro_batches <= each:
+        return run
+    batch = max(each, round(run.batch_size * each / run.micro_batches))
+    return run.model_copy(update={"micro_batches": each, "batch_size": batch})
+
+
+def own(run: Run, strategy: Strategy, ranks: int) -> Iterable[int]:
+    """This rank's micro-batches of the whole run."""
+    whole = type(strategy)(run, strategy.world)
+    return list(whole.own_micro_batches())
+
+
+def _sums(run: Run, ranks: int, trained: int) -> float:
+    return strategy_class(run).partial_sums(run, ranks) * trained
+
+
+def _without_numbers(strategy: Any, task: Task, run: Run, share: int) -> None:
+    """What a step asks of numbers that are not there: that they are finite, and that all ranks used the same
+    weights."""
+    leaves = strategy.run.micro_batches
+    model = task.model
+
+    def make(empty: bool = False) -> nn.Module:
+        found = simulated.on_meta if empty else simulated.emptied
+        return found(lambda: model(empty=True))
+
+    def sums(losses: Tensor, numbers: Iterable[int]) -> tuple[Tensor, list[int]]:
+        return losses, [number * leaves // share for number in numbers]
+
+    for thing, name, value in (
+        (task, "model", make),
+        (strategy, "sums_of_step", sums),
+        (strategy.finite, "check", lambda *_, **__: True),
+    ):
+        setattr(thing, name, value)
+
+
+def built(strategy: Strategy, task: Task, ledger: Ledger) -> None:
+    """Build it, and tell the weights from what else there is."""
+    ledger.kind = ENGINE
+    strategy.build(task)
+    for kind, tensor in simulated.kept_by(strategy):
+        ledger.count(tensor, kind)
+    ledger.kind = simulated.ACTIVATIONS
+    strategy.phases = Watched(ledger, strategy)
+    for parameter in strategy.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: _gradient(p, ledger))
+
+
+def _gradient(parameter: Tensor, ledger: Ledger) -> None:
+    if parameter.grad is not None:
+        ledger.count(parameter.grad, GRADIENTS)
+
+
+def stepped(strategy: Strategy, feed: StepLoader, ledger: Ledger) -> dict[str, int]:
+    """A first step, after which the optimizer has its state; one as most are, whose work is written down; and one with
+    the longest examples, whose peak is left in the ledger. Returns what is held between steps."""
+    usual = feed.make(middle(feed))
+    strategy.train_step(usual, 1e-3)
+    for kind, tensor in simulated.kept_by(strategy):
+        ledger.count(tensor, kind)
+    ledger.recording = True
+    strategy.train_step(usual, 1e-3)
+    ledger.recording = False
+    gc.collect()
+    at_rest = {kind: size for kind, size in ledger.kinds.items() if size}
+    ledger.restart()
+    strategy.train_step(feed.longest(), 1e-3)
+    return at_rest
+
+
+def middle(feed: StepLoader) -> int:
+    """The step whose number of tokens is the median of the first few."""
+    steps = range(min(feed.total, 9))
+    cost = {step: _tokens(feed, step) for step in steps}
+    return sorted(steps, key=lambda step: cost[step])[len(steps) // 2]
+
+
+def _tokens(feed: StepLoader, step: int) -> float:
+    rows = feed.order.step(step)
+    groups = feed.task.cut(feed.columns, rows)
+    mine = [rows[groups[k]] for k in feed.indices if k < len(groups)]
+    lengths = [feed.columns.lengths[each] for each in mine if len(each)]
+    return float(sum(len(n) * n.max() if feed.pads else n.sum() for n in lengths))
+
+
+def divided(peak: Peak, strategy: Strategy) -> dict[str, int]:
+    """The kinds of a peak, with what waits to be added up told from one gradient of what this rank has."""
+    kinds = {kind: size for kind, size in peak.kinds.items() if size}
+    one = 4 * sum(local(p).numel() for p in strategy.named.values()) if hasattr(strategy, "named") else 0
+    waiting = kinds.get(GRADIENTS, 0) - one
+    return kinds | ({GRADIENTS: one, PARTIAL: waiting} if one and waiting > 0 else {})
+
+
+def main(words: list[str]) -> int:
+    """In the child: `RUN.yaml RANKS RANK cpu|gpu`, ranks of a machine, and where the answer goes. Returns the exit
+    status."""
+    path, ranks, rank, kind, per_node, answer = words
+    run = load(path, [])
+    found = simulate(run, int(ranks), int(rank), kind == "gpu", int(per_node))
+    Path(answer).write_text(json.dumps(asdict(found)), encoding="utf-8")
+    return 0
+
+
+def read(path: Path) -> Simulated:
+    """What a child wrote."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    ops = [tuple(op) for op in found.pop("ops")]
+    sent = [(phase, name, tuple(group), size, to, n) for phase, name, group, size, to, n in found.pop("sent")]
+    return replace(Simulated(**found, ops=[], sent=[]), ops=ops, sent=sent)

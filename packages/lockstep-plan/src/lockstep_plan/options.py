@@ -1,0 +1,65 @@
+"""`lockstep plan --simulate` and `--suggest`: what was asked for, and the answer on the terminal.
+
+In: a run and the words of the command line. Out: an exit status: 0, or 1 where nothing fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from lockstep.config.run import Run, RunError
+from lockstep.launchers import start
+from lockstep.track.console import Console
+from lockstep_plan import devices, planner, render
+
+
+def answered(
+    run: Run, processes: Sequence[int] | None, device: str, suggest: bool, price: float | None, out: str | None
+) -> int:
+    """Simulate, and say what was found. Errors: `RunError`."""
+    found = devices.load(device)
+    asked = sorted(set(processes or [start.launcher_of(run).plan(run).processes]))
+    if asked[0] < 1:
+        raise RunError("LS8320", f"--processes: {asked[0]} is not a positive number")
+    if price is not None and price < 0:
+        raise RunError("LS8321", f"--price: {price:g} is no price")
+    if out is not None and not out.endswith(".html"):
+        raise RunError("LS8322", f"--out: {out} does not end in .html")
+    if run.precision not in found.flops and not run.model.trained_in_bfloat16:
+        raise RunError("LS8323", f"--device: {found.name} has no flops for precision={run.precision}")
+    console = Console(True)
+    plans: list[planner.Plan] = []
+    with ThreadPoolExecutor(len(asked)) as at_once:
+        if suggest:
+            each = at_once.map(lambda count: planner.suggest(run, count, found, console.say), asked)
+            plans += [plan for several in each for plan in several]
+        else:
+            plans += at_once.map(lambda count: planner.plan(run, count, found, console.say), asked)
+    if suggest or len(plans) > 1:
+        of = f", {render.name_of(plans[0])}" if not suggest else ""
+        console.table(f"{run.name} on {found.name}{of}", *render.table(plans, price), key="plans")
+        for plan in plans:
+            if plan.refused is not None:
+                console.say(
+                    f"cannot be: {render.name_of(plan)}, micro_batches={plan.run.micro_batches}: {plan.refused}"
+                )
+    else:
+        console.facts(render.facts(plans[0], found, price))
+    if suggest:
+        for count in asked:
+            console.say(chosen(count, [p for p in plans if p.processes == count]))
+    if out is not None:
+        render.page(Path(out), f"{run.name}: plan", plans, found, price)
+        console.say(f"page       {out}")
+    return 0 if any(p.fits for p in plans) else 1
+
+
+def chosen(count: int, plans: Sequence[planner.Plan]) -> str:
+    """The first of those that fit, as words of a command line."""
+    best = next((p for p in plans if p.fits), None)
+    if best is None:
+        return f"nothing of this fits on {count:,} process(es): use more of them, or checkpoint_activations, bf16, LoRA"
+    options = "".join(f" strategy.options.{key}={value}" for key, value in best.run.strategy.options.items())
+    return f"choose     strategy.name={best.run.strategy.name}{options} micro_batches={best.run.micro_batches}"

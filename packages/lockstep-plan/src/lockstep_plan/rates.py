@@ -1,0 +1,276 @@
+"""The rates of this machine at a run's own sizes: the job that `lockstep bench --calibrate` starts in every rank.
+
+In: a run, in every rank of a job. Out: `OUTPUT/rates.json`, written by rank 0: matrix products of the sizes that the
+run's model has, memory traffic by size, what an operation costs that does nothing; seconds of a step of one process by
+phase; the same step on all ranks at once; messages between all ranks; what a step of engines takes that have much code
+of their own for each layer or stage (`ENGINES`).
+
+Where a process computes with one thread, what is computed is measured by that thread's processor time, in which other
+programs' turns are not. What ranks do at once is measured by the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.randomness import seed_libraries
+from lockstep.distributed.step_timer import NAMES, StepTimer
+from lockstep.distributed.world import World
+from lockstep.strategies.engines import fsdp
+from lockstep.strategies.strategy import Strategy, strategy_class
+from lockstep.tasks.task import Task
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.resolve import Job
+from lockstep.training.session import join_ranks
+from lockstep_plan.fake_world import middle
+from lockstep_plan.simulated import Product, Products
+
+FILE = "rates.json"
+PRODUCTS = 16  # sizes of matrix products that are measured: half an octave apart, those with most work in a step
+SIZES = (2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes that an operation reads and writes
+MESSAGES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)  # bytes that all ranks exchange or gather
+LEAST_S = 0.02  # of a sample
+ENGINES: Mapping[str, dict[str, Any]] = {
+    "fsdp2": {"name": "fsdp2", "options": {"gather": fsdp.MICRO_BATCH}},
+    "pipeline": {"name": "pipeline", "options": {}},
+}
+ENGINES_ON = 2  # processes
+NOT_THE_ENGINES = ("reduction", "optimizer")  # phases
+
+Point = tuple[float, float]  # size, rate a second
+
+
+@dataclass
+class Rates:
+    """What one job found."""
+
+    processes: int
+    threads: int
+    precision: str
+    memory_bytes: int  # of the machine
+    products: list[Point] = field(default_factory=list)  # FLOP of one -> FLOP/s; of one process alone
+    memory: list[Point] = field(default_factory=list)  # bytes of one operation -> bytes/s; of one process alone
+    operation_s: float = 0.0
+    view_s: float = 0.0
+    micro_batches: int = 0  # of a step of one process
+    phases: dict[str, float] = field(default_factory=dict)  # its seconds, not by the clock
+    at_once_s: float = 0.0  # by the clock: the same step on every rank at once, of the slowest
+    latency_s: float = 0.0  # of one message
+    messages: list[Point] = field(default_factory=list)  # bytes of one message -> bytes/s
+    engines: dict[str, float] = field(default_factory=dict)  # of `ENGINES` -> seconds of a step, but for the update
+    busy_s: float = 0.0  # the same, not by the clock, of `single` on every rank at once
+
+
+class Alone(World):
+    """A rank that works for itself, whoever else is there."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.rank, self.size, self.hosts, self.members = 0, 1, [self.host], None
+
+
+class Clock(StepTimer):
+    """Seconds by phase, by a clock of one's choice."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        super().__init__(torch.device("cpu"))
+        self.now, self.seconds, self._last = now, dict.fromkeys(NAMES, 0.0), now()
+
+    def change(self, place: int) -> int:
+        before = super().change(place)
+        now = self.now()
+        self.seconds[NAMES[before]] += now - self._last
+        self._last = now
+        return before
+
+
+def clock(threads: int) -> Callable[[], float]:
+    """Seconds that this process computes: of one thread its own, of several those on the clock."""
+    return time.thread_time if threads == 1 else time.perf_counter
+
+
+def seconds_of(work: Callable[[], Any], now: Callable[[], float], samples: int = 5) -> float:
+    """Of one call: the median of samples that last a while."""
+    work()
+    began = now()
+    work()
+    times = max(1, int(LEAST_S / max(now() - began, 1e-7)))
+    found = []
+    for _ in range(samples):
+        began = now()
+        for _ in range(times):
+            work()
+        found.append((now() - began) / times)
+    return median(found)
+
+
+def measure(job: Job, world: World, steps: str) -> int:
+    """The job. Collective. Returns the exit status."""
+    run, prepared = job.run, job.data
+    join_ranks(job, world)
+    found = Rates(world.size, world.threads, run.precision, memory_bytes())
+    now = clock(world.threads)
+    task_class: Any = plugins.find("tasks", run.task.name)
+    task: Task = task_class(run, prepared)
+    own = run.model_copy(update={"strategy": run.strategy.model_copy(update={"name": "single", "options": {}})})
+    strategy = strategy_class(own)(own, Alone(own))
+    seed_libraries(run.seed)
+    strategy.build(task)
+    feed = StepLoader(own, task, strategy.own_micro_batches(), world.device)
+    batch = feed.make(middle(feed))
+    for _ in range(2):  # the optimizer has its state, and the allocator its memory
+        strategy.train_step(batch, 1e-6)
+    if world.size == 1:
+        operations(found, strategy, batch, now)
+        found.micro_batches = len(batch.micro_batches)
+        found.phases = phases_of(strategy, batch, int(steps), now)
+    found.at_once_s = at_once(world, lambda: strategy.train_step(batch, 1e-6), int(steps))
+    if world.size == ENGINES_ON:
+        found.busy_s = computing(world, strategy, batch, int(steps), now)
+    strategy.close()
+    if world.size > 1:
+        found.latency_s, found.messages = between_ranks(world, int(steps))
+    for name, way in ENGINES.items() if world.size == ENGINES_ON else ():
+        if took := engine(with_strategy(run, way), task, world, int(steps), now):
+            found.engines[name] = took
+    if world.is_main:
+        (run.folder / FILE).write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
+    world.barrier()
+    return 0
+
+
+def with_strategy(run: Run, way: Mapping[str, Any]) -> Run:
+    return run.model_copy(update={"strategy": run.strategy.model_copy(update=dict(way))})
+
+
+def engine(run: Run, task: Task, world: World, steps: int, now: Callable[[], float]) -> float:
+    """Seconds that a rank computes in a step of this strategy, but for reduction and update, the mean over ranks; 0
+    where the model or the run does not allow it. Collective."""
+    kind = strategy_class(run)
+    try:
+        kind.check(run, world.size)
+    except RunError:
+        return 0.0
+    strategy = kind(run, world)
+    seed_libraries(run.seed)
+    strategy.build(task)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    batch = feed.make(middle(feed))
+    for _ in range(2):
+        strategy.train_step(batch, 1e-6)
+    found = computing(world, strategy, batch, steps, now)
+    strategy.close()
+    return found
+
+
+def computing(world: World, strategy: Strategy, batch: Any, steps: int, now: Callable[[], float]) -> float:
+    """Seconds of a step, but for reduction and update, the mean over ranks that begin at once. Collective."""
+    world.barrier()
+    phases = phases_of(strategy, batch, steps, now)
+    mine = sum(seconds for name, seconds in phases.items() if name not in NOT_THE_ENGINES)
+    return sum(world.all_gather(mine)) / world.size
+
+
+def phases_of(strategy: Strategy, batch: Any, steps: int, now: Callable[[], float]) -> dict[str, float]:
+    """Medians of several steps."""
+    found: dict[str, list[float]] = {}
+    for _ in range(steps):
+        strategy.phases = seen = Clock(now)
+        with seen("other"):
+            strategy.train_step(batch, 1e-6)
+        for name, seconds in seen.seconds.items():
+            found.setdefault(name, []).append(seconds)
+    strategy.phases = StepTimer(strategy.world.device)
+    return {name: median(each) for name, each in found.items() if any(each)}
+
+
+def operations(found: Rates, strategy: Strategy, batch: Any, now: Callable[[], float]) -> None:
+    """Products of the model's sizes; additions of many; what does nothing."""
+    with Products() as seen:
+        strategy.train_step(batch, 1e-6)
+    with torch.no_grad():
+        every = [
+            (float(each.flops), each.flops / seconds_of(each.again(), now)) for each in spread(seen.found.values())
+        ]
+    found.products = sorted(every)
+    with torch.no_grad():
+        little, room = torch.ones(4), torch.ones(4)
+        found.operation_s = seconds_of(lambda: torch.add(little, little, out=room), now)
+        found.view_s = seconds_of(lambda: little.view(2, 2), now)
+        for size in SIZES:
+            a, b, c = (torch.ones(size // 12) for _ in range(3))
+            took = seconds_of(partial(torch.add, a, b, out=c), now)
+            found.memory.append((float(size), size / max(took - found.operation_s, 0.05 * took)))
+
+
+def spread(products: Iterable[Product]) -> list[Product]:
+    """Of each half octave of FLOP the one with most work, and of those the ones with most work."""
+    most: dict[int, Product] = {}
+    for each in products:
+        place = round(2 * math.log2(max(1, each.flops)))
+        if each.work and (place not in most or each.work > most[place].work):
+            most[place] = each
+    return sorted(most.values(), key=lambda each: -each.work)[:PRODUCTS]
+
+
+def at_once(world: World, step: Callable[[], Any], steps: int) -> float:
+    """By the clock: a step that every rank begins at once, of the slowest; the median of several."""
+    found = []
+    for _ in range(steps):
+        world.barrier()
+        began = time.perf_counter()
+        step()
+        found.append(max(world.all_gather(time.perf_counter() - began)))
+    return median(found)
+
+
+def between_ranks(world: World, repeats: int) -> tuple[float, list[Point]]:
+    """All-to-all and all-gather of all ranks, whose rounds are as many and as long: the latency of a message, and bytes
+    a second by its size. By the clock, of the slowest rank."""
+    ranks, found = world.size, []
+    for size in MESSAGES:
+        count = size // 4 // ranks
+        whole, part, other = torch.ones(ranks * count), torch.ones(count), torch.ones(ranks * count)
+        each = [
+            at_once(world, partial(dist.all_to_all_single, other, whole), repeats),
+            at_once(world, partial(dist.all_gather_into_tensor, whole, part), repeats),
+        ]
+        found.append((4 * count, (each[0] * each[1]) ** 0.5 / (ranks - 1)))
+    latency = found[0][1]
+    return latency, [(float(size), size / max(s - latency, 0.05 * s)) for size, s in found[1:]]
+
+
+def memory_bytes() -> int:
+    """Of this machine, or what its container may use; 0 where the system does not tell."""
+    said = []
+    for path, unit in (("/proc/meminfo", 1024), ("/sys/fs/cgroup/memory.max", 1)):
+        try:
+            words = Path(path).read_text(encoding="utf-8").split()
+        except OSError:
+            continue
+        said += [int(word) * unit for word in words[:2] if word.isdigit()]
+    return min(said, default=0)
+
+
+def read(folder: Path) -> Rates | None:
+    """What a job wrote, or None when it wrote nothing."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("products", "memory", "messages"):
+        found[name] = [(size, rate) for size, rate in found[name]]
+    return Rates(**found)

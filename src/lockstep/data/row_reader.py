@@ -1,0 +1,449 @@
+"""Rows of one file, a chunk at a time: the one reader of JSON, lines of text, archives and Parquet, for data that are
+read whole and for data that are streamed.
+
+In: .jsonl, .txt (a line a row), .tar (files of one name, as WebDataset has them) and .parquet; all but the last also
+compressed. Out: its chunks, and the rows of one of them as columns, or a `RunError` that names the file and the line,
+or the row where lines are not counted.
+
+Where a chunk begins is kept: a position in the file as it is unpacked, or a row group. A file that is not compressed is
+read from there. One that is gives its bytes in order only: the next chunk costs nothing extra, another one costs
+unpacking the file from its start. Of .parquet a row group is read from its start.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import lzma
+import os
+import re
+import tarfile
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lockstep.config import error_messages as messages
+from lockstep.config.run import RunError
+from lockstep.data import file_formats
+
+ROWS = 1000  # of a chunk, at most
+BYTES = 2**20  # that they hold, about
+_SKIPPED = 2**20  # bytes unpacked at a time on the way to a chunk
+_BLOCK = 512  # of a tar archive
+READ = ".jsonl, .txt, .tar (also compressed) and .parquet"
+TEXTS = 1  # version of how .txt files are cut into lines
+_FAILS = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, pa.ArrowException)
+
+Columns = dict[str, list[Any]]
+Rows = Any  # pa.Table or Columns: rows as they were read
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a file that follow each other."""
+
+    row: int  # of the file: the first
+    rows: int
+    at: int  # where they begin: bytes of what is unpacked, or a row group
+    size: int  # bytes there; of .parquet 0
+
+
+Opened = Callable[[Path], BinaryIO]  # the bytes of a file as they are stored; `seek` works
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file on this machine."""
+    return open(path, "rb")
+
+
+def reader(
+    path: Path,
+    plain: str | None = None,
+    wanted: Sequence[str] = (),
+    how: Opened = opened,
+    key: str = "data.train",
+) -> RowReader:
+    """The reader of a file, by its name. `plain`: a .txt file has texts and no labels, and each `line` is one.
+    `wanted`: the columns, or the paths into them, that are asked for; none: all. `how` opens the file. `key` of the run
+    file names it. Errors: `RunError`."""
+    kinds: dict[str, type[RowReader]] = {
+        ".jsonl": LineReader,
+        ".txt": LineReader,
+        ".tar": ArchiveReader,
+        ".parquet": ParquetReader,
+    }
+    kind = kinds.get(file_formats.plain(path).suffix)
+    if kind is None or (kind is ParquetReader and file_formats.is_compressed(path)):
+        raise RunError(
+            "LS2220",
+            f"{key}: {path} cannot be streamed, since nothing tells where its rows begin; a stream reads {READ}",
+        )
+    if file_formats.plain(path).suffix == ".txt" and plain == "file":
+        raise RunError("LS2221", f"{key}: {path}: a stream reads a .txt file line by line; set task.document=line")
+    return kind(path, plain, wanted, how, key)
+
+
+def whole(file: Path, key: str, plain: str | None = None) -> Iterator[Rows]:
+    """All rows of a file in UTF-8, as columns a chunk at a time; a .json file may hold one list of rows. Errors:
+    `RunError`."""
+    if file.suffix == ".json" and (text := file.read_bytes().decode("utf-8-sig")).lstrip()[:1] == "[":
+        try:
+            yield columns_of(_json_list(text))
+        except ValueError as error:
+            raise RunError("LS2227", f"{key}: {file}{error}") from None
+        return
+    of_file = LineReader(file, key=key) if file.suffix == ".json" else reader(file, plain, key=key)
+    for _, rows in of_file.walk():
+        yield rows
+
+
+def columns_of(rows: Sequence[dict[str, Any]]) -> Columns:
+    """Rows as columns, of which each has all that any of them has."""
+    names = dict.fromkeys(itertools.chain.from_iterable(rows))
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+class RowReader(ABC):
+    """One file. What was opened last stays open, for the chunk that follows."""
+
+    def __init__(
+        self,
+        path: Path,
+        plain: str | None = None,
+        wanted: Sequence[str] = (),
+        how: Opened = opened,
+        key: str = "data.train",
+    ) -> None:
+        self.path, self.plain, self.wanted, self.how, self.key = path, plain, wanted, how, key
+
+    def walk(self) -> Iterator[tuple[Chunk, Rows]]:
+        """All chunks with their rows, in order. Errors: `RunError`."""
+        row, chunks = 0, self._walk()
+        while True:
+            try:
+                step = next(chunks, None)
+            except _FAILS as error:
+                raise self.failed(error, row) from error
+            if step is None:
+                return
+            yield step
+            row = step[0].row + step[0].rows
+
+    def read(self, chunk: Chunk) -> Rows:
+        """The rows of a chunk. Errors: `RunError`."""
+        try:
+            return self._read(chunk)
+        except _FAILS as error:
+            self.close()
+            raise self.failed(error, chunk.row) from error
+
+    def failed(self, error: BaseException, row: int) -> RunError:
+        """The error of a library, for a person. `row`: the first that could not be read."""
+        if isinstance(error, FileNotFoundError):
+            return RunError("LS2222", f"{self.key}: {self.path} is gone; row {row:,} of it is wanted")
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        what = "unpack" if file_formats.is_compressed(self.path) else "read"
+        return RunError(
+            "LS2223",
+            f"{self.key}: cannot {what} {self.path} from row {row:,} on ({reason}): it is cut off or damaged, or is no "
+            "such file; fetch or write it again",
+        )
+
+    @abstractmethod
+    def _walk(self) -> Iterator[tuple[Chunk, Rows]]: ...
+
+    @abstractmethod
+    def _read(self, chunk: Chunk) -> Rows: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the file back."""
+
+
+class _ByteReader(RowReader):
+    """A file of which chunks are ranges of bytes, as it is unpacked."""
+
+    _stream: Any = None
+    _at = 0  # bytes of it that were read
+
+    def _begin(self) -> Any:
+        self.close()
+        raw = self.how(self.path)
+        if file_formats.is_compressed(self.path) and not raw.read(1):
+            raise EOFError("it has no bytes")
+        raw.seek(0)
+        stream = file_formats.unpacking(raw, self.path)
+        self._stream = io.BufferedReader(stream, _SKIPPED) if isinstance(stream, pa.NativeFile) else stream
+        return self._stream
+
+    def _read(self, chunk: Chunk) -> Columns:
+        if self._stream is None or chunk.at < self._at or not file_formats.is_compressed(self.path):
+            self._begin()
+        if not file_formats.is_compressed(self.path):
+            self._stream.seek(chunk.at)
+            self._at = chunk.at
+        while self._at < chunk.at:
+            skipped = len(self._stream.read(min(_SKIPPED, chunk.at - self._at)))
+            if not skipped:
+                raise EOFError("it ends before that")
+            self._at += skipped
+        block = self._stream.read(chunk.size)
+        self._at += len(block)
+        if len(block) < chunk.size:
+            raise EOFError("it ends before that")
+        return self._parsed(block, chunk.row)
+
+    @abstractmethod
+    def _parsed(self, block: bytes, row: int) -> Columns:
+        """The rows of a chunk, of which `row` is the first. Errors: `RunError`."""
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._stream, self._at = None, 0
+
+
+class LineReader(_ByteReader):
+    """A row a line, JSON or text; blank lines are none."""
+
+    @property
+    def _is_json(self) -> bool:
+        return file_formats.plain(self.path).suffix in (".jsonl", ".json")
+
+    def _walk(self) -> Iterator[tuple[Chunk, Columns]]:
+        stream, row, at, line = self._begin(), 0, 0, 1
+        file_formats.check_packing(stream.peek(8), self.path, self.key)
+        block: list[bytes] = []
+        size = rows = 0
+        for part in itertools.chain(stream, [b""]):
+            if part:
+                block.append(part)
+                size, rows = size + len(part), rows + self._count(part)
+            if rows >= ROWS or size >= BYTES or not part:
+                if rows:
+                    yield Chunk(row, rows, at, size), self._parsed(b"".join(block), row, line)
+                row, at, line = row + rows, at + size, line + len(block)
+                block, size, rows = [], 0, 0
+        self.close()
+
+    def _count(self, part: bytes) -> int:
+        """Rows of a part of the file that ends with its only line feed."""
+        if self._is_json or (part.isascii() and b"\r" not in part.rstrip(b"\r\n")):
+            return bool(part.strip(_BLANK))
+        return sum(bool(line.strip()) for line in file_formats.unix_lines(part.decode("utf-8", "replace")))
+
+    def _parsed(self, block: bytes, row: int, line: int | None = None) -> Columns:
+        """`line`: the number of the block's first line, where it is known."""
+        try:
+            text = block.decode("utf-8-sig" if row == 0 else "utf-8")
+        except UnicodeDecodeError as error:
+            before = block.count(b"\n", 0, error.start)
+            at = f"rows from {row:,} on" if line is None else f"line {line + before}"
+            raise RunError(
+                "LS2224",
+                f"{self.key}: {self.path} is not text in UTF-8 ({at}: {error.reason}), and a stream reads no other: "
+                "convert the file",
+            ) from None
+        if self._is_json:
+            lines = [(n, each) for n, each in enumerate(text.split("\n")) if each.strip(_BLANK.decode())]
+            return columns_of([self._value(each, row + i, line and line + n) for i, (n, each) in enumerate(lines)])
+        lines = [(n, each) for n, each in enumerate(file_formats.unix_lines(text)) if each.strip()]
+        if self.plain:
+            return {"text": [each for _, each in lines]}
+        parts = [each.rpartition(";") for _, each in lines]
+        for i, (_, mark, _) in enumerate(parts):
+            if not mark:
+                raise RunError(
+                    "LS2225",
+                    f"{self._place(row + i, line and line + lines[i][0])}: expected 'text;label', there is no "
+                    "semicolon",
+                )
+        return {"text": [text for text, _, _ in parts], "label": [label.strip() for _, _, label in parts]}
+
+    def _value(self, text: str, row: int, line: int | None) -> dict[str, Any]:
+        try:
+            return json_row(text)
+        except ValueError as error:
+            raise RunError("LS2226", f"{self._place(row, line)}{error}") from None
+
+    def _place(self, row: int, line: int | None) -> str:
+        return f"{self.key}: {self.path}, " + (f"row {row:,}" if line is None else f"line {line}")
+
+
+class ArchiveReader(_ByteReader):
+    """Files of an archive that follow each other and have one name up to the first point are a row, whose columns are
+    called as the rest of their names: txt, json (a value), cls (a whole number); `key` is the name."""
+
+    def _walk(self) -> Iterator[tuple[Chunk, Columns]]:
+        stream = self._begin()
+        rows: list[dict[str, Any]] = []
+        row = at = 0
+        with tarfile.open(fileobj=stream, mode="r|") as archive:
+            for key, members in itertools.groupby(archive, lambda m: _key(m) if m.isfile() else ""):
+                some = iter(members)
+                first = next(some)
+                if not key:
+                    continue
+                if len(rows) == ROWS or (rows and first.offset - at >= BYTES):
+                    yield Chunk(row, len(rows), at, first.offset - at), columns_of(rows)
+                    rows, row, at = [], row + len(rows), first.offset
+                fields = (self._field(archive, m, row + len(rows)) for m in itertools.chain([first], some))
+                rows.append({"key": key, **{name: value for name, value in fields if name}})
+            end = archive.offset
+        if not file_formats.is_compressed(self.path) and os.fstat(stream.fileno()).st_size < end + _BLOCK:
+            raise EOFError("the archive has no end")
+        if rows:
+            yield Chunk(row, len(rows), at, end - at), columns_of(rows)
+        self.close()
+
+    def _parsed(self, block: bytes, row: int) -> Columns:
+        rows: list[dict[str, Any]] = []
+        with tarfile.open(fileobj=io.BytesIO(block + bytes(2 * _BLOCK)), mode="r:") as archive:
+            for key, members in itertools.groupby((m for m in archive if m.isfile() and _key(m)), _key):
+                fields = [self._field(archive, member, row + len(rows)) for member in members]
+                rows.append({"key": key, **{name: value for name, value in fields if name}})
+        return columns_of(rows)
+
+    def _field(self, archive: tarfile.TarFile, member: tarfile.TarInfo, row: int) -> tuple[str, Any]:
+        name = member.name.rpartition("/")[2].partition(".")[2].lower()
+        if name.rpartition(".")[2] not in ("txt", "json", "cls"):
+            return "", None  # an image, or the like
+        held = archive.extractfile(member)
+        assert held is not None
+        data = held.read()
+        try:
+            text = data.decode("utf-8")
+            if name.endswith("json"):
+                return name, json.loads(text)
+            return name, int(text) if name.endswith("cls") and re.fullmatch(r"\s*-?\d+\s*", text) else text
+        except ValueError as error:
+            raise RunError(
+                "LS2228", f"{self.key}: {self.path}, row {row:,}: {member.name} cannot be read: {error}"
+            ) from None
+
+
+def _key(member: tarfile.TarInfo) -> str:
+    folder, slash, name = member.name.rpartition("/")
+    return folder + slash + name.partition(".")[0]
+
+
+class ParquetReader(RowReader):
+    """Rows of a row group are a chunk, or some of them."""
+
+    _file: Any = None
+    _next: tuple[int, int, Iterator[pa.RecordBatch]] = (-1, 0, iter(()))  # group, row of the file, what follows
+
+    def _walk(self) -> Iterator[tuple[Chunk, pa.Table]]:
+        about, row = self._opened().metadata, 0
+        for group in range(about.num_row_groups):
+            rows, size = about.row_group(group).num_rows, about.row_group(group).total_byte_size
+            each = int(max(1, min(ROWS, BYTES * rows // max(1, size))))
+            for start in range(0, rows, each):
+                chunk = Chunk(row + start, min(each, rows - start), group, 0)
+                yield chunk, self._read(chunk)
+            row += rows
+        self.close()
+
+    def _opened(self) -> Any:
+        if self._file is None:
+            self._file = pq.ParquetFile(self.how(self.path))
+        return self._file
+
+    def _read(self, chunk: Chunk) -> pa.Table:
+        file = self._opened()
+        group, row, batches = self._next
+        if group != chunk.at or row > chunk.row:
+            if chunk.at >= file.metadata.num_row_groups:
+                raise EOFError("it has fewer rows")
+            row = sum(file.metadata.row_group(each).num_rows for each in range(chunk.at))
+            names = file.schema_arrow.names
+            ends = [next((name for name in names if f"{path}.".startswith(f"{name}.")), None) for path in self.wanted]
+            batches = file.iter_batches(ROWS, [chunk.at], None if None in ends else list(dict.fromkeys(ends)) or None)
+        parts: list[pa.RecordBatch] = []
+        while (have := sum(map(len, parts))) < chunk.rows:
+            batch = next(batches, None)
+            if batch is None:
+                raise EOFError("it has fewer rows")
+            first, stop = max(chunk.row - row, 0), min(chunk.row - row + chunk.rows, len(batch))
+            row += len(batch)
+            parts += [batch.slice(first, stop - first)] if first < stop else []
+            if stop < len(batch) and have + stop - first == chunk.rows:  # the rest is of the next chunk
+                batches = itertools.chain([batch.slice(stop)], batches)
+                row -= len(batch) - stop
+        self._next = chunk.at, row, batches
+        return pa.Table.from_batches(parts).replace_schema_metadata(file.schema_arrow.metadata)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file, self._next = None, (-1, 0, iter(()))
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+LEVELS = 200  # of lists and mappings in each other; pyarrow's reader ends the process at some ten thousand
+_BLANK = b" \t\r\n\v\f"
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?')
+_OTHERS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def check_levels(file: Path, key: str) -> None:
+    """Refuse a .json or .jsonl file, not compressed, with a line that is nested more than `LEVELS` deep. Errors:
+    `RunError`."""
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.count(b"[") + line.count(b"{") > LEVELS and _is_deep(line):
+                raise RunError("LS2067", f"{key}: {file}, line {number}{_DEEP}")
+
+
+_DEEP = f": nested more than {LEVELS} levels deep"
+
+
+def _is_deep(line: bytes) -> bool:
+    marks = _STRINGS.sub(b"", line).translate(None, _OTHERS)
+    return max(itertools.accumulate(1 if mark in b"[{" else -1 for mark in marks), default=0) > LEVELS
+
+
+def json_row(line: str) -> dict[str, Any]:
+    """The row on a line. Errors: `ValueError`, in words that follow the line's number."""
+    if line.count("[") + line.count("{") > LEVELS and _is_deep(line.encode()):
+        raise ValueError(_DEEP)
+    return _mapping(_parsed(line, f": {_shown(line)}"))
+
+
+def _json_list(text: str) -> list[dict[str, Any]]:
+    """The rows of a file that holds one list of them. Errors: `ValueError`, in words that follow the file's name."""
+    rows = _parsed(text, "")
+    for number, row in enumerate(rows):
+        _mapping(row, f", row {number}")
+    return list(rows)
+
+
+def _parsed(text: str, shown: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = "" if shown else f", line {error.lineno}"
+        raise ValueError(f"{line}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}{shown}") from None
+    except RecursionError:
+        raise ValueError(": nested too deeply") from None
+    except ValueError as error:  # a number of 5,000 digits
+        raise ValueError(f": {str(error).partition(';')[0]}") from None
+
+
+def _mapping(row: Any, place: str = "") -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError(f"{place} holds {messages.kind(row)}; expected a mapping of columns on each line")
+    return row
+
+
+def _shown(line: str) -> str:
+    line = line.strip(_BLANK.decode())
+    return repr(line if len(line) <= 80 else f"{line[:77]}...")

@@ -1,1 +1,0 @@
-"""What schedulers and clouds are asked for."""

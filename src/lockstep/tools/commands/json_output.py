@@ -1,0 +1,85 @@
+"""`--json`: what a command says, as one JSON object of one shape for all commands (docs/reference/commands.md).
+
+In: facts, tables and notes. Out: a line of JSON on standard output, and nothing else there: what a command prints
+besides, and the processes that it starts, goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from lockstep.config.redaction import printable, redact_all
+from lockstep.track.console import RECORD, Record
+
+
+class Answer(BaseModel):
+    """What `--json` prints; its JSON Schema is `Answer.model_json_schema()`."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    command: str
+    status: int  # the exit status
+    facts: dict[str, JsonValue] = {}  # name -> value
+    tables: dict[str, list[dict[str, JsonValue]]] = {}  # name -> rows, each an object by column
+    notes: list[str] = []
+
+
+def option(parser: argparse.ArgumentParser) -> None:
+    """`--json`, for a command that prints facts or a table on a console: `lockstep.cli` records them."""
+    parser.add_argument("--json", dest="answer_json", action="store_true", help="print one JSON object instead of text")
+
+
+@contextmanager
+def recording(command: str) -> Iterator[Callable[[int], int]]:
+    """Record what consoles say, and send all other output to standard error. Gives a function that takes the exit
+    status, prints the object, and returns the status."""
+    record = Record()
+    token = RECORD.set(record)
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+
+    def back() -> None:
+        sys.stdout.flush()
+        os.dup2(own, 1)
+
+    def finish(status: int) -> int:
+        back()
+        return emit(command, status, record.facts, record.tables, record.notes)
+
+    try:
+        yield finish
+    finally:
+        back()
+        os.close(own)
+        RECORD.reset(token)
+
+
+def emit(
+    command: str,
+    status: int,
+    facts: Mapping[str, Any] | None = None,
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    notes: Sequence[str] = (),
+) -> int:
+    """Print the object. Returns the status."""
+    values = {"command": command, "status": status, "facts": facts or {}, "tables": tables or {}, "notes": notes}
+    print(Answer.model_validate(redact_all(_finite(values), printable)).model_dump_json())
+    return status
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no nan and no infinity: they are null."""
+    if isinstance(value, float):  # also numpy's float64
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value

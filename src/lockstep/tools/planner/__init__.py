@@ -1,1 +1,0 @@
-"""`lockstep plan --simulate`: what a run takes on machines that are not there."""

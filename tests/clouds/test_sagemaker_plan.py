@@ -1,0 +1,104 @@
+"""SageMaker: further fields of the interface, and what `plan` refuses. AWS's own model of the interface is asked where
+botocore is installed."""
+
+import importlib.util
+import re
+import tomllib
+from typing import Any
+
+import pytest
+
+from lockstep.config.run import RunError
+from lockstep_clouds import aws
+from support.messages import raises
+from support.places import ROOT
+from support.sagemaker import here, request, run_of
+
+__all__ = ["here"]  # a fixture
+pytestmark = pytest.mark.usefixtures("here")
+ECR = "763104351884.dkr.ecr.eu-west-1.amazonaws.com/pytorch-training"
+EXTRA: dict[str, Any] = {
+    "VpcConfig": {"SecurityGroupIds": ["sg-0123456789abcdef0"], "Subnets": ["subnet-0123456789abcdef0"]},
+    "Tags": [{"Key": "project", "Value": "names"}],
+    "OutputDataConfig": {"KmsKeyId": "alias/training"},
+    "ResourceConfig": {"VolumeKmsKeyId": "alias/training"},
+    "EnableNetworkIsolation": False,
+    "AlgorithmSpecification": {"MetricDefinitions": [{"Name": "validation:loss", "Regex": "loss ([0-9.]+)"}]},
+}
+
+
+def test_further_fields_pass_through() -> None:
+    plain, found = request(run_of()), request(run_of(extra=EXTRA))
+    assert found["VpcConfig"] == EXTRA["VpcConfig"]
+    assert found["Tags"] == EXTRA["Tags"]
+    for section in ("OutputDataConfig", "ResourceConfig", "AlgorithmSpecification"):
+        assert found[section] == plain[section] | EXTRA[section]
+    assert found.keys() - plain.keys() == {"VpcConfig", "Tags", "EnableNetworkIsolation"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"RoleArn": "x"}, "launch.extra.RoleArn: lockstep sets this field of launch.role"),
+        ({"ResourceConfig": {"InstanceCount": 9}}, "launch.extra.ResourceConfig.InstanceCount: .*launch.machines"),
+        ({"ResourceConfig": 9}, "launch.extra.ResourceConfig: lockstep sets this field itself"),
+        ({"Environment": {"A": "b"}}, "launch.extra.Environment: .*launch.environment"),
+        ({"HyperParameters": {"seed": "1"}}, "launch.extra.HyperParameters: .*the run file"),
+        ({"InputDataConfig": []}, "launch.extra.InputDataConfig: .*launch.inputs"),
+    ],
+)
+def test_fields_that_lockstep_sets(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(RunError, match=said):
+        request(run_of(extra=extra))
+
+
+@pytest.mark.extras
+@pytest.mark.skipif(importlib.util.find_spec("botocore") is None, reason="needs the extra sagemaker")
+@pytest.mark.parametrize(
+    ("launch", "said"),
+    [
+        ({"extra": {"VpcConfg": {}}}, 'Unknown parameter in input: "VpcConfg"'),
+        ({"extra": {"Tags": "a"}}, "Invalid type for parameter Tags"),
+        ({"instance": "ml.g5.xlarg"}, "did you mean ml.g5.xlarge"),
+    ],
+)
+def test_what_aws_does_not_know_is_told_by_plan(launch: dict[str, Any], said: str) -> None:
+    with pytest.raises(RunError, match=said):
+        request(run_of(**launch))
+
+
+@pytest.mark.parametrize(
+    ("launch", "said"),
+    [
+        ({"instance": "ml.trn1.2xlarge"}, ("LS7214", "ml.trn1.2xlarge")),
+        ({"instance": "ml.p2.xlarge"}, ("LS7214", "K80")),
+        ({"instance": "ml.p3.2xlarge"}, ("LS7214", "V100")),
+        ({"instance": "ml.p6e-gb200.36xlarge"}, ("LS7214", "Arm")),
+        ({"image": f"{ECR}:2.1.0-cpu-py310-ubuntu20.04-sagemaker"}, ("LS7213", "2.1", "2.11")),
+        ({"image": f"{ECR}:2.11.0-gpu-py310-cu128-ubuntu22.04"}, ("LS7213", "3.10", "3.11")),
+    ],
+)
+def test_what_lockstep_cannot_run_on(launch: dict[str, Any], said: tuple[str, ...]) -> None:
+    with raises(*said):
+        request(run_of(**launch))
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        {"instance": "ml.p3.2xlarge", "image": "me/lockstep:cu126"},
+        {"image": f"{ECR}:2.11.0-gpu-py312-cu128-ubuntu22.04-sagemaker"},
+        {"image": "registry:5000/lockstep"},
+        {"instance": "ml.g4dn.xlarge"},
+    ],
+)
+def test_what_it_may_run_on(launch: dict[str, Any]) -> None:
+    request(run_of(**launch))
+
+
+def test_the_oldest_versions_are_those_of_the_package() -> None:
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    torch = next(line for line in package["dependencies"] if re.match(r"torch\b", line))
+    wanted = {"PyTorch": torch, "Python": package["requires-python"]}
+    for what, said in wanted.items():
+        assert said.split(",")[0].endswith(">=" + ".".join(map(str, aws.OLDEST[what])))

@@ -1,0 +1,183 @@
+"""Messages have codes: one each, in the range of their room, and none that was retired."""
+
+import ast
+import functools
+from collections import Counter
+from collections.abc import Iterable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import NamedTuple
+
+import lockstep
+from lockstep._coded import CodedError, coded, codes, uncoded
+from support.places import ROOT as CHECKOUT
+
+ROOT = Path(lockstep.__file__).parent
+# Every file of source, and the path by which its package is imported: `launchers/start.py`, `lockstep_clouds/aws.py`.
+FILES = {file: file.relative_to(ROOT) for file in sorted(ROOT.rglob("*.py"))}
+FILES |= {
+    file: file.relative_to(source)
+    for source in sorted((CHECKOUT / "packages").glob("*/src"))
+    for file in sorted(source.rglob("*.py"))
+}
+RANGES = {
+    "": range(500),
+    "track": range(500, 1000),
+    "config": range(1000, 2000),
+    "data": range(2000, 3000),
+    "tasks": range(3000, 4000),
+    "strategies": range(4000, 5000),
+    "training": range(5000, 6000),
+    "checkpoint": range(6000, 7000),
+    "distributed": range(7000, 7200),
+    "launchers": range(7200, 8000),
+    "tools": range(8000, 9000),
+    "lockstep_clouds": range(7200, 8000),
+    "lockstep_plan": range(8000, 9000),
+    "trace": range(9000, 10000),
+}
+# Codes of messages that are gone: no other message takes them. One a line.
+RETIRED = {
+    "LS2198",
+    "LS2199",
+    "LS5050",
+    "LS7280",
+    "LS7370",
+    "LS7373",
+    "LS8000",
+    "LS8053",
+    "LS8132",
+    "LS8153",
+}
+UNCODED = {"plain"}  # shares no code with the rest, which gives its messages codes
+
+
+class Message(NamedTuple):
+    place: str
+    code: str | None  # None: no literal
+
+
+@functools.cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    """Classes, calls and imports: what is asked for."""
+    return [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ClassDef | ast.Call | ast.ImportFrom)]
+
+
+def coded_classes() -> set[str]:
+    """Names of all errors that take a code."""
+    bases: dict[str, set[str]] = {}
+    for file in FILES:
+        for node in nodes_of(file):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = {ast.unparse(base).split(".")[-1] for base in node.bases}
+    found = {"CodedError"}
+    while more := {name for name, above in bases.items() if above & found} - found:
+        found |= more
+    return found
+
+
+def messages(nodes: Iterable[ast.AST], names: set[str], place: str) -> list[Message]:
+    """All calls that make a message, with the code that stands there."""
+    found = []
+    for node in nodes:
+        if not isinstance(node, ast.Call) or ast.unparse(node.func).split(".")[-1] not in names:
+            continue
+        first = node.args[0] if node.args else None
+        if isinstance(first, ast.Attribute) and first.attr == "code":
+            continue  # the message of an error that was caught
+        code = first.value if isinstance(first, ast.Constant) else None
+        found.append(Message(f"{place}:{node.lineno}", code if isinstance(code, str) else None))
+    return found
+
+
+@functools.cache
+def all_messages() -> list[Message]:
+    names = coded_classes() | {"coded"}
+    return [
+        message
+        for file, place in FILES.items()
+        if place.parts[0] not in UNCODED and place.name not in ("_coded.py", "errors.py")
+        for message in messages(nodes_of(file), names, place.as_posix())
+    ]
+
+
+def room_of(place: str) -> str:
+    return place.partition("/")[0] if "/" in place else ""
+
+
+def test_every_message_has_a_literal_code() -> None:
+    found = all_messages()
+    assert len(found) > 900
+    assert [place for place, code in found if code is None] == []
+
+
+def test_no_code_is_there_twice_or_was_retired() -> None:
+    counts = Counter(code for _, code in all_messages())
+    assert {code for code, count in counts.items() if count > 1} == set()
+    assert counts.keys() & RETIRED == set()
+
+
+def test_codes_are_in_the_range_of_their_room() -> None:
+    assert {
+        (place, code)
+        for place, code in all_messages()
+        if code is None or code[:2] != "LS" or len(code) != 6 or int(code[2:]) not in RANGES[room_of(place)]
+    } == set()
+
+
+def test_the_control_a_message_without_a_code_is_seen() -> None:
+    tree = ast.parse(
+        "raise RunError(f'{key}: missing')\nraise errors.RunError('LS1000', 'no')\nRunError(error.code, '')"
+    )
+    assert messages(ast.walk(tree), {"RunError"}, "a.py") == [Message("a.py:1", None), Message("a.py:2", "LS1000")]
+
+
+def test_every_error_that_the_user_reads_has_a_code() -> None:
+    """What is printed is a coded text, or the text of an error that has a code."""
+    found = []
+    for file, place in FILES.items():
+        names = {
+            alias.asname or alias.name
+            for node in nodes_of(file)
+            if isinstance(node, ast.ImportFrom) and node.module == "lockstep.track.console"
+            for alias in node.names
+            if alias.name == "error"
+        }
+        found += [
+            f"{place}:{node.lineno}"
+            for node in nodes_of(file)
+            if isinstance(node, ast.Call)
+            and ast.unparse(node.func) in names
+            and isinstance(node.args[0], (ast.Constant, ast.JoinedStr, ast.BinOp))
+        ]
+    assert found == []
+
+
+def test_a_code_stands_at_the_end_of_the_first_line() -> None:
+    error = CodedError("LS1000", "no such key\n  a row")
+    assert str(error) == "no such key [LS1000]\n  a row"
+    assert (error.code, error.message) == ("LS1000", "no such key\n  a row")
+    assert uncoded(str(error)) == error.message
+    assert codes(str(error)) == ["LS1000"]
+
+
+def test_a_message_around_another_one_has_the_code_it_is_given() -> None:
+    inner = coded("LS1000", "no such key")
+    assert coded("LS1000", f"run.yaml: {inner}") == "run.yaml: no such key [LS1000]"
+    assert coded("LS2000", f"run.yaml: {inner}") == "run.yaml: no such key [LS2000]"
+    assert CodedError.read(f"trial 3: {inner}").code == "LS1000"
+
+
+def test_an_error_of_a_plug_in_may_have_no_code() -> None:
+    error = CodedError("no such key")
+    assert (error.code, error.message, str(error)) == ("", "no such key", "no such key")
+
+
+def test_the_page_of_messages_is_what_the_source_says() -> None:
+    spec = spec_from_file_location("docs_messages", CHECKOUT / "docs/messages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    page = module_from_spec(spec)
+    spec.loader.exec_module(page)
+    written = (CHECKOUT / "docs/reference/messages.md").read_text(encoding="utf-8")
+    assert written == page.messages(), "python docs/messages.py writes it"

@@ -1,0 +1,98 @@
+"""The distributions of this repository: one version, extras that install them, entry points that are there."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from lockstep._version import __version__
+from lockstep.cli import main
+from lockstep.config import entry_points, plugins
+from lockstep.tools import commands
+from support.places import ROOT
+
+PACKAGES = {path.name: path for path in sorted((ROOT / "packages").iterdir())}
+
+
+def project(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return found
+
+
+def test_all_have_one_version_and_want_each_other_in_it() -> None:
+    core = project(ROOT)
+    assert core["version"] == __version__
+    for name, folder in PACKAGES.items():
+        found = project(folder)
+        assert (found["name"], found["version"]) == (name, __version__)
+        assert found["dependencies"] == [f"lockstep-train=={__version__}"]
+        assert found["requires-python"] == core["requires-python"]
+        assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    asked = [Requirement(text) for each in core["optional-dependencies"].values() for text in each]
+    ours = [each for each in asked if each.name in PACKAGES]
+    assert {each.name for each in ours} == set(PACKAGES)
+    assert {str(each.specifier) for each in ours} == {f"=={__version__}"}
+    for each in ours:
+        assert each.extras <= project(PACKAGES[each.name]).get("optional-dependencies", {}).keys()
+
+
+def test_an_extra_installs_the_distribution_of_its_name() -> None:
+    extras = project(ROOT)["optional-dependencies"]
+    for name in PACKAGES:
+        assert extras[name.removeprefix("lockstep-")] == [f"{name}=={__version__}"]
+    assert not [each for each in [*project(ROOT)["dependencies"], *extras["dev"]] if each.startswith("lockstep-")]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_entry_points_are_what_pyproject_says_and_can_be_loaded(name: str) -> None:
+    written = project(PACKAGES[name])["entry-points"]
+    installed = {(e.group, e.name, e.value) for e in importlib.metadata.distribution(name).entry_points}
+    assert installed == {(group, each, value) for group, of in written.items() for each, value in of.items()}, (
+        f"pip install --no-deps -e packages/{name}"
+    )
+    for kind, group in entry_points.GROUPS.items():
+        for each in written.get(group, {}):
+            if kind == "commands":
+                assert entry_points.load(entry_points.named(kind)[each][0], "command")
+            else:
+                assert plugins.find(kind, each).plugin == kind  # type: ignore[attr-defined]
+                assert each not in plugins.built_in(kind)
+
+
+def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every name that a distribution of this repository brings has its line in `EXTRAS`."""
+    for name, folder in PACKAGES.items():
+        for kind, group in entry_points.GROUPS.items():
+            if kind != "commands":
+                for each in project(folder)["entry-points"].get(group, {}):
+                    assert entry_points.EXTRAS[kind][each] == name.removeprefix("lockstep-")
+            elif each := project(folder)["entry-points"].get(group, {}):
+                for command in each:
+                    assert name.removeprefix("lockstep-") in entry_points.EXTRAS[f"lockstep {command}"].values()
+    monkeypatch.setattr(entry_points, "named", lambda kind: {})
+    with pytest.raises(plugins.PluginError) as caught:
+        plugins.find("launchers", "kubernetes")
+    assert str(caught.value).startswith('kubernetes needs lockstep-clouds: pip install "lockstep-train[clouds]"')
+
+
+@pytest.mark.parametrize("option", ["plan --simulate", "plan --suggest", "plan --processes=8", "bench --calibrate"])
+def test_an_option_that_is_not_installed_says_what_installs_it(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(entry_points, "named", lambda kind: {})
+    assert main(option.split()) == 2
+    needs = f'lockstep {option.partition("=")[0]} needs lockstep-plan: pip install "lockstep-train[plan]"'
+    assert capsys.readouterr().err.startswith(f"lockstep: {needs}")
+
+
+def test_every_option_that_is_added_is_known_where_it_is_not_installed() -> None:
+    for command in ("plan", "bench"):
+        parser = argparse.ArgumentParser(add_help=False)
+        getattr(commands.modules_of(command)[0], f"{command}_arguments")(parser)
+        assert set(parser._option_string_actions) == entry_points.EXTRAS[f"lockstep {command}"].keys()

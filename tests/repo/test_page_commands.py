@@ -1,0 +1,57 @@
+"""Every code block of every page: parsed, with its keys looked up; and run where the page says so."""
+
+from pathlib import Path
+
+import pytest
+
+from support import page_commands
+from support.page_commands import PAGES, Block, blocks, level_of, problems, same
+from support.places import ROOT
+
+MARKS = {"quick": [pytest.mark.processes], "slow": [pytest.mark.processes, pytest.mark.slow]}
+MARKS["long"] = [pytest.mark.processes, pytest.mark.long]
+RUN = [
+    pytest.param(page, id=str(page.relative_to(ROOT)), marks=[*MARKS[level], pytest.mark.timeout(3600)])
+    for page in PAGES
+    if (level := level_of(page))
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_keys_and_files_that_a_page_names_are_there(page: Path) -> None:
+    found = {block.where: problems(block) for block in blocks(page)}
+    assert {where: texts for where, texts in found.items() if texts} == {}
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_a_page_s_commands_print_what_it_shows(page: Path, tmp_path: Path, cache: Path) -> None:
+    page_commands.run(page, tmp_path, cache)
+
+
+@pytest.mark.parametrize(
+    ("language", "code", "wrong"),
+    [
+        ("sh", "lockstep trian run.yaml", "no command 'trian'"),
+        ("sh", "lockstep train run.yaml optim.learnin_rate=1", "did you mean"),
+        ("sh", "lockstep plan run.yaml --simulte", "unknown"),
+        ("sh", "cat a | lockstep bench --steps many", "many"),
+        ("sh", "torchrun --nproc-per-node 2 -m lockstep verify run.yaml strategy.name=3", ""),
+        ("sh", "pip install 'lockstep-train[notthere]'", "notthere"),
+        ("sh", "make nothing", "nothing"),
+        ("sh", "python benchmarks/nothing.py", "nothing"),
+        ("yaml", "batch_size: many", "batch_size"),
+        ("python", "def f(:", "invalid syntax"),
+    ],
+)
+def test_a_mistake_in_a_block_is_found(language: str, code: str, wrong: str) -> None:
+    texts = problems(Block(ROOT / "README.md", 1, language, code, "", (0, 0)))
+    assert texts
+    assert wrong in texts[0]
+
+
+def test_what_is_shown_may_differ_in_numbers_and_in_nothing_else() -> None:
+    printed = "step 10/20 loss 1.25\nspeed 12.1 examples/s\nweights /tmp/a\nend\n"
+    assert same("step 1/20 loss 0.5\n...\nend", printed)
+    assert same("step 1/20 loss 3\nspeed 1 examples/s\nweights ./b\nend", printed)
+    assert not same("step 1/20 loss 0.5\nend", printed)
+    assert not same("step 1/20 accuracy 0.5\n...\nend", printed)

@@ -1,0 +1,104 @@
+"""`--json`: one object of one shape on standard output, whatever a command prints besides."""
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.tools import commands
+from lockstep.tools.commands import before_a_run, json_output
+from lockstep.tools.commands.json_output import Answer
+from lockstep.track.console import RECORD, Console, value_of
+
+# Commands that print no facts and no table: a run's own words, files, or lines of data.
+NO_TABLE = {"init", "train", "trace", "schema", "logs", "stop", "report", "push", "branch", "attest", "rendezvous"}
+COMMAND = """
+import subprocess, sys
+from lockstep.tools.commands import before_a_run, json_output
+from lockstep.track.console import Console
+with json_output.recording("verify") as finish:
+    console = Console(True)
+    print("a library prints")
+    subprocess.run([sys.executable, "-c", "print('a rank prints')"])
+    console.facts({"device": "cpu"})
+    rows = [["1", "1,520.5", "same"], ["2", "", "same"]]
+    console.table("ddp beside one process", ["step", "loss", ""], rows, key="steps")
+    console.note("a note")
+    sys.exit(finish(1))
+"""
+
+
+def test_each_command_that_prints_a_table_has_it() -> None:
+    without = set()
+    for name in commands.HELP:
+        parser = argparse.ArgumentParser()
+        module = importlib.import_module(f"lockstep.tools.commands.{commands.file_of(name)}")
+        getattr(module, f"{name}_arguments")(parser)
+        if not any("--json" in action.option_strings for action in parser._actions):
+            without.add(name)
+    assert without == NO_TABLE
+
+
+@pytest.mark.processes
+def test_nothing_else_comes_to_standard_output() -> None:
+    done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True)
+    assert done.returncode == 1
+    answer = Answer.model_validate_json(done.stdout)
+    assert answer == Answer(
+        command="verify",
+        status=1,
+        facts={"device": "cpu"},
+        tables={"steps": [{"step": 1, "loss": 1520.5, "name": "same"}, {"step": 2, "loss": None, "name": "same"}]},
+        notes=["note: a note"],
+    )
+    assert done.stderr.split("\n")[:2] == ["a library prints", "a rank prints"]
+
+
+def test_the_command_line_records_what_a_command_says(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_bench(known: argparse.Namespace) -> int:
+        Console(True).table("tiny: median", ["processes", "examples/s"], [["2", "1,520"]], key="jobs")
+        return 1
+
+    monkeypatch.setattr(before_a_run, "run_bench", run_bench)
+    assert main(["bench", "--json"]) == 1
+    answer = Answer.model_validate_json(capfd.readouterr().out)
+    assert (answer.command, answer.status) == ("bench", 1)
+    assert answer.tables == {"jobs": [{"processes": 2, "examples/s": 1520}]}
+    assert RECORD.get() is None, "the next command of this process prints again"
+    assert main(["bench"]) == 1
+    assert "median" in capfd.readouterr().out, "the control"
+
+
+def test_a_refusal_is_a_message_and_no_object(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "epohcs=3", "--json"]) == 2
+    said = capfd.readouterr()
+    assert (said.out, "epochs" in said.err) == ("", True)
+
+
+def test_what_json_cannot_say_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+    json_output.emit("evaluate", 0, {"loss": float("nan"), "most": float("inf"), "token": "hf_" + "a" * 34})
+    found = json.loads(capsys.readouterr().out)["facts"]
+    assert (found["loss"], found["most"]) == (None, None)
+    assert "aaaa" not in str(found["token"]), "a secret is struck"
+
+
+@pytest.mark.parametrize(
+    ("cell", "value"),
+    [("1,520", 1520), ("0.5", 0.5), ("1.2e-05", 1.2e-05), ("", None), ("same", "same"), ("1/2", "1/2")],
+)
+def test_cells(cell: str, value: object) -> None:
+    assert value_of(cell) == value
+
+
+def test_ranks_that_are_silent_record_nothing() -> None:
+    with json_output.recording("bench"):
+        Console(False).facts({"a": "b"})
+        record = RECORD.get()
+    assert record is not None
+    assert record.facts == {}
