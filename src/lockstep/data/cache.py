@@ -288,7 +288,7 @@ def damage(path: Path) -> str | None:
         return f"{path.name} is not there, or nothing tells what it should hold"
     if whole:
         with suppress(OSError):  # then all of it is read the next time, too
-            others = [(boot, reason) for boot, reason in seen.items() if boot != _boot()][-MACHINES:]
+            others = [(boot, state) for boot, state in seen.items() if boot != _boot()][-MACHINES:]
             _write_seal(path, told | {"seen": dict(others) | {_boot(): found_now}})
     return None
 

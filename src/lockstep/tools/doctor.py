@@ -109,9 +109,9 @@ def started(folder: Path, processes: int, device: str) -> Facts:
 
 def into(path: Path, folder: Path, device: str) -> int:
     """One of the processes that `started` starts: rank 0 leaves what was found in a file."""
-    seconds = between(folder, device)
+    facts = between(folder, device)
     if os.environ.get("RANK") == "0":
-        path.write_text(json.dumps(seconds), encoding="utf-8")
+        path.write_text(json.dumps(facts), encoding="utf-8")
     return 0
 
 
@@ -280,7 +280,7 @@ def of_rank(world: World) -> dict[str, Any]:
 def differences(everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What is not the same on all ranks: its name, which ranks of which hosts have which value, and, where it would
     break exactness, why."""
-    lines = []
+    differing = []
     for name in everyone[0]:
         values = [rank[name] for rank in everyone]
         if name == "host" or all(value == values[0] for value in values):
@@ -289,8 +289,8 @@ def differences(everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for value in dict.fromkeys(map(str, values)):
             ranks = [rank for rank, other in enumerate(values) if str(other) == value]
             sides.append({"value": value, "ranks": ranks, "hosts": sorted({everyone[rank]["host"] for rank in ranks})})
-        lines.append({"what": name, "sides": sides, "breaks": EXACT.get(name)})
-    return lines
+        differing.append({"what": name, "sides": sides, "breaks": EXACT.get(name)})
+    return differing
 
 
 def all_reduce(world: World, numbers: int, seconds: float) -> float:
