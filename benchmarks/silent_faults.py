@@ -259,7 +259,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         "",
         "How a fault comes about: a **version** of a library that has it, installed beside the environment; a "
         "**patch** of the",
-        "installed library, which takes back what a repair changed ([patches.py](../tests/museum/patches.py)); the "
+        "installed library, which takes back what a repair changed ([patches.py](../../tests/museum/patches.py)); the "
         "installed **library**",
         "as it is, used as in the report; the **mechanism** of a report in a script of ours; or **planted** by us: the "
         "link of such a",
