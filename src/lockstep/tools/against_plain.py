@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.data import source
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.system_metrics import capacity
 from lockstep.plain.job import Plain
@@ -93,6 +94,7 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
     """Say what came of a comparison with the steps recorded in OUTPUT/plain. `verdict`: a file of JSON that it is added
     to. Returns the exit status."""
     console.say("the same steps without dropout by the plain reference (lockstep.plain) ...")
+    ACTIVITY.at("computing the same steps by the plain reference")
     folder = output / FOLDER
     if not folder.exists():
         found = Verdict(uncovered=f"task.name: {run.task.name} is code of yours")

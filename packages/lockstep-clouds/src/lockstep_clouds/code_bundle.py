@@ -23,7 +23,7 @@ from lockstep.config import entry_points, plugins, user_code
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection, LaunchSection
 from lockstep.data import file_formats, row_files
-from lockstep.data.source import given, local_splits, sections
+from lockstep.data.source import local_splits, names_data, sections
 
 DISTRIBUTION = "lockstep-train"
 
@@ -48,7 +48,7 @@ def packed(run: Run, output: str, data: str) -> Parcel:
             files |= sent
             entries.append(entry.model_copy(update=there))
         changes["data"] = run.data.model_copy(update={"sources": entries})
-    elif given(run.data):
+    elif names_data(run.data):
         sent, there = _data_there(run.data, data)
         files |= sent
         changes["data"] = run.data.model_copy(update=there)
