@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import ModuleType
 from typing import TextIO
 
@@ -22,6 +23,9 @@ from lockstep._version import __version__
 from lockstep.config import entry_points
 from lockstep.config.errors import RunError, coded
 from lockstep.tools import commands
+
+# Commands that may compute for long without a word: on a terminal a line says what they are at.
+COMPUTES = ("plan", "predict", "verify", "evaluate", "diff", "replay", "audit")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,12 +120,16 @@ def _command(name: str, words: list[str]) -> int:
 def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace) -> int:
     """Run the command's functions until one answers. Returns the exit status. With `--json`, an object is printed in
     place of what the command says, but by commands that print their own."""
-    answers = (getattr(module, f"run_{name.replace('-', '_')}")(known) for module in modules)
-    if not getattr(known, "answer_json", False):
-        return next(int(answer) for answer in answers if answer is not None)
+    from lockstep.distributed.activity import ACTIVITY
     from lockstep.tools.commands import json_output
+    from lockstep.track.busy import Waiting
 
-    with json_output.recording(name) as finish:
+    answers = (getattr(module, f"run_{name.replace('-', '_')}")(known) for module in modules)
+    with ExitStack() as stack:
+        finish = stack.enter_context(json_output.recording(name)) if getattr(known, "answer_json", False) else int
+        if name in COMPUTES:
+            ACTIVITY.at("importing torch and transformers")
+            stack.enter_context(Waiting(lambda: ACTIVITY.name))
         return finish(next(int(answer) for answer in answers if answer is not None))
 
 

@@ -142,11 +142,12 @@ def test_which_model_is_exported_by_default(values: dict[str, Any], export: str,
 
 
 @pytest.mark.parametrize(
-    "values", [{"export": "best"}, {"evaluate": {"patience": 2}}, {"checkpoint": {"best": "loss"}}]
+    "values", [{"export": "best"}, {"evaluate": {"every": 0, "patience": 2}}, {"checkpoint": {"best": "loss"}}]
 )
 def test_there_must_be_evaluations_to_choose_from(values: dict[str, Any]) -> None:
     with raises("LS1063"):
-        run_of(**values)
+        run_of(**{"evaluate": {"every": 0}} | values)
+    assert run_of(export="best").evaluate.every == "epoch"  # by default there are
 
 
 # -- one process -----------------------------------------------------------------------------------------------------

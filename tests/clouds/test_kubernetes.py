@@ -307,7 +307,7 @@ def test_staying_until_the_end(cluster: Cluster, here: Path, capsys: pytest.Capt
     job_record.write(run.folder, record)
     for conditions, status in ((COMPLETE, 0), (FAILED, 1)):
         cluster.has(conditions=conditions)
-        assert Kubernetes()._ended(run, record, Kubernetes.options(run)) == status
+        assert Kubernetes().watch(run, record) == status
         found = job_record.read(run.folder)
         assert found is not None
         assert found.status == status

@@ -1,7 +1,12 @@
 """What travels to machines that do not see this one's files: read there, it is what is read here."""
 
 import gzip
+import io
 import json
+import os
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +14,10 @@ import pytest
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import source
-from lockstep_clouds import kubernetes_manifests
+from lockstep_clouds import code_bundle, kubernetes_manifests
 from lockstep_clouds.code_bundle import packed
 from lockstep_clouds.kubernetes import Kubernetes
+from support.contributed import distribution
 from support.harness import tiny
 
 NO_SOURCE = "data.source=null"
@@ -127,3 +133,31 @@ def test_what_no_pod_sees_is_named(data: dict[str, Any], key: str, tmp_path: Pat
     data = json.loads(json.dumps(data).replace(str(tmp_path), "/data"))
     run = tiny(data=data, launch=launch)
     kubernetes_manifests.check(run, Kubernetes().options(run))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("folder", ["src", "site-packages"])
+def test_a_plug_in_of_another_distribution_travels_or_is_required(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is found here: in a folder of its own it is sent with its metadata, by which it is found there too."""
+    site = tmp_path / folder
+    (distribution(tmp_path / "from") / "src").rename(site)
+    info = site / "lockstep_gossip-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lockstep-gossip\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[lockstep.strategies]\ngossip = lockstep_gossip.gossip:Gossip\n")
+    (info / "RECORD").write_text("".join(f"{info.name}/{name},,\n" for name in ("METADATA", "entry_points.txt")))
+    monkeypatch.syspath_prepend(site)
+    run = tiny("strategy.name=gossip")
+    modules, wanted = code_bundle.modules_of(run), code_bundle.distributions_of(run)
+    if folder == "site-packages":
+        assert (modules, wanted) == ({}, ["lockstep-gossip==1.0"])
+        return
+    assert wanted == []
+    with tarfile.open(fileobj=io.BytesIO(code_bundle.archive({}, modules))) as tar:
+        tar.extractall(there := tmp_path / "there", filter="data")
+    code = "from lockstep.config import plugins; print(plugins.find('strategies', 'gossip').__module__)"
+    variables = {**os.environ, "PYTHONPATH": str(there)}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, cwd=there)
+    assert done.stdout == "lockstep_gossip.gossip\n", done.stderr

@@ -195,7 +195,7 @@ def test_submit_then_fetch(cloud: Any, here: Path, capsys: pytest.CaptureFixture
     assert main(["train", "run.yaml"]) == 0
     run = load("run.yaml", [])
     name = name_of(run)
-    assert f"training job {name} submitted" in capsys.readouterr().out
+    assert f"training job {name} is submitted" in capsys.readouterr().out
     found = client.describe_training_job(TrainingJobName=name)
     asked = json.loads((here / "out/launch/create_training_job.json").read_text())
     asked.pop("Environment")  # which moto drops

@@ -35,7 +35,7 @@ def test_requirements_are_installed_there() -> None:
 def test_detach_follows_no_job(detach: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[str] = []
     monkeypatch.setattr(slurm, "submit", lambda plan: "17")
-    monkeypatch.setattr(Slurm, "_follow", lambda self, run, record, console: followed.append(record.job) or 0)
+    monkeypatch.setattr(Slurm, "watch", lambda self, run, record: followed.append(record.job) or 0)
     launch = TINY["launch"] | {"name": "slurm", "detach": detach, "processes": 1}
     run = load(None, [f"output={tmp_path}"], TINY | {"launch": launch})
     assert Slurm().start(run, Slurm().plan(run)) == 0

@@ -192,7 +192,7 @@ def test_a_job_is_submitted_followed_and_stopped(
     write(here, launch=PLAIN)
     (here / "state").write_text("PENDING")
     assert main(["train", "run.yaml", "--detach"]) == 0
-    assert "job 7 is queued" in capsys.readouterr().out
+    assert "job 7 is submitted" in capsys.readouterr().out
     record = job_record.read(here / "out")
     assert record is not None
     assert (record.launcher, record.job, record.processes) == ("slurm", "7", 2)

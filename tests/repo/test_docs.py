@@ -93,6 +93,10 @@ def test_a_page_can_be_read_at_one_sitting(folder: str) -> None:
     assert {name: words for name, words in long.items() if words > MOST_WORDS} == {}
 
 
+def test_readme_can_be_read_in_a_minute_or_two() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+
+
 def test_pages_stand_by_purpose() -> None:
     rooms = {"tutorials", "how-to", "reference", "explanation"}
     assert {page.relative_to(DOCS).parts[0] for page in DOCS.rglob("*.md")} <= {"index.md", *rooms}
@@ -111,7 +115,11 @@ def test_every_link_to_a_file_and_every_named_test_is_there(page: Path) -> None:
 
 
 def _agents() -> ModuleType:
-    spec = spec_from_file_location("agents", ROOT / "docs/agents.py")
+    return _script("agents")
+
+
+def _script(name: str) -> ModuleType:
+    spec = spec_from_file_location(name, ROOT / f"docs/{name}.py")
     assert spec
     assert spec.loader
     module = module_from_spec(spec)
@@ -123,6 +131,11 @@ def test_what_agents_are_told_is_what_contributing_says() -> None:
     text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
     assert text == _agents().agents(), "python docs/agents.py writes it"
     assert len(text.split()) < 1500
+
+
+def test_the_options_of_commands_are_those_of_the_parsers() -> None:
+    text = (DOCS / "reference/options.md").read_text(encoding="utf-8")
+    assert text == _script("options").page(), "PYTHONPATH=src python docs/options.py writes it"
 
 
 def test_the_list_of_pages_has_every_page_of_the_index() -> None:

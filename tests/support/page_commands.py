@@ -6,9 +6,10 @@ In: pages of Markdown. A comment before a fence says what a test does with the b
     <!-- run status=1 -->       it ends with this status
     <!-- run quick -->          seconds: part of the quick tests, where all blocks that are run on the page say so
     <!-- run long -->           many minutes: the page is run by hand
+    <!-- run hub -->            HF_ENDPOINT and HF_TOKEN are those of a small Hub on the loopback
     <!-- file NAME -->          the block is written to this file first
-    <!-- output -->             the block is what the command before it printed; numbers, paths and times may differ,
-                                and a line "..." stands for any lines
+    <!-- output -->             the block is what the command before it printed; numbers, paths, times and lines of
+                                progress may differ, and a line "..." stands for any lines
     <!-- setup
     COMMANDS -->                run, but not shown: the data of the examples
 
@@ -23,12 +24,14 @@ import argparse
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ from lockstep.cli import takes_run_file
 from lockstep.config.run import Run, RunError, load
 from lockstep.tools import commands
 from lockstep.tools.commands import run_file
+from support.hub_server import Hub
 from support.places import ROOT, TESTS_PATH
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -51,6 +55,8 @@ _BLOCK = re.compile(
     re.M | re.S,
 )
 LIMIT_S = 1200
+# How many of these lines there are depends on the time that passed.
+_PROGRESS = re.compile(r"preparing |checks made |step 0(/0 | validation)")
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,7 @@ def problems(block: Block) -> list[str]:
 def command_lines(code: str) -> Iterator[list[str]]:
     """The words of each command of a shell block; pipes and `&&` part commands."""
     joined = re.sub(r"\\\n", " ", code)
+    joined = re.sub(r"^\((.*)\)( &)?$", r"\1", joined, flags=re.M)
     joined = re.sub(r"<<'?(\w+)'?\n.*?\n\1\n", "\n", joined, flags=re.S)
     for line in joined.splitlines():
         try:
@@ -160,7 +167,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _of_lockstep(words: list[str]) -> list[str]:
-    words = [word for word in words if word != "..."]
+    words = [word for word in words if word != "..." and not word.startswith("$")]
     if not words or words[0] in ("COMMAND", "--help", "-h", "--version"):
         return []
     name = words[0]
@@ -235,17 +242,31 @@ def _of_yaml(code: str) -> list[str]:
 
 def run(page: Path, folder: Path, cache: Path, write: bool = False) -> None:
     """Run a page in a folder. Errors: `AssertionError`, which shows the command and what it printed."""
-    variables = environment(folder, cache)
-    printed, replaced = "", []
+    with Hub() as hub:
+        shown = _run(page, folder, environment(folder, cache), hub, write)
+    if write:
+        text = page.read_text(encoding="utf-8")
+        for (begin, end), printed in reversed(shown):
+            for place, name in ((folder, "/home/me/job"), (cache, "~/.cache/lockstep"), (sys.executable, "python")):
+                printed = printed.replace(str(place), name)
+            printed = printed.replace(hub.address, "https://huggingface.co")
+            text = text[:begin] + _shortened(_tidy(printed), text[begin:end]) + text[end:]
+        page.write_text(text, encoding="utf-8")
+
+
+def _run(
+    page: Path, folder: Path, variables: dict[str, str], hub: Hub, write: bool
+) -> list[tuple[tuple[int, int], str]]:
+    """What was printed, by where the page shows it."""
+    printed, shown = "", []
     for at, block in enumerate(blocks(page)):
         if block.note.startswith("file "):
             target = folder / block.note.removeprefix("file ").strip()
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(block.code, encoding="utf-8")
         elif block.note == "output":
-            if write:
-                replaced.append((block.span, printed))
-            else:
+            shown.append((block.span, printed))
+            if not write:
                 assert same(block.code, printed), f"{block.where} shows\n{block.code}\nand printed was\n{printed}"
         elif block.note:
             wanted = int(next((w[7:] for w in block.note.split() if w.startswith("status=")), "0"))
@@ -254,24 +275,69 @@ def run(page: Path, folder: Path, cache: Path, write: bool = False) -> None:
             command = (
                 [sys.executable, script] if block.language == "python" else ["bash", "-e", "-o", "pipefail", script]
             )
-            done = subprocess.run(
+            done = _ended(
                 command,
                 cwd=folder,
-                env=variables,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                timeout=LIMIT_S,
+                env=variables | (hub.environment(folder / ".hub") if "hub" in block.note.split() else {}),
             )
             script.unlink()
             printed = done.stdout
             assert done.returncode == wanted, f"{block.where} ended with {done.returncode}:\n{block.code}\n{printed}"
-    text = page.read_text(encoding="utf-8")
-    for (begin, end), shown in reversed(replaced):
-        text = text[:begin] + shown.rstrip().replace(str(folder), "...") + "\n" + text[end:]
-    if write:
-        page.write_text(text, encoding="utf-8")
+    return shown
+
+
+def _ended(command: list[str | Path], cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A command, its output, and no process of it left behind."""
+    out = cwd / ".printed"
+    with out.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(LIMIT_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, out.read_text(encoding="utf-8"))
+
+
+def _tidy(printed: str) -> str:
+    """Without lines of progress, but for the first and the last step."""
+    lines = printed.splitlines()
+    steps = [at for at, line in enumerate(lines) if re.match(r"step +\d+/\d+ ", line)]
+    scored = [at for at, line in enumerate(lines) if re.match(r"step +\d+ +validation", line)]
+    left_out = {
+        *steps[1:-1],
+        *scored[1:],
+        *(at for at, line in enumerate(lines) if re.match(r"preparing |checks made ", _plain_line(line))),
+    }
+    return "\n".join(line for at, line in enumerate(lines) if at not in left_out) + "\n"
+
+
+def _plain_line(line: str) -> str:
+    return re.sub(r"\s+", " ", line)
+
+
+def _shortened(printed: str, before: str) -> str:
+    """What was printed, without the lines that the page leaves out: between its first and last lines around "..."."""
+    if "..." not in before.splitlines() or before.strip() == "...":
+        return printed.rstrip() + "\n"
+    lines, kept = printed.rstrip().splitlines(), []
+    parts = [part.strip("\n").splitlines() for part in re.split(r"^\.\.\.$", before, flags=re.M)]
+    for place, part in enumerate(parts):
+        kept += ["..."] if place else []
+        wanted = [_plain(line) for line in part if line.strip()]
+        at = next((at for at in range(len(lines)) if wanted and _plain(lines[at]).startswith(wanted[0][:12])), None)
+        if at is not None:
+            kept += lines[at : at + len(part)]
+            lines = lines[at + len(part) :]
+    return "\n".join(kept) + "\n"
 
 
 def environment(folder: Path, cache: Path) -> dict[str, str]:
@@ -290,6 +356,7 @@ def environment(folder: Path, cache: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "COLUMNS": "100",
+        "TQDM_DISABLE": "1",
         "REPOSITORY": str(ROOT),
     }
 
@@ -307,7 +374,8 @@ def _plain(text: str) -> str:
     text = re.sub(r"[-+]?\d[\d.,:]*(?:[eE][-+]?\d+)?", "0", text)
     text = re.sub(r"[━─]+", "-", text)
     text = re.sub(r"[ \t]+", " ", text)
-    return "\n".join(line.strip() for line in text.strip().splitlines())
+    lines = [line.strip() for line in text.strip().splitlines()]
+    return "\n".join(line for line in lines if not _PROGRESS.match(line))
 
 
 def main() -> None:

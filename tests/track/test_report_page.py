@@ -140,6 +140,44 @@ def test_every_point_can_be_pointed_at() -> None:
 # -- classes ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_table_is_behind_each_chart() -> None:
+    series = {"train": [(float(x), x / 7) for x in range(1, 401)], "validation": [(100.0, 1.5), (400.0, 2.5)]}
+    text = lines("loss", series)
+    table = text[text.index('<details class="data">') :]
+    rows = re.findall(r"<tr>(.*?)</tr>", table)
+    cells = {row[0]: row[1:] for row in (re.findall(r"<td>(.*?)</td>", row) for row in rows[1:])}
+    assert re.findall(r"<th>(.*?)</th>", rows[0]) == ["step", "train", "validation"]
+    assert cells["1"] == ["0.1429", ""]
+    assert cells["400"] == ["57.14", "2.5"], "the last of both"
+    assert cells["100"][1] == "1.5"
+    assert len(cells) <= charts.ROWS + 2
+    assert f"{len(cells)} of 400 points" in table
+
+
+@pytest.mark.parametrize("ends", [(0.9515, 0.953), (0.0, 2.0), (1e-5, 9e-5), (1000.0, 30000.0)])
+def test_no_two_levels_are_written_alike(ends: tuple[float, float]) -> None:
+    text = lines("roc auc", {"validation": [(1.0, ends[0]), (2.0, ends[1])]})
+    levels = re.findall(r'<text x="40" [^>]*>([^<]+)</text>', text)
+    assert len(set(levels)) == len(levels) > 2
+
+
+def test_checks_are_told_with_what_they_found(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "out")
+    assert [(name, fine) for name, fine, _ in panels.checks(read(folder))] == [("loss and gradients", True)]
+    events = (folder / "events.jsonl").read_text().splitlines()
+    first = json.loads(events[0]) | {"compared": "equal to rounding"}
+    finish = {"time": 1060.0, "event": "finish", "step": 40, "export": "other losses", "export_agrees": False}
+    guard = {"time": 1050.0, "event": "guard", "step": 7, "out": ["rank 1"]}
+    lines_of = [json.dumps(first), *events[1:], json.dumps(guard), json.dumps(finish)]
+    (folder / "events.jsonl").write_text("\n".join(lines_of) + "\n")
+    found = {name: (fine, text) for name, fine, text in panels.checks(read(folder))}
+    assert found["plain reference, before the first step"] == (True, "equal to rounding")
+    assert found["export"] == (False, "other losses")
+    fine, text = found["silent data corruption (sdc_check)"]
+    assert (fine, "in step 8" in text, "rank 1 computed wrongly" in text) == (False, True, True)
+    assert "other losses" in text_of(write_report(folder))
+
+
 def test_scores_of_each_class_and_errors_that_are_seen(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "run")
     table = {"labels": ["a", "b", "never"], "counts": [[980, 20, 0], [1, 99, 0], [0, 0, 0]]}

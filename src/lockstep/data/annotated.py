@@ -103,16 +103,16 @@ def read_conll(files: list[Path], key: str, data: DataSection) -> Dataset:
 
 def _sentences(text: str) -> Iterator[list[tuple[int, list[str]]]]:
     """Line number and cells of each word, a list for each sentence. Comments and marks of documents are left out."""
-    found: list[tuple[int, list[str]]] = []
+    sentence: list[tuple[int, list[str]]] = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
-            if found:
-                yield found
-            found = []
+            if sentence:
+                yield sentence
+            sentence = []
         elif not line.startswith("-DOCSTART-") and not _is_comment(line):
-            found.append((number, line.rstrip().split("\t") if "\t" in line.strip() else line.split()))
-    if found:
-        yield found
+            sentence.append((number, line.rstrip().split("\t") if "\t" in line.strip() else line.split()))
+    if sentence:
+        yield sentence
 
 
 def _is_comment(line: str) -> bool:

@@ -77,11 +77,11 @@ class Shards:
 
     def lists(self, shard: int, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Values and offsets of a column of lists of a shard: views."""
-        found = self._lists.get((shard, name))
-        if found is None:
+        lists = self._lists.get((shard, name))
+        if lists is None:
             column = self.column(shard, name)
-            self._lists[shard, name] = found = _numbers(column.values), _numbers(column.offsets)
-        return found
+            self._lists[shard, name] = lists = _numbers(column.values), _numbers(column.offsets)
+        return lists
 
     def column(self, shard: int, name: str) -> pa.Array:
         """A column of a shard, memory-mapped."""
@@ -117,9 +117,9 @@ class NumberColumn(np.lib.mixins.NDArrayOperatorsMixin):
         of = self._shards.of(flat)
         order = np.argsort(of, kind="stable")
         parts = np.split(order, np.flatnonzero(np.diff(of[order])) + 1)  # by shard
-        found = [self._numbers(int(of[p[0]]), flat[p] - self._shards.first[of[p[0]]]) for p in parts if len(p)]
-        out = np.empty(len(flat), dtype=found[0].dtype if found else np.int64)
-        out[order] = np.concatenate(found) if found else out
+        parts_read = [self._numbers(int(of[p[0]]), flat[p] - self._shards.first[of[p[0]]]) for p in parts if len(p)]
+        out = np.empty(len(flat), dtype=parts_read[0].dtype if parts_read else np.int64)
+        out[order] = np.concatenate(parts_read) if parts_read else out
         return out.reshape(asked.shape)[()]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -194,6 +194,15 @@ class Columns:
         """A column of one number an example: as an array, of which nothing is read but the rows that are asked for."""
         return NumberColumn(self._shards, lambda shard, rows: _numbers(self._shards.column(shard, name))[rows])
 
+    def select(self, rows: np.ndarray) -> Columns:
+        """The examples at some rows, in this order, as a split of their own in memory."""
+        first, of = self._shards.first, self._shards.of(rows)
+        parts = [
+            pa.record_batch({name: self._shards.column(int(shard), name)[at : at + 1] for name in self.names})
+            for shard, at in zip(of, (rows - first[of]).tolist(), strict=True)
+        ]
+        return Columns(pa.Table.from_batches(parts).combine_chunks().to_batches()[0])
+
     def texts(self, name: str, rows: np.ndarray) -> list[str]:
         """A column of texts, at some rows."""
         first, of = self._shards.first, self._shards.of(rows)
@@ -211,13 +220,13 @@ class Columns:
 
 def longest_of(lengths: Any, count: int) -> np.ndarray:
     """Find the longest examples by looking at all lengths, a shard at a time (`Columns.longest`)."""
-    rows, found = np.empty(0, np.int64), np.empty(0, np.int64)
+    rows, sizes = np.empty(0, np.int64), np.empty(0, np.int64)
     for first, part in lengths.parts() if isinstance(lengths, NumberColumn) else [(0, np.asarray(lengths))]:
-        least = int(found[-1]) if len(found) == count else -1
+        least = int(sizes[-1]) if len(sizes) == count else -1
         here = np.flatnonzero(part > least)
-        rows, found = np.concatenate([rows, here + first]), np.concatenate([found, part[here]])
-        best = np.argsort(-found, kind="stable")[:count]
-        rows, found = rows[best], found[best]
+        rows, sizes = np.concatenate([rows, here + first]), np.concatenate([sizes, part[here]])
+        best = np.argsort(-sizes, kind="stable")[:count]
+        rows, sizes = rows[best], sizes[best]
     return rows
 
 
@@ -323,12 +332,12 @@ def write_split(
     `RunError` when it cannot be written, and what `make` raises."""
 
     def one(rows: range, path: Path, done: Callable[[int], None]) -> None:
-        found = []
+        batches = []
         for batch, count in make(rows):
-            found.append(batch)
+            batches.append(batch)
             done(count)
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
-            stream.write_table(pa.Table.from_batches(found, schema).combine_chunks())
+            stream.write_table(pa.Table.from_batches(batches, schema).combine_chunks())
 
     def all_of_them(folder: Path) -> None:
         files = fill(folder, parts, ".arrow", one, doing, of, processes)
@@ -555,8 +564,8 @@ class Prepared:
 
     def damages(self) -> dict[Path, str]:
         """What is wrong with the files it names, by path."""
-        found = {p: damage(p) if inside(p) else None if p.exists() else "is gone" for p in self.places}
-        return {path: wrong for path, wrong in found.items() if wrong is not None}
+        reasons = {p: damage(p) if inside(p) else None if p.exists() else "is gone" for p in self.places}
+        return {path: wrong for path, wrong in reasons.items() if wrong is not None}
 
 
 def _hash(values: dict[str, Any]) -> str:
@@ -598,8 +607,8 @@ def encoded(
     batch: dict[str, list], encoder: Callable[[dict[str, list]], dict[str, Any]], schema: pa.Schema
 ) -> pa.RecordBatch:
     """What `encoder` makes of some rows. Errors: `RunError` where it is not as many examples."""
-    found, count = encoder(batch), len(next(iter(batch.values()), []))
-    columns = [pa.array(found[field.name], field.type) for field in schema]
+    examples, count = encoder(batch), len(next(iter(batch.values()), []))
+    columns = [pa.array(examples[field.name], field.type) for field in schema]
     if any(len(column) != count for column in columns):
         sizes = ", ".join(f"{len(c)} of {n}" for c, n in zip(columns, schema.names, strict=True))
         raise RunError("LS2021", f"the encoder of this task made {sizes} of {count} examples")

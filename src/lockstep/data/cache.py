@@ -1,12 +1,11 @@
-"""One process at a time, on this machine and on others that share a folder, whether or not its locks reach them.
-
-In: a path for a lock. Out: `held`, for `with`. On this machine a file lock decides. Between machines a lease does, a
-file that is made once and touched while its owner works: many network folders keep locks to the machine that asks.
-
-The token cache: a folder that only this user writes, in which every file or folder lies beside a seal of what it is.
+"""The token cache: a folder that only this user writes, in which every file or folder lies beside a seal of it.
 
 In: a path in the cache and a function that makes what belongs there. Out: the same path, made once, synced and checked
-at every start; what is damaged or somebody else's is made again.
+at every start; damaged content, and content of another user, is made again.
+
+One process works at a time, on this machine and on others that share the folder, whether or not its locks reach them:
+`held`, for `with`. On this machine a file lock decides. Between machines a lease does, a file that is made once and
+touched while its owner works: many network folders keep locks to the machine that asks.
 """
 
 from __future__ import annotations
@@ -147,10 +146,10 @@ def cache_folder() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = Path(os.environ.get("LOCKSTEP_CACHE") or f"{home}/lockstep").expanduser()
     try:
-        found = root.stat()
+        status = root.stat()
     except OSError:
         return root
-    return root if found.st_uid == os.getuid() and _private(found) else root / f"user-{os.getuid()}"
+    return root if status.st_uid == os.getuid() and _private(status) else root / f"user-{os.getuid()}"
 
 
 _code: ContextVar[str] = ContextVar("code", default="")
@@ -278,18 +277,18 @@ def damage(path: Path) -> str | None:
         looked = set(files if whole or len(files) <= SAMPLED_FILES else random.Random().sample([*files], SAMPLED_FILES))
 
         def wrong(inner: str) -> str | None:
-            found = _differs(files[inner], path, told["files"][inner], whole, inner in looked)
-            return None if found is None else f"{files[inner].name} {found}"
+            reason = _differs(files[inner], path, told["files"][inner], whole, inner in looked)
+            return None if reason is None else f"{files[inner].name} {reason}"
 
         with ThreadPoolExecutor(min(len(files), available_cores())) as pool:  # hashing and reading leave Python alone
-            for found in pool.map(wrong, files):
-                if found is not None:
-                    return found
+            for reason in pool.map(wrong, files):
+                if reason is not None:
+                    return reason
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{path.name} is not there, or nothing tells what it should hold"
     if whole:
         with suppress(OSError):  # then all of it is read the next time, too
-            others = [(boot, found) for boot, found in seen.items() if boot != _boot()][-MACHINES:]
+            others = [(boot, state) for boot, state in seen.items() if boot != _boot()][-MACHINES:]
             _write_seal(path, told | {"seen": dict(others) | {_boot(): found_now}})
     return None
 
@@ -313,16 +312,16 @@ def discard(path: Path) -> None:
 # -- who may write ---------------------------------------------------------------------------------------------------
 
 
-def _private(found: os.stat_result) -> bool:
-    return not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def _private(status: os.stat_result) -> bool:
+    return not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _check_own(folder: Path) -> None:
     """Errors: `RunError` when somebody else could put files there."""
-    found = folder.lstat()
+    status = folder.lstat()
     with tempfile.TemporaryFile(dir=folder) as probe:  # on a network's disk this user may be called otherwise
-        own = os.fstat(probe.fileno()).st_uid == found.st_uid
-    if (not stat.S_ISDIR(found.st_mode) and folder.name.startswith("user-")) or not own or not _private(found):
+        own = os.fstat(probe.fileno()).st_uid == status.st_uid
+    if (not stat.S_ISDIR(status.st_mode) and folder.name.startswith("user-")) or not own or not _private(status):
         raise RunError(
             "LS2032",
             f"the token cache {folder} can be written by others, who could put other data there; set LOCKSTEP_CACHE to "
@@ -351,20 +350,20 @@ def _files(path: Path) -> dict[str, Path]:
     """Name inside `path` -> file; of a file, itself. What tells of a file in it is none of them."""
     if path.is_file():
         return {"": path}
-    found = (file for file in sorted(path.rglob("*")) if file.is_file() and file.suffix not in (".seal", ".tmp"))
-    return {str(file.relative_to(path)): file for file in found}
+    files = (file for file in sorted(path.rglob("*")) if file.is_file() and file.suffix not in (".seal", ".tmp"))
+    return {str(file.relative_to(path)): file for file in files}
 
 
 def _differs(file: Path, path: Path, wanted: dict[str, Any], whole: bool, looked: bool) -> str | None:
     """How a file differs from what its seal says, or None; where it is not `looked` into, its size and owner."""
-    found = file.stat()
-    if found.st_uid != path.parent.stat().st_uid:
+    status = file.stat()
+    if status.st_uid != path.parent.stat().st_uid:
         return "belongs to another user"
-    if found.st_size != wanted["size"]:
-        return f"has {found.st_size} bytes instead of {wanted['size']}"
+    if status.st_size != wanted["size"]:
+        return f"has {status.st_size} bytes instead of {wanted['size']}"
     if not looked:
         return None
-    count = _count(found.st_size)
+    count = _count(status.st_size)
     blocks = list(range(count))
     if not whole and count > SAMPLED:  # the ends, where a file that was cut off differs, and some between
         blocks = sorted({0, count - 1, *random.Random().sample(blocks[1:-1], SAMPLED - 2)})
@@ -381,12 +380,12 @@ def _count(size: int) -> int:
 
 def _hashes(file: Path, blocks: range | list[int]) -> list[str]:
     """SHA-256 of some blocks of a file."""
-    found = []
+    hashes = []
     with open(file, "rb") as opened:
         for i in blocks:
             opened.seek(i * BLOCK)
-            found.append(hashlib.sha256(opened.read(BLOCK)).hexdigest())
-    return found
+            hashes.append(hashlib.sha256(opened.read(BLOCK)).hexdigest())
+    return hashes
 
 
 def _rows(file: Path, path: Path) -> int | None:
@@ -398,8 +397,8 @@ def _rows(file: Path, path: Path) -> int | None:
 
 
 def _identity(file: Path) -> tuple[int, ...]:
-    found = file.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _boot() -> str:

@@ -163,9 +163,9 @@ def documents_of(dataset: Dataset, tokenizer: Any, how: Writing, rows: range) ->
 
 def _documents(some: list[Written], tokenizer: Any) -> Documents:
     texts = [text for text, _ in some]
-    found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    lengths, ids = flat(found["input_ids"])
-    ends = np.fromiter((end for _, end in chain.from_iterable(found["offset_mapping"])), np.int64, len(ids))
+    encodings = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    lengths, ids = flat(encodings["input_ids"])
+    ends = np.fromiter((end for _, end in chain.from_iterable(encodings["offset_mapping"])), np.int64, len(ids))
     documents = measured(texts, ids, lengths, ends)
     scored = np.zeros(len(ids), dtype=bool)
     stops = documents.ends
@@ -195,7 +195,7 @@ def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: i
                 "LS2042", f"task.messages: the chat template cannot be used on row {number}{part}: {said}"
             ) from error
 
-    whole, spans, found = "" if how.each else text(len(messages)), [], []
+    whole, spans, turns = "" if how.each else text(len(messages)), [], []
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -219,8 +219,8 @@ def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: i
                 "the conversation as it is written up to there",
             )
         spans.append((len(before), len(after)))
-        found.append((after, spans[-1:]))
-    return found if how.each else [(whole, spans)]
+        turns.append((after, spans[-1:]))
+    return turns if how.each else [(whole, spans)]
 
 
 def _offered(tools: Any, how: Writing, number: int) -> Any:

@@ -383,15 +383,15 @@ class Table:
 
 def table(file: Path, key: str, data: DataSection) -> Table:
     """A file whose columns have names. Errors: `RunError`, also where two names are the same."""
-    found = scanned(file, key, data)
-    for place, name in enumerate(found.names):
-        if name and name in found.names[:place]:
+    table = scanned(file, key, data)
+    for place, name in enumerate(table.names):
+        if name and name in table.names[:place]:
             raise RunError(
                 "LS2071",
-                f"{key}: {file}: columns {found.names.index(name) + 1} and {place + 1} are both called {name!r}; give "
+                f"{key}: {file}: columns {table.names.index(name) + 1} and {place + 1} are both called {name!r}; give "
                 "each a name of its own",
             )
-    return found
+    return table
 
 
 def scanned(file: Path, key: str, data: DataSection) -> Table:
@@ -400,16 +400,16 @@ def scanned(file: Path, key: str, data: DataSection) -> Table:
     try:
         if data.quote is not None:
             return _scan(file, data, Dialect(separator, QUOTES[data.quote]))
-        return _found(file, data, separator)
+        return _with_quotes(file, data, separator)
     except Misfit as error:
         raise RunError(error.code, f"{key}: {error.message}") from None
 
 
-def _found(file: Path, data: DataSection, separator: str) -> Table:
+def _with_quotes(file: Path, data: DataSection, separator: str) -> Table:
     """With the quotes that the file has. Errors: `Misfit`."""
     quoted, bare = Dialect(separator, '"'), Dialect(separator, "")
     try:
-        found = _scan(file, data, quoted)
+        table = _scan(file, data, quoted)
     except Misfit as error:
         try:
             other = _scan(file, data, bare)
@@ -424,19 +424,19 @@ def _found(file: Path, data: DataSection, separator: str) -> Table:
             raise error from None
         return other
     tabs = plain(file).suffix == ".tsv"
-    if not found.quoted or (len(found.names) < 2 and not tabs):  # of one column any line is a row without quotes
-        return found
+    if not table.quoted or (len(table.names) < 2 and not tabs):  # of one column any line is a row without quotes
+        return table
     try:
         other = _scan(file, data, bare)
     except Misfit:
-        return found
-    if other.rows == found.rows:
-        return other if other.needless and tabs else found
-    if other.names[0].startswith('"') or (other.doubled and len(found.names) < 2):
-        return found
+        return table
+    if other.rows == table.rows:
+        return other if other.needless and tabs else table
+    if other.names[0].startswith('"') or (other.doubled and len(table.names) < 2):
+        return table
     raise TwoWays(
         "LS2072",
-        f"{file} can be read in two ways: {found.rows:,} rows where quotes stand around cells, some of them of several "
+        f"{file} can be read in two ways: {table.rows:,} rows where quotes stand around cells, some of them of several "
         f"lines, and {other.rows:,} where quotes are letters. Set data.quote: double, or none",
     )
 
@@ -444,34 +444,34 @@ def _found(file: Path, data: DataSection, separator: str) -> Table:
 def _scan(file: Path, data: DataSection, dialect: Dialect) -> Table:
     """All rows, looked at. Errors: `Misfit` for the first that does not fit."""
     lines = _Lines(file, data.encoding, dialect.quote)
-    found = Table(dialect, list(data.columns or ()))
+    table = Table(dialect, list(data.columns or ()))
     batch: list[list[str]] = []
     marks: list[Counter[str]] = []
     for line, row in _rows(lines, dialect):
-        if not found.names:
-            found.names = row
+        if not table.names:
+            table.names = row
             continue
-        if len(row) != len(found.names):
-            raise Misfit("LS2073", _misfit(file, line, row, found, data), line)
+        if len(row) != len(table.names):
+            raise Misfit("LS2073", _misfit(file, line, row, table, data), line)
         batch.append(row)
-        found.rows += 1
+        table.rows += 1
         if len(batch) == BATCH:
-            _look(batch, found, marks)
+            _look(batch, table, marks)
             batch = []
     if batch:
-        _look(batch, found, marks)
-    found.quoted, found.doubled = lines.quoted, lines.doubled
-    found.needless = any(seen["quoted"] and seen["plain"] for seen in marks)
-    found.wrapped = any(seen["quoted"] + seen["needed"] > seen["plain"] for seen in marks)
-    return found
+        _look(batch, table, marks)
+    table.quoted, table.doubled = lines.quoted, lines.doubled
+    table.needless = any(seen["quoted"] and seen["plain"] for seen in marks)
+    table.wrapped = any(seen["quoted"] + seen["needed"] > seen["plain"] for seen in marks)
+    return table
 
 
-def _misfit(file: Path, line: int, row: list[str], found: Table, data: DataSection) -> str:
+def _misfit(file: Path, line: int, row: list[str], table: Table, data: DataSection) -> str:
     """What is said of a row that is wider or narrower than the header."""
     wanted = "data.columns names" if data.columns else "the header has"
-    separator = found.dialect.separator
+    separator = table.dialect.separator
     called = NAMES.get(separator, repr(separator))
-    alone = found.names[0] if len(found.names) == 1 else ""
+    alone = table.names[0] if len(table.names) == 1 else ""
     other = next((mark for mark in NAMES if mark != separator and mark in alone), None)
     if alone.startswith("#"):
         how = f"The first line seems to be a comment, {alone[:40]!r}: take it out"
@@ -479,12 +479,12 @@ def _misfit(file: Path, line: int, row: list[str], found: Table, data: DataSecti
         how = f"The header seems to be separated by {NAMES[other]}: set data.separator"
     elif len(row) == 1 and row[0].lstrip().startswith("#"):
         how = "Take comments out"
-    elif len(row) == len(found.names) + 1 and not row[-1]:
+    elif len(row) == len(table.names) + 1 and not row[-1]:
         how = f"It ends with a separator and the header does not: end both with one, or none ({called})"
     else:
         how = f"A cell that holds {called} stands between double quotes"
         how += "; a file with a text on each line is called .txt" if alone else ""
-    widths = f"the row has {len(row)} column(s), and {wanted} {len(found.names)}"
+    widths = f"the row has {len(row)} column(s), and {wanted} {len(table.names)}"
     return f"{file}, line {line:,}: {widths}: {_shown(row)}. {how}"
 
 
@@ -493,20 +493,20 @@ def _shown(row: list[str]) -> str:
     return repr(text if len(text) <= 100 else f"{text[:97]}...")
 
 
-def _look(batch: list[list[str]], found: Table, marks: list[Counter[str]]) -> None:
+def _look(batch: list[list[str]], table: Table, marks: list[Counter[str]]) -> None:
     """Take down what the cells of each column are."""
-    first = not found.kinds
+    first = not table.kinds
     if first:
-        found.kinds = [set() for _ in found.names]
-        marks += [Counter() for _ in found.names]
+        table.kinds = [set() for _ in table.names]
+        marks += [Counter() for _ in table.names]
     for place, cells in enumerate(zip(*batch, strict=True)):
-        if len(found.kinds[place]) < 4:
-            found.kinds[place] |= set(map(_kind, cells))
-        if not found.dialect.quote:
-            found.escaped = found.escaped or any(cell.startswith('"') and '\\"' in cell for cell in cells)
+        if len(table.kinds[place]) < 4:
+            table.kinds[place] |= set(map(_kind, cells))
+        if not table.dialect.quote:
+            table.escaped = table.escaped or any(cell.startswith('"') and '\\"' in cell for cell in cells)
             marks[place].update(map(_mark, cells))
     if first:
-        found.begins = [set(kinds) for kinds in found.kinds]
+        table.begins = [set(kinds) for kinds in table.kinds]
 
 
 def _mark(cell: str) -> str:
@@ -522,8 +522,8 @@ def _kind(cell: str) -> str:
         return "t"
     if cell in _TRUTHS:
         return "b"
-    found = _NUMBER.fullmatch(cell)
-    return "t" if found is None else "i" if found["whole"] else "f"
+    match = _NUMBER.fullmatch(cell)
+    return "t" if match is None else "i" if match["whole"] else "f"
 
 
 def converters(tables: list[Table]) -> dict[str, Callable[[str], Any]]:
@@ -535,13 +535,13 @@ def converters(tables: list[Table]) -> dict[str, Callable[[str], Any]]:
         for name, seen, first in zip(each.names, each.kinds, each.begins, strict=False):
             kinds.setdefault(name, set()).update(seen)
             begins.setdefault(name, first)
-    found: dict[str, Callable[[str], Any]] = {}
+    readers: dict[str, Callable[[str], Any]] = {}
     for name, seen in kinds.items():
         if seen == {"i", "f"} and begins[name] == {"i"}:
-            found[name] = float
+            readers[name] = float
         elif len(seen) > 1 and seen != {"i", "f"}:
-            found[name] = str
-    return found
+            readers[name] = str
+    return readers
 
 
 # -- which dialect ---------------------------------------------------------------------------------------------------
@@ -555,8 +555,8 @@ def detected(file: Path, data: DataSection, known: Callable[[str], bool]) -> lis
     good: list[tuple[bool, dict[str, str]]] = []
     for mark in marks:
         given = {} if mark == usual else {"separator": mark}
-        if (found := _quotes(file, data, mark)) is not None:
-            quote, names = found
+        if (quote_and_names := _quotes(file, data, mark)) is not None:
+            quote, names = quote_and_names
             good.append((not any(map(known, names)), given | quote))
     if good or len(marks) == 1:
         return [keys for _, keys in sorted(good, key=lambda each: each[0])]
@@ -571,15 +571,15 @@ def _quotes(file: Path, data: DataSection, separator: str) -> tuple[dict[str, st
             if len(next(rows(file, data.encoding, Dialect(separator, QUOTES[quote])), (0, []))[1]) < 2:
                 continue
             if quote == "double":
-                found = _found(file, data, separator)
+                table = _with_quotes(file, data, separator)
             else:
-                found = _scan(file, data, Dialect(separator, QUOTES[quote]))
+                table = _scan(file, data, Dialect(separator, QUOTES[quote]))
         except TwoWays:
             return {}, []  # whoever reads it says so
         except Misfit:
             continue
-        if quote != "double" or data.quote is not None or not _all_single(file, data, found):
-            return {} if quote == "double" else {"quote": quote}, found.names
+        if quote != "double" or data.quote is not None or not _all_single(file, data, table):
+            return {} if quote == "double" else {"quote": quote}, table.names
     return None
 
 
@@ -596,12 +596,12 @@ def _is_likely(file: Path, data: DataSection, separator: str, known: Callable[[s
     return any(width > 1 and count > 0.9 * widths.total() for width, count in widths.items())
 
 
-def _all_single(file: Path, data: DataSection, found: Table) -> bool:
+def _all_single(file: Path, data: DataSection, table: Table) -> bool:
     """Whether a column's cells all stand between single quotes, its name among them."""
     columns: list[bool] = []
-    for _, row in rows(file, data.encoding, found.dialect):
+    for _, row in rows(file, data.encoding, table.dialect):
         alone = [len(cell) > 1 and cell[0] == cell[-1] == "'" for cell in row]
         columns = alone if not columns else [a and b for a, b in zip(columns, alone, strict=False)]
         if not any(columns):
             return False
-    return found.rows > 0 and any(columns)
+    return table.rows > 0 and any(columns)

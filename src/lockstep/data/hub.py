@@ -35,6 +35,9 @@ _STATUS = {
 }
 
 
+OFFLINE = "HF_HUB_OFFLINE is set, and it is not in the cache; unset it, give a local folder, or `hf download` it first"
+
+
 def explained(error: BaseException, revision: str | None = None) -> str:
     """One sentence about a failure. `revision`: what was asked for."""
     from huggingface_hub import constants, errors
@@ -47,15 +50,16 @@ def explained(error: BaseException, revision: str | None = None) -> str:
         if isinstance(each, errors.RepositoryNotFoundError):
             return "the Hub has no such repository, or it is private and HF_TOKEN is not a token that may read it"
         if isinstance(each, errors.OfflineModeIsEnabled):
-            return "HF_HUB_OFFLINE is set, and it is not in the cache"
+            return OFFLINE
     if (status := status_of(error)) is not None:
         if status in _STATUS:
             return _STATUS[status]
         said = next((e for e in _chain(error) if isinstance(e, errors.HfHubHTTPError)), error)
         return f"it answered {status}: {one_line(getattr(said, 'server_message', None) or said)}"
     if any(_lost(each) for each in _chain(error)):
-        return f"the Hub at {constants.ENDPOINT} cannot be reached: {one_line(list(_chain(error))[-1])}"
-    return one_line(error)
+        last = one_line(list(_chain(error))[-1])
+        return f"the Hub at {constants.ENDPOINT} cannot be reached: {last}. A local folder needs no network"
+    return OFFLINE if constants.HF_HUB_OFFLINE and "couldn't connect" in str(error) else one_line(error)
 
 
 def transient(error: BaseException) -> bool:
@@ -235,7 +239,7 @@ def repository(data: DataSection, usual: dict[str, tuple[str, ...]]) -> DataSect
         files = datasets.load_dataset_builder(data.source, data.config, revision=commit).config.data_files or {}
     except Exception as error:  # whatever the Hub and the network raise; a configuration to choose; code to run
         raise RunError("LS2083", f"data.source: {data.source}: {explained(error, commit)}") from None
-    found: dict[str, Any] = {}
+    splits: dict[str, Any] = {}
     for split, names in usual.items():
         given = getattr(data, split)
         name = next((name for name in ([given] if given is not None else names) if name in files), None)
@@ -249,12 +253,12 @@ def repository(data: DataSection, usual: dict[str, tuple[str, ...]]) -> DataSect
             raise RunError(
                 "LS2085", f"data.stream: {data.source} has its rows elsewhere ({other}); name the shards in data.train"
             )
-        found[split] = [str(each).removeprefix(f"{root}/") for each in files[name]]
-    if "train" not in found:
+        splits[split] = [str(each).removeprefix(f"{root}/") for each in files[name]]
+    if "train" not in splits:
         raise RunError(
             "LS2086", f"data.train: {data.source} has no split called train; it has {', '.join(map(str, files))}"
         )
-    return data.model_copy(update={"source": root, "config": None, "revision": None} | found)
+    return data.model_copy(update={"source": root, "config": None, "revision": None} | splits)
 
 
 def _commit(repository: str, revision: str | None, what: str) -> str:

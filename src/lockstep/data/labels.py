@@ -92,7 +92,8 @@ def codes_of(splits: dict[str, Dataset], column: str, wanted: list[str] | None, 
     if len(values) < 2:
         raise RunError(
             "LS2102",
-            f"task.label: column {column!r} of {name} holds one label only ({values[0]!r}); nothing can be learned",
+            f"task.label: column {column!r} of {name} holds one label only ({values[0]!r}); give rows of "
+            "two labels or more, or another column",
         )
     known = set(values)
     for split, dataset in splits.items():
@@ -113,8 +114,8 @@ def alike(counts: Mapping[str, int]) -> dict[str, list[list[tuple[str, int]]]]:
     groups: dict[str, list[tuple[str, int]]] = {}
     for name, count in counts.items():
         groups.setdefault(" ".join(name.split()).casefold(), []).append((name, count))
-    found = [sorted(group, key=lambda each: -each[1]) for group in groups.values() if len(group) > 1]
-    return {"alike_labels": found} if found else {}
+    sorted_groups = [sorted(group, key=lambda each: -each[1]) for group in groups.values() if len(group) > 1]
+    return {"alike_labels": sorted_groups} if sorted_groups else {}
 
 
 def count_labels(rows: Dataset, column: str) -> dict[str, list]:
@@ -124,16 +125,16 @@ def count_labels(rows: Dataset, column: str) -> dict[str, list]:
     return {"labels": sorted(held.items()), "names": getattr(rows.features[column], "names", None) or []}
 
 
-def merge_counts(found: list[dict[str, list]], column: str) -> tuple[Dataset, Counter[Any]]:
+def merge_counts(counts: list[dict[str, list]], column: str) -> tuple[Dataset, Counter[Any]]:
     """A data set of one row a label, of what `told` says of parts, and how often each is there. Errors: `RunError`."""
     import datasets
 
     values: Counter[Any] = Counter()
-    for part in found:
+    for part in counts:
         values.update(dict(map(tuple, part["labels"])))
     if len({*map(type, values)}) > 1:
         raise RunError("LS2104", f"task.label: column {column!r} of the train split mixes integers and strings")
-    names = next((part["names"] for part in found if part["names"]), [])
+    names = next((part["names"] for part in counts if part["names"]), [])
     features = datasets.Features({column: datasets.ClassLabel(names=names)}) if names else None
     return datasets.Dataset.from_dict({column: sorted(values)}, features=features), values
 
@@ -146,8 +147,8 @@ def _first(dataset: Dataset, column: str, wanted: Callable[[Any], bool]) -> tupl
 
 def distinct(dataset: Dataset, column: str, split: str) -> list:
     """The labels of a split, each once, in order. Errors: `RunError`."""
-    if usable_rows.plain(dataset, column) and (found := usable_rows.distinct(dataset, column)) and None not in found:
-        return sorted(found)
+    if usable_rows.plain(dataset, column) and (values := usable_rows.distinct(dataset, column)) and None not in values:
+        return sorted(values)
     held: set[Any] = set()
     kind: type | None = None
     for first, labels in usable_rows.lists(dataset, column):
@@ -277,14 +278,14 @@ class LabelLists:
 
     def counts(self, dataset: Dataset) -> list[int]:
         """Examples that have each label, in a split."""
-        found = np.zeros(len(self.names), np.int64)
+        counts = np.zeros(len(self.names), np.int64)
         for _, part in usable_rows.lists(dataset, *self.columns):
             rows = {self.columns[0]: part}
             if len(self.columns) > 1:
                 rows = {column: [row[place] for row in part] for place, column in enumerate(self.columns)}
             for codes in self.of(rows):
-                found[codes] += 1
-        return found.tolist()
+                counts[codes] += 1
+        return counts.tolist()
 
 
 def list_codes_of(splits: dict[str, Dataset], columns: list[str], wanted: list[str] | None, name: str) -> LabelLists:

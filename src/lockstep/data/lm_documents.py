@@ -207,8 +207,8 @@ def examples(documents: Documents, size: int, begin: bool | None = None) -> pa.R
             np.add.at(of_each, part, numbers[at])
             columns.append(pa.array(of_each))
         schema = _with_openings(schema)
-    found = pa.record_batch(columns, schema=schema)
-    return found if (counts[0] > 0).all() else found.filter(pa.array(counts[0] > 0))
+    batch = pa.record_batch(columns, schema=schema)
+    return batch if (counts[0] > 0).all() else batch.filter(pa.array(counts[0] > 0))
 
 
 # -- in the cache ----------------------------------------------------------------------------------------------------
@@ -254,9 +254,9 @@ def write(
 
 
 def _examples(
-    found: Iterable[tuple[Documents, int]], size: int, openings: bool
+    batches: Iterable[tuple[Documents, int]], size: int, openings: bool
 ) -> Iterator[tuple[pa.RecordBatch, int]]:
-    return ((examples(documents, size, True if openings else None), rows) for documents, rows in found)
+    return ((examples(documents, size, True if openings else None), rows) for documents, rows in batches)
 
 
 def _blocks(stream: TokenStream, numbers: range, size: int, openings: bool) -> Iterator[tuple[pa.RecordBatch, int]]:
@@ -268,12 +268,12 @@ def _blocks(stream: TokenStream, numbers: range, size: int, openings: bool) -> I
         yield examples(stream[start * size : stop * size + 1], size, begin), stop - start
 
 
-def _keep(found: Iterable[tuple[Documents, int]], path: Path, done: Callable[[int], None]) -> None:
+def _keep(batches: Iterable[tuple[Documents, int]], path: Path, done: Callable[[int], None]) -> None:
     """Write the tokens of texts down, one after the other; compressed, since most of them stand for one word."""
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _STREAM, options=options) as out:
         waiting: list[pa.RecordBatch] = []
-        for documents, rows in found:
+        for documents, rows in batches:
             columns = [pa.array(getattr(documents, name)) for name in _STREAM.names[:-1]]
             columns.append(pa.array(documents.within == 0))
             waiting.append(pa.record_batch(columns, schema=_STREAM))
@@ -307,15 +307,15 @@ class TokenStream:
     def __getitem__(self, tokens: slice) -> Documents:
         """Some of them as one text."""
         start, stop, _ = tokens.indices(len(self))
-        found = []
+        pieces = []
         for number in range(int(np.searchsorted(self._first, start, side="right")) - 1, len(self._batches)):
             if (first := int(self._first[number])) >= stop:
                 break
             file, inner = self._batches[number]
             with pa.memory_map(str(file)) as mapped:
                 batch = pa.ipc.open_file(mapped).get_batch(inner)
-            found.append(batch.slice(max(0, start - first), min(len(batch), stop - first) - max(0, start - first)))
-        whole = pa.Table.from_batches(found, _STREAM)
+            pieces.append(batch.slice(max(0, start - first), min(len(batch), stop - first) - max(0, start - first)))
+        whole = pa.Table.from_batches(pieces, _STREAM)
         read = {}
         for each in _STREAM:
             column, flag = whole.column(each.name), pa.types.is_boolean(each.type)  # numpy reads no bits
@@ -334,10 +334,10 @@ _PIECE = 100_000  # characters of a text, about, that a tokenizer is trained on 
 def tokenized(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.ndarray, np.ndarray | None]:
     """The tokens of a text, int32 [N], special ones among them, and the character that each ends before, int64 [N],
     never less than that of the token before it; None where the tokenizer does not tell."""
-    if tokenizer.is_fast and len(text) > PART + _OVERLAP and (found := _in_parts(tokenizer, text)) is not None:
-        return found
-    found = tokenizer(text, return_attention_mask=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
-    return np.asarray(found["input_ids"], dtype=np.int32), ends_of(found.get("offset_mapping"))
+    if tokenizer.is_fast and len(text) > PART + _OVERLAP and (encoding := _in_parts(tokenizer, text)) is not None:
+        return encoding
+    encoding = tokenizer(text, return_attention_mask=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
+    return np.asarray(encoding["input_ids"], dtype=np.int32), ends_of(encoding.get("offset_mapping"))
 
 
 def ends_of(offsets: list[tuple[int, int]] | None) -> np.ndarray | None:
@@ -389,16 +389,16 @@ def _in_parts(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray] | None
 
 def _part(tokenizer: Any, text: str, start: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of a part that begins at `start`, and where they end in the whole text."""
-    found = tokenizer(
+    encoding = tokenizer(
         text[start : start + PART + _OVERLAP],
         add_special_tokens=False,
         return_attention_mask=False,
         return_offsets_mapping=True,
         verbose=False,
     )
-    ends = ends_of(found["offset_mapping"])
+    ends = ends_of(encoding["offset_mapping"])
     assert ends is not None
-    return np.asarray(found["input_ids"], dtype=np.int32), ends + start
+    return np.asarray(encoding["input_ids"], dtype=np.int32), ends + start
 
 
 def _seam(
@@ -443,13 +443,13 @@ def _tokenized(tokenizer: Any, texts: Sequence[str], **options: Any) -> Document
         ids, ends = tokenized(tokenizer, texts[0])
         return measured(texts, ids, [len(ids)], ends)
     offsets = bool(tokenizer.is_fast)
-    found = tokenizer(
+    encodings = tokenizer(
         list(texts), return_attention_mask=False, return_offsets_mapping=offsets, verbose=False, **options
     )
-    lengths, ids = flat(found["input_ids"])
+    lengths, ids = flat(encodings["input_ids"])
     ends = None
     if offsets:
-        spans = chain.from_iterable(found["offset_mapping"])
+        spans = chain.from_iterable(encodings["offset_mapping"])
         ends = np.fromiter((end for _, end in spans), np.int64, len(ids))
     return measured(texts, ids, lengths, ends)
 

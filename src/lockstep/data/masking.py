@@ -85,23 +85,23 @@ def chosen(
     order = mixed(*place, _ORDER, rows[:, None], at)  # [B, T]: the same for all tokens of a word
     order[~can] = np.iinfo(np.uint64).max
     ranked = np.argsort(order, axis=1, kind="stable")
-    found = np.zeros(ids.shape, dtype=bool)
+    mask = np.zeros(ids.shape, dtype=bool)
     if not whole_word_mask:
-        np.put_along_axis(found, ranked, np.arange(ids.shape[1])[None] < wanted[:, None], axis=1)
-        return found
+        np.put_along_axis(mask, ranked, np.arange(ids.shape[1])[None] < wanted[:, None], axis=1)
+        return mask
     for row, most in enumerate(wanted.tolist()):
         words = np.split(ranked[row], np.flatnonzero(np.diff(at[row][ranked[row]])) + 1)
         words = [word for word in words if can[row, word[0]]]
         left = most
         for word in words:
             if len(word) <= left:
-                found[row, word] = True
+                mask[row, word] = True
                 left -= len(word)
             if left == 0:
                 break
         if left == most:  # each is longer than the share
-            found[row, words[0]] = True
-    return found
+            mask[row, words[0]] = True
+    return mask
 
 
 def _starts(ids: np.ndarray, can: np.ndarray, known: Vocabulary) -> np.ndarray:

@@ -61,12 +61,12 @@ class Web:
         """See `Readable`."""
         raise StoreError("LS2131", f"{address}: what is in a folder of a web server cannot be listed; name each file")
 
-    def blocks(self, found: Object, start: int) -> Iterator[bytes]:
+    def blocks(self, item: Object, start: int) -> Iterator[bytes]:
         """See `Readable`."""
-        with self._asked(found.address, "GET", start) as answer:
+        with self._asked(item.address, "GET", start) as answer:
             tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
-            if tag != found.tag and self._tags:
-                raise StoreError("LS2132", f"{found.address} was changed while it was read; start again")
+            if tag != item.tag and self._tags:
+                raise StoreError("LS2132", f"{item.address} was changed while it was read; start again")
             left = start if answer.status != 206 else 0  # a server that knows no ranges begins at the beginning
             try:
                 while block := answer.read(_BLOCK):
@@ -75,7 +75,7 @@ class Web:
                     if len(block) > skipped:
                         yield block[skipped:]
             except (OSError, http.client.HTTPException) as error:
-                raise StoreError("LS2133", f"{found.address}: {one_line(error, 200)}", again=True) from None
+                raise StoreError("LS2133", f"{item.address}: {one_line(error, 200)}", again=True) from None
 
     _tags = True
 
@@ -136,7 +136,7 @@ class HubFiles(Web):
 
         api, options = HfApi(), {"repo_type": "dataset", "revision": self._revision}
         try:
-            found: Any = (
+            entries: Any = (
                 api.get_paths_info(self._repository, paths, **options)  # type: ignore[arg-type]
                 if paths
                 else list(api.list_repo_tree(self._repository, address.path or None, recursive=True, **options))  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ class HubFiles(Web):
             raise StoreError("LS2138", f"{address}: {explained(error, self._revision)}", transient(error)) from None
         return [
             Object(Address("hf", address.place, file.path), file.size, file.lfs.sha256 if file.lfs else file.blob_id)
-            for file in found
+            for file in entries
             if isinstance(file, RepoFile)
         ]
 
@@ -220,7 +220,7 @@ class Readable(Protocol):
     def inside(self, address: Address) -> list[Object]:
         """All objects under `address/`, in order of their names. Errors: `StoreError`."""
 
-    def blocks(self, found: Object, start: int) -> Iterator[Any]:
+    def blocks(self, item: Object, start: int) -> Iterator[Any]:
         """Its bytes from `start` on. Errors: `StoreError`, also where it has changed since it was found."""
 
 
@@ -271,32 +271,32 @@ class Bucket:
     def find(self, address: Address) -> Object | None:
         """See `Readable`."""
         try:
-            found = self._calls.head(self._store, address.path)
+            metadata = self._calls.head(self._store, address.path)
         except FileNotFoundError:
             return None
         except Exception as error:
             raise self._store_error(error, address) from None
-        return self._object(found)
+        return self._object(metadata)
 
     def inside(self, address: Address) -> list[Object]:
         """See `Readable`."""
         try:
             listed = self._calls.list(self._store, prefix=f"{address.path}/" if address.path else None)
-            found = [self._object(each) for chunk in listed for each in chunk]
+            objects = [self._object(each) for chunk in listed for each in chunk]
         except Exception as error:
             raise self._store_error(error, address) from None
-        return sorted(found, key=lambda each: each.address.path)
+        return sorted(objects, key=lambda each: each.address.path)
 
-    def blocks(self, found: Object, start: int) -> Iterator[Any]:
+    def blocks(self, item: Object, start: int) -> Iterator[Any]:
         """See `Readable`."""
-        tagged = found.tag.startswith(('"', "W/"))
-        while start < found.size:
-            stop = min(start + PART, found.size)
-            options: Any = {"range": (start, stop), **({"if_match": found.tag} if tagged else {})}
+        tagged = item.tag.startswith(('"', "W/"))
+        while start < item.size:
+            stop = min(start + PART, item.size)
+            options: Any = {"range": (start, stop), **({"if_match": item.tag} if tagged else {})}
             try:
-                block = self._calls.get(self._store, found.address.path, options=options).bytes()
+                block = self._calls.get(self._store, item.address.path, options=options).bytes()
             except Exception as error:
-                raise self._store_error(error, found.address) from None
+                raise self._store_error(error, item.address) from None
             yield block
             start += len(block)
             if not len(block):
@@ -344,23 +344,25 @@ class Bucket:
             self._calls.put(self._store, address.path, file, chunk_size=PART, max_concurrency=4)
         except Exception as error:
             raise self._store_error(error, address) from None
-        found = self.find(address)
-        if found is None or found.size != size:
-            there = "is not there" if found is None else f"has {found.size:,} bytes, and not {size:,}"
+        stored_object = self.find(address)
+        if stored_object is None or stored_object.size != size:
+            there = "is not there" if stored_object is None else f"has {stored_object.size:,} bytes, and not {size:,}"
             raise StoreError("LS2142", f"{address} {there} after it was sent", again=True)
         joined = hashlib.md5(b"".join(part.digest() for part in parts), usedforsecurity=False).hexdigest()
         known = {f"{joined}-{len(parts)}", *(part.hexdigest() for part in parts[:1] if len(parts) == 1)}
-        if found.tag.strip('"') in known:
+        if stored_object.tag.strip('"') in known:
             return
         stored = hashlib.sha256()
-        for block in self.blocks(found, 0):
+        for block in self.blocks(stored_object, 0):
             stored.update(block)
         if stored.hexdigest() != sha256:
             raise StoreError("LS2143", f"{address} does not hold what was sent: its hash is another one", again=True)
 
-    def _object(self, found: Any) -> Object:
-        tag = found["e_tag"] or found["last_modified"].isoformat()
-        return Object(Address(self.address.scheme, self.address.place, found["path"]), int(found["size"]), str(tag))
+    def _object(self, metadata: Any) -> Object:
+        tag = metadata["e_tag"] or metadata["last_modified"].isoformat()
+        return Object(
+            Address(self.address.scheme, self.address.place, metadata["path"]), int(metadata["size"]), str(tag)
+        )
 
     def _store_error(self, error: Exception, address: Address) -> StoreError:
         """What a request came to, for a person."""
@@ -413,32 +415,32 @@ def _aws() -> dict[str, Any]:
     return {"credential_provider": Boto3CredentialProvider(session)}
 
 
-def download(store: Readable, found: Object, to: Path, tell: Callable[[int], None] = lambda count: None) -> str:
+def download(store: Readable, item: Object, to: Path, tell: Callable[[int], None] = lambda count: None) -> str:
     """All of an object into a file that has its name only when it is whole. What came before a kill is gone on with,
     and a connection that ends is made anew. `tell` hears of bytes that came. Returns the file's SHA-256.
 
     Errors: `StoreError`; `OSError` when the file cannot be written."""
-    told = hashlib.sha256(f"{found.address} {found.size} {found.tag}".encode()).hexdigest()[:12]
+    told = hashlib.sha256(f"{item.address} {item.size} {item.tag}".encode()).hexdigest()[:12]
     aside, tries = to.with_name(f".{to.name}.{told}.tmp"), 0
     to.parent.mkdir(parents=True, exist_ok=True)
     with open(aside, "ab") as file:
-        while (start := file.tell()) < found.size:
+        while (start := file.tell()) < item.size:
             try:
-                for block in store.blocks(found, start):
+                for block in store.blocks(item, start):
                     file.write(block)
                     tell(len(block))
                 if file.tell() == start:
                     raise StoreError(
-                        "LS2152", f"{found.address} ends after {start:,} of {found.size:,} bytes", again=True
+                        "LS2152", f"{item.address} ends after {start:,} of {item.size:,} bytes", again=True
                     )
             except StoreError as error:
                 tries = tries + 1 if file.tell() == start else 1
                 if not error.again or tries >= store.patience.tries:
                     raise
                 time.sleep(min(0.1 * 2**tries, 5.0))
-        if file.tell() > found.size:
+        if file.tell() > item.size:
             raise StoreError(
-                "LS2153", f"{found.address} holds more than the {found.size:,} bytes that it says; start again"
+                "LS2153", f"{item.address} holds more than the {item.size:,} bytes that it says; start again"
             )
         file.flush()
         os.fsync(file.fileno())

@@ -166,7 +166,7 @@ class ByShard(Order):
         """Examples to have at hand for the places from `start` to `stop` of an epoch."""
         at, stop = start - start % self.window, min(stop + self.window, self.examples)
         shards, ends = self._epoch(epoch)
-        found = []
+        ranges = []
         for place in range(int(np.searchsorted(ends, at, side="right")), len(ends)):
             end = int(ends[place])
             begin = end - int(self.sizes[shards[place]])
@@ -174,8 +174,8 @@ class ByShard(Order):
                 break
             first = int(self.first[shards[place]]) - begin
             if some := range(first + max(at, begin), first + min(stop, end)):
-                found.append(some)
-        return found
+                ranges.append(some)
+        return ranges
 
     def behind(self, step: int, count: int) -> list[int]:
         """Shards that come next after those of `near`, so many, or all of this epoch and the next."""
@@ -184,15 +184,15 @@ class ByShard(Order):
 
     def after(self, epoch: int, stop: int, count: int) -> list[int]:
         """Shards that come next where a step ends at `stop` in an epoch."""
-        found: list[int] = []
+        numbers: list[int] = []
         for each in (epoch, epoch + 1):
             shards, ends = self._epoch(each)
             last = min(stop + self.window, self.examples) if each == epoch else 0
             first = int(np.searchsorted(ends, last, side="left")) + 1 if last else 0
-            while len(found) < count and first < len(shards):
-                found += [int(shards[first])] if self.sizes[shards[first]] else []
+            while len(numbers) < count and first < len(shards):
+                numbers += [int(shards[first])] if self.sizes[shards[first]] else []
                 first += 1
-        return found
+        return numbers
 
     def _places(self, step: int) -> tuple[int, int, int]:
         """The epoch of a step, and from where to where its examples are in it."""
@@ -203,7 +203,7 @@ class ByShard(Order):
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         if epoch not in self._epochs:
             shards = permute(np.arange(len(self.sizes)), len(self.sizes), self.seed ^ _OF_SHARDS, epoch)
-            before = {each: found for each, found in self._epochs.items() if abs(each - epoch) == 1}
+            before = {each: order for each, order in self._epochs.items() if abs(each - epoch) == 1}
             self._epochs = dict([*before.items()][-1:]) | {epoch: (shards, np.cumsum(self.sizes[shards]))}
         return self._epochs[epoch]
 
@@ -270,11 +270,11 @@ class MixedOrder(Order):
         for k in np.unique(source):
             mine = source == k
             epochs, within = np.divmod(number[mine], self.sizes[k])
-            found = np.empty(len(within), dtype=np.int64)
+            examples = np.empty(len(within), dtype=np.int64)
             for epoch in np.unique(epochs):
                 now = epochs == epoch
-                found[now] = self._of_source(int(k), int(epoch), within[now])
-            rows[mine] = self.first[k] + found
+                examples[now] = self._of_source(int(k), int(epoch), within[now])
+            rows[mine] = self.first[k] + examples
         return rows
 
     def _of_source(self, source: int, epoch: int, places: np.ndarray) -> np.ndarray:
@@ -365,24 +365,24 @@ class MixedShards(MixedOrder):
 
     def near(self, step: int) -> list[range]:
         """Examples to have at hand, source by source, in the order of reading."""
-        found: list[range] = []
+        ranges: list[range] = []
         for source, start, stop in self._taken(step):
             size, first, order = int(self.sizes[source]), int(self.first[source]), self._orders[source]
             last = max(start, stop - 1) // size
             for epoch in range(start // size, last + 1):
                 begin, end = max(start - epoch * size, 0), min(stop - epoch * size, size)
                 some = order.around(epoch, begin, max(begin, end))
-                found += [range(first + each.start, first + each.stop) for each in some]
-        return list(dict.fromkeys(found))
+                ranges += [range(first + each.start, first + each.stop) for each in some]
+        return list(dict.fromkeys(ranges))
 
     def behind(self, step: int, count: int) -> list[int]:
         """Shards that come next after those of `near`, of each source so many at most."""
-        found = []
+        numbers = []
         for source, start, stop in self._taken(step):
             epoch, within = divmod(max(start, stop - 1), int(self.sizes[source]))
             some = self._orders[source].after(epoch, within + 1, count)
-            found += [self._first_shard[source] + each for each in some]
-        return list(dict.fromkeys(found))
+            numbers += [self._first_shard[source] + each for each in some]
+        return list(dict.fromkeys(numbers))
 
     def used(self, step: int) -> np.ndarray:
         if self.weighted:
@@ -426,13 +426,13 @@ class MixedShards(MixedOrder):
 
     def _before(self, place: int) -> np.ndarray:
         """How many of the first `place` places of an epoch each source has: int64 [sources]."""
-        found = np.zeros_like(self.sizes)
+        counts = np.zeros_like(self.sizes)
         ends = np.cumsum(self.sizes).tolist()
         for source in range(len(ends) - 1, 0, -1):
             rest = place * ends[source - 1] // ends[source]  # of the sources before
-            found[source], place = place - rest, rest
-        found[0] = place
-        return found
+            counts[source], place = place - rest, rest
+        counts[0] = place
+        return counts
 
 
 def _counts(sizes: np.ndarray, schedules: Sequence[Schedule], step: int) -> np.ndarray:

@@ -75,36 +75,36 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
     with locked(key):
         ACTIVITY.at("looking for the data in the cache")
         local = source.is_local(run.data)
-        began, found, damaged = time.monotonic(), Prepared.read(path) if local or not fresh else None, {}
-        if found is not None and (damaged := found.damages()):
+        began, prepared, damaged = time.monotonic(), Prepared.read(path) if local or not fresh else None, {}
+        if prepared is not None and (damaged := prepared.damages()):
             for place in filter(inside, damaged):
                 discard(place)
-            found = None
-        if tell is not None and found is not None:
+            prepared = None
+        if tell is not None and prepared is not None:
             tell(f"from the cache in {cache_folder()}")
-        if found is None:
+        if prepared is None:
             ACTIVITY.at("reading the data")
             try:
                 with made_by(digest(code)), remote.as_found(elsewhere):
-                    found = task.prepare(run)
+                    prepared = task.prepare(run)
             except RunError as error:
                 raise RunError(error.code, remote.named(error.message)) from error
             # the key that a task of the user's own gives may follow its code, or its paths
             if user_code.is_own(plugins.path_of("tasks", run.task.name)):
-                found = replace(found, key=_content_of(found))
+                prepared = replace(prepared, key=_content_of(prepared))
             if (
-                sources := found.facts.get("sources")
+                sources := prepared.facts.get("sources")
             ) is not None:  # where one ends and the next begins decides the order
-                found = replace(found, key=digest(found.key, sources["rows"]["train"]))
-            found = raw_rows.with_examples(found, run, task)
-            for place in found.places:
+                prepared = replace(prepared, key=digest(prepared.key, sources["rows"]["train"]))
+            prepared = raw_rows.with_examples(prepared, run, task)
+            for place in prepared.places:
                 if inside(place) and not sealed(place):  # a task of one's own wrote it
                     seal(place)
-            found.write(path)
+            prepared.write(path)
             if tell is not None:
                 why = f"again, because {next(iter(damaged.values()))}; made " if damaged else ""
                 tell(f"made {why}in {time.monotonic() - began:.1f} s, kept in {cache_folder()}")
-    return found
+    return prepared
 
 
 def _code_of(run: Run, task: type[Prepares]) -> dict[str, str]:

@@ -53,7 +53,7 @@ def windows(tokenizer: Any, question: str, context: str, most: int, stride: int)
             f"its question leaves {max(0, room)} of data.max_length {most} tokens for the context, and windows that "
             f"share task.stride {stride} need more"
         )
-    found = tokenizer(
+    encodings = tokenizer(
         question,
         context,
         truncation="only_second",
@@ -64,14 +64,14 @@ def windows(tokenizer: Any, question: str, context: str, most: int, stride: int)
         verbose=False,
     )
     made = []
-    for part, ids in enumerate(found["input_ids"]):
-        of = found.sequence_ids(part)
+    for part, ids in enumerate(encodings["input_ids"]):
+        of = encodings.sequence_ids(part)
         places = [place for place, which in enumerate(of) if which == 1]
         if not places:  # a context that the tokenizer makes nothing of
             raise ValueError("its context has no token")
-        told = zip(found["offset_mapping"][part], of, strict=True)
+        told = zip(encodings["offset_mapping"][part], of, strict=True)
         spans = [_trimmed(context, *span) if which == 1 else (0, 0) for span, which in told]
-        types = found["token_type_ids"][part] if "token_type_ids" in tokenizer.model_input_names else []
+        types = encodings["token_type_ids"][part] if "token_type_ids" in tokenizer.model_input_names else []
         begins, ends = [b for b, _ in spans], [e for _, e in spans]
         made.append(TokenWindow(ids, types, places[0], places[-1], begins, ends))
     return made
@@ -95,11 +95,11 @@ def answers_of(value: Any) -> list[tuple[str, int]]:
     elif isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
         texts, starts = [each.get("text") for each in value], [each.get("answer_start") for each in value]
     else:
-        raise ValueError("wanted is {text: [...], answer_start: [...]}")
+        raise ValueError("expected {text: [...], answer_start: [...]}")
     if not (isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts)):
-        raise ValueError("wanted are as many text as answer_start, in lists")
+        raise ValueError("expected as many text as answer_start, in lists")
     if not all(isinstance(text, str) and isinstance(start, int) for text, start in zip(texts, starts, strict=True)):
-        raise ValueError("wanted are texts, and whole numbers for answer_start")
+        raise ValueError("expected texts, and whole numbers for answer_start")
     return list(zip(texts, starts, strict=True))
 
 
@@ -111,14 +111,16 @@ def whole(
     import datasets
 
     usable_rows.present(dataset, {**columns, "task.answers": answers}, split, name)
-    found = usable_rows.texts(dataset, columns, split, name, drop)
+    complete_rows = usable_rows.texts(dataset, columns, split, name, drop)
     lacks = []
-    for first, part in usable_rows.lists(found, answers, columns["task.context"]):
+    for first, part in usable_rows.lists(complete_rows, answers, columns["task.context"]):
         for row, (value, context) in enumerate(part, first):
             _checked(value, context, f"row {row} of the {split} split of {name}", answers)
         lacks.append(np.array([not answers_of(value) for value, _ in part]))
     if not unanswerable:
-        found = usable_rows.without(found, {"task.answers": (answers, np.concatenate(lacks))}, split, name, drop)
+        complete_rows = usable_rows.without(
+            complete_rows, {"task.answers": (answers, np.concatenate(lacks))}, split, name, drop
+        )
 
     def converted(rows: dict[str, list]) -> dict[str, list]:
         told = [answers_of(value) for value in rows[answers]]
@@ -130,10 +132,10 @@ def whole(
         }
 
     text = datasets.Value("string")
-    kept = {c: found.features[c] for c in found.column_names if c == source.SOURCE}
+    kept = {c: complete_rows.features[c] for c in complete_rows.column_names if c == source.SOURCE}
     features = {QUESTION: text, CONTEXT: text, TEXTS: datasets.List(text), START: datasets.Value("int64")}
-    left = [c for c in found.column_names if c not in kept]
-    return found.map(converted, batched=True, remove_columns=left, features=datasets.Features(features | kept))
+    left = [c for c in complete_rows.column_names if c not in kept]
+    return complete_rows.map(converted, batched=True, remove_columns=left, features=datasets.Features(features | kept))
 
 
 def _checked(value: Any, context: str, where: str, column: str) -> None:
@@ -200,7 +202,7 @@ def encoder_of(
 
 def parts_of(columns: Columns, rows: Sequence[int] | np.ndarray) -> list[list[TokenWindow]]:
     """The windows of these rows, as they were encoded."""
-    found = []
+    parts = []
     for row in map(int, rows):
         cuts = np.cumsum(columns.ragged("sizes").row(row))[:-1]
         names = ("input_ids", "types", "begins", "ends")
@@ -210,5 +212,5 @@ def parts_of(columns: Columns, rows: Sequence[int] | np.ndarray) -> list[list[To
         )
         firsts, lasts = (columns.ragged(name).row(row).tolist() for name in ("firsts", "lasts"))
         types = types or [[] for _ in ids]
-        found.append([TokenWindow(*each) for each in zip(ids, types, firsts, lasts, begins, ends, strict=True)])
-    return found
+        parts.append([TokenWindow(*each) for each in zip(ids, types, firsts, lasts, begins, ends, strict=True)])
+    return parts

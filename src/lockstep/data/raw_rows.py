@@ -113,8 +113,8 @@ def _longest(dataset: Dataset) -> np.ndarray:
         table = dataset.select_columns([name]).with_format("arrow")
         for start in range(0, len(dataset), 65_536):
             column = table[start : start + 65_536].column(0)
-            found = pc.fill_null(pc.binary_length(column), 0).combine_chunks()
-            lengths[start : start + len(found)] += np.from_dlpack(found).astype(np.int64)
+            byte_lengths = pc.fill_null(pc.binary_length(column), 0).combine_chunks()
+            lengths[start : start + len(byte_lengths)] += np.from_dlpack(byte_lengths).astype(np.int64)
     return np.argsort(-lengths, kind="stable")[:_LONGEST] if texts else np.empty(0, np.int64)
 
 

@@ -50,13 +50,13 @@ def reader(address: Address, key: str, patience: Patience | None = None) -> Read
     return HubFiles(address, patience) if address.scheme == "hf" else Web(patience)
 
 
-def fetch(store: Readable, found: Object, to: Path, tell: Callable[[int], None]) -> None:
+def fetch(store: Readable, item: Object, to: Path, tell: Callable[[int], None]) -> None:
     """A file, compared with the hash that the Hub has of it. Errors: `StoreError`, `OSError`."""
-    sha256 = download(store, found, to, tell)
-    if found.address.scheme != "hf" or found.tag in (sha256, _git(to, found.size)):
+    sha256 = download(store, item, to, tell)
+    if item.address.scheme != "hf" or item.tag in (sha256, _git(to, item.size)):
         return
     to.unlink()
-    raise StoreError("LS2170", f"{found.address} does not match the hash that the Hub has of it", again=True)
+    raise StoreError("LS2170", f"{item.address} does not match the hash that the Hub has of it", again=True)
 
 
 def path_of(address: Address) -> str:
@@ -122,19 +122,19 @@ class ShardCache:
 
     def fetch(self, path: Path) -> None:
         """Have a copy. Errors: as those of `opened`."""
-        found, folder = self._objects[path], _folder(path)
+        item, folder = self._objects[path], _folder(path)
         try:
             with locked(folder.name):
-                self._make_room(folder, found.size)
+                self._make_room(folder, item.size)
                 if damage(path) is None:
                     return
                 if os.getpid() != self._own:  # the libraries that ask stores do not survive a fork
-                    raise Unfetched("LS2173", f"data.train: {found.address}: another run has removed its copy: {_MORE}")
+                    raise Unfetched("LS2173", f"data.train: {item.address}: another run has removed its copy: {_MORE}")
                 discard(path)
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                store = self._reader(found.address)
+                store = self._reader(item.address)
                 placed(
-                    path, lambda aside: fetch(store, found, aside, _heard(folder)), path.with_name(f"{path.name}.part")
+                    path, lambda aside: fetch(store, item, aside, _heard(folder)), path.with_name(f"{path.name}.part")
                 )
         except StoreError as error:
             kind = Unfetched if error.again else RunError
@@ -243,7 +243,7 @@ Splits = Callable[[DataSection], dict[str, list[Path]] | None]
 
 
 @dataclass(frozen=True)
-class _Found:
+class _RemoteFiles:
     """The files that a section reads, by where they are in the folder that stands for the stores."""
 
     objects: dict[str, tuple[Object, Readable]]
@@ -257,8 +257,8 @@ class _Found:
         return [self.fact(path) for path in self.objects]
 
     def fact(self, path: str) -> Fact:
-        found = self.objects[path][0]
-        return str(found.address), found.size, found.tag
+        item = self.objects[path][0]
+        return str(item.address), item.size, item.tag
 
 
 _known: ContextVar[list[list[Fact]] | None] = ContextVar("known", default=None)
@@ -275,7 +275,7 @@ def as_found(sections: list[list[Fact]]) -> Iterator[None]:
         _known.reset(before)
 
 
-def given(data: DataSection) -> bool:
+def has_address(data: DataSection) -> bool:
     """Whether a path of it is an address."""
     return bool(_addresses(data))
 
@@ -290,14 +290,14 @@ def called(data: DataSection) -> str:
 def facts(data: DataSection, splits: Splits) -> list[Fact]:
     """Address, size and tag of every file elsewhere that is read. `splits`: of a section without addresses, the files.
     Asks the stores. Errors: `RunError`, naming the key and the address."""
-    return _find(data, splits).facts if given(data) else []
+    return _find(data, splits).facts if has_address(data) else []
 
 
 def shards(data: DataSection, splits: Splits, among: int = 1) -> ShardCache | list[Path]:
     """The files of train, of which nothing is fetched yet, or those on this machine. `among`: as `ShardCache` has it.
     Errors: `RunError`."""
-    found = _found_again(data, splits)
-    return ShardCache(map(found.fact, found.shards), data.stream_cache_gb, among) if found.shards else found.local
+    files = _unchanged_files(data, splits)
+    return ShardCache(map(files.fact, files.shards), data.stream_cache_gb, among) if files.shards else files.local
 
 
 @contextmanager
@@ -305,32 +305,32 @@ def here(data: DataSection, splits: Splits) -> Iterator[DataSection]:
     """The section as one of local files, which are downloaded where the cache does not hold them; of a stream those of
     train are there by their names alone. Errors: `RunError`; in one that is raised meanwhile files have the names that
     they have in the run file."""
-    found = _found_again(data, splits)
-    told = (path if path in found.names else found.fact(path) for path in found.objects)
+    files = _unchanged_files(data, splits)
+    told = (path if path in files.names else files.fact(path) for path in files.objects)
     folder = cache_folder() / "remote" / digest(*told)
     place = ACTIVITY.name
     try:
-        cached(folder, lambda aside: _fetch(found, aside, data), folder.with_name(f"{folder.name}.parts"))
+        cached(folder, lambda aside: _fetch(files, aside, data), folder.with_name(f"{folder.name}.parts"))
     except StoreError as error:
         raise RunError(error.code, f"{_key_of(data)}: {error.message}") from error
     finally:
         ACTIVITY.at(place)
     try:
-        yield _local(data, found.given, folder)
+        yield _local(data, files.given, folder)
     except RunError as error:
         raise RunError(error.code, _named(error.message, folder)) from error
 
 
-def _found_again(data: DataSection, splits: Splits) -> _Found:
+def _unchanged_files(data: DataSection, splits: Splits) -> _RemoteFiles:
     """Errors: `RunError` where it is not `as_found`."""
-    found = _find(data, splits)
-    if (known := _known.get()) is not None and found.facts not in known:
+    files = _find(data, splits)
+    if (known := _known.get()) is not None and files.facts not in known:
         raise RunError(
             "LS2174",
             f"{_key_of(data)}: what is at {_addresses(data)[0][1]} was changed, or is not listed whole, while the data "
             "are prepared; start again",
         )
-    return found
+    return files
 
 
 # -- what there is ---------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def _key_of(data: DataSection) -> str:
     return _addresses(data)[0][0]
 
 
-def _find(data: DataSection, splits: Splits) -> _Found:
+def _find(data: DataSection, splits: Splits) -> _RemoteFiles:
     """Errors: `RunError`."""
     readers: dict[str, Readable] = {}
     objects: dict[str, tuple[Object, Readable]] = {}
@@ -362,16 +362,17 @@ def _find(data: DataSection, splits: Splits) -> _Found:
             if address.root not in readers:
                 readers[address.root] = reader(address, key)
             store = readers[address.root]
-            found = _objects(store, address, text.endswith("/"))
+            listed = _objects(store, address, text.endswith("/"))
         except StoreError as error:
             raise RunError(error.code, f"{key}: {error.message}") from error
-        if not found:
+        if not listed:
             raise RunError("LS2176", f"{key}: there is nothing at {text}")
-        if len(found) > MOST:
+        if len(listed) > MOST:
             raise RunError(
-                "LS2177", f"{key}: {text} holds {len(found):,} files; name those that are meant, by a pattern (*.jsonl)"
+                "LS2177",
+                f"{key}: {text} holds {len(listed):,} files; name those that are meant, by a pattern (*.jsonl)",
             )
-        for each in found:
+        for each in listed:
             objects[path_of(each.address)] = (each, store)
         paths[text] = path_of(address)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
@@ -396,7 +397,7 @@ def _find(data: DataSection, splits: Splits) -> _Found:
         )
     others = {path for split, some in used.items() for path in some if split != "train"}
     several = sorted(others.union(used.get("train", [])))
-    return _Found({path: objects[path] for path in several}, paths, train, local, frozenset(train) - others)
+    return _RemoteFiles({path: objects[path] for path in several}, paths, train, local, frozenset(train) - others)
 
 
 def _objects(store: Readable, address: Address, folder: bool) -> list[Object]:
@@ -407,8 +408,8 @@ def _objects(store: Readable, address: Address, folder: bool) -> list[Object]:
         depth = address.path.count("/")
         named = [each for each in listed if each.address.path.count("/") == depth]
         return [each for each in named if fnmatchcase(each.address.path, address.path)]
-    if not folder and address.path and (found := store.find(address)) is not None:
-        return [found]
+    if not folder and address.path and (item := store.find(address)) is not None:
+        return [item]
     if address.scheme in ("https", "http") and not folder:  # where there is nothing to list
         return []
     listed = store.inside(address)
@@ -447,9 +448,9 @@ def _named(text: str, root: Path) -> str:
 # -- a copy ----------------------------------------------------------------------------------------------------------
 
 
-def _fetch(found: _Found, folder: Path, data: DataSection) -> None:
+def _fetch(files: _RemoteFiles, folder: Path, data: DataSection) -> None:
     """All files, some at a time; those that are there whole are left. Errors: `StoreError`, `OSError`."""
-    total, come = sum(each.size for path, (each, _) in found.objects.items() if path not in found.names), [0]
+    total, come = sum(each.size for path, (each, _) in files.objects.items() if path not in files.names), [0]
     what = _addresses(data)[0][1]
 
     def tell(count: int) -> None:
@@ -457,9 +458,9 @@ def _fetch(found: _Found, folder: Path, data: DataSection) -> None:
         ACTIVITY.at(f"downloading {what}, {come[0] / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
     def one(path: str) -> None:
-        each, store = found.objects[path]
+        each, store = files.objects[path]
         to = folder / path
-        if path in found.names:
+        if path in files.names:
             to.parent.mkdir(parents=True, exist_ok=True)
             return to.touch()
         if to.is_file() and to.stat().st_size == each.size:
@@ -468,5 +469,5 @@ def _fetch(found: _Found, folder: Path, data: DataSection) -> None:
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for done in [pool.submit(one, path) for path in found.objects]:
+        for done in [pool.submit(one, path) for path in files.objects]:
             done.result()

@@ -44,9 +44,11 @@ READ = (
 
 def format_of(file: Path) -> str | None:
     """The ending, of those that are read, that a file has, whether or not it is compressed; None for any other."""
-    found = file_formats.plain(file).suffix
+    ending = file_formats.plain(file).suffix
     return (
-        found if found in FORMATS and not (found in file_formats.BINARY and file_formats.is_compressed(file)) else None
+        ending
+        if ending in FORMATS and not (ending in file_formats.BINARY and file_formats.is_compressed(file))
+        else None
     )
 
 
@@ -119,14 +121,14 @@ def without_index(rows: Dataset) -> Dataset:
 
 def _table(files: list[Path], key: str, data: DataSection, known: dict[Path, file_formats.Table]) -> Dataset:
     """Tables of one dialect. Errors: `RunError`."""
-    found = [known[file] for file in files]
-    options = found[0].dialect.options
+    tables = [known[file] for file in files]
+    options = tables[0].dialect.options
     if data.columns is not None:
         options |= {"column_names": data.columns}
-    if converters := file_formats.converters(found):
+    if converters := file_formats.converters(tables):
         options |= {"converters": converters}
     rows = _loaded("csv", files, key, options)
-    if len(rows) != (wanted := sum(each.rows for each in found)):
+    if len(rows) != (wanted := sum(each.rows for each in tables)):
         raise RunError(
             "LS2194",
             f"{key}: {', '.join(map(str, files))}: {len(rows):,} rows were read, and there are {wanted:,}; write them "
@@ -152,7 +154,7 @@ def _loaded(builder: str, files: list[Path], key: str, options: dict[str, Any]) 
         if not blank and builder in ("json", "parquet"):
             blank = sum(_count(rows) for file in files for rows in row_reader.whole(file, key)) == 0
         if blank:
-            raise RunError("LS2195", f"{key}: {names} is empty, it holds no example") from None
+            raise RunError("LS2195", f"{key}: {names} holds no example: it is empty, or has a header alone") from None
         cause = " ".join(str(error.__cause__ or error).split())
         raise RunError("LS2196", f"{key}: cannot read {names} as {builder}: {cause}") from error
     return _without_times(rows, files, key) if builder == "json" else rows
@@ -314,7 +316,7 @@ def is_image(file: Path) -> bool:
 def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[str, list[Path]]:
     """Split -> its files, those of a label together. `usual`: what splits are called. Errors: `RunError`."""
     given = {split: getattr(data, split) for split in usual if getattr(data, split) is not None}
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     if data.source is not None:
         root = Path(data.source).expanduser()
         if not root.is_dir():
@@ -322,28 +324,28 @@ def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[st
                 "LS2200", f"data.source: {root} is no folder; layout: class_folders wants one with a folder a label"
             )
         named = {s: next((root / w for w in words if classes_in(root / w)), None) for s, words in usual.items()}
-        found = {split: _of_classes(classes_in(folder)) for split, folder in named.items() if folder is not None}
-        if not found and "train" not in given:
-            found = {"train": _of_classes(classes_in(root))}
-            if not found["train"]:
+        files = {split: _of_classes(classes_in(folder)) for split, folder in named.items() if folder is not None}
+        if not files and "train" not in given:
+            files = {"train": _of_classes(classes_in(root))}
+            if not files["train"]:
                 raise RunError(
                     "LS2201",
-                    f"data.source: no folder in {root} holds texts or images; wanted are files like "
+                    f"data.source: no folder in {root} holds texts or images; expected files like "
                     "train/LABEL/1.txt or LABEL/1.jpg",
                 )
     for split, value in given.items():
         folders = [f for text in ([value] if isinstance(value, str) else value) for f in _folders(text, split, data)]
-        found[split] = [file for f in folders for file in (_texts_in(f) or _of_classes(classes_in(f)))]
-        if not found[split]:
+        files[split] = [file for f in folders for file in (_texts_in(f) or _of_classes(classes_in(f)))]
+        if not files[split]:
             raise RunError("LS2202", f"data.{split}: {value} holds no texts or images in folders called by their label")
-    return found
+    return files
 
 
 def _folders(text: str, split: str, data: DataSection) -> list[Path]:
     root = Path(data.source or "").expanduser()
     for path in (Path(text).expanduser(), root / text):
-        if found := sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_dir()):
-            return found
+        if folders := sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_dir()):
+            return folders
     raise RunError("LS2203", f"data.{split}: no such folder: {text}")
 
 
@@ -389,42 +391,42 @@ def parallel_in(folder: Path) -> dict[str, list[Path]]:
     """What files are called -> the files of it, at least two, whose endings are languages or sides."""
     sides = {side for pair in SIDES for side in pair}
     files = sorted(f for f in folder.iterdir() if f.is_file()) if folder.is_dir() else []
-    found: dict[str, list[Path]] = {}
+    groups: dict[str, list[Path]] = {}
     for file in files:
         stem, side = named(file)
         if stem and (side in sides or is_language(side)):
-            found.setdefault(stem, []).append(file)
-    return {stem: files for stem, files in found.items() if len({named(f)[1] for f in files}) > 1}
+            groups.setdefault(stem, []).append(file)
+    return {stem: files for stem, files in groups.items() if len({named(f)[1] for f in files}) > 1}
 
 
 def parallel_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[str, list[Path]]:
     """Split -> its files. `usual`: what splits are called. Errors: `RunError`."""
     given = {split: getattr(data, split) for split in usual if getattr(data, split) is not None}
-    found: dict[str, list[Path]] = {}
+    splits: dict[str, list[Path]] = {}
     if data.source is not None:
         root = Path(data.source).expanduser()
         if not root.is_dir():
             raise RunError(
                 "LS2205", f"data.source: {root} is no folder; name files in data.train: [train.en, train.de]"
             )
-        found = {split: files for split, words in usual.items() if (files := _of_split(root, words))}
-        if not found and "train" not in given:
-            found = {"train": list(itertools.chain(*parallel_in(root).values()))}
-            if not found["train"]:
+        splits = {split: files for split, words in usual.items() if (files := _of_split(root, words))}
+        if not splits and "train" not in given:
+            splits = {"train": list(itertools.chain(*parallel_in(root).values()))}
+            if not splits["train"]:
                 raise RunError(
                     "LS2206",
                     f"data.source: {root} holds no two files that differ in their language alone, such as train.en and "
                     "train.de; name them in data.train",
                 )
     for split, value in given.items():
-        found[split] = []
+        splits[split] = []
         for text in [value] if isinstance(value, str) else value:
             paths = [Path(text).expanduser(), Path(data.source or "").expanduser() / text]
             there = next((f for p in paths if (f := sorted(Path(g) for g in glob.glob(str(p))))), None)
             if there is None:
                 raise RunError("LS2207", f"data.{split}: no such file: {text}")
-            found[split] += there
-    return found
+            splits[split] += there
+    return splits
 
 
 def _of_split(root: Path, words: tuple[str, ...]) -> list[Path]:
@@ -458,16 +460,16 @@ def read_parallel(files: list[Path], key: str, data: DataSection) -> Dataset:
         if sorted(group) != sides or len(sides) < 2:
             raise RunError(
                 "LS2209",
-                f"{key}: {called} has {' and '.join(sorted(group))}; wanted are files of the same name for "
+                f"{key}: {called} has {' and '.join(sorted(group))}; expected files of the same name for "
                 f"{' and '.join(sides) if len(sides) > 1 else 'two sides'}, such as train.en and train.de",
             )
         lines = {side: _lines_text_files(file, key, data.encoding) for side, file in sorted(group.items())}
-        counts = {side: len(found) for side, found in lines.items()}
+        counts = {side: len(texts) for side, texts in lines.items()}
         if len(set(counts.values())) > 1:
             told = ", ".join(f"{group[side]} has {count:,} lines" for side, count in counts.items())
             raise RunError("LS2210", f"{key}: {told}: line n of one has to be the translation of line n of the other")
-        for side, found in lines.items():
-            columns.setdefault(side, []).extend(found)
+        for side, texts in lines.items():
+            columns.setdefault(side, []).extend(texts)
     return datasets.Dataset.from_dict(columns)
 
 

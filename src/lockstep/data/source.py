@@ -8,10 +8,12 @@ says which one a row is from. Imports `datasets` only when called.
 
 from __future__ import annotations
 
+import difflib
 import glob
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -123,12 +125,12 @@ def load_mixture(
     fewer: Counter[str] = Counter()
     for number, (entry, section) in enumerate(zip(data.sources, sections(data), strict=True)):
         try:
-            found = read(section, seed, plain, tokens=tokens and tokens.renamed(entry.rename))
+            source = read(section, seed, plain, tokens=tokens and tokens.renamed(entry.rename))
         except RunError as error:
             raise RunError(error.code, f"data.sources: {entry.name}: {error.message}") from error
-        fewer.update(found.left_out)
-        for split, rows in found.splits.items():
-            rows = called(rows, entry, columns, split, found.name)
+        fewer.update(source.left_out)
+        for split, rows in source.splits.items():
+            rows = called(rows, entry, columns, split, source.name)
             rows = with_names(rows) if data.stream else rows  # of train no label is known yet
             rows = rows.add_column(SOURCE, np.full(len(rows), number, dtype=np.int8))
             parts.setdefault(split, []).append((entry.name, rows))
@@ -169,20 +171,20 @@ def theirs(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str
 
 def called(rows: Dataset, entry: OneSource, columns: Mapping[str, str], split: str, name: str) -> Dataset:
     """The columns that the task reads, under the names that it has for them. Errors: `RunError`."""
-    found = theirs(entry, columns)
-    for key, column in found.items():  # languages of a column of translations
+    names = theirs(entry, columns)
+    for key, column in names.items():  # languages of a column of translations
         if column not in rows.column_names and isinstance(inner := rows.features.get(_PAIR), Mapping):
-            found[key] = f"{_PAIR}.{column}" if column in inner else column
-    rows = usable_rows.added(rows, found, split, name)
-    for key, column in found.items():
+            names[key] = f"{_PAIR}.{column}" if column in inner else column
+    rows = usable_rows.added(rows, names, split, name)
+    for key, column in names.items():
         if column not in rows.column_names:
             raise RunError(
                 "LS2242",
                 f"data.sources: {entry.name}: {key}: the {split} split of {name} has no column {column!r}; it has "
                 f"{', '.join(rows.column_names)}. Say what it is called here: rename: {{{columns[key]}: ...}}",
             )
-    rows = rows.select_columns(list(dict.fromkeys(found.values())))
-    return rows.rename_columns({found[key]: ours for key, ours in columns.items() if found[key] != ours})
+    rows = rows.select_columns(list(dict.fromkeys(names.values())))
+    return rows.rename_columns({names[key]: ours for key, ours in columns.items() if names[key] != ours})
 
 
 def with_names(rows: Dataset) -> Dataset:
@@ -237,25 +239,27 @@ def files_of(data: DataSection) -> list[Path]:
     and for a task that makes its data by itself."""
     if data.sources is not None:
         return [file for section in sections(data) for file in files_of(section)]
-    if not given(data) or remote.given(data):
+    if not names_data(data) or remote.has_address(data):
         return []
     return [file for files in (local_splits(data) or {}).values() for file in files]
 
 
-def given(data: DataSection) -> bool:
+def names_data(data: DataSection) -> bool:
     """Whether the run file says where data are."""
     return any(getattr(data, key) is not None for key in ("source", "sources", *USUAL))
 
 
 def is_local(data: DataSection) -> bool:
     """Whether nothing of it is on the Hub. Errors: `RunError` for local files that are not there."""
-    return all(each.source in (BUILTIN, None) or remote.given(each) or bool(files_of(each)) for each in sections(data))
+    return all(
+        each.source in (BUILTIN, None) or remote.has_address(each) or bool(files_of(each)) for each in sections(data)
+    )
 
 
 def elsewhere(data: DataSection) -> list[list[remote.Fact]]:
     """Address, size and tag of every file that each source reads from an object store or another server. Asks them.
     Errors: `RunError`."""
-    return [remote.facts(section, local_splits) for section in sections(data) if remote.given(section)]
+    return [remote.facts(section, local_splits) for section in sections(data) if remote.has_address(section)]
 
 
 def pinned(data: DataSection) -> DataSection:
@@ -285,7 +289,7 @@ def load(
     Errors: `RunError`."""
     if data.sources is not None:
         return load_mixture(data, seed, plain, columns or {}, tokens, load)
-    if remote.given(data):
+    if remote.has_address(data):
         with remote.here(data, local_splits) as downloaded:
             return replace(load(downloaded, seed, plain, columns, tokens), name=remote.called(data))
     _quiet()
@@ -337,11 +341,11 @@ def _looks_local(text: str) -> bool:
 def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
     """Split -> files, or None when the source is not local. Errors: `RunError`, naming what is not there, or a link
     that leads elsewhere."""
-    if remote.given(data):
+    if remote.has_address(data):
         return None
-    if (found := _local_splits(data)) is not None:
-        check(data, found)
-    return found
+    if (splits := _local_splits(data)) is not None:
+        check(data, splits)
+    return splits
 
 
 def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
@@ -358,23 +362,23 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
         return _FILES[data.layout](data, USUAL)
     root = Path(data.source).expanduser()
     if root.is_dir():
-        found = {split: in_folder(root, split, data.layout) for split in USUAL}
-        if not any(found.values()) and "train" not in given:
+        splits = {split: in_folder(root, split, data.layout) for split in USUAL}
+        if not any(splits.values()) and "train" not in given:
             single = sorted(f for f in root.iterdir() if is_rows(f, data.layout))
             if not single:
                 endings = row_files.READ if data.layout == "rows" else ", ".join(annotated.ENDINGS[data.layout])
                 raise RunError(
                     "LS2248",
                     f"data.source: the folder {root} holds no data file; "
-                    f"wanted are files like train.jsonl with one of the endings {endings}",
+                    f"expected files like train.jsonl with one of the endings {endings}",
                 )
-            found["train"] = single
+            splits["train"] = single
         for split, value in given.items():
-            found[split] = _expand(value, f"data.{split}", data.layout, root)
-        return found
+            splits[split] = _expand(value, f"data.{split}", data.layout, root)
+        return splits
     if root.is_file() or _looks_local(data.source):
-        found = {"train": _expand(data.source, "data.source", data.layout)}
-        return found | {split: _expand(value, f"data.{split}", data.layout) for split, value in given.items()}
+        splits = {"train": _expand(data.source, "data.source", data.layout)}
+        return splits | {split: _expand(value, f"data.{split}", data.layout) for split, value in given.items()}
     return None
 
 
@@ -408,19 +412,27 @@ def _check_keys(files: dict[str, list[Path]], data: DataSection) -> None:
             raise RunError("LS2249", f"data.{key}: does not go with data.layout: {data.layout}; leave it out")
 
 
+def _near(path: Path) -> str:
+    """A file that a person may have meant."""
+    with suppress(OSError):
+        if near := difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()], 1):
+            return f"; did you mean {path.with_name(near[0])}?"
+    return ""
+
+
 def _expand(value: str | list[str], key: str, layout: str, root: Path | None = None) -> list[Path]:
     files: list[Path] = []
     for text in [value] if isinstance(value, str) else value:
         path = Path(text).expanduser()
         if root is not None and not path.is_absolute() and not path.exists():
             path = root / path
-        found = [path] if path.is_file() else sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_file())
-        if not found:
-            raise RunError("LS2250", f"{key}: no such file: {path}")
-        for file in found:
+        matches = [path] if path.is_file() else sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_file())
+        if not matches:
+            raise RunError("LS2250", f"{key}: no such file: {path}{_near(path)}")
+        for file in matches:
             if layout == "rows" and row_files.format_of(file) is None:
                 raise RunError("LS2251", f"{key}: {file} has none of the endings that can be read: {row_files.READ}")
-        files += found
+        files += matches
     return files
 
 
@@ -463,7 +475,7 @@ def _from_hub(data: DataSection) -> Source:
     assert data.source is not None
     try:
         with downloading(data.source, "dataset"):
-            found = datasets.load_dataset(data.source, data.config, revision=data.revision)
+            dataset = datasets.load_dataset(data.source, data.config, revision=data.revision)
     except (
         Exception
     ) as error:  # network, authorisation, no such data set, a config to choose: all are the user's to mend
@@ -472,7 +484,7 @@ def _from_hub(data: DataSection) -> Source:
             f"data.source: {data.source!r} is not a local file or folder, and loading it from the Hub failed: "
             f"{explained(error, data.revision)}",
         ) from error
-    for name, rows in found.items():
+    for name, rows in dataset.items():
         if row_files.INDEX in rows.column_names and rows.info.builder_name == "csv":  # as pandas reads wider rows
             raise RunError(
                 "LS2253",
@@ -483,13 +495,14 @@ def _from_hub(data: DataSection) -> Source:
     for split, usual in USUAL.items():
         given = getattr(data, split)
         for name in [given] if given is not None else usual:
-            if name in found:
-                splits[split] = found[name]
+            if name in dataset:
+                splits[split] = dataset[name]
                 break
         else:
             if given is not None:
                 raise RunError(
-                    "LS2254", f"data.{split}: {data.source} has no split {given!r}; it has {', '.join(map(str, found))}"
+                    "LS2254",
+                    f"data.{split}: {data.source} has no split {given!r}; it has {', '.join(map(str, dataset))}",
                 )
     return Source(data.source, {split: row_files.without_index(rows) for split, rows in splits.items()})
 

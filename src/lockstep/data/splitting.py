@@ -1,12 +1,10 @@
-"""Train, validation and test are kept apart: duplicates, what is cut off train, and examples that stand in two splits.
+"""The splits of a run: duplicates are left out, validation and test are cut off train, and examples that stand in two
+splits are counted or left out.
 
-In: splits that are whole, and the columns that their task reads. Out: the splits as training has them, and facts for
-those who read about the run: how many rows were left out and why, and how many examples stand in train and elsewhere.
-
-The examples of validation and test, by their hashes, which rows of a stream are compared with one chunk at a time.
-
-In: these splits, and the columns that make two examples the same. Out: which of them some rows of train are, and what
-is said of those that stand in both. What is in memory grows with validation and test, and not with train.
+In: whole splits, and the columns that their task reads. Out: the splits as training has them, and facts for whoever
+reads about the run: how many rows were left out and why, and how many examples stand in train and elsewhere. For a
+stream `EvalHashes` has the hashes of validation and test, with which rows of train are compared a chunk at a time, so
+that memory grows with these and not with train.
 """
 
 from __future__ import annotations
@@ -58,16 +56,16 @@ def deduplicate_and_split(
             facts["duplicates"] = {"train": len(train) - len(rows)}
             splits = splits | {"train": train.select(rows)}
     splits = _cut_off(splits, run, cut, read)
-    found, overlapping = overlap(splits, texts)
-    if found:
-        facts["overlap"] = found
-    if found and run.data.decontaminate:
+    overlaps, overlapping = overlap(splits, texts)
+    if overlaps:
+        facts["overlap"] = overlaps
+    if overlaps and run.data.decontaminate:
         facts["dropped"] = {"train": len(overlapping)}
         rest = np.setdiff1d(np.arange(len(splits["train"])), overlapping)
         if len(rest) == 0:
             raise RunError(
                 "LS2261",
-                f"data.decontaminate: every row of the train split of {read.name} stands in {' and '.join(found)}",
+                f"data.decontaminate: every row of the train split of {read.name} stands in {' and '.join(overlaps)}",
             )
         splits = splits | {"train": splits["train"].select(rest)}
     facts |= _of_sources(read, splits)
@@ -94,14 +92,14 @@ def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> di
 
     if not read.sources:
         return _cut_one(splits, run, cut, read.name, True)
-    found: dict[str, list[Dataset]] = {}
+    pieces: dict[str, list[Dataset]] = {}
     of = {split: usable_rows.numbers(dataset, SOURCE) for split, dataset in splits.items()}
     for number, name in enumerate(read.sources):
         rows = {split: np.flatnonzero(numbers == number) for split, numbers in of.items()}
         own = {split: splits[split].select(places) for split, places in rows.items() if len(places)}
         for split, dataset in _cut_one(own, run, cut, name, False).items():
-            found.setdefault(split, []).append(dataset)
-    return {split: datasets.concatenate_datasets(parts) for split, parts in found.items()}
+            pieces.setdefault(split, []).append(dataset)
+    return {split: datasets.concatenate_datasets(parts) for split, parts in pieces.items()}
 
 
 def _cut_one(splits: dict[str, Dataset], run: Run, cut: Cut, name: str, alone: bool) -> dict[str, Dataset]:
@@ -125,15 +123,15 @@ def _cut_one(splits: dict[str, Dataset], run: Run, cut: Cut, name: str, alone: b
 def hashes(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
     """Of each row, by what some columns hold, white space aside: uint64 [rows, 2]. By all cores."""
     some = dataset.select_columns(list(columns))
-    found = np.frombuffer(mmap.mmap(-1, max(1, 16 * len(dataset))), np.uint64, 2 * len(dataset)).reshape(-1, 2)
+    pairs = np.frombuffer(mmap.mmap(-1, max(1, 16 * len(dataset))), np.uint64, 2 * len(dataset)).reshape(-1, 2)
 
     def work(part: range) -> None:
         for start in range(part.start, part.stop, _ROWS):
             stop = min(start + _ROWS, part.stop)
-            found[start:stop] = hashed(some[start:stop], columns)
+            pairs[start:stop] = hashed(some[start:stop], columns)
 
     arrow_cache.together_over(arrow_cache.spans(len(dataset), arrow_cache.ROWS), work, "looking for equal examples")
-    return found
+    return pairs
 
 
 def hashed(rows: Mapping[str, Sequence[Any]], columns: Sequence[str]) -> np.ndarray:
@@ -154,10 +152,10 @@ def _normal(value: Any) -> str:
     return "\x1e".join(["[", *map(_normal, value), "]"]) if isinstance(value, list | tuple) else repr(value)
 
 
-def first_of(found: np.ndarray) -> np.ndarray:
+def first_of(pairs: np.ndarray) -> np.ndarray:
     """Of each hash the first row that has it, in order: int64."""
-    order = np.lexsort((found[:, 1], found[:, 0]))  # stable: of equal ones the first row comes first
-    ordered = found[order]
+    order = np.lexsort((pairs[:, 1], pairs[:, 0]))  # stable: of equal ones the first row comes first
+    ordered = pairs[order]
     new = np.ones(len(order), dtype=bool)
     new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
     return np.sort(order[new])
@@ -193,12 +191,12 @@ def overlap(splits: Mapping[str, Dataset], texts: Sequence[str]) -> tuple[dict[s
     return told, np.flatnonzero(overlapping)
 
 
-def _among(found: np.ndarray, some: np.ndarray) -> np.ndarray:
+def _among(pairs: np.ndarray, some: np.ndarray) -> np.ndarray:
     """The rows of hashes whose first half is one of `some`, in order: int64. Takes no memory that grows with them."""
     wanted = np.unique(some)
     rows = [np.empty(0, dtype=np.int64)]
-    for start in range(0, len(found), arrow_cache.ROWS):
-        part = found[start : start + arrow_cache.ROWS, 0]
+    for start in range(0, len(pairs), arrow_cache.ROWS):
+        part = pairs[start : start + arrow_cache.ROWS, 0]
         at = np.minimum(np.searchsorted(wanted, part), max(0, len(wanted) - 1))
         rows.append(start + np.flatnonzero(wanted[at] == part) if len(wanted) else rows[0])
     return np.concatenate(rows)
@@ -226,11 +224,12 @@ def left_out(facts: Mapping[str, Any]) -> str:
 def warnings(facts: Mapping[str, Any]) -> list[str]:
     """Of texts that were cut, of labels that may be the same, and of examples that a model is trained and scored on."""
     told = [
-        f"{found['texts']:,} of {found['of']:,} {split} texts are longer than {found['most']:,} tokens, and their ends "
-        f"({found['tokens']:,} tokens) are cut off"
-        + f"; {found['nothing']:,} more, in which nothing to learn would be left, are not used" * (found["nothing"] > 0)
-        + f". A larger {found['key']} keeps more"
-        for split, found in facts.get("cut_texts", {}).items()
+        f"{counts['texts']:,} of {counts['of']:,} {split} texts are longer than {counts['most']:,} tokens, and their "
+        f"ends ({counts['tokens']:,} tokens) are cut off"
+        + f"; {counts['nothing']:,} more, in which nothing to learn would be left, are not used"
+        * (counts["nothing"] > 0)
+        + f". A larger {counts['key']} keeps more"
+        for split, counts in facts.get("cut_texts", {}).items()
     ]
     told += [
         "labels that differ only in blanks around them or in case are learned as different ones: "
@@ -241,15 +240,15 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
     if facts.get("dropped"):
         return told
     return told + [
-        f"{found['examples']:,} of {found['of']:,} {split} examples stand in train, too; the first is row "
-        f"{found['row']:,} of {split}, {_in_train(found)}: {found['text']!r}. Scores on them flatter; "
+        f"{counts['examples']:,} of {counts['of']:,} {split} examples stand in train, too; the first is row "
+        f"{counts['row']:,} of {split}, {_in_train(counts)}: {counts['text']!r}. Scores on them flatter; "
         "data.decontaminate=true leaves them out of train"
-        for split, found in facts.get("overlap", {}).items()
+        for split, counts in facts.get("overlap", {}).items()
     ]
 
 
-def _in_train(found: Mapping[str, Any]) -> str:
-    return str(found["train_place"]) if "train_place" in found else f"row {found['train_row']:,} of train"
+def _in_train(counts: Mapping[str, Any]) -> str:
+    return str(counts["train_place"]) if "train_place" in counts else f"row {counts['train_row']:,} of train"
 
 
 FILE = "held-out.npy"  # in the folder of an index
@@ -266,9 +265,9 @@ class EvalHashes:
     @staticmethod
     def of(splits: Mapping[str, Dataset], columns: Sequence[str], drop: bool) -> EvalHashes:
         """Of all splits but train. By all cores."""
-        found = [hashes(rows, columns) for split, rows in splits.items() if split != "train"]
+        arrays = [hashes(rows, columns) for split, rows in splits.items() if split != "train"]
         return EvalHashes(
-            tuple(columns), np.unique(np.concatenate([np.empty((0, 2), np.uint64), *found]), axis=0), drop
+            tuple(columns), np.unique(np.concatenate([np.empty((0, 2), np.uint64), *arrays]), axis=0), drop
         )
 
     @staticmethod
@@ -293,14 +292,14 @@ class EvalHashes:
 
     def standing(self, rows: Dataset) -> np.ndarray:
         """Of each row the number of the example that it is, or -1: int64 [rows]."""
-        found = np.full(len(rows), -1, dtype=np.int64)
+        numbers = np.full(len(rows), -1, dtype=np.int64)
         if not len(self.hashes):
-            return found
+            return numbers
         own = hashed(rows[:], self.columns)
         at = np.minimum(np.searchsorted(self.hashes[:, 0], own[:, 0]), len(self.hashes) - 1)
         for row in np.flatnonzero(self.hashes[at, 0] == own[:, 0]):  # few, or the split is of no use
-            found[row] = self._numbers.get((int(own[row, 0]), int(own[row, 1])), -1)
-        return found
+            numbers[row] = self._numbers.get((int(own[row, 0]), int(own[row, 1])), -1)
+        return numbers
 
     def overlap(self, splits: Mapping[str, Dataset], places: Mapping[int, str]) -> dict[str, dict[str, Any]]:
         """Examples of train that occur in other splits, as `splitting.overlap` counts them. `places`: of examples that

@@ -1,14 +1,11 @@
-"""The training rows of one source of a stream: its shards, and which of their rows are used.
+"""The rows of a training split that is larger than the cache, of one source or of several, and the index of them, which
+is all that is stored.
 
-In: a `data` section, and the columns that a task reads. Out: rows of a shard a chunk at a time, called as the task
-calls them, without those that are left out; or a `RunError` that names the source, the file and its rows.
+In: the files of `data.train`, the columns that a task reads, and a function that encodes some of their rows. Out: the
+usable rows of a file a chunk at a time; where each chunk begins, how many examples it makes and a hash of these, in the
+cache; or a `RunError` that names the source, the file and its rows.
 
-The rows of a training split that is larger than the cache, and the index of them, which is all that is kept.
-
-In: the files of `data.train`, and a function that encodes some of their rows. Out: where each chunk of rows begins, how
-many examples it makes and a hash of these, in the cache; or a `RunError` that names the file and its rows.
-
-The index is made by all cores, a shard each, and what is done stays done when the rest is killed: every row is read,
+All cores make the index, a shard each, and a shard that is done stays done when the rest is killed: every row is read,
 checked, encoded and counted once.
 """
 
@@ -70,13 +67,15 @@ class StreamingSource:
     files: list[Path] = field(default_factory=list)
     copies: ShardCache | None = None  # of files that are elsewhere: then `files` are where their copies lie
 
-    def found(self) -> StreamingSource:
+    def with_files(self) -> StreamingSource:
         """With its files. Errors: `RunError` where there are none, or one that cannot be streamed."""
         with self.named():
             source.theirs(self.entry, self.columns)
-            found = remote.shards(self.data, source.local_splits, self.among) if remote.given(self.data) else None
-            copies = found if isinstance(found, ShardCache) else None
-            here = found if isinstance(found, list) else []
+            shards = (
+                remote.shards(self.data, source.local_splits, self.among) if remote.has_address(self.data) else None
+            )
+            copies = shards if isinstance(shards, ShardCache) else None
+            here = shards if isinstance(shards, list) else []
             files = copies.paths if copies else here or (source.local_splits(self.data) or {}).get("train") or []
             if not files:
                 raise RunError(
@@ -88,7 +87,7 @@ class StreamingSource:
                 copies.check()
         return replace(self, files=files, copies=copies)
 
-    def known(self, facts: Sequence[Identity]) -> StreamingSource:
+    def of_index(self, facts: Sequence[Identity]) -> StreamingSource:
         """With the files of an index."""
         if not any(is_address(name) for name, _, _ in facts):
             return replace(self, files=[Path(name) for name, _, _ in facts])
@@ -127,9 +126,9 @@ class StreamingSource:
         """All columns, or paths, that are looked at, as they are called in the files."""
         return list(dict.fromkeys([*source.theirs(self.entry, self.columns).values(), *self.data.filter]))
 
-    def used(self, found: Rows, file: Path) -> Used:
+    def usable(self, chunk_rows: Rows, file: Path) -> Used:
         """Errors: `RunError`."""
-        rows = _dataset(found, self.wanted, file, self.data.drop_missing, self.within)
+        rows = _dataset(chunk_rows, self.wanted, file, self.data.drop_missing, self.within)
         _, holds = usable_rows.holding(rows, self.data, "train", file.name, None)
         some = rows if holds.all() else rows.select(np.flatnonzero(holds))
         if len(some):
@@ -148,18 +147,18 @@ class StreamingSource:
             some = some.select(np.flatnonzero(standing < 0))
         return Used(some, int(len(holds) - holds.sum()), dropped, numbers)
 
-    def made(self, found: Rows, file: Path, chunk: Chunk, make: Make) -> tuple[pa.RecordBatch | None, Used]:
+    def examples(self, rows: Rows, file: Path, chunk: Chunk, make: Make) -> tuple[pa.RecordBatch | None, Used]:
         """The examples of a chunk, and the rows that they are made of. Errors: `RunError`."""
         with self.counting(file, chunk):
-            used = self.used(found, file)
+            used = self.usable(rows, file)
             return make(used.rows) if len(used.rows) else None, used
 
     def of(self, file: Path) -> Iterator[Dataset]:
         """The rows that are used of a shard, a chunk at a time. Errors: `RunError`."""
         with self.named():
-            for chunk, found in self.opened(file).walk():
+            for chunk, rows_read in self.opened(file).walk():
                 with self.counting(file, chunk):
-                    used = self.used(found, file)
+                    used = self.usable(rows_read, file)
                 yield used.rows
 
     @contextmanager
@@ -183,13 +182,13 @@ class StreamingSource:
         return [(unpinned(name), size, tag) for name, size, tag in self.facts]
 
 
-def _dataset(found: Rows, wanted: list[str], file: Path, lenient: bool, within: str | None) -> Dataset:
+def _dataset(rows: Rows, wanted: list[str], file: Path, lenient: bool, within: str | None) -> Dataset:
     """The columns of a chunk that are read, or that the paths among `wanted` lead into. `lenient`: one that is not
     there has nothing in every row. Errors: `RunError`."""
     import datasets
     from datasets.arrow_writer import OptimizedTypedSequence
 
-    names = found.column_names if isinstance(found, pa.Table) else list(found)
+    names = rows.column_names if isinstance(rows, pa.Table) else list(rows)
     roots: list[str] = []
     lacking: list[str] = []
     for path in wanted:
@@ -202,11 +201,11 @@ def _dataset(found: Rows, wanted: list[str], file: Path, lenient: bool, within: 
         (lacking if root is None else roots).append(root or path)
     roots = list(dict.fromkeys(roots))
     try:
-        if isinstance(found, pa.Table):
-            kinds = datasets.Features.from_arrow_schema(found.schema)
-            some = found.select(roots).replace_schema_metadata(None)
+        if isinstance(rows, pa.Table):
+            kinds = datasets.Features.from_arrow_schema(rows.schema)
+            some = rows.select(roots).replace_schema_metadata(None)
         else:
-            typed = {root: OptimizedTypedSequence(found[root], col=root) for root in roots}
+            typed = {root: OptimizedTypedSequence(rows[root], col=root) for root in roots}
             some = pa.table({root: pa.array(values) for root, values in typed.items()})
             kinds = datasets.Features({root: values.get_inferred_type() for root, values in typed.items()})
         made = datasets.Dataset(
@@ -215,19 +214,19 @@ def _dataset(found: Rows, wanted: list[str], file: Path, lenient: bool, within: 
             fingerprint="a-chunk",  # kept nowhere: `datasets` would pickle all rows, and hash that, to make one
         )
     except (pa.ArrowException, TypeError, OverflowError, ValueError) as error:
-        said = _unlike(found, roots) or " ".join(str(error).split())
+        said = _unlike(rows, roots) or " ".join(str(error).split())
         raise RunError("LS2272", f"data.train: columns of {file.name} hold values of several kinds: {said}") from None
     for path in lacking:
         made = made.add_column(path, [None] * len(made))
     return made
 
 
-def _unlike(found: Rows, roots: list[str]) -> str:
+def _unlike(rows: Rows, roots: list[str]) -> str:
     """The first value that is not of the kind of those before it, for a person; nothing where kinds are told by the
     file."""
-    for root in roots if isinstance(found, dict) else []:
+    for root in roots if isinstance(rows, dict) else []:
         kinds: dict[type, Any] = {}
-        for row, value in enumerate(found[root]):
+        for row, value in enumerate(rows[root]):
             if value is not None:
                 kinds.setdefault(type(value), value)
             if len(kinds) > 1:
@@ -266,21 +265,21 @@ class Stream:
             StreamingSource(each, *how, entry, len(sections)) for each, entry in zip(sections, entries, strict=True)
         ]
 
-    def found(self, splits: Mapping[str, Dataset], texts: Sequence[str]) -> Stream:
+    def with_files(self, splits: Mapping[str, Dataset], texts: Sequence[str]) -> Stream:
         """With its files. `splits`: the others, whose rows are looked for in it by what they have in the columns
         `texts`. Errors: `RunError` where there are none, or one that cannot be streamed."""
-        parts = [each.found() for each in self._sources()]
+        parts = [each.with_files() for each in self._sources()]
         held_out = EvalHashes.of(splits, texts, self.data.decontaminate)
         known = tuple(replace(each, held_out=held_out if held_out.drop else None) for each in parts)
         return replace(self, parts=known, held_out=held_out, splits=splits)
 
-    def known(self, folder: Path) -> Stream:
+    def of_index(self, folder: Path) -> Stream:
         """With the files of an index."""
         told = about(folder)
         held_out = EvalHashes.read(folder, told["texts"])
         ends = np.cumsum(told["sources"]).tolist()
         files = [told["files"][start:stop] for start, stop in itertools.pairwise([0, *ends])]
-        parts = [each.known([tuple(f) for f in some]) for each, some in zip(self._sources(), files, strict=True)]
+        parts = [each.of_index([tuple(f) for f in some]) for each, some in zip(self._sources(), files, strict=True)]
         return replace(self, parts=tuple(replace(each, held_out=held_out) for each in parts))
 
     @property
@@ -319,9 +318,9 @@ class Stream:
             done(1)
 
         key = digest("bytes of a stream", [each.identities for each in self.parts])
-        folder = self._made(key, ".sha256", one, "hashing the shards", lambda folder: None)
-        found = b"".join(file.read_bytes() for file in sorted(folder.glob("*.sha256")))
-        return digest(hashlib.sha256(found).hexdigest(), self._chosen)
+        folder = self._per_shard(key, ".sha256", one, "hashing the shards", lambda folder: None)
+        digests = b"".join(file.read_bytes() for file in sorted(folder.glob("*.sha256")))
+        return digest(hashlib.sha256(digests).hexdigest(), self._chosen)
 
     @property
     def _chosen(self) -> list[Any]:
@@ -343,11 +342,11 @@ class Stream:
 
         def one(numbers: range, path: Path, done: Callable[[int], None]) -> None:
             part, file = self._at(numbers)
-            found = [tell(rows) for rows in part.of(file) if len(rows)]
-            path.write_text(json.dumps(found), encoding="utf-8")
+            values = [tell(rows) for rows in part.of(file) if len(rows)]
+            path.write_text(json.dumps(values), encoding="utf-8")
             done(1)
 
-        path = self._made(self._key("told", key), ".json", one, doing, lambda folder: None)
+        path = self._per_shard(self._key("told", key), ".json", one, doing, lambda folder: None)
         told = [each for file in sorted(path.glob("*.json")) for each in json.loads(file.read_text(encoding="utf-8"))]
         if not told:
             raise self._nothing(self.parts[0], "hold no row that is used")
@@ -378,8 +377,8 @@ class Stream:
             standing: dict[int, str] = {}
             fewer = Counter[str]()
             with part.named():
-                for chunk, found in part.opened(file).walk():
-                    batch, used = part.made(found, file, chunk, make)
+                for chunk, rows in part.opened(file).walk():
+                    batch, used = part.examples(rows, file, chunk, make)
                     fewer.update(used=len(used.rows), filtered=used.filtered, dropped=used.dropped)
                     place = f"rows {chunk.row:,} to {chunk.row + chunk.rows - 1:,} of {part.called(file)}"
                     standing |= {n: place for n in used.standing.tolist() if n not in standing}
@@ -391,9 +390,9 @@ class Stream:
             done(1)
 
         key = self._key("index", key, held_out.content)
-        return self._made(key, ".shard", one, "reading and counting the shards", self._together)
+        return self._per_shard(key, ".shard", one, "reading and counting the shards", self._together)
 
-    def _made(
+    def _per_shard(
         self,
         key: str,
         ending: str,
@@ -490,15 +489,15 @@ def facts(folder: Path, others: Mapping[str, Any]) -> dict[str, Any]:
     """What is said of train, beside what is said of the other splits: rows that are left out, examples of other splits
     that stand in it, and examples of each source."""
     told = about(folder)
-    found = dict(others)
+    result = dict(others)
     for key in ("left_out", "filtered", "dropped"):
         if told[key]:
-            found[key] = {"train": told[key], **others.get(key, {})}
+            result[key] = {"train": told[key], **others.get(key, {})}
     if told["overlap"]:
-        found["overlap"] = told["overlap"]
+        result["overlap"] = told["overlap"]
     if "sources" in others:
-        found["sources"] = others["sources"] | {"rows": {"train": told["examples"], **others["sources"]["rows"]}}
-    return found
+        result["sources"] = others["sources"] | {"rows": {"train": told["examples"], **others["sources"]["rows"]}}
+    return result
 
 
 def names_of(files: Mapping[str, str]) -> list[tuple[str, str]]:

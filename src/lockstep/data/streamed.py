@@ -76,7 +76,7 @@ class _Chunks(Shards):
         """How the rows of the files are read, and what makes examples of them."""
         if self._parts is None:
             rows_of, make = self._how()
-            self._parts = rows_of.known(self.folder), make
+            self._parts = rows_of.of_index(self.folder), make
         return self._parts
 
     def _read(self, number: int) -> pa.RecordBatch:
@@ -96,7 +96,7 @@ class _Chunks(Shards):
                         shard = part.opened(file)
                     assert shard is not None
                     chunk = Chunk(row, rows, at, length)
-                    batch, _ = part.made(shard.read(chunk), file, chunk, make)
+                    batch, _ = part.examples(shard.read(chunk), file, chunk, make)
                     self._open[source] = of, shard
             except RunError as error:
                 mend = _LATER if isinstance(error, Unfetched) else _MEND

@@ -50,12 +50,12 @@ def whole(
 ) -> Dataset:
     """The rows that have all texts, and a score. Errors: `RunError` for those that lack one, where they are not to be
     left out, and for scores that are no numbers, or not between the `ends`."""
-    found = usable_rows.texts(dataset, columns, split, name, drop)
+    rows = usable_rows.texts(dataset, columns, split, name, drop)
     if score is None:
-        return found
-    usable_rows.present(found, {"task.score": score}, split, name)
-    found = usable_rows.complete(found, {"task.score": score}, split, name, drop)
-    for first, part in usable_rows.lists(found, score):
+        return rows
+    usable_rows.present(rows, {"task.score": score}, split, name)
+    rows = usable_rows.complete(rows, {"task.score": score}, split, name, drop)
+    for first, part in usable_rows.lists(rows, score):
         for row, value in enumerate(part, first):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not ends[0] <= value <= ends[1]:
@@ -65,7 +65,7 @@ def whole(
                     f"task.score: row {row} of the {split} split of {name} holds {str(value)[:60]!r} in column "
                     f"{score!r}, which is no number from {ends[0]:g} to {ends[1]:g}{remedy}",
                 )
-    return found
+    return rows
 
 
 def told_apart(
@@ -89,8 +89,8 @@ def read(tokenizer: Any, texts: list[str], most: int) -> list[list[int]]:
     """The tokens of each text, one at least."""
     end = lm_documents.end_of(tokenizer)
     instead = int(tokenizer.pad_token_id if end is None else end)
-    found = tokenizer(texts, truncation=True, max_length=most, return_attention_mask=False)["input_ids"]
-    return [ids or [instead] for ids in found]
+    token_ids = tokenizer(texts, truncation=True, max_length=most, return_attention_mask=False)["input_ids"]
+    return [ids or [instead] for ids in token_ids]
 
 
 def encoded(
@@ -116,7 +116,7 @@ def encoded(
     def encoder(rows: dict[str, list]) -> dict[str, list]:
         sides = [read(tokenizer, rows[column], most) for column in texts]
         each = list(zip(*sides, strict=True))
-        found = {
+        columns = {
             "input_ids": [[token for ids in row for token in ids] for row in each],
             "sizes": [[len(ids) for ids in row] for row in each],
             "numbers": rows[_NUMBERS],
@@ -124,8 +124,8 @@ def encoded(
         }
         if score is not None:
             low, high = ends
-            found["score"] = [round((value - low) / (high - low) * ONE) for value in rows[score]]
-        return found
+            columns["score"] = [round((value - low) / (high - low) * ONE) for value in rows[score]]
+        return columns
 
     columns = [*texts, *([score] if score is not None else [])]
     told = dataset.select_columns(columns).add_column(_NUMBERS, numbers.tolist())

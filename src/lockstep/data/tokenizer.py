@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -88,7 +89,7 @@ def _folder(run: Run, texts: Iterator[list[str]], content: str, generative: bool
             return cached(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
         key = digest("tokenizer", 2, key)
         folder = cached(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
-        return _kept(load(str(folder)), "tokenizer.train")  # named by what it came to
+        return _in_cache(load(str(folder)), "tokenizer.train")  # named by what it came to
     source = run.tokenizer.source or run.model.source
     if source is None:
         raise RunError(
@@ -96,7 +97,7 @@ def _folder(run: Run, texts: Iterator[list[str]], content: str, generative: bool
             "tokenizer: a model from scratch (model.type) needs one; "
             "give tokenizer.train (bpe, wordpiece, wordlevel, unigram, character) or tokenizer.source",
         )
-    return _kept(_load_source(run, source), source)
+    return _in_cache(_load_source(run, source), source)
 
 
 def of_targets(run: Run) -> Path | None:
@@ -109,7 +110,7 @@ def of_targets(run: Run) -> Path | None:
         return None
     place = _local(source)
     try:
-        found = cached_file(
+        vocabulary = cached_file(
             place,
             "tokenizer_config.json",
             subfolder=TARGET,
@@ -120,10 +121,10 @@ def of_targets(run: Run) -> Path | None:
         )
     except OSError:  # no such repository: that is told when the sources' tokenizer is loaded
         return None
-    return _kept(_load_source(run, source, subfolder=TARGET), f"{source}/{TARGET}") if found else None
+    return _in_cache(_load_source(run, source, subfolder=TARGET), f"{source}/{TARGET}") if vocabulary else None
 
 
-def _kept(tokenizer: Any, source: str) -> Path:
+def _in_cache(tokenizer: Any, source: str) -> Path:
     """The folder in the cache of a tokenizer loaded from `source`, with a padding token. Errors: `RunError`."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -183,6 +184,8 @@ def _load_source(run: Run, source: str, **place: str) -> Any:
 
     key = "tokenizer.source" if run.tokenizer.source else "model.source"
     source, revision, trusted = _local(source), _revision(run), run.model.trust_remote_code
+    if Path(source).is_dir():
+        _refuse_folder(Path(source), key)
     try:
         with downloading(source, "model"):
             return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trusted, **place)
@@ -192,6 +195,26 @@ def _load_source(run: Run, source: str, **place: str) -> Any:
         raise RunError(
             "LS2303", f"{key}: cannot load a tokenizer from {source!r}: {explained(error, revision)}"
         ) from error
+
+
+def _refuse_folder(folder: Path, key: str) -> None:
+    """Refuse a local folder that holds no model, or no tokenizer. Errors: `RunError`."""
+    names = {file.name for file in folder.iterdir()}
+    if key == "model.source" and not names & {"config.json", "adapter_config.json"}:
+        shown = ", ".join(sorted(names)[:5]) or "nothing"
+        raise RunError(
+            "LS2330",
+            f"model.source: {folder} has no config.json, so it is no folder of a model: it "
+            f"holds {shown}. Give the folder "
+            "that save_pretrained wrote, or OUTPUT/export of a run",
+        )
+    if not any(re.search(r"token|vocab|merges|\.model$|spiece|\.tiktoken$", name) for name in names):
+        raise RunError(
+            "LS2331",
+            f"{key}: {folder} holds no tokenizer (no tokenizer.json, vocab.txt or the like). "
+            "Save the tokenizer there, or "
+            "set tokenizer.source to a Hub id or folder that has one",
+        )
 
 
 def _local(source: str) -> str:
@@ -301,8 +324,8 @@ def _with_model(tokenizer: Any, model: Any) -> Any:
     """Another tokenizer that takes texts apart in the same way."""
     from tokenizers import Tokenizer
 
-    found = Tokenizer(model)
+    new_tokenizer = Tokenizer(model)
     for name in ("normalizer", "pre_tokenizer", "decoder"):
         if (part := getattr(tokenizer, name)) is not None:
-            setattr(found, name, part)
-    return found
+            setattr(new_tokenizer, name, part)
+    return new_tokenizer

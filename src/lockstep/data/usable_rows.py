@@ -66,20 +66,20 @@ def plain(dataset: Dataset, column: str) -> bool:
 
 def distinct(dataset: Dataset, column: str) -> set[Any]:
     """What a column holds, each once."""
-    found: set[Any] = set()
+    seen: set[Any] = set()
     if plain(dataset, column):
         for part in arrays(dataset, column):
-            found.update(pc.unique(part).to_pylist())
+            seen.update(pc.unique(part).to_pylist())
     else:
         for _, values in lists(dataset, column):
-            found.update(values)
-    return found
+            seen.update(values)
+    return seen
 
 
 def rows_where(dataset: Dataset, column: str, told: Callable[[pa.ChunkedArray], Any]) -> np.ndarray:
     """What `told` says of each row by parts: bool [rows]."""
-    found = [np.asarray(told(part)) for part in arrays(dataset, column)]
-    return np.concatenate([np.empty(0, bool), *found])
+    masks = [np.asarray(told(part)) for part in arrays(dataset, column)]
+    return np.concatenate([np.empty(0, bool), *masks])
 
 
 _ROWS = 10_000  # looked at together
@@ -91,10 +91,10 @@ def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -
     import datasets
 
     for key, path in columns.items():
-        found = _parted(dataset, path)
-        if found is None:
+        parted = _parted(dataset, path)
+        if parted is None:
             continue
-        root, parts = found
+        root, parts = parted
         told = _Told(key, path, split, name)
         feature = _feature(dataset, root, parts, told)
 
@@ -117,13 +117,13 @@ def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -
 
 def values(dataset: Dataset, key: str, path: str, split: str, name: str) -> Iterator[pa.Array]:
     """What a column, or a path, holds, some rows at a time. Errors: `RunError`, also where there is no such column."""
-    found = (path, ()) if path in dataset.column_names else _parted(dataset, path)
-    if found is None:
+    column_and_path = (path, ()) if path in dataset.column_names else _parted(dataset, path)
+    if column_and_path is None:
         raise RunError(
             "LS2310",
             f"{key}: the {split} split of {name} has no column {path!r}; it has {', '.join(dataset.column_names)}",
         )
-    root, parts = found
+    root, parts = column_and_path
     column = dataset.select_columns([root]).with_format("arrow")
     for start in range(0, len(dataset), _ROWS):
         yield _reach(column[start : start + _ROWS].column(0).combine_chunks(), parts, _Told(key, path, split, name))
@@ -222,8 +222,15 @@ def present(dataset: Dataset, columns: Mapping[str, str], split: str, name: str)
             raise RunError(
                 "LS2312",
                 f"{key}: the {split} split of {name} has no column {column!r}; it has "
-                f"{', '.join(dataset.column_names)}",
+                f"{', '.join(dataset.column_names)}{_other_separator(dataset.column_names)}",
             )
+
+
+def _other_separator(names: list[str]) -> str:
+    """What to set for a table whose header was read as one cell."""
+    marks = [mark for mark in (";", "\t", "|") if len(names) == 1 and mark in names[0]]
+    name = {"\t": "tab"}.get(marks[0], marks[0]) if marks else ""
+    return f". Cells seem to have {name!r} between them: set data.separator={name!r}" if marks else ""
 
 
 def complete(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, drop: bool) -> Dataset:
@@ -238,11 +245,11 @@ def without(
     dataset: Dataset, lacks: Mapping[str, tuple[str, np.ndarray]], split: str, name: str, drop: bool
 ) -> Dataset:
     """The rows that lack nothing; `lacks` is column and bool [rows] by key. Errors: as those of `complete`."""
-    lacks = {key: found for key, found in lacks.items() if found[1].any()}
+    lacks = {key: lack for key, lack in lacks.items() if lack[1].any()}
     if not lacks:
         return dataset
     if not drop:
-        told = [_describe(dataset, key, *found, split, name) for key, found in lacks.items()]
+        told = [_describe(dataset, key, *lack, split, name) for key, lack in lacks.items()]
         raise RunError(
             "LS2323", "\n  ".join(["columns lack something in some rows:", *told] if len(told) > 1 else told)
         )
@@ -277,8 +284,8 @@ def left_out(read: Mapping[str, Dataset], kept: Mapping[str, Dataset]) -> dict[s
     """The fact, for those who read about the run, of how many rows of each split were left out, or all of one whose
     labels are hidden; nothing where none."""
     fewer = {split: len(rows) - len(kept.get(split, ())) for split, rows in read.items()}
-    found = {split: count for split, count in fewer.items() if count}
-    return {"left_out": found} if found else {}
+    counts = {split: count for split, count in fewer.items() if count}
+    return {"left_out": counts} if counts else {}
 
 
 def lacking(dataset: Dataset, column: str) -> np.ndarray:
@@ -347,8 +354,8 @@ class TokenCounts:
         def encoder(rows: dict[str, list]) -> dict[str, list]:
             texts = [text or "" for text in rows[path]]
             given = {"text_target" if wanted else "text": texts}
-            found = tok(**given, return_attention_mask=False, verbose=False)["input_ids"]
-            return {"tokens": [-1 if text is None else len(n) for text, n in zip(rows[path], found, strict=True)]}
+            ids = tok(**given, return_attention_mask=False, verbose=False)["input_ids"]
+            return {"tokens": [-1 if text is None else len(n) for text, n in zip(rows[path], ids, strict=True)]}
 
         key = digest("tokens of texts", VERSION, content(column, [path]), folder.name, wanted)
         features = datasets.Features({"tokens": datasets.Value("int32")})
@@ -366,7 +373,7 @@ def filtered(
 ) -> tuple[dict[str, Dataset], dict[str, int]]:
     """The rows for which every condition of `data.filter` holds, and how many others each split had. `tokens`: counts
     them, where there is a tokenizer. Errors: `RunError`, also where a split has none left."""
-    found, fewer = {}, {}
+    remaining, fewer = {}, {}
     for split, dataset in splits.items():
         masks, kept = holding(dataset, data, split, name, tokens)
         if len(dataset) and not kept.any():
@@ -377,8 +384,8 @@ def filtered(
                 "LS2317", f"data.filter: no row of the {split} split of {name} is left; of {len(dataset):,}: {each}"
             )
         fewer[split] = int(len(dataset) - kept.sum())
-        found[split] = dataset.select(np.flatnonzero(kept)) if fewer[split] else dataset
-    return found, {split: count for split, count in fewer.items() if count}
+        remaining[split] = dataset.select(np.flatnonzero(kept)) if fewer[split] else dataset
+    return remaining, {split: count for split, count in fewer.items() if count}
 
 
 def holding(
@@ -433,16 +440,16 @@ def _holds(column: pa.Array, wanted: Wanted) -> pa.Array:
     """Bool [rows], null where the column is. Errors: `_Unlike`."""
     if not isinstance(wanted, Condition):
         return _among(column, wanted if isinstance(wanted, list) else [wanted])
-    found = [pc.is_valid(column)]
+    masks = [pc.is_valid(column)]
     for key, value in wanted.given.items():
         if key.endswith("_tokens"):
             continue  # of all rows at once, by `_mask`
         if key == "none_of":
-            found.append(pc.invert(_among(column, value)))
+            masks.append(pc.invert(_among(column, value)))
         else:
             measured = _measured(column, key.partition("_")[2])
-            found.append((pc.greater_equal if key.startswith("min") else pc.less_equal)(measured, value))
-    return reduce(pc.and_, found)
+            masks.append((pc.greater_equal if key.startswith("min") else pc.less_equal)(measured, value))
+    return reduce(pc.and_, masks)
 
 
 def _among(column: pa.Array, values: list[Scalar]) -> pa.Array:
@@ -457,10 +464,10 @@ def _among(column: pa.Array, values: list[Scalar]) -> pa.Array:
     if any(isinstance(value, float) for value in values):
         column = column.cast(pa.float64())
     try:
-        found = pc.is_in(column, value_set=pa.array(values).cast(column.type))
+        is_member = pc.is_in(column, value_set=pa.array(values).cast(column.type))
     except pa.ArrowInvalid as error:  # a number that the column's type has no room for
         raise _Unlike(f"{kind} there: {error}") from None
-    return pc.if_else(pc.is_null(column), pa.scalar(None, pa.bool_()), found)
+    return pc.if_else(pc.is_null(column), pa.scalar(None, pa.bool_()), is_member)
 
 
 def _measured(column: pa.Array, what: str) -> pa.Array:
@@ -530,7 +537,7 @@ def told_apart(
             f"{{{column}: [{', '.join(there) or 'train'}]}}",
         )
     split_of = np.concatenate(places)
-    found = {split: np.flatnonzero(split_of == place) for place, split in enumerate(order)}
-    if len(found["train"]) == 0:
+    rows_of = {split: np.flatnonzero(split_of == place) for place, split in enumerate(order)}
+    if len(rows_of["train"]) == 0:
         raise RunError("LS2322", f"data.split_column: {column!r} of {name} says train in no row")
-    return {split: train.select(rows) for split, rows in found.items() if len(rows)}
+    return {split: train.select(rows) for split, rows in rows_of.items() if len(rows)}

@@ -6,16 +6,20 @@ imports torch at the top.
 
 from __future__ import annotations
 
+import shlex
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lockstep.config.run import Run
+from lockstep.config.errors import coded
+from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection, Section
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import TRAIN, JobRecord, State
-from lockstep.track.console import LOG, Console
+from lockstep.track.console import LOG, Console, error
 
 if TYPE_CHECKING:
     from lockstep.training.resolve import Job
@@ -39,7 +43,7 @@ class Launcher(ABC):
     plugin: ClassVar[str] = "launchers"
     joins: ClassVar[bool] = False  # True: this process becomes one rank, and decides nothing without the others
     # True: `start` hands the job over to a scheduler or a service, and writes OUTPUT/launch.json itself as soon as it
-    # has the job's id: `launched.write(run.folder, launched.here("slurm", plan.processes, job=ID, facts={...}))`.
+    # has the job's id: `SubmittedJob`.
     submits: ClassVar[bool] = False
     # False: the ranks do not see this machine's files, so that no data is prepared here and OUTPUT is not looked at.
     shares_files: ClassVar[bool] = True
@@ -118,3 +122,68 @@ class Launcher(ABC):
         once, with what was done ("SIGTERM sent to process 12"); whoever called asks for the `state`. Errors:
         `RunError`."""
         return job_record.stop_process(record)
+
+
+class SubmittedJob(Launcher):
+    """A launcher that hands its job over to a scheduler or a service, shows the log until the job has ended, and asks
+    them about it later. A subclass has `submit`, `label`, `state`, `logs` and `stop`."""
+
+    plugin: ClassVar[str] = "launchers"
+    submits = True
+    every_s: ClassVar[float] = 10.0  # between questions about the job's state
+    afterwards: ClassVar[str] = ""  # said of a job that `start` does not wait for: what comes after its end
+
+    @abstractmethod
+    def submit(self, run: Run, plan: LaunchPlan) -> JobRecord | None:
+        """Hand the job over. None: this run's job is complete, and there is nothing to hand over. Errors: `RunError`;
+        nothing is submitted then."""
+
+    @abstractmethod
+    def label(self, record: JobRecord) -> str:
+        """What a message calls the job: `training job NAME`."""
+
+    def waits(self, run: Run) -> bool:
+        """Whether `start` returns when the job has ended; otherwise as soon as it is submitted."""
+        return bool(self.options(run).wait)
+
+    def complete(self, run: Run, record: JobRecord) -> None:
+        """After a job that has trained to its end: fetch what it made, or say where that is. Errors: `RunError`."""
+
+    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
+        name = run.launch.name
+        if tuple(words) != TRAIN:
+            text = f"launch.name: {name} only trains; use launch.name=local to verify a few steps here"
+            raise RunError("LS7383", text)
+        record = self.submit(run, plan)
+        if record is None:
+            return 0
+        job_record.write(run.folder, record)
+        Console(True).say(f"{self.label(record)} is submitted, as asked for in {', '.join(plan.files)}")
+        if self.waits(run):
+            return self.watch(run, record)
+        Console(True).say(f"lockstep status|logs|stop {shlex.quote(str(run.folder))} look after it{self.afterwards}")
+        return 0
+
+    def watch(self, run: Run, record: JobRecord) -> int:
+        """Show the log of a submitted job, and wait for its end. Returns the exit status."""
+        self.follow(run, record)
+        while (state := self.state(run, record)).live:
+            time.sleep(self.every_s)
+        if state.word == "done":
+            self.complete(run, record)
+        elif state.word == "stopped":
+            Console(True).say(f"{self.label(record)} was stopped; the same command goes on from the last checkpoint")
+        else:
+            error(coded("LS7281", f"{self.label(record)} failed: {state.text or state.word}"))
+        job_record.note(run.folder, status=state.status, ended=time.time())
+        return 1 if state.status is None else int(state.status)
+
+
+def write_files(plan: LaunchPlan) -> None:
+    """The files of a plan, where it says. Errors: `RunError`."""
+    try:
+        for path, text in plan.files.items():
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(text, encoding="utf-8")
+    except OSError as failure:
+        raise RunError("LS7388", f"output: cannot write {failure.filename}: {failure.strerror}") from None

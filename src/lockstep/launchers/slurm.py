@@ -28,8 +28,8 @@ from lockstep.config.errors import FAILED, STOPPED, InvalidValue
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection, Positive, Section
 from lockstep.distributed import job_record, network
-from lockstep.distributed.job_record import TRAIN, JobRecord, State
-from lockstep.launchers.launcher import Launcher, LaunchPlan
+from lockstep.distributed.job_record import JobRecord, State
+from lockstep.launchers.launcher import LaunchPlan, SubmittedJob, write_files
 from lockstep.launchers.processes import srun
 from lockstep.launchers.processes.srun import SlurmTask
 from lockstep.track.console import Console
@@ -40,10 +40,9 @@ _LIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OU
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
-class Slurm(Launcher):
+class Slurm(SubmittedJob):
     """Nodes of a cluster with SLURM and a file system that all of them share."""
 
-    submits = True
     takes_srun = True
 
     class Options(Section):
@@ -119,19 +118,14 @@ class Slurm(Launcher):
         number, unit = re.fullmatch(r"(\d+)([KMGT]?)", options.memory).groups()  # type: ignore[union-attr]
         return int(number) * 1024.0 ** ("KMGT".index(unit or "M") + 1) * options.machines / plan.processes
 
-    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
-        if tuple(words) != TRAIN:
-            raise RunError(
-                "LS7383", "launch.name: slurm submits training only; verify under srun, or with launch.name=local"
-            )
-        record = job_record.here("slurm", plan.processes, submit(plan))
-        job_record.write(run.folder, record)
-        console = Console(True)
-        console.say(f"job {record.job} is queued; its file is {run.folder / FILE}")
-        if self.options(run).detach:
-            console.say(f"lockstep status|logs|stop {shlex.quote(str(run.folder))} look after it")
-            return 0
-        return self._follow(run, record, console)
+    def submit(self, run: Run, plan: LaunchPlan) -> JobRecord:
+        return job_record.here("slurm", plan.processes, submit(plan))
+
+    def label(self, record: JobRecord) -> str:
+        return f"job {record.job}"
+
+    def waits(self, run: Run) -> bool:
+        return not self.options(run).detach
 
     # -- looking after a job -----------------------------------------------------------------------------------------
 
@@ -153,9 +147,9 @@ class Slurm(Launcher):
         _ask("scancel", "--signal=TERM", job)
         return f"SIGTERM sent to the ranks of job {job}, which is not to be queued again"
 
-    def _follow(self, run: Run, record: JobRecord, console: Console) -> int:
+    def watch(self, run: Run, record: JobRecord) -> int:
         """Say what the job says, and when its state changes, until it has ended."""
-        last = [State("unknown")]
+        last, console = [State("unknown")], Console(True)
 
         def live() -> bool:
             now = self.state(run, record)
@@ -250,12 +244,7 @@ def submit(plan: LaunchPlan) -> str:
     """Write the plan's files and queue the job, once SLURM has checked it. Returns its id. Errors: `RunError`; nothing
     is queued then."""
     check(plan)
-    try:
-        for path, text in plan.files.items():
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError("LS7388", f"output: cannot write {error.filename}: {error.strerror}") from None
+    write_files(plan)
     os.environ.setdefault(
         network.SECRET_VARIABLE, network.secret_or_new()
     )  # sbatch hands its environment to the job's tasks

@@ -204,7 +204,7 @@ class TextTask(Task):
         counts = TokenCounts.of(run, targets)
         read = source.load(run.data, run.seed, cls.document(options), cls.columns(options), counts)
         splits = cls.usable_splits(read, run, options)
-        rows = cls.stream(run).found(splits, texts) if run.data.stream else None
+        rows = cls.stream(run).with_files(splits, texts) if run.data.stream else None
         data = TextData(run, options, read.name, splits, rows)
         data = replace(data, labels=cls.read_labels(data))
         splits, left_out = splitting.deduplicate_and_split(read, splits, run, texts, labels, cls.cut_of(data))

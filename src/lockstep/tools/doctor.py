@@ -109,9 +109,9 @@ def started(folder: Path, processes: int, device: str) -> Facts:
 
 def into(path: Path, folder: Path, device: str) -> int:
     """One of the processes that `started` starts: rank 0 leaves what was found in a file."""
-    found = between(folder, device)
+    facts = between(folder, device)
     if os.environ.get("RANK") == "0":
-        path.write_text(json.dumps(found), encoding="utf-8")
+        path.write_text(json.dumps(facts), encoding="utf-8")
     return 0
 
 
@@ -123,33 +123,35 @@ def breaks(report: dict[str, Any]) -> bool:
 
 def problems(report: dict[str, Any]) -> list[str]:
     """What a person should mend, worst first."""
-    found = [f"{name}: {facts['failed']}" for name, facts in report.items() if "failed" in facts]
+    failures = [f"{name}: {facts['failed']}" for name, facts in report.items() if "failed" in facts]
     ranks, disk = report.get("ranks", {}), report.get("folder", {})
     for each in ranks.get("differs", ()):
         if each["breaks"]:
-            found.append(f"{each['what']} differs between ranks ({_sides(each)}): {each['breaks']}")
+            failures.append(f"{each['what']} differs between ranks ({_sides(each)}): {each['breaks']}")
     if (skew := ranks.get("clock_skew_ms", {}).get("largest", 0.0)) > 1000:
-        found.append(
+        failures.append(
             f"the clock of rank {ranks['clock_skew_ms']['rank']} is off by {skew / 1e3:.1f} s: run an NTP client"
         )
     if slow := ranks.get("compute", {}).get("slow_ranks"):
-        found.append(
+        failures.append(
             f"rank(s) {', '.join(map(str, slow))} compute at less than 0.7 of the middle speed: all wait for them"
         )
     for host, facts in ranks.get("folder", {}).get("of_host", {}).items():
         if "failed" in facts:
-            found.append(f"folder on {host}: {facts['failed']}")
+            failures.append(f"folder on {host}: {facts['failed']}")
     if len(ranks.get("hosts", {})) > 1 and not ranks["folder"]["shared_by_all"]:
-        found.append(f"{disk.get('path')} is not the same folder on every host: rank 0 alone would write checkpoints")
+        failures.append(
+            f"{disk.get('path')} is not the same folder on every host: rank 0 alone would write checkpoints"
+        )
     if disk.get("free_gb", 10) < 5:
-        found.append(f"{disk['path']} has {disk['free_gb']} GiB left for checkpoints")
+        failures.append(f"{disk['path']} has {disk['free_gb']} GiB left for checkpoints")
     for name, cache in report.get("caches", {}).items():
         if isinstance(cache, dict) and not cache["writable"]:
-            found.append(f"the cache of {name} at {cache['path']} cannot be written")
+            failures.append(f"the cache of {name} at {cache['path']} cannot be written")
     network = report.get("network", {})
     if "failed" not in network and not network.get("host_resolves") and not network.get("GLOO_SOCKET_IFNAME"):
-        found.append("the host's own name does not resolve, which gloo and torchrun need: set GLOO_SOCKET_IFNAME")
-    return found
+        failures.append("the host's own name does not resolve, which gloo and torchrun need: set GLOO_SOCKET_IFNAME")
+    return failures
 
 
 # -- for a person ----------------------------------------------------------------------------------------------------
@@ -232,7 +234,7 @@ _SMALL, _LARGE = 1, 4 * 2**20  # float32 numbers in an all-reduce: of latency, o
 def probe(world: World, folder: Path, seconds: float = 3.0) -> dict[str, Any]:
     """All facts between ranks. Collective. Takes about `seconds` for each speed of an all-reduce, at most."""
     everyone = world.all_gather(of_rank(world))
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "size": world.size,
         "hosts": _groups([rank["host"] for rank in everyone]),
         "devices": _groups([rank["device"] for rank in everyone]),
@@ -241,7 +243,7 @@ def probe(world: World, folder: Path, seconds: float = 3.0) -> dict[str, Any]:
     if world.size > 1:
         latency, took = all_reduce(world, _SMALL, seconds), all_reduce(world, _LARGE, seconds)
         moved = _LARGE * 4 * 2 * (world.size - 1) / world.size  # bytes a rank sends in a ring, as nccl-tests count
-        found["all_reduce"] = {
+        facts["all_reduce"] = {
             "backend": "nccl" if world.device.type == "cuda" else "gloo",
             "latency_us": round(latency * 1e6, 1),
             "bytes": _LARGE * 4,
@@ -250,18 +252,18 @@ def probe(world: World, folder: Path, seconds: float = 3.0) -> dict[str, Any]:
         }
     speeds = world.all_gather(_gflops(world.device))
     middle = statistics.median(speeds)
-    found["compute"] = {"median_gflops": round(middle), "lowest_gflops": round(min(speeds))}
-    found["compute"]["slow_ranks"] = [rank for rank, speed in enumerate(speeds) if speed < 0.7 * middle]
+    facts["compute"] = {"median_gflops": round(middle), "lowest_gflops": round(min(speeds))}
+    facts["compute"]["slow_ranks"] = [rank for rank, speed in enumerate(speeds) if speed < 0.7 * middle]
     skews = clock_skew(world)
-    found["clock_skew_ms"] = {"largest": round(max(map(abs, skews)) * 1e3, 3), "rank": _largest(skews)}
-    found["folder"] = folders(world, folder)
-    return found
+    facts["clock_skew_ms"] = {"largest": round(max(map(abs, skews)) * 1e3, 3), "rank": _largest(skews)}
+    facts["folder"] = folders(world, folder)
+    return facts
 
 
 def of_rank(world: World) -> dict[str, Any]:
     """What this rank is, and what has to be equal. Not collective."""
     cuda = world.device.type == "cuda"
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "host": world.host,
         "device": torch.cuda.get_device_name(world.device) if cuda else "CPU",
         "python": platform.python_version(),
@@ -272,13 +274,13 @@ def of_rank(world: World) -> dict[str, Any]:
         "instructions": None if cuda else torch.backends.cpu.get_cpu_capability(),
         "driver": torch.version.cuda if cuda else None,
     }
-    return found | {name: machine_info.version(name) for name in machine_info.PACKAGES}
+    return facts | {name: machine_info.version(name) for name in machine_info.PACKAGES}
 
 
 def differences(everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What is not the same on all ranks: its name, which ranks of which hosts have which value, and, where it would
     break exactness, why."""
-    found = []
+    differing = []
     for name in everyone[0]:
         values = [rank[name] for rank in everyone]
         if name == "host" or all(value == values[0] for value in values):
@@ -287,8 +289,8 @@ def differences(everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for value in dict.fromkeys(map(str, values)):
             ranks = [rank for rank, other in enumerate(values) if str(other) == value]
             sides.append({"value": value, "ranks": ranks, "hosts": sorted({everyone[rank]["host"] for rank in ranks})})
-        found.append({"what": name, "sides": sides, "breaks": EXACT.get(name)})
-    return found
+        differing.append({"what": name, "sides": sides, "breaks": EXACT.get(name)})
+    return differing
 
 
 def all_reduce(world: World, numbers: int, seconds: float) -> float:
@@ -328,8 +330,8 @@ def clock_skew(world: World, rounds: int = 9) -> list[float]:
                 back = time.time()
                 if back - asked < best:
                     best, skews[rank] = back - asked, float(box) - (asked + back) / 2
-    found: list[float] = world.broadcast(skews)
-    return found
+    skew: list[float] = world.broadcast(skews)
+    return skew
 
 
 def folders(world: World, folder: Path) -> dict[str, Any]:
@@ -410,8 +412,8 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
     if not page.absolute().parent.is_dir():
         raise RunError("LS8172", f"--page: there is no folder {page.absolute().parent}")
     console = Console(not as_json)
-    count = processes or max(2, gpus_of(asked("single", "fp32", 1, device)))
-    runs = [[asked(name, precision, count, device) for name in names] for precision in PRECISIONS]
+    count = processes or max(2, gpus_of(run_of("single", "fp32", 1, device)))
+    runs = [[run_of(name, precision, count, device) for name in names] for precision in PRECISIONS]
     console.say(f"{STEPS} steps under each strategy, {count} process(es), beside the same steps of one process ...")
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-selftest-") as folder:
@@ -435,7 +437,7 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
     return int(bool(wrong))
 
 
-def asked(strategy: str, precision: str, processes: int, device: str) -> Run:
+def run_of(strategy: str, precision: str, processes: int, device: str) -> Run:
     """The small job: the quick start's model with dropout, on few texts. Errors: `RunError`."""
     count = 1 if strategy == "single" else processes
     overrides = [
@@ -463,9 +465,9 @@ def outcomes_of(folder: Path, runs: Sequence[Sequence[Run]]) -> Iterator[Outcome
         reference = _job("alone", alike[0], alone)
         for run in alike:
             began = time.monotonic()
-            found, why = _outcome(run, folder / run.precision / run.strategy.name, alone, reference)
+            outcome, why = _outcome(run, folder / run.precision / run.strategy.name, alone, reference)
             seconds = time.monotonic() - began
-            yield Outcome(run.strategy.name, run.precision, int(run.launch.processes), found, why, seconds)
+            yield Outcome(run.strategy.name, run.precision, int(run.launch.processes), outcome, why, seconds)
 
 
 def _outcome(run: Run, folder: Path, alone: Path, reference: tuple[str, list[str]]) -> tuple[str, list[str]]:
@@ -478,8 +480,8 @@ def _outcome(run: Run, folder: Path, alone: Path, reference: tuple[str, list[str
         return "not installed", [f"pip install 'lockstep-train[{lacking[0]}]'"]
     if reference[0]:
         return reference
-    found, why = _job("under", run, folder)
-    return (found, why) if found else compared(folder, alone)
+    outcome, why = _job("under", run, folder)
+    return (outcome, why) if outcome else compared(folder, alone)
 
 
 def _job(kind: str, run: Run, folder: Path) -> tuple[str, list[str]]:

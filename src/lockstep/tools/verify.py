@@ -26,6 +26,7 @@ from safetensors import safe_open
 from lockstep.config import key_aliases
 from lockstep.config.run import Run, RunError, keep
 from lockstep.data.arrow_cache import Prepared
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import versions
 from lockstep.distributed.hardware import processor
 from lockstep.distributed.randomness import UNCOVERED
@@ -250,6 +251,7 @@ def verify(run: Run, steps: int, verdict: Path | None = None, plain: bool = True
     try:
         console = Console(os.environ.get("RANK", "0") == "0")
         console.say(f"{steps} steps under {run.strategy.name} ...")
+        ACTIVITY.at(f"computing {steps} steps under {run.strategy.name}")
         looked_at = against_plain.STEPS if plain and against_plain.covers(run) else 0
         words = _words(steps, looked_at)
         if launcher is None or job is None:
@@ -262,6 +264,7 @@ def verify(run: Run, steps: int, verdict: Path | None = None, plain: bool = True
             return status
         if single:
             console.say("the same steps as one process ...")
+            ACTIVITY.at(f"computing the same {steps} steps as one process")
             if status := record_alone(run, folder / "alone", steps):
                 return status
             status = tell(console, folder / "run", folder / "alone", verdict)

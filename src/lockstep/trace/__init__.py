@@ -46,6 +46,12 @@ def traced(model: Any, optimizer: Any, folder: str | Path | None = None, level: 
         raise ValueError(f"level: invalid value {level!r}; expected one of {', '.join(LEVELS)}")
     own = tracer.running() is None
     recorder = tracer.begin(Settings(_folder(folder), level=level)) if own else tracer.running()
+    if folder is not None and Path(recorder.settings.folder) != Path(_folder(folder)):
+        # `import lockstep.trace` in a script traces it from there on
+        print(
+            f"lockstep trace: this process is traced already, into {recorder.settings.folder}; {folder} is not used",
+            file=sys.stderr,
+        )
     recorder.root(model)
     recorder.number_of(optimizer)
     try:

@@ -6,11 +6,17 @@ now and then, each later than the one before.
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import cycle
 from types import TracebackType
+from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
@@ -20,8 +26,11 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.config.redaction import printable
+
 _COUNTED = re.compile(r"([0-9][0-9,]*) of ([0-9][0-9,]*)")
 _SURE_S = 3.0  # before it is said how long the rest will take
+FIRST_S = 0.5  # before a command that computes shows that it does
 PAUSES_S = (10.0, 20.0, 30.0)  # between plain lines; then a minute
 
 
@@ -84,3 +93,69 @@ class Busy:
     def _clock(self) -> str:
         seconds = int(time.monotonic() - self._began)
         return f"{seconds // 60}:{seconds % 60:02d}"
+
+
+# -- commands that compute ---------------------------------------------------------------------------------------------
+
+CLEAR = "\r\x1b[2K"  # to the first column of an empty line
+
+
+class Waiting:
+    """For `with`: a line on standard error that moves while a command computes, and that vanishes before anything is
+    written to standard output; nothing where standard error is no terminal."""
+
+    def __init__(self, place: Callable[[], str]) -> None:
+        self._place, self._out = place, sys.stdout
+        self._lock, self._over, self._shown = threading.RLock(), threading.Event(), False
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Waiting:
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and "RANK" not in os.environ:
+            self._began = time.monotonic()
+            self._out, sys.stdout = sys.stdout, cast(TextIO, _Above(sys.stdout, self.clear))
+            self._thread = threading.Thread(target=self._show, name="lockstep-waiting", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, caught: object, at: object) -> None:
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join()
+            self.clear()
+            sys.stdout = self._out
+
+    def clear(self) -> None:
+        """Take the line away, until it is drawn again."""
+        with self._lock, suppress(OSError):
+            if self._shown:
+                sys.stderr.write(CLEAR)
+                sys.stderr.flush()
+                self._shown = False
+
+    def _show(self) -> None:
+        spinner = cycle("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏")
+        pause = FIRST_S
+        while not self._over.wait(pause):
+            pause = 0.2
+            passed = int(time.monotonic() - self._began)
+            tail = f" {passed // 60}:{passed % 60:02d}"
+            room = max(10, shutil.get_terminal_size((80, 24)).columns - len(tail) - 3)
+            with self._lock, suppress(OSError):
+                # the cursor goes back: what a process that was started writes begins where it should
+                sys.stderr.write(f"{CLEAR}{next(spinner)} {printable(self._place())[:room]}{tail}\r")
+                sys.stderr.flush()
+                self._shown = True
+
+
+class _Above:
+    """Standard output whose lines stand above the line that moves."""
+
+    def __init__(self, file: TextIO, clear: Callable[[], None]) -> None:
+        self._file, self._clear = file, clear
+
+    def write(self, text: str) -> int:
+        self._clear()
+        return self._file.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)

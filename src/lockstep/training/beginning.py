@@ -75,6 +75,7 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
         "start",
         step,
         steps=session.feed.total,
+        compared=compared,
         **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside),
     )
     return state, compared

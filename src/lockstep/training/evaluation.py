@@ -140,7 +140,7 @@ def sum_split(
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     sums: Sums = {}
     for turn in range(0, len(batches), strategy.data_parallel.size):
-        ACTIVITY.at(f"evaluation, batch {turn}")
+        ACTIVITY.at(f"evaluation, {turn:,} of {len(batches):,} batches")
         if stop():
             raise EvaluationInterrupted
         mine = turn + strategy.data_parallel.rank

@@ -16,6 +16,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, aside_of
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, file_formats, row_files, source
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.tasks.abilities import Predicts
 from lockstep.track.console import Console
 from lockstep.training.exported_model import finished
@@ -158,7 +159,10 @@ def _task(run: Run) -> type[Predicts]:
 def _answered(
     task: type[Predicts], run: Run, export: Path, rows: list[tuple[str, ...]]
 ) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    return zip(rows, task.predict(run, export, rows), strict=True)
+    ACTIVITY.at("loading the model")
+    for count, pair in enumerate(zip(rows, task.predict(run, export, rows), strict=True), 1):
+        ACTIVITY.at(f"predicting, {count:,} of {len(rows):,} texts")
+        yield pair
 
 
 def _whole(columns: Sequence[str], row: Sequence[str], answer: dict[str, Any]) -> dict[str, Any]:

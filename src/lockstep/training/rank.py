@@ -328,8 +328,9 @@ def export_and_publish(
         except OSError as caught:
             console.note(f"{run.folder / name} could not be written: {caught.strerror or caught}")
     write_model(session, weights, trained.scores, steps, trained.exported)
-    sha256 = write_summary(run, task, session.journal, console, steps, weights)
     compared = export_check.compare(run, task, evaluated, run.folder / "export", session.world.device)
+    checked = {"export": compared.text, "export_agrees": compared.agrees}
+    sha256 = write_summary(run, task, session.journal, console, steps, weights, checked)
     console.detail({"export": compared.text} if compared.agrees else {})
     closing(console, run, task, trained.scores, trained.counts, session.world, sha256, known)
     if not compared.agrees:
@@ -346,12 +347,13 @@ def write_summary(
     console: Console,
     steps: int,
     weights: Mapping[str, torch.Tensor] | None = None,
+    checked: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """The end in the journal, and the page about the run. Rank 0 only. Returns the hash of the exported weights, which
-    may be given where they are at hand."""
+    """The end in the journal, and the page about the run. Rank 0 only. `weights` where they are at hand; `checked`:
+    what came of the check of the export. Returns the hash of the exported weights."""
     sha256 = digest_of(run.folder / "export", weights)
     best = {split: task.best_possible(split) for split in ("validation", "test") if split in task.splits}
-    journal.event("finish", steps, weights=sha256, best_possible=best)
+    journal.event("finish", steps, weights=sha256, best_possible=best, **(checked or {}))
     try:
         write_report(run.folder)
     except Exception as caught:  # the run is done, whatever becomes of a page about it

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.config import user_code
+from lockstep.config import entry_points, plugins, user_code
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection, LaunchSection
 from lockstep.data import file_formats, row_files
-from lockstep.data.source import given, local_splits, sections
+from lockstep.data.source import local_splits, names_data, sections
 
 DISTRIBUTION = "lockstep-train"
 
@@ -48,7 +48,7 @@ def packed(run: Run, output: str, data: str) -> Parcel:
             files |= sent
             entries.append(entry.model_copy(update=there))
         changes["data"] = run.data.model_copy(update={"sources": entries})
-    elif given(run.data):
+    elif names_data(run.data):
         sent, there = _data_there(run.data, data)
         files |= sent
         changes["data"] = run.data.model_copy(update=there)
@@ -136,11 +136,13 @@ def pairs(key: str, entries: list[str], what: str = "VARIABLE=value") -> dict[st
 
 
 def modules_of(run: Run) -> dict[str, Path]:
-    """The files of modules that the run file names by a dotted path and that lie beside it or on PYTHONPATH, not among
-    installed packages, and of all modules of that kind that they import: they are found there under the same name. Of a
-    package everything. Errors: `RunError` where there is no such module."""
+    """The files of modules that the run file names by a dotted path or an entry point and that lie beside it or on
+    PYTHONPATH, not among installed packages, and of all modules of that kind that they import: they are found there
+    under the same name. Of a package everything, of an entry point its distribution's metadata. Errors: `RunError`
+    where there is no such module."""
     found: dict[str, Path] = {}
-    keys = user_code.named(run) | {f"track.to ({name})": name for name in run.track.to if user_code.is_own(name)}
+    trackers = {f"track.to ({name})": plugins.path_of("track", name) for name in run.track.to}
+    keys = user_code.named(run) | {key: name for key, name in trackers.items() if user_code.is_own(name)}
     for key, dotted in keys.items():
         files = user_code.files_of([dotted])
         module = dotted.rpartition(".")[0]
@@ -155,7 +157,30 @@ def modules_of(run: Run) -> dict[str, Path]:
             found[name] = path
             if name.endswith("/__init__.py") and name.count("/") == 1:
                 found |= {f"{path.parent.name}/{f.relative_to(path.parent)}": f for f in _sources(path.parent)}
+    for entry in _entry_points(run):
+        if not _installed(entry):
+            metadata = [file for file in entry.dist.files or () if file.name in ("METADATA", "entry_points.txt")]
+            found |= {f"{file.parent.name}/{file.name}": Path(str(entry.dist.locate_file(file))) for file in metadata}
     return found
+
+
+def distributions_of(run: Run) -> list[str]:
+    """The distributions that are installed here and whose plug-ins the run file names, as requirements: what is not
+    sent along."""
+    return sorted({f"{entry.dist.name}=={entry.dist.version}" for entry in _entry_points(run) if _installed(entry)})
+
+
+def _entry_points(run: Run) -> list[Any]:
+    """Those behind the names of a run file: of its task, strategy, optimizer and trackers, which a rank looks for."""
+    names = [("tasks", run.task.name), ("strategies", run.strategy.name), ("optimizers", run.optim.name)]
+    names += [("track", name) for name in run.track.to]
+    entries = (entry for kind, name in names for entry in entry_points.named(kind).get(name, []))
+    return [entry for entry in entries if entry.dist is not None]
+
+
+def _installed(entry: Any) -> bool:
+    file = entry_points.file_of(entry.module)
+    return file is not None and bool({"site-packages", "dist-packages"} & set(file.parts))
 
 
 def requirements(extra: list[str]) -> str:

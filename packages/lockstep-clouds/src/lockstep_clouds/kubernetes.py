@@ -14,29 +14,27 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field
 
-from lockstep.config.errors import STOPPED, coded
+from lockstep.config.errors import STOPPED
 from lockstep.config.redaction import one_line
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section, Steps
 from lockstep.distributed import job_record
-from lockstep.distributed.job_record import TRAIN, JobRecord, State
-from lockstep.launchers.launcher import Launcher, LaunchPlan
-from lockstep.track.console import Console, error
+from lockstep.distributed.job_record import JobRecord, State
+from lockstep.launchers.launcher import LaunchPlan, SubmittedJob, write_files
+from lockstep.track.console import Console
+from lockstep_clouds.code_bundle import distributions_of
 from lockstep_clouds.kubernetes_manifests import dump, manifests, name_of, output_of, processes_of
 
 
-class Kubernetes(Launcher):
+class Kubernetes(SubmittedJob):
     """Pods of a cluster, one a machine."""
 
-    submits = True
     shares_files = False
-    every_s = 10.0  # between questions to the cluster
 
     class Options(Section):
         """What the pods need."""
@@ -77,6 +75,8 @@ class Kubernetes(Launcher):
             f"OUTPUT is {output_of(run)} on the volume of the claim {options.pvc}",
             f"by hand: kubectl apply -f {file}",
         ]
+        if held := distributions_of(run):
+            notes.append(f"the image must hold {', '.join(held)}")
         if options.machines > 1:
             notes.append(f"the claim {options.pvc} must allow ReadWriteMany: pods on several nodes write checkpoints")
         command = next(m for m in objects if m["kind"] in ("Job", "TrainingRuntime"))
@@ -87,11 +87,7 @@ class Kubernetes(Launcher):
 
     # -- doing it ----------------------------------------------------------------------------------------------------
 
-    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
-        if tuple(words) != TRAIN:
-            raise RunError(
-                "LS7280", "launch.name: kubernetes only trains; use launch.name=local to verify a few steps here"
-            )
+    def submit(self, run: Run, plan: LaunchPlan) -> JobRecord | None:
         options = self.options(run)
         kind, name = kind_of(options.kubeflow), name_of(run)
         facts = {"kind": kind, "namespace": options.namespace, "context": options.context or ""}
@@ -99,33 +95,20 @@ class Kubernetes(Launcher):
         allowed(facts)
         state = self.state(run, record)
         if state.word == "done":
-            Console(True).say(f"{kind} {name} is complete; the model is in {output_of(run)}/export on {options.pvc}")
-            return 0
-        (path,) = plan.files
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(plan.files[path], encoding="utf-8")
+            Console(True).say(f"{kind} {name} is complete")
+            self.complete(run, record)
+            return None
+        write_files(plan)
         if state.word != "gone":  # of an earlier try: it cannot be changed, and what it wrote is on the volume
             kubectl(facts, "delete", kind, name, "--wait=true", "--ignore-not-found")
-        kubectl(facts, "apply", "-f", path)
-        job_record.write(run.folder, record)
-        Console(True).say(f"{kind} {name} submitted to the namespace {options.namespace}")
-        if not options.wait:
-            Console(True).say(f"lockstep status {run.folder}, logs and stop look after it")
-            return 0
-        self.follow(run, record)
-        return self._ended(run, record, options)
+        kubectl(facts, "apply", "-f", *plan.files)
+        return record
 
-    def _ended(self, run: Run, record: JobRecord, options: Any) -> int:
-        while (state := self.state(run, record)).live:
-            time.sleep(self.every_s)
-        if state.word == "done":
-            Console(True).say(f"the model is in {output_of(run)}/export on the claim {options.pvc}")
-        elif state.word == "stopped":
-            Console(True).say("stopped; the same command goes on from the last checkpoint")
-        else:
-            error(coded("LS7281", f"{record.facts['kind']} {record.job} failed: {state.text or state.word}"))
-        job_record.note(run.folder, status=state.status, ended=time.time())
-        return int(1 if state.status is None else state.status)
+    def label(self, record: JobRecord) -> str:
+        return f"{record.facts['kind']} {record.job} of the namespace {record.facts['namespace']}"
+
+    def complete(self, run: Run, record: JobRecord) -> None:
+        Console(True).say(f"the model is in {output_of(run)}/export on the claim {self.options(run).pvc}")
 
     # -- a job that was launched -------------------------------------------------------------------------------------
 

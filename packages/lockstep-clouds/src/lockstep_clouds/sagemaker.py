@@ -13,34 +13,32 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from lockstep.config.errors import coded
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section
 from lockstep.distributed import job_record
-from lockstep.distributed.job_record import TRAIN, JobRecord, State
-from lockstep.launchers.launcher import Launcher, LaunchPlan
-from lockstep.track.console import Console, error
+from lockstep.distributed.job_record import JobRecord, State
+from lockstep.launchers.launcher import LaunchPlan, SubmittedJob, write_files
+from lockstep.track.console import Console
 from lockstep_clouds import aws
-from lockstep_clouds.code_bundle import Parcel, archive, inside, packed, requirements, world_size_of
+from lockstep_clouds.code_bundle import Parcel, archive, distributions_of, inside, packed, requirements, world_size_of
 from lockstep_clouds.sagemaker_job import describe, fetch, new_lines, state_from
 from lockstep_clouds.sagemaker_request import CHECKPOINTS, COMMAND, DATA, check_request, prefix_of, request_of
 
 FIRST, PORT = "algo-1", 29400  # SageMaker names its instances algo-1, algo-2, ...; they meet at the first
 
 
-class Sagemaker(Launcher):
+class Sagemaker(SubmittedJob):
     """Amazon SageMaker training jobs, on demand or spot."""
 
-    submits = True
     shares_files = False
-    every_s = 10.0  # between questions to AWS
+    afterwards = "; the same command again fetches the model"
     pytorch_versions = tuple(aws.TAGS)  # that AWS has containers of
 
     class Options(Section):
@@ -96,7 +94,7 @@ class Sagemaker(Launcher):
         files = {
             str(run.folder / "launch/create_training_job.json"): json.dumps(request, indent=1) + "\n",
             str(run.folder / "launch/run.yaml"): parcel.run.dump(),
-            str(run.folder / "launch/requirements.txt"): requirements(options.requirements),
+            str(run.folder / "launch/requirements.txt"): requirements([*options.requirements, *distributions_of(run)]),
         }
         return LaunchPlan(processes, ["/bin/sh", "-c", COMMAND], request["Environment"], files, notes)
 
@@ -107,31 +105,32 @@ class Sagemaker(Launcher):
 
     # -- doing it ----------------------------------------------------------------------------------------------------
 
-    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
-        if tuple(words) != TRAIN:
-            raise RunError(
-                "LS7370", "launch.name: sagemaker only trains; use launch.name=local to verify a few steps here"
-            )
+    def submit(self, run: Run, plan: LaunchPlan) -> JobRecord | None:
         options = self.options(run)
         session = aws.session(aws.region_of(options.region))
         client = session.client("sagemaker")
         request = json.loads(plan.files[str(run.folder / "launch/create_training_job.json")])
-        if (done := self._former(client, request)) is not None:
-            return self._fetched(run, session, done)
-        for path, text in plan.files.items():
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(text, encoding="utf-8")
+        former = self._former(client, request)
+        facts = {"region": session.region_name}
+        record = job_record.here("sagemaker", plan.processes, job=former or request["TrainingJobName"], facts=facts)
+        if former is not None:
+            self.complete(run, record)
+            return None
+        write_files(plan)
         self._upload(run, plan, session, options)
         self._create(client, request)
-        name = request["TrainingJobName"]
-        record = job_record.here("sagemaker", plan.processes, job=name, facts={"region": session.region_name})
-        job_record.write(run.folder, record)
-        Console(True).say(f"training job {name} submitted in {session.region_name}")
-        if not options.wait:
-            Console(True).say(f"lockstep status {run.folder}, logs, stop; the same command again fetches the model")
-            return 0
-        self.follow(run, record)
-        return self._ended(run, session, name)
+        return record
+
+    def label(self, record: JobRecord) -> str:
+        return f"training job {record.job}"
+
+    def complete(self, run: Run, record: JobRecord) -> None:
+        if not (run.folder / "export/config.json").exists():
+            session = aws.session(record.facts["region"])
+            found = describe(session.client("sagemaker"), str(record.job)) or {}
+            fetch(session.client("s3"), found["ModelArtifacts"]["S3ModelArtifacts"], run.folder)
+            job_record.note(run.folder, status=0, ended=time.time())
+        Console(True).say(f"{self.label(record)} is complete; the model is in {run.folder}/export")
 
     def _former(self, client: Any, request: dict[str, Any]) -> str | None:
         """The last job of this run, if it is complete; else the name of `request` becomes that of its next try."""
@@ -161,34 +160,6 @@ class Sagemaker(Launcher):
             raise RunError(
                 "LS7372", f"AWS did not accept the training job, nothing was started: {aws.explained(caught)}"
             ) from None
-
-    def _ended(self, run: Run, session: Any, name: str) -> int:
-        """The exit status of a job that has ended; the model is fetched. Waits for the end."""
-        client = session.client("sagemaker")
-        while (found := describe(client, name) or {"TrainingJobStatus": "Failed"})["TrainingJobStatus"] in (
-            "InProgress",
-            "Stopping",
-        ):
-            time.sleep(self.every_s)
-        state = state_from(found)
-        if state.word == "done":
-            return self._fetched(run, session, name)
-        if state.word == "stopped":
-            Console(True).say(f"training job {name} was stopped; the same command goes on from its last checkpoint")
-        else:
-            error(coded("LS7373", f"training job {name} failed: {state.text}"))
-        job_record.note(run.folder, status=state.status, ended=time.time())
-        return int(state.status or 1)
-
-    def _fetched(self, run: Run, session: Any, name: str) -> int:
-        if (run.folder / "export/config.json").exists():
-            Console(True).say(f"training job {name} is complete; the model is in {run.folder}/export")
-            return 0
-        found = describe(session.client("sagemaker"), name) or {}
-        fetch(session.client("s3"), found["ModelArtifacts"]["S3ModelArtifacts"], run.folder)
-        job_record.note(run.folder, status=0, ended=time.time())
-        Console(True).say(f"training job {name} is complete; the model is in {run.folder}/export")
-        return 0
 
     # -- a job that was launched ---------------------------------------------------------------------------------------
 

@@ -310,7 +310,7 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
     try:
         result = agent.run()
     except SignalException:
-        status = _unheard(run)
+        status = _unheard(run, agent)
         rendezvous.end(FAILED if status == FAILED else STOPPED, "stopped on request")
         rendezvous.leave_together(GRACE_S)
         return status
@@ -320,7 +320,7 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
             coded(
                 "LS7314",
                 f"not enough machines came to {rendezvous.at}:{rendezvous.port} within {rendezvous.limits.join:g} s: "
-                f"wanted are {rendezvous.fewest}, there were {there}. Start the same command on the others, or lower "
+                f"expected {rendezvous.fewest}, there were {there}. Start the same command on the others, or lower "
                 "launch.machines",
             )
         )
@@ -349,11 +349,14 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
     if result.is_failed():
         return next((f.exitcode for f in result.failures.values() if f.exitcode == BAD), FAILED)
     status = max((status or 0 for status in result.return_values.values()), default=DONE)
-    return _unheard(run) if status == STOPPED and not agent.saved else status
+    return _unheard(run, agent) if status == STOPPED and not agent.saved else status
 
 
-def _unheard(run: Run) -> int:
-    """The exit status of a job whose ranks were not there yet, or did not listen yet, when it was asked to stop."""
+def _unheard(run: Run, agent: Agent) -> int:
+    """The exit status of a job whose ranks were not there, or did not listen yet, when it was asked to stop. Errors:
+    `KeyboardInterrupt` for one that does not train, such as that of `lockstep verify`: it has nothing to go on from."""
+    if not agent.trains:
+        raise KeyboardInterrupt
     if newest_whole(run) is not None:
         return STOPPED
     error(coded("LS7317", "stopped before there was a checkpoint: the same command begins from the start"))
@@ -368,6 +371,7 @@ class Agent(Survivors):
         super().__init__(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver")
         self._shutdown_timeout = int(run.launch.timeout_s)  # which torch before 2.13 does not take
         self.rendezvous, self.job, self.say, self.memory = rendezvous, run, say, Memory()
+        self.trains = len(spec.args) < 2 or tuple(spec.args[1]) == job_record.TRAIN  # else it records some steps
         self.verdict: int | None = None  # another machine's exit status, once this one follows it
         self.saved = False  # whether ranks, or another machine, said that they stopped with a checkpoint
         self.over = False

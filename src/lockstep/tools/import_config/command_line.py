@@ -109,7 +109,7 @@ def read(
 def _commands(text: str) -> list[Command]:
     """Commands that start something, with the variables that were set before them."""
     variables: dict[str, str] = {}
-    found = []
+    commands = []
     number_of = 0
     for physical in re.sub(r"\\\r?\n", "\x00", text).splitlines():
         number_of += 1
@@ -131,8 +131,8 @@ def _commands(text: str) -> list[Command]:
         while words and words[0] in ("srun", "nohup", "time", "exec", "uv", "run", "env"):
             words = words[1:]
         if words and Path(words[0]).name in LAUNCHERS:
-            found.append(_command(words, here))
-    return found
+            commands.append(_command(words, here))
+    return commands
 
 
 def _filled(line: str, variables: Mapping[str, str]) -> str:
@@ -178,11 +178,11 @@ def _command(words: list[str], line: int) -> Command:
 def _negated(options: Mapping[str, Any]) -> dict[str, Any]:
     """`--no_NAME` of HfArgumentParser as NAME: false, where NAME is an option that is known."""
     known = trainer.TABLE.keys() | EXAMPLES.keys() | trainer.TRL.keys()
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in options.items():
         plain = name.removeprefix("no_")
-        found |= {plain: False} if value is True and name not in known and plain in known else {name: value}
-    return found
+        named |= {plain: False} if value is True and name not in known and plain in known else {name: value}
+    return named
 
 
 def _option(rest: list[str], into: dict[str, Any], switches: set[str]) -> list[str]:

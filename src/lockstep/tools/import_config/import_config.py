@@ -146,9 +146,9 @@ def _fit(moved: Imported, looked: Look | None, talk: Prompter) -> None:
             moved.set("task.name", columns.tasks()[0], "(to be filled in, with its columns)")
             talk.note("nothing says which task it is: classification is written, to be filled in")
         else:
-            name, found = columns.guess(looked)
+            name, fit = columns.guess(looked)
             moved.set("task.name", name, "(by the columns of the data)")
-            _columns(moved, found, looked, talk)
+            _columns(moved, fit, looked, talk)
     elif looked is not None and moved.keys["task.name"] in columns.tasks():
         there = list(looked.languages or looked.kinds)
         if not any(k.startswith("task.") and str(v) in there for k, v in moved.keys.items()):
@@ -175,11 +175,11 @@ def _fit(moved: Imported, looked: Look | None, talk: Prompter) -> None:
         moved.drop(moved.told.get(key) or key, moved.keys.pop(key), why, decides(key) and key not in _COLUMNS)
 
 
-def _columns(moved: Imported, found: columns.Fit, looked: Look, talk: Prompter) -> None:
-    for key, column in found.keys.items():
+def _columns(moved: Imported, fit: columns.Fit, looked: Look, talk: Prompter) -> None:
+    for key, column in fit.keys.items():
         moved.keys.setdefault(f"task.{key}", column)
-    for key, why in found.doubts.items():
-        talk.note(f"task.{key}: {found.keys.get(key)}; {why}")
+    for key, why in fit.doubts.items():
+        talk.note(f"task.{key}: {fit.keys.get(key)}; {why}")
     more = [name for name in _BESIDE if name in looked.kinds and name not in moved.keys.values()]
     if "task.prompt" in moved.keys and more and moved.keys["task.prompt"] not in moved.by_hand.values():
         why = f"a prompt is one column, and {moved.keys['task.prompt']} is read: join the two, or say task.prompt=..."

@@ -366,7 +366,7 @@ def name(script: Script, moved: Imported, optimizers: list[Call], loader: Call |
     more = [c for c in script.calls if c.name == "DataLoader" and c is not loader]
     whys = {"model": "a function that makes the module", "data": "a function that gives the data sets by split"}
     for key, node in (("model", model), ("data", None if more else data)):
-        made = _made(script, node)
+        made = _constructor(script, node)
         if made is None:
             code = f" ({shown(node)})" if node is not None else ""
             _missing(moved, key, f"{whys[key]}{code}")
@@ -437,19 +437,19 @@ def _model(script: Script, optimizers: list[Call]) -> ast.expr | None:
     return None
 
 
-def _made(script: Script, node: ast.expr | None, depth: int = 0) -> tuple[str, dict[str, Any]] | None:
+def _constructor(script: Script, node: ast.expr | None, depth: int = 0) -> tuple[str, dict[str, Any]] | None:
     """The script's own class or function whose call makes something, and its arguments, all of them known."""
     if node is None or depth > 10:
         return None
     if isinstance(node, ast.Name):
-        return _made(script, script.bound(node, last=True), depth + 1)
+        return _constructor(script, script.bound(node, last=True), depth + 1)
     if not isinstance(node, ast.Call):
         return None
     last = script.origin_of(node.func).rpartition(".")[2]
     if last in _WRAPPERS and node.args:
-        return _made(script, node.args[0], depth + 1)
+        return _constructor(script, node.args[0], depth + 1)
     if isinstance(node.func, ast.Attribute) and last in ("to", "cuda", "train", "module"):
-        return _made(script, node.func.value, depth + 1)
+        return _constructor(script, node.func.value, depth + 1)
     if not isinstance(node.func, ast.Name) or not script.path.stem.isidentifier():
         return None
     own = script.functions.get(node.func.id), script.classes.get(node.func.id)

@@ -89,10 +89,10 @@ class Unread:
 
 def read(script: Script) -> tuple[str, Callable[[Imported, int | None], None]] | None:
     """None: it makes no estimator of sagemaker's. Errors: `RunError` for several."""
-    found = arguments(script.tree, str(script.path))
-    if found is None:
+    values = arguments(script.tree, str(script.path))
+    if values is None:
         return None
-    return f"{CALLED}, {len(found)} key(s)", lambda moved, processes: move(found, moved, processes)
+    return f"{CALLED}, {len(values)} key(s)", lambda moved, processes: move(values, moved, processes)
 
 
 def arguments(tree: ast.Module, where: str = "the file") -> dict[str, Any] | None:
@@ -109,42 +109,42 @@ def arguments(tree: ast.Module, where: str = "the file") -> dict[str, Any] | Non
             "LS8220", f"--from: {where} makes estimators on lines {', '.join(str(c.lineno) for c in made)}; leave one"
         )
     known = _assigned(tree)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in made[0].keywords:
         value = _read(word.value, known)
         if word.arg is None:
-            found |= value if isinstance(value, dict) else {f"**{ast.unparse(word.value)}": value}
+            values |= value if isinstance(value, dict) else {f"**{ast.unparse(word.value)}": value}
         elif isinstance(value, dict) and any(path.startswith(f"{word.arg}.") for path in NEWER):
-            found |= {f"{word.arg}.{name}": inner for name, inner in value.items() if name}
+            values |= {f"{word.arg}.{name}": inner for name, inner in value.items() if name}
         else:
-            found[word.arg] = value
+            values[word.arg] = value
     fitted = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr in ("fit", "train")]
     for call in fitted[:1]:
         given = {word.arg: word.value for word in call.keywords}
         node = call.args[0] if call.args else given.get("inputs") or given.get("input_data_config")
         if node is not None:
-            found["inputs"] = _read(node, known)
-    return {NEWER.get(name, name): value for name, value in found.items()}
+            values["inputs"] = _read(node, known)
+    return {NEWER.get(name, name): value for name, value in values.items()}
 
 
 def _imported(tree: ast.Module) -> dict[str, str]:
     """Names in the file -> what they stand for."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {each.asname or each.name.partition(".")[0]: each.name for each in node.names}
+            names |= {each.asname or each.name.partition(".")[0]: each.name for each in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
-    return found
+            names |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+    return names
 
 
 def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
     """Names that are given a value once."""
-    found: dict[str, list[ast.expr]] = {}
+    assigned: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            found.setdefault(node.targets[0].id, []).append(node.value)
-    return {name: values[0] for name, values in found.items() if len(values) == 1}
+            assigned.setdefault(node.targets[0].id, []).append(node.value)
+    return {name: values[0] for name, values in assigned.items() if len(values) == 1}
 
 
 def _read(node: ast.expr, known: Mapping[str, ast.expr]) -> Any:

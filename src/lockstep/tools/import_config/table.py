@@ -178,8 +178,8 @@ def number(value: Any) -> float | None:
 
 
 def whole(value: Any, otherwise: int = 1) -> int:
-    found = number(value)
-    return otherwise if found is None else int(found)
+    count = number(value)
+    return otherwise if count is None else int(count)
 
 
 def _of(value: Any) -> Any:

@@ -70,19 +70,19 @@ class Look:
 def look(data: DataSection, seed: int = 0, deep: bool = False) -> Look:
     """Read a data set's training split. `deep`: also the columns within its columns, by dotted paths. Errors:
     `RunError`, as `source.load`."""
-    found, plain = _read(data, seed)
-    inner = {path: path for path in _within(found.splits["train"])}
+    loaded, plain = _read(data, seed)
+    inner = {path: path for path in _within(loaded.splits["train"])}
     if deep:
-        splits = {split: usable_rows.added(rows, inner, split, found.name) for split, rows in found.splits.items()}
+        splits = {split: usable_rows.added(rows, inner, split, loaded.name) for split, rows in loaded.splits.items()}
         outer = {path.partition(".")[0] for path in inner}
-        found = replace(found, splits={s: rows.remove_columns(sorted(outer)) for s, rows in splits.items()})
-    if data.split_column in found.splits["train"].column_names:
-        found = replace(found, splits={s: r.remove_columns([data.split_column]) for s, r in found.splits.items()})
-    whole = found.splits["train"]
+        loaded = replace(loaded, splits={s: rows.remove_columns(sorted(outer)) for s, rows in splits.items()})
+    if data.split_column in loaded.splits["train"].column_names:
+        loaded = replace(loaded, splits={s: r.remove_columns([data.split_column]) for s, r in loaded.splits.items()})
+    whole = loaded.splits["train"]
     train = whole.select(np.linspace(0, len(whole) - 1, min(_ROWS, len(whole))).astype(int))
     kinds = {name: _kind(train, name) for name in whole.column_names}
     for name in whole.column_names:
-        _check_texts(whole, train, name, found.name)
+        _check_texts(whole, train, name, loaded.name)
     values = {name: [v for v in train[name] if v is not None] for name in kinds if kinds[name] in _COUNTED}
     for name, there in values.items():
         if kinds[name] == "decimal" and all(v != v or v == int(v) for v in there):
@@ -90,8 +90,8 @@ def look(data: DataSection, seed: int = 0, deep: bool = False) -> Look:
     counts = {name: len(set(there)) for name, there in values.items() if kinds[name] != "decimal"}
     lists = [name for name, kind in kinds.items() if kind in ("texts", "labels")]
     return Look(
-        found.name,
-        {split: len(rows) for split, rows in found.splits.items()},
+        loaded.name,
+        {split: len(rows) for split, rows in loaded.splits.items()},
         kinds,
         {name: count for name, count in counts.items() if _is_few(count, len(train))},
         {name: _most(len(text or "") for text in train[name]) for name, kind in kinds.items() if kind == "text"},
@@ -99,7 +99,7 @@ def look(data: DataSection, seed: int = 0, deep: bool = False) -> Look:
         plain,
         tuple(name for name, there in values.items() if kinds[name] in _COUNTED[2:] and set(there) == {0, 1}),
         frozenset((a, b) for a in lists for b in lists if a != b and _as_long(train, a, b)),
-        {split: tuple(c for c in kinds if c not in rows.column_names) for split, rows in found.splits.items()},
+        {split: tuple(c for c in kinds if c not in rows.column_names) for split, rows in loaded.splits.items()},
         tuple(name for name, count in counts.items() if count == 1 and len(train) > 1),
         tuple(name for name, there in values.items() if kinds[name] == "text" and _are_lists(set(there))),
         next((name for name in values if kinds[name] == "text" and _are_splits(set(values[name]))), None),
@@ -135,14 +135,14 @@ def _read(data: DataSection, seed: int) -> tuple[source.Source, bool]:
     """The data, and whether they are lines of text and nothing else."""
     lines = data.layout == "rows" and any(row_files.format_of(file) == ".txt" for file in source.files_of(data))
     try:
-        found = source.load(data, seed)
+        loaded = source.load(data, seed)
     except RunError as error:
         if "no semicolon" not in str(error):
             raise
     else:  # a book has semicolons, too
-        labels = found.splits["train"]["label"] if lines else ()
+        labels = loaded.splits["train"]["label"] if lines else ()
         if not lines or _is_few(len(set(labels)), len(labels)):
-            return found, False
+            return loaded, False
     return source.load(data, seed, plain="line"), True
 
 
@@ -270,44 +270,44 @@ def _by_aliases(kind: Any, look: Look) -> Fit | None:
     return Fit({key: names[0] for key, names in columns.items()}) if columns and all(columns.values()) else None
 
 
-def guess(found: Look) -> tuple[str, Fit]:
+def guess(look: Look) -> tuple[str, Fit]:
     """The task that fits the columns, and its keys. Errors: `RunError` when none does, or when what they seem to be for
     is no task here."""
-    if found.sizes.get("train") == 1 and not found.plain:
+    if look.sizes.get("train") == 1 and not look.plain:
         raise RunError(
             "LS8271",
-            f"{found.source} holds one row only: {found.described()}. Is it a document that holds the rows? Write each "
+            f"{look.source} holds one row only: {look.described()}. Is it a document that holds the rows? Write each "
             "row on a line of its own (.jsonl), or say what it is: --task NAME",
         )
-    if (images := _image_classification(found)) is not None:
+    if (images := _image_classification(look)) is not None:
         return "image_classification", images
-    if (answers := _answer_pairs(found)) is not None:
+    if (answers := _answer_pairs(look)) is not None:
         return "preference", answers
-    if (messages := _messages(found)) is not None:
+    if (messages := _messages(look)) is not None:
         return "language_modeling", messages
     for task in ("question_answering", "embedding"):  # whose columns have names that say it
-        if (fitted := fit(task, found)) is not None:
+        if (fitted := fit(task, look)) is not None:
             return task, fitted
-    if _are_instructions(found) and (instructions := _language_modeling(found)) is not None:
+    if _are_instructions(look) and (instructions := _language_modeling(look)) is not None:
         return "language_modeling", instructions
-    if (why := unfit(found)) is not None:
+    if (why := unfit(look)) is not None:
         raise RunError("LS8273", why)
     for task in tasks():
         if task == "masked_language_modeling":  # for those who ask for it
             continue
-        if (fitted := fit(task, found)) is not None and not _is_a_shot(task, fitted):
+        if (fitted := fit(task, look)) is not None and not _is_a_shot(task, fitted):
             return task, fitted
     raise RunError(
         "LS8272",
-        f"what {found.source} is for cannot be told from its columns: {found.described()}. "
+        f"what {look.source} is for cannot be told from its columns: {look.described()}. "
         "Say it: --task NAME, and its columns as task.text=... task.label=...",
     )
 
 
-def _are_instructions(found: Look) -> bool:
+def _are_instructions(look: Look) -> bool:
     """Whether names say that a column answers another one, and none that there is a label."""
-    names = {c.lower() for c in found.texts}
-    return any({*pair} <= names for pair in INSTRUCTIONS) and not {c.lower() for c in found.kinds} & {"label", "labels"}
+    names = {c.lower() for c in look.texts}
+    return any({*pair} <= names for pair in INSTRUCTIONS) and not {c.lower() for c in look.kinds} & {"label", "labels"}
 
 
 def _is_a_shot(task: str, fitted: Fit) -> bool:
@@ -315,27 +315,27 @@ def _is_a_shot(task: str, fitted: Fit) -> bool:
     return task == "language_modeling" and "text" in fitted.doubts and fitted.keys["text"].lower() not in TEXT
 
 
-def unfit(found: Look) -> str | None:
+def unfit(look: Look) -> str | None:
     """What a data set seems to be for that no task here is, with what to do; None where nothing seems so."""
     own = (
         "None of the tasks for texts learns that. Make it a column of one label (an integer or a text) a row; or bring "
         "a model and a loss of your own (task: {name: module, ...}: docs/how-to/recipes.md); or leave it out: --task "
         "language_modeling"
     )
-    one = _of_one_label(found)
-    joined = [c for c in found.joined if is_label(c)]
-    if joined and len(found.texts) > 1:
+    one = _of_one_label(look)
+    joined = [c for c in look.joined if is_label(c)]
+    if joined and len(look.texts) > 1:
         return (
-            f"column {joined[0]!r} of {found.source} holds lists of labels, written as one text. Write them as lists "
+            f"column {joined[0]!r} of {look.source} holds lists of labels, written as one text. Write them as lists "
             '(in jsonl: ["a", "b"]), and classification learns each (task.multi_label); or as one label a row'
         )
-    odd = [c for c, kind in found.kinds.items() if kind == "list" and is_label(c)]
-    if odd and found.texts and not one:
-        return f"column {odd[0]!r} of {found.source} holds lists of what is no label. {own}"
-    many = [c for c, kind in found.kinds.items() if kind == "number" and c.lower() in LABEL and c not in found.few]
-    if many and found.texts and not one:
+    odd = [c for c, kind in look.kinds.items() if kind == "list" and is_label(c)]
+    if odd and look.texts and not one:
+        return f"column {odd[0]!r} of {look.source} holds lists of what is no label. {own}"
+    many = [c for c, kind in look.kinds.items() if kind == "number" and c.lower() in LABEL and c not in look.few]
+    if many and look.texts and not one:
         return (
-            f"column {many[0]!r} of {found.source} holds one number only, or nearly as many as rows: no classes to "
+            f"column {many[0]!r} of {look.source} holds one number only, or nearly as many as rows: no classes to "
             "learn. Is it a number to be foretold? Then --task classification "
             f"task.label={many[0]} task.regression=true. {own}"
         )
@@ -345,25 +345,25 @@ def unfit(found: Look) -> str | None:
 # -- one task each ---------------------------------------------------------------------------------------------------
 
 
-def _of_one_label(found: Look) -> list[str]:
+def _of_one_label(look: Look) -> list[str]:
     """Columns that are called labels, and hold one each."""
-    return [c for c in found.few if is_label(c) and c not in found.binary]
+    return [c for c in look.few if is_label(c) and c not in look.binary]
 
 
-def _several_labels(found: Look) -> dict[str, Any] | None:
+def _several_labels(look: Look) -> dict[str, Any] | None:
     """The keys of a column of lists of labels, or of columns of 0 and 1."""
-    pairs = {name for pair in found.aligned for name in pair}
-    lists = [c for c, k in found.kinds.items() if k in ("texts", "labels") and is_label(c) and c not in pairs]
+    pairs = {name for pair in look.aligned for name in pair}
+    lists = [c for c, k in look.kinds.items() if k in ("texts", "labels") and is_label(c) and c not in pairs]
     if lists:
         return {"label": lists[0], "multi_label": True}
-    if len(found.binary) > 1 and "label" not in found.binary:
-        return {"label": list(found.binary), "multi_label": True}
+    if len(look.binary) > 1 and "label" not in look.binary:
+        return {"label": list(look.binary), "multi_label": True}
     return None
 
 
-def _numbers(found: Look) -> tuple[dict[str, Any], str] | None:
+def _numbers(look: Look) -> tuple[dict[str, Any], str] | None:
     """The keys of a column of numbers that are foretold, and why it might be another, if it might."""
-    decimal = [c for c, kind in found.kinds.items() if kind == "decimal" and _might_be_read(c, found)]
+    decimal = [c for c, kind in look.kinds.items() if kind == "decimal" and _might_be_read(c, look)]
     called = [c for c in decimal if c.lower() in SCORE]
     if called:
         return {"label": called[0], "regression": True}, _might_be(unlike(called[0], called), "the number")
@@ -376,65 +376,65 @@ def _might_be(columns: list[str], what: str) -> str:
     return f"{', '.join(columns)} might be {what} as well" if columns else ""
 
 
-def _classification(found: Look) -> Fit | None:
-    if found.texts and not _of_one_label(found):
-        if (several := _several_labels(found)) is not None:
-            keys, doubts = _read_fit(found.texts, found)
+def _classification(look: Look) -> Fit | None:
+    if look.texts and not _of_one_label(look):
+        if (several := _several_labels(look)) is not None:
+            keys, doubts = _read_fit(look.texts, look)
             return Fit(keys | several, doubts)
-        if (numbers := _numbers(found)) is not None:
-            keys, doubts = _read_fit(found.texts, found)
+        if (numbers := _numbers(look)) is not None:
+            keys, doubts = _read_fit(look.texts, look)
             return Fit(keys | numbers[0], doubts | ({"label": numbers[1]} if numbers[1] else {}))
-    named = [c for c in found.few if is_label(c)]
-    labels = [c for c, kind in found.kinds.items() if kind == "label"]
-    truths = [c for c in found.few if found.kinds[c] == "true/false"]
-    others = sorted((c for c in found.texts if c in found.few), key=lambda c: found.few[c])
+    named = [c for c in look.few if is_label(c)]
+    labels = [c for c, kind in look.kinds.items() if kind == "label"]
+    truths = [c for c in look.few if look.kinds[c] == "true/false"]
+    others = sorted((c for c in look.texts if c in look.few), key=lambda c: look.few[c])
     exact = [c for name in LABEL for c in [*labels, *named] if c.lower() == name]
     label = first(exact, labels, named, truths, others)
-    texts = [c for c in found.texts if c != label]
+    texts = [c for c in look.texts if c != label]
     if label is None or not texts:
         return None
     doubts = {}
-    short = [c for c in others if found.few[c] <= CLASSES]
+    short = [c for c in others if look.few[c] <= CLASSES]
     rivals = unlike(label, exact) or ([] if exact else unlike(label, [*labels, *named, *truths, *short]))
     if rivals:
         doubts["label"] = f"{', '.join(rivals)} might be the label as well"
-    keys, of_texts = _read_fit(texts, found)
+    keys, of_texts = _read_fit(texts, look)
     return Fit(keys | {"label": label}, doubts | of_texts)
 
 
-def _read_fit(texts: list[str], found: Look) -> tuple[dict[str, Any], dict[str, str]]:
+def _read_fit(texts: list[str], look: Look) -> tuple[dict[str, Any], dict[str, str]]:
     """The keys of the columns that are read, one or two, and why each might be another."""
     doubts = {}
     if pair := pair_of(texts):
-        rest = [c for c in texts if _might_be_read(c, found) and c not in (*pair, *found.few)]
+        rest = [c for c in texts if _might_be_read(c, look) and c not in (*pair, *look.few)]
         if rest:
             doubts["text"] = f"{', '.join(rest)} might be a text as well"
         return {"text": pair[0], "text_pair": pair[1]}, doubts
-    free = [c for c in texts if c not in found.few] or texts
-    longest = sorted(free, key=lambda c: -found.characters[c])
+    free = [c for c in texts if c not in look.few] or texts
+    longest = sorted(free, key=lambda c: -look.characters[c])
     text = first([c for name in TEXT for c in free if c.lower() == name], longest)
-    if others := unlike(text, [c for c in free if _might_be_read(c, found)]):
+    if others := unlike(text, [c for c in free if _might_be_read(c, look)]):
         doubts["text"] = f"{', '.join(others)} might be the text as well, or a second one (task.text_pair)"
     return {"text": text}, doubts
 
 
-def _image_classification(found: Look) -> Fit | None:
-    images = [c for c, kind in found.kinds.items() if kind == "image"]
-    labels = [c for c, kind in found.kinds.items() if kind == "label"]
-    label = first(_of_one_label(found), labels, found.few)
+def _image_classification(look: Look) -> Fit | None:
+    images = [c for c, kind in look.kinds.items() if kind == "image"]
+    labels = [c for c, kind in look.kinds.items() if kind == "label"]
+    label = first(_of_one_label(look), labels, look.few)
     if not images or label is None:
         return None
-    rivals = unlike(label, [*dict.fromkeys([*_of_one_label(found), *labels])])
+    rivals = unlike(label, [*dict.fromkeys([*_of_one_label(look), *labels])])
     doubts = {"label": f"{', '.join(rivals)} might be the label as well"} if rivals else {}
     more = {"image": f"{', '.join(images[1:])} might be the image as well"} if images[1:] else {}
     return Fit({"image": images[0], "label": label}, doubts | more)
 
 
-def _token_classification(found: Look) -> Fit | None:
-    words = [c for c, kind in found.kinds.items() if kind == "texts"]
+def _token_classification(look: Look) -> Fit | None:
+    words = [c for c, kind in look.kinds.items() if kind == "texts"]
     word = first([c for c in WORDS if c in words], words)
-    tags = [c for c, kind in found.kinds.items() if kind in ("texts", "labels") and (word, c) in found.aligned]
-    tag = first([c for c in TAGS if c in tags], [c for c in tags if found.kinds[c] == "labels"])
+    tags = [c for c, kind in look.kinds.items() if kind in ("texts", "labels") and (word, c) in look.aligned]
+    tag = first([c for c in TAGS if c in tags], [c for c in tags if look.kinds[c] == "labels"])
     if not word or not tag:
         return None
     others = unlike(tag, tags)
@@ -443,14 +443,14 @@ def _token_classification(found: Look) -> Fit | None:
     )
 
 
-def _translation(found: Look) -> Fit | None:
-    if len(found.languages) >= 2:
-        return _sides(list(found.languages))
+def _translation(look: Look) -> Fit | None:
+    if len(look.languages) >= 2:
+        return _sides(list(look.languages))
     for sides in SIDES:
-        if set(sides) <= set(found.texts):
+        if set(sides) <= set(look.texts):
             return Fit({"source": sides[0], "target": sides[1]})
-    languages = [c for c in found.texts if is_language(c)]
-    long = [c for c in found.texts if _might_be_read(c, found) and c not in found.few]
+    languages = [c for c in look.texts if is_language(c)]
+    long = [c for c in look.texts if _might_be_read(c, look) and c not in look.few]
     return _sides(languages) if len(languages) >= 2 and set(long) <= set(languages) else None
 
 
@@ -463,82 +463,82 @@ def _sides(languages: list[str]) -> Fit:
     )
 
 
-def _summarization(found: Look) -> Fit | None:
-    texts = next((pair for pair in SUMMARIES if set(pair) <= set(found.texts)), None)
+def _summarization(look: Look) -> Fit | None:
+    texts = next((pair for pair in SUMMARIES if set(pair) <= set(look.texts)), None)
     return Fit({"source": texts[0], "target": texts[1]}) if texts else None
 
 
-def _embedding(found: Look) -> Fit | None:
+def _embedding(look: Look) -> Fit | None:
     """Texts called anchor and positive; or two texts and how near they are, a number with decimals."""
-    anchor = first(c for name in ANCHORS for c in found.texts if c.lower() == name)
-    positive = first(c for name in POSITIVES for c in found.texts if c.lower() == name)
+    anchor = first(c for name in ANCHORS for c in look.texts if c.lower() == name)
+    positive = first(c for name in POSITIVES for c in look.texts if c.lower() == name)
     if anchor and positive:
-        negative = [c for c in found.texts if NEGATIVES.fullmatch(c.lower())]
+        negative = [c for c in look.texts if NEGATIVES.fullmatch(c.lower())]
         more = {"negative": negative[0] if len(negative) == 1 else negative} if negative else {}
         return Fit({"anchor": anchor, "positive": positive} | more)
-    score = first(c for c, kind in found.kinds.items() if kind == "decimal" and c.lower() in NEAR)
-    if score is None or (pair := pair_of(found.texts)) is None:
+    score = first(c for c, kind in look.kinds.items() if kind == "decimal" and c.lower() in NEAR)
+    if score is None or (pair := pair_of(look.texts)) is None:
         return None
-    least, most = found.ends[score]
+    least, most = look.ends[score]
     high = next((each for each in (1, 5, 10, 100) if most <= each), most)
     ends = [0 if least >= 0 else -high, high]
     doubt = f"scores from {least:g} to {most:g} were seen, from which task.score_range {ends} is guessed"
     return Fit({"anchor": pair[0], "positive": pair[1], "score": score, "score_range": ends}, {"score": doubt})
 
 
-def _question_answering(found: Look) -> Fit | None:
+def _question_answering(look: Look) -> Fit | None:
     """SQuAD's columns: of texts a question and its context, and answers that say where they begin."""
-    if not {"question", "context"} <= set(found.texts) or found.kinds.get("answers") not in ("mapping", "list"):
+    if not {"question", "context"} <= set(look.texts) or look.kinds.get("answers") not in ("mapping", "list"):
         return None
     keys = {"question": "question", "context": "context", "answers": "answers"}
-    return Fit(keys | ({"unanswerable": True} if "answers" in found.hollow else {}))
+    return Fit(keys | ({"unanswerable": True} if "answers" in look.hollow else {}))
 
 
-def _masked_language_modeling(found: Look) -> Fit | None:
-    fitted = _language_modeling(found)
+def _masked_language_modeling(look: Look) -> Fit | None:
+    fitted = _language_modeling(look)
     return fitted if fitted and set(fitted.keys) <= {"text", "document"} else None
 
 
-def _language_modeling(found: Look) -> Fit | None:
-    if (messages := _messages(found)) is not None:
+def _language_modeling(look: Look) -> Fit | None:
+    if (messages := _messages(look)) is not None:
         return messages
-    if found.plain:
-        return Fit({"document": "line" if found.sizes["train"] > 1 else "file"})
-    texts = found.texts
+    if look.plain:
+        return Fit({"document": "line" if look.sizes["train"] > 1 else "file"})
+    texts = look.texts
     prompt = first(called(PROMPT, texts))
     response = first(c for c in called(RESPONSE, texts) if c != prompt)
     if prompt and response:
         doubts = {}
         for more in ("input", "context"):
-            if more in texts and prompt != more and found.characters[more]:
+            if more in texts and prompt != more and look.characters[more]:
                 doubts["prompt"] = f"the column {more} is not read; to learn from both, join them into one column first"
         if "rejected" in texts:
             doubts["response"] = (
                 "rejected is not read: only the response is learned; --task preference learns from both"
             )
         return Fit({"prompt": prompt, "response": response}, doubts)
-    longest = sorted(texts, key=lambda c: -found.characters[c])
+    longest = sorted(texts, key=lambda c: -look.characters[c])
     text = first([c for name in TEXT for c in texts if c.lower() == name], longest)
     if not text:
         return None
-    others = [c for c in unlike(text, texts) if _might_be_read(c, found) and c not in found.few]
+    others = [c for c in unlike(text, texts) if _might_be_read(c, look) and c not in look.few]
     return Fit({"text": text}, {"text": f"{', '.join(others)} might be the text as well"} if others else {})
 
 
-def _answer_pairs(found: Look) -> Fit | None:
+def _answer_pairs(look: Look) -> Fit | None:
     """A prompt with two answers, as data of preferences have them."""
     spoken = ("messages", "turns", "turn")
-    readable = {c for c in found.kinds if c in found.texts or found.kinds[c] in spoken}
+    readable = {c for c in look.kinds if c in look.texts or look.kinds[c] in spoken}
     if not {"chosen", "rejected"} <= readable:
         return None
-    answers = {found.kinds["chosen"], found.kinds["rejected"]}
+    answers = {look.kinds["chosen"], look.kinds["rejected"]}
     names = (*PROMPT, *MESSAGES) if answers == {"turn"} else PROMPT  # lists may hold the whole conversation
     prompt = first(c for c in names if c in readable)
     return Fit({"prompt": prompt} | ({"conversations": True} if answers != {"text"} else {}))
 
 
-def _messages(found: Look) -> Fit | None:
-    there = [c for c, kind in found.kinds.items() if kind in ("messages", "turns")]
+def _messages(look: Look) -> Fit | None:
+    there = [c for c, kind in look.kinds.items() if kind in ("messages", "turns")]
     name = first([c for c in MESSAGES if c in there], there)
     return Fit({"messages": name}) if name else None
 
@@ -546,9 +546,9 @@ def _messages(found: Look) -> Fit | None:
 # -- small parts -----------------------------------------------------------------------------------------------------
 
 
-def _might_be_read(column: str, found: Look) -> bool:
+def _might_be_read(column: str, look: Look) -> bool:
     """Not what tells rows apart, nor what is the same in all of them."""
-    return not is_name(column) and column not in found.same
+    return not is_name(column) and column not in look.same
 
 
 _FITS: dict[str, Callable[[Look], Fit | None]] = {

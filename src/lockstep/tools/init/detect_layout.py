@@ -49,36 +49,36 @@ def recognised(data: DataSection, talk: Prompter) -> DataSection:
     local = source.local_splits(data)
     if local is None or data.columns is not None:
         return data
-    found = {s: files for s, files in local.items() if files and {*map(row_files.format_of, files)} <= _TABLES}
-    return _header(data, found, talk) if found.get("train") else data
+    tables = {s: files for s, files in local.items() if files and {*map(row_files.format_of, files)} <= _TABLES}
+    return _header(data, tables, talk) if tables.get("train") else data
 
 
 def looked(data: DataSection, talk: Prompter) -> tuple[DataSection, Look]:
     """What the rows hold; with `split_column`, where a column says which split they belong to, and with the columns
     within columns, where those alone fit no task. Errors: `RunError`."""
-    found = columns.look(data)
-    if found.apart is not None and list(found.sizes) == ["train"] and data.split_column is None:
-        talk.console.say(f"column {found.apart} says which split a row belongs to: data.split_column={found.apart}")
-        data = data.model_copy(update={"split_column": found.apart})
-        found = columns.look(data)
-    if found.nearly_apart is not None and data.split_column is None:
-        column, odd = found.nearly_apart
+    look = columns.look(data)
+    if look.apart is not None and list(look.sizes) == ["train"] and data.split_column is None:
+        talk.console.say(f"column {look.apart} says which split a row belongs to: data.split_column={look.apart}")
+        data = data.model_copy(update={"split_column": look.apart})
+        look = columns.look(data)
+    if look.nearly_apart is not None and data.split_column is None:
+        column, odd = look.nearly_apart
         words = ", ".join(odd)
         talk.note(
             f"column {column} says which split a row belongs to, but for rows that say {words}: all are used as train. "
             f"To leave these out: data.split_column={column}, and data.filter: {{{column}: {{none_of: [{words}]}}}}"
         )
-    if found.deep:
+    if look.deep:
         deep = columns.look(data, deep=True)
-        if _fits(deep) > _fits(found):
-            found = deep
-    return data, found
+        if _fits(deep) > _fits(look):
+            look = deep
+    return data, look
 
 
-def _fits(found: Look) -> int:
+def _fits(look: Look) -> int:
     """How well columns fit a task: not at all, as texts to read, or as what is to be learned from texts."""
     try:
-        return 1 if set(columns.guess(found)[1].keys) == {"text"} else 2
+        return 1 if set(columns.guess(look)[1].keys) == {"text"} else 2
     except RunError:
         return 0
 
@@ -148,8 +148,8 @@ def _header(data: DataSection, local: dict[str, list[Path]], talk: Prompter) -> 
     file = local["train"][0]
     file_formats.check(file, "data.source", data.encoding)
     data = _dialect(data, file, talk)
-    found = file_formats.scanned(file, "data.train", data)
-    rows = [row for _, row in itertools.islice(file_formats.rows(file, data.encoding, found.dialect), _ROWS)]
+    table = file_formats.scanned(file, "data.train", data)
+    rows = [row for _, row in itertools.islice(file_formats.rows(file, data.encoding, table.dialect), _ROWS)]
     if not rows:
         return data  # its reader says that it is empty
     first = rows[0]
@@ -218,11 +218,11 @@ def _dialect(data: DataSection, file: Path, talk: Prompter) -> DataSection:
 def _names(data: DataSection, count: int, talk: Prompter) -> list[str]:
     """Names for columns without any, from what they hold. Errors: `RunError` when that leaves it open."""
     numbered = _numbered(count)
-    found = columns.look(data.model_copy(update={"columns": numbered, "limit": None}))
+    look = columns.look(data.model_copy(update={"columns": numbered, "limit": None}))
     labels = sorted(
-        (c for c in found.few if found.kinds[c] in ("text", "number", "true/false")), key=lambda c: found.few[c]
+        (c for c in look.few if look.kinds[c] in ("text", "number", "true/false")), key=lambda c: look.few[c]
     )
-    texts = sorted((c for c in found.texts if c not in labels), key=lambda c: -found.characters[c])
+    texts = sorted((c for c in look.texts if c not in labels), key=lambda c: -look.characters[c])
     told: dict[str, str] = {}
     if texts and labels:
         told = {texts[0]: "text", labels[0]: "label"}
@@ -231,7 +231,7 @@ def _names(data: DataSection, count: int, talk: Prompter) -> list[str]:
     elif talk.ask is None:
         raise RunError(
             "LS8280",
-            f"what the columns of {found.source} are cannot be told from what they hold; name them, each in its place: "
+            f"what the columns of {look.source} are cannot be told from what they hold; name them, each in its place: "
             "data.columns=[text,label], [source,target] for translations, [prompt,response] for instructions",
         )
     rest = [c for c in texts if c not in told]
@@ -242,7 +242,7 @@ def _names(data: DataSection, count: int, talk: Prompter) -> list[str]:
     def check(answer: str) -> list[str]:
         names = [name.strip() for name in answer.split(",")]
         if len(names) != count or len(set(names)) < count or not all(names):
-            raise RunError("LS8281", f"wanted are {count} names, all different, with commas between them")
+            raise RunError("LS8281", f"expected {count} names, all different, with commas between them")
         return names
 
     return talk.answer("Names of its columns, in order", ",".join(told.get(c, c) for c in numbered), check)
@@ -272,22 +272,22 @@ def together(
 ) -> tuple[DataSection, Look, dict[str, Any]]:
     """The `data` section, a look at all of them, and the task. Errors: `RunError`."""
     first = parts[0][1]
-    for _, found in parts:  # of files of lines, wherever among them they are
-        if task["name"] == "language_modeling" and found.plain and "document" not in task:
-            task = task | {"document": "line" if found.sizes["train"] > 1 else "file"}
+    for _, look_of in parts:  # of files of lines, wherever among them they are
+        if task["name"] == "language_modeling" and look_of.plain and "document" not in task:
+            task = task | {"document": "line" if look_of.sizes["train"] > 1 else "file"}
     columns = _columns(task, first)
     entries, characters = [], dict(first.characters)
-    for name, (section, found) in zip(_names_multi_source([section for section, _ in parts]), parts, strict=True):
-        rename = _rename(columns, task, found, talk)
+    for name, (section, look_of) in zip(_names_multi_source([section for section, _ in parts]), parts, strict=True):
+        rename = _rename(columns, task, look_of, talk)
         for ours in columns:
-            theirs = found.characters.get(rename.get(ours, ours), 0)
+            theirs = look_of.characters.get(rename.get(ours, ours), 0)
             characters[ours] = max(characters.get(ours, 0), theirs)
         own = {key: getattr(section, key) for key in OWN if key in section.model_fields_set}
         given = {key: value for key, value in own.items() if value not in (None, {})}
         entries.append(OneSource.model_validate({"name": name, **given} | ({"rename": rename} if rename else {})))
     sizes: Counter[str] = Counter()
-    for _, found in parts:
-        sizes.update(found.sizes)
+    for _, look_of in parts:
+        sizes.update(look_of.sizes)
     source = ", ".join(entry.name for entry in entries)
     look = replace(first, source=source, sizes=dict(sizes), characters=characters, lacking={})
     return DataSection.model_validate({"sources": entries}), look, task
@@ -301,29 +301,29 @@ def _columns(task: dict[str, Any], first: Look) -> list[str]:
     return [value for key, value in task.items() if key not in ("name", "document") and value in there]
 
 
-def _rename(columns: list[str], task: dict[str, Any], found: Look, talk: Prompter) -> dict[str, str]:
+def _rename(columns: list[str], task: dict[str, Any], look: Look, talk: Prompter) -> dict[str, str]:
     """What the task's columns are called here, where otherwise. Errors: `RunError`."""
-    there = {"text"} if found.plain else {*found.kinds, *found.languages}
+    there = {"text"} if look.plain else {*look.kinds, *look.languages}
     if not (missing := [column for column in columns if column not in there]):
         return {}
-    fitted = fit(task["name"], found) or Fit({})
+    fitted = fit(task["name"], look) or Fit({})
     key_of = {value: key for key, value in task.items() if key != "name"}
     known: dict[str, str] = {}
     for ours in missing:
-        theirs = "text" if found.plain else fitted.keys.get(key_of.get(ours, "text"))
+        theirs = "text" if look.plain else fitted.keys.get(key_of.get(ours, "text"))
         if theirs is not None and theirs not in columns:
             known[ours] = theirs
     # of two languages nothing says which is which
     if task["name"] == "translation" or len(known) < len(missing):
         raise RunError(
             "LS8282",
-            f"--data: {found.source} has no column {missing[0]!r}, and nothing says which of its columns is that one; "
-            f"it has {found.described()}. Rename it there, or {_BY_HAND}",
+            f"--data: {look.source} has no column {missing[0]!r}, and nothing says which of its columns is that one; "
+            f"it has {look.described()}. Rename it there, or {_BY_HAND}",
         )
     told = ", ".join(f"{ours} is called {theirs}" for ours, theirs in known.items())
-    talk.console.say(f"{found.source}: {told}")
+    talk.console.say(f"{look.source}: {told}")
     for key, why in fitted.doubts.items():
-        talk.note(f"{found.source}: task.{key}: {fitted.keys.get(key)}; {why}")
+        talk.note(f"{look.source}: task.{key}: {fitted.keys.get(key)}; {why}")
     return known
 
 

@@ -58,22 +58,22 @@ def init(
     free(path, force)
     console = Console(True)
     talk, given = Prompter(ask, console), keys_of(overrides)
-    data, found = _data(flags.get("data") or given.get("data.source"), given, talk)
-    parts = [(data, found), *(_data(each, given, talk) for each in more)]
+    data, look = _data(flags.get("data") or given.get("data.source"), given, talk)
+    parts = [(data, look), *(_data(each, given, talk) for each in more)]
     for _, each in parts:
         console.say(f"{each.source}: {_sizes(each)}; columns {each.described()}")
-    task = _task(found, flags.get("task") or given.get("task.name"), given, talk)
+    task = _task(look, flags.get("task") or given.get("task.name"), given, talk)
     if more:
-        data, found, task = detect_layout.together(parts, task, talk)
+        data, look, task = detect_layout.together(parts, task, talk)
     else:
-        data = _without_test(data, task, found, talk)
-    console.say(f"task: {', '.join(f'{key} {value}' for key, value in task.items())}{_unread(found, task)}")
+        data = _without_test(data, task, look, talk)
+    console.say(f"task: {', '.join(f'{key} {value}' for key, value in task.items())}{_unread(look, task)}")
     here = MachineInfo.look()
-    filled, trial = _tried_with_model(path, data, task, found, here, flags.get("model"), given, talk)
+    filled, trial = _tried_with_model(path, data, task, look, here, flags.get("model"), given, talk)
     for text in trial.warnings:
         talk.note(text)
     filled = questions.with_steps(filled, trial.examples, here)
-    run = checked(path, write(filled, _header(filled, path.name, found, here, trial, talk), {}))
+    run = checked(path, write(filled, _header(filled, path.name, look, here, trial, talk), {}))
     console.say(f"wrote {path}: {run.task.name} with {run.model.source or run.model.type} on {here.described()}")
     console.say(f"next: lockstep plan {path}; lockstep train {path}")
     return 0
@@ -81,11 +81,11 @@ def init(
 
 def keys_of(overrides: list[str]) -> dict[str, Any]:
     """Overrides as dotted key -> value; a text that stands for a section is its main key. Errors: `RunError`."""
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for key, value in overrides_of(overrides).items():
         whole = at_length(key, value)
-        found |= {f"{key}.{inner}": each for inner, each in whole.items()} if isinstance(whole, dict) else {key: value}
-    return found
+        keys |= {f"{key}.{inner}": each for inner, each in whole.items()} if isinstance(whole, dict) else {key: value}
+    return keys
 
 
 def free(path: Path, force: bool) -> None:
@@ -149,7 +149,7 @@ def _data(given_source: str | None, given: dict[str, Any], talk: Prompter) -> tu
     return talk.answer(f"Data (a folder, a file, a Hub id, or {BUILTIN})", BUILTIN, read)
 
 
-def _task(found: Look, name: str | None, given: dict[str, Any], talk: Prompter) -> dict[str, Any]:
+def _task(look: Look, name: str | None, given: dict[str, Any], talk: Prompter) -> dict[str, Any]:
     """The `task` section: the guess, or what was asked for, with the columns that fit it."""
     own = {
         key.partition(".")[2]: value for key, value in given.items() if key.startswith("task.") and key != "task.name"
@@ -157,7 +157,7 @@ def _task(found: Look, name: str | None, given: dict[str, Any], talk: Prompter) 
     guessed: tuple[str, columns.Fit] | None = None
     if name is None:
         try:
-            guessed = columns.guess(found)
+            guessed = columns.guess(look)
         except RunError as error:
             if talk.ask is None:
                 raise
@@ -168,24 +168,24 @@ def _task(found: Look, name: str | None, given: dict[str, Any], talk: Prompter) 
     name = name or default
     if name not in columns.tasks() and "." not in name:  # a class of the user's
         raise RunError("LS8294", f"--task: {name!r} is not one of {', '.join(columns.tasks())}")
-    fitted = columns.fit(name, found)
+    fitted = columns.fit(name, look)
     if fitted is None and not own and talk.ask is None:
         raise RunError(
             "LS8295",
-            f"--task: {found.source} seems to have no columns for {name}; it has {found.described()}. "
+            f"--task: {look.source} seems to have no columns for {name}; it has {look.described()}. "
             "Name them: task.text=... task.label=... (see `lockstep schema`)",
         )
     keys = dict(fitted.keys) if fitted else {}
     doubts = fitted.doubts if fitted else dict.fromkeys(_kind(name).column_keys, "")
     for key, why in doubts.items():
         if key not in own:
-            keys |= _column(key, why, keys, found, talk)
+            keys |= _column(key, why, keys, look, talk)
     return {"name": name, **keys, **own}
 
 
-def _column(key: str, why: str, keys: dict[str, Any], found: Look, talk: Prompter) -> dict[str, Any]:
+def _column(key: str, why: str, keys: dict[str, Any], look: Look, talk: Prompter) -> dict[str, Any]:
     """A column that might be another one. Of a translation, the other side follows where there are two."""
-    there = list(found.languages or found.kinds)
+    there = list(look.languages or look.kinds)
     if talk.ask is None:
         talk.note(f"task.{key}: {keys.get(key)}; {why}")
         return {}
@@ -196,11 +196,11 @@ def _column(key: str, why: str, keys: dict[str, Any], found: Look, talk: Prompte
     return {key: chosen}
 
 
-def _without_test(data: DataSection, task: dict[str, Any], found: Look, talk: Prompter) -> DataSection:
+def _without_test(data: DataSection, task: dict[str, Any], look: Look, talk: Prompter) -> DataSection:
     """A test split without what is to be learned is not scored."""
     learned = task.get("label")
     labels = {*learned} if isinstance(learned, list) else {learned}
-    lacking = set(found.lacking.get("test", ())) & {str(value) for value in (*task.values(), *labels)}
+    lacking = set(look.lacking.get("test", ())) & {str(value) for value in (*task.values(), *labels)}
     if not lacking or data.test is not None or data.split_column is not None or local_splits(data) is None:
         return data
     if task["name"] == "classification" and lacking == labels:  # training leaves it out by itself
@@ -213,7 +213,7 @@ def _tried_with_model(
     path: Path,
     data: DataSection,
     task: dict[str, Any],
-    found: Look,
+    look: Look,
     here: MachineInfo,
     flag: str | None,
     given: dict[str, Any],
@@ -221,10 +221,10 @@ def _tried_with_model(
 ) -> tuple[dict[str, Any], Trial]:
     """The keys with a model that the data can be prepared for."""
     given_model = flag or given.get("model.source") or (SCRATCH if "model.type" in given else None)
-    default = questions.model_for(task["name"], found, here)
+    default = questions.model_for(task["name"], look, here)
 
     def tried(model: str) -> tuple[dict[str, Any], Trial]:
-        filled = questions.values(path, _from(path, "data", data), task, local(path, model), found, here)
+        filled = questions.values(path, _from(path, "data", data), task, local(path, model), look, here)
         if "model.type" in given and not any(key.startswith("model.config") for key in given):
             length = filled["task"].get("block_size") or filled["data"].get("max_length", 0)
             filled["model"]["config"] = questions.small_config(str(given["model.type"]), length)
@@ -236,7 +236,7 @@ def _tried_with_model(
             talk.note("sacrebleu is not installed, so task.bleu is false: pip install 'lockstep-train[translation]'")
         talk.console.say("reading the data as training will (its tokens are kept for it)")
         try:
-            return filled, _trial(path, filled, found, here, talk)
+            return filled, _trial(path, filled, look, here, talk)
         except RunError as error:
             if str(error).startswith(("model", "tokenizer", "data.max_length", "task.block_size")):
                 raise
@@ -250,11 +250,11 @@ def _tried_with_model(
 # -- a trial ---------------------------------------------------------------------------------------------------------
 
 
-def _trial(path: Path, filled: dict[str, Any], found: Look, here: MachineInfo, talk: Prompter) -> Trial:
+def _trial(path: Path, filled: dict[str, Any], look: Look, here: MachineInfo, talk: Prompter) -> Trial:
     """Prepare the data as training will; `filled` gets what that takes. Errors: `RunError`, as training's."""
     for _ in range(_RETRIES):
         try:
-            return _prepared(path, filled, found, True)
+            return _prepared(path, filled, look, True)
         except RunError as error:
             if "data.drop_missing=true" in str(error) and talk.ask is not None:
                 talk.console.say(str(error))
@@ -271,13 +271,13 @@ def _trial(path: Path, filled: dict[str, Any], found: Look, here: MachineInfo, t
                 small = filled | {"task": dict(filled["task"])}
                 exact = filled["task"]["name"] != "language_modeling"
                 length = filled["task"].get("block_size") or filled["data"].get("max_length", 0)
-                small |= questions.scratch(filled["task"]["name"], length, found.sizes["train"])
+                small |= questions.scratch(filled["task"]["name"], length, look.sizes["train"])
                 if filled["task"].get("messages"):
                     small["task"].setdefault("chat_template", CHAT)
-                return _prepared(path, small, found, exact)
+                return _prepared(path, small, look, exact)
             else:
                 raise
-    raise RunError("LS8296", f"{found.source}: what training wants of it cannot be found out; write a run file by hand")
+    raise RunError("LS8296", f"{look.source}: what training wants of it cannot be found out; write a run file by hand")
 
 
 def _unreachable(said: str, here: MachineInfo) -> bool:
@@ -290,7 +290,7 @@ def _is_folder(filled: dict[str, Any]) -> bool:
     return source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).is_dir()
 
 
-def _prepared(path: Path, filled: dict[str, Any], found: Look, exact: bool) -> Trial:
+def _prepared(path: Path, filled: dict[str, Any], look: Look, exact: bool) -> Trial:
     """Errors: `RunError`."""
     from lockstep.data.arrow_cache import examples_in
     from lockstep.data.prepare import prepare
@@ -298,7 +298,7 @@ def _prepared(path: Path, filled: dict[str, Any], found: Look, exact: bool) -> T
     with _aside(path, write(filled, [], {})) as aside:
         run = load(aside, [])
         prepared = prepare(run, plugins.find("tasks", run.task.name))
-    held = "validation" not in found.sizes
+    held = "validation" not in look.sizes
     return Trial(examples_in(prepared.splits["train"]), held, exact, tuple(splitting.warnings(prepared.facts)))
 
 
@@ -332,7 +332,7 @@ def local(path: Path, value: Any) -> Any:
 
 
 def _header(
-    filled: dict[str, Any], name: str, found: Look, here: MachineInfo, trial: Trial, talk: Prompter
+    filled: dict[str, Any], name: str, look: Look, here: MachineInfo, trial: Trial, talk: Prompter
 ) -> list[str]:
     """What the file begins with: where it comes from, its arithmetic, and what was taken to be so."""
     epoch, total = questions.steps_of(filled, trial.examples)
@@ -340,8 +340,8 @@ def _header(
     cut = f" (after {filled['data'].get('validation_fraction', 0.1):.0%} for validation)" if trial.held else ""
     blocks = "blocks of tokens" if filled["task"]["name"] == "language_modeling" else "examples"
     return [
-        f"{found.source}: {_sizes(found)}. Written by `lockstep init`.",
-        f"Columns: {found.described()}.",
+        f"{look.source}: {_sizes(look)}. Written by `lockstep init`.",
+        f"Columns: {look.described()}.",
         *(f"Note: {note}." for note in talk.notes),
         "",
         f"  lockstep plan {name}      # what would be started",
@@ -355,15 +355,15 @@ def _header(
     ]
 
 
-def _sizes(found: Look) -> str:
-    return ", ".join(f"{count:,} {split}" for split, count in found.sizes.items()) + " examples"
+def _sizes(look: Look) -> str:
+    return ", ".join(f"{count:,} {split}" for split, count in look.sizes.items()) + " examples"
 
 
-def _unread(found: Look, task: dict[str, Any]) -> str:
+def _unread(look: Look, task: dict[str, Any]) -> str:
     """The columns that no key of the task names, nor what is read where a key is left out."""
     values = [task.get(key, field.default) for key, field in _kind(task["name"]).Options.model_fields.items()]
     used = {str(one) for value in values for one in (value if isinstance(value, list) else [value])}
-    rest = [] if found.plain or found.languages else [name for name in found.kinds if name not in used]
+    rest = [] if look.plain or look.languages else [name for name in look.kinds if name not in used]
     return f"; not read: {', '.join(rest)}" if rest else ""
 
 

@@ -66,11 +66,11 @@ class MachineInfo:
     @staticmethod
     def look() -> MachineInfo:
         """Bounded in time; what cannot be found is not there."""
-        found = machine_info.bounded(lambda: machine_info.torch_facts(60), 65)
+        facts = machine_info.bounded(lambda: machine_info.torch_facts(60), 65)
         reached = machine_info.bounded(machine_info.network, 8)
         online = bool(reached.get("hub_reachable")) and reached.get("offline") in (None, "", "0")
         cores = int(machine_info.machine()["cores"])
-        return MachineInfo(cores, len(found.get("devices", ())), bool(found.get("bf16")), online)
+        return MachineInfo(cores, len(facts.get("devices", ())), bool(facts.get("bf16")), online)
 
     @property
     def processes(self) -> int:
@@ -80,19 +80,19 @@ class MachineInfo:
         return f"{self.gpus} GPU(s)" if self.gpus else f"{self.cores} core(s), no GPU"
 
 
-def model_for(task: str, found: Look, here: MachineInfo) -> str:
+def model_for(task: str, look: Look, here: MachineInfo) -> str:
     """The pretrained one that the task names, where the Hub can be reached."""
     kind: Any = plugins.find("tasks", task)
-    return kind.default_model or SCRATCH if here.hub and found.source != BUILTIN else SCRATCH
+    return kind.default_model or SCRATCH if here.hub and look.source != BUILTIN else SCRATCH
 
 
 def values(
-    path: Path, data: DataSection, task: dict[str, Any], model: str, found: Look, here: MachineInfo
+    path: Path, data: DataSection, task: dict[str, Any], model: str, look: Look, here: MachineInfo
 ) -> dict[str, Any]:
     """The run file as nested mappings, in the order in which it is written; steps are those of about as many examples
     as rows."""
-    small, length, lm = model == SCRATCH, _length(found, task), task["name"] == "language_modeling"
-    called = path.stem if path.stem != "run" else Path(found.source).stem or "run"
+    small, length, lm = model == SCRATCH, _length(look, task), task["name"] == "language_modeling"
+    called = path.stem if path.stem != "run" else Path(look.source).stem or "run"
     filled: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9._-]", "-", called).lstrip("._-") or "run"}
     filled["task"] = task | ({"block_size": length} if lm and "block_size" not in task else {})
     if model.startswith("google-t5/") and task["name"] == "translation":
@@ -107,7 +107,7 @@ def values(
     filled["data"] = {k: v for k, v in data.model_dump(exclude_unset=True).items() if v is not None}
     if not lm and task["name"] != "image_classification":
         filled["data"].setdefault("max_length", length)
-    filled |= scratch(task["name"], length, found.sizes["train"]) if small else {"model": {"source": model}}
+    filled |= scratch(task["name"], length, look.sizes["train"]) if small else {"model": {"source": model}}
     filled |= {"epochs": 3, "batch_size": 1, "micro_batches": 1}
     filled["precision"] = "bf16" if here.gpus and here.bf16 else "fp32"
     kind: Any = plugins.find("tasks", task["name"])
@@ -171,9 +171,9 @@ def small_config(kind: str, length: int) -> dict[str, Any]:
     return {name: value for name, value in small.items() if isinstance(usual.get(name), int)}
 
 
-def _length(found: Look, task: dict[str, Any]) -> int:
+def _length(look: Look, task: dict[str, Any]) -> int:
     """Tokens that hold nearly every text: some four characters each in words, fewer in small vocabularies."""
-    used = [found.characters[value] for value in map(str, task.values()) if value in found.characters]
+    used = [look.characters[value] for value in map(str, task.values()) if value in look.characters]
     tokens = sum(used) / 3 if used else 128
     return next((each for each in (32, 64, 128, 256) if each >= tokens), 256 if not used else 512)
 

@@ -18,6 +18,7 @@ LEFT, RIGHT, ABOVE, BELOW = 44, 8, 18, 18  # room for the numbers at the axes, a
 POINTS = 150  # at most so many are drawn of a series: each stands for a stretch, and a band shows what lies in it
 COLOURS = 8  # classes c0 ... c7; further series are dashed
 STRIPS = 100  # of a plot that can be pointed at
+ROWS = 13  # of the table behind a chart, for each series
 SMOOTHED = 20  # points from which on a series is smoothed, if it is to be
 
 Series = Sequence[tuple[float, float]]
@@ -151,7 +152,31 @@ def lines(title: str, series: Mapping[str, Series], look: ChartStyle = ChartStyl
     body += f'<text x="{WIDTH - RIGHT}" y="{HEIGHT + BELOW + 13}" text-anchor="end">{escape(look.x_name)}</text>'
     box = f"0 {-ABOVE} {WIDTH} {HEIGHT + ABOVE + BELOW + 16}"
     legend = _legend(names, keys) if len(names) > 1 or len(series) > 1 else ""
-    return figure(title + (" (logarithmic)" if log else ""), body, legend, box)
+    table = data_table(look.x_name, {name: series[name] for name in drawn})
+    return figure(title + (" (logarithmic)" if log else ""), body, legend, box, table)
+
+
+def data_table(x_name: str, series: Mapping[str, Series]) -> str:
+    """The numbers of a chart, folded away: of each series at most ROWS points, evenly spread, the first and the last
+    among them."""
+    chosen: set[float] = set()
+    for points in series.values():
+        count = min(ROWS, len(points))
+        chosen |= {points[round(i * (len(points) - 1) / max(1, count - 1))][0] for i in range(count)}
+    known = {name: dict(points) for name, points in series.items()}
+    head = "".join(f"<th>{escape(name)}</th>" for name in (x_name, *series))
+    rows = ""
+    for x in sorted(chosen):
+        values = [number(float(f"{points[x]:.5g}")) if x in points else "" for points in known.values()]
+        rows += f"<tr>{''.join(f'<td>{text}</td>' for text in (number(x), *values))}</tr>"
+    many = max(map(len, series.values()))
+    note = f'<p class="soft">{len(chosen)} of {many:,} points</p>' if many > ROWS else ""
+    return folded(f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>{note}')
+
+
+def folded(table: str) -> str:
+    """A table behind a chart."""
+    return f'<details class="data"><summary>numbers</summary>{table}</details>'
 
 
 @dataclass(frozen=True)
@@ -230,9 +255,11 @@ def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: Axes) 
 def grid(levels: Sequence[float], place: Axes, below: Sequence[float] | None = None) -> str:
     """Level lines with their numbers, and numbers below: at both ends of each axis and between, or `below`."""
     body = ""
+    apart = min((b - a for a, b in pairwise(levels)), default=1.0)
+    digits = max(0, 1 - math.floor(math.log10(apart)))  # so many that no two numbers are written alike
     for level in levels:
         y = place.up(level)
-        text = number(float(f"{level:.3g}")) if abs(level) > 1e-12 else "0"
+        text = number(round(level, digits)) if abs(level) > 1e-12 else "0"
         body += f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         body += f'<text x="{LEFT - 4}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
     room = 34 / (WIDTH - LEFT - RIGHT) * (place.right - place.left)  # between two numbers
@@ -274,7 +301,12 @@ def bars(
         body += f'<b title="{escape(name)}">{escape(name)}</b><div class="bar">{cells}</div><span>{total}</span>'
     seen = [part for part in colours if part in used]
     legend = _legend(seen, [colours[part] for part in seen])
-    return wide_figure(title, f'<div class="bars">{body}</div>', legend)
+    table = "".join(f"<th>{escape(part)}</th>" for part in ("", *seen))
+    for name, parts in rows.items():
+        cells = "".join(f"<td>{escape(told(parts[part])) if part in parts else ''}</td>" for part in seen)
+        table += f"</tr><tr><td>{escape(name)}</td>{cells}"
+    table = folded(f'<div class="scroll"><table><tr>{table}</tr></table></div>')
+    return wide_figure(title, f'<div class="bars">{body}</div>{table}', legend)
 
 
 def heat(title: str, rows: Mapping[str, Sequence[float]], ends: tuple[str, str], says: str) -> str:
@@ -346,12 +378,12 @@ def _legend(names: Sequence[str], colours: Sequence[str]) -> str:
     )
 
 
-def figure(title: str, body: str, legend: str, box: str) -> str:
+def figure(title: str, body: str, legend: str, box: str, table: str = "") -> str:
     name = escape(title)
     legend = f'<div class="legend">{legend}</div>' if legend else ""
     return (
         f"<figure><figcaption>{name}</figcaption>{legend}"
-        f'<svg class="chart" viewBox="{box}" role="img" aria-label="{name}">{body}</svg></figure>'
+        f'<svg class="chart" viewBox="{box}" role="img" aria-label="{name}">{body}</svg>{table}</figure>'
     )
 
 

@@ -260,8 +260,24 @@ def facts(history: History) -> list[tuple[str, str]]:
         git = known.get("git")
         rows.append(("git", _git(git) if git else "not in a git repository"))
         rows.append(("starts", _starts(history)))
-    rows.append(("notable", _notable(history)))
     return [(name, text) for name, text in rows if text]
+
+
+def checks(history: History) -> list[tuple[str, bool, str]]:
+    """What was checked while it trained: (what, whether all was well, what came of it)."""
+    rows = []
+    if text := history.facts.get("compared"):
+        rows.append(("plain reference, before the first step", True, str(text)))
+    if text := history.facts_of("finish").get("export"):
+        rows.append(("export", bool(history.facts_of("finish").get("export_agrees", True)), str(text)))
+    found = [_differed(event) for event in history.events if event["event"] == "guard"]
+    every = (history.run.get("sdc_check") or {}).get("every") or 0
+    if every or found:
+        fine = f"ranks came to the same bits, as far as every {every:,}th step says" if every else ""
+        rows.append(("silent data corruption (sdc_check)", not found, "; ".join(found) or fine))
+    unusual = [text for text in _unusual(history) if text]
+    rows.append(("loss and gradients", not unusual, "; ".join(unusual) or "finite in every step, without a jump"))
+    return rows if history.metrics else []
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -278,8 +294,8 @@ def _git(git: Mapping[str, Any]) -> str:
     return f"{str(git.get('commit', ''))[:12]}{branch}, {state}"
 
 
-def _notable(history: History) -> str:
-    """Losses that jumped, updates that were left out, and what `guard` found."""
+def _unusual(history: History) -> list[str]:
+    """Losses that jumped, and updates that were left out."""
     jumps = [f"{line['step']:,}" for line in history.metrics if line.get("spike")]
     found = (
         [f"the loss jumped at step {', '.join(jumps[:10])}{' and more' if len(jumps) > 10 else ''}"] if jumps else []
@@ -287,15 +303,14 @@ def _notable(history: History) -> str:
     for name, why in (("skipped_steps", "not finite"), ("overflowed_steps", "fp16 overflowed at their loss scale")):
         if count := sum(int(line.get(name) or 0) for line in history.metrics):
             found.append(f"{count} step(s) were skipped: {why}")
-    found += [_differed(event) for event in history.events if event["event"] == "guard"]
-    return "; ".join(found)
+    return found
 
 
 def _differed(event: Mapping[str, Any]) -> str:
-    """What `guard` found, in words."""
+    """A finding of `sdc_check`, in words."""
     out = ", ".join(map(str, event.get("out", [])))
     then = f"{out} computed wrongly and left" if out else "computed once more" if event.get("retried") else "stopped"
-    return f"in step {event.get('step', 0) + 1:,} ranks did not come to the same bits (guard): {then}"
+    return f"in step {event.get('step', 0) + 1:,} ranks did not come to the same bits: {then}"
 
 
 def _starts(history: History) -> str:

@@ -99,6 +99,7 @@ def _page(history: History) -> dict[str, Any]:
         "samples": _samples(history),
         "profiles": history.profiles,
         "facts": panels.facts(history),
+        "checks": panels.checks(history),
     }
 
 

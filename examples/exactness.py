@@ -1,0 +1,47 @@
+"""One process, two, and two that are killed: the same bits. `python examples/exactness.py`, a minute."""
+
+import hashlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+FOLDER = Path("outputs/examples/exactness")
+RUN = """
+data: {source: builtin/emotion, max_length: 32, limit: 640}
+model: {type: gpt2, config: {n_layer: 1, n_head: 2, n_embd: 32, n_positions: 32}}
+tokenizer: {train: bpe, vocab_size: 400}
+steps: 60
+batch_size: 32
+micro_batches: 4
+checkpoint: {every: 10}
+launch: {device: cpu, threads: 1}
+"""
+
+
+def command(name: str, processes: int) -> list[str]:
+    words = ["train", str(FOLDER / "run.yaml"), f"launch.processes={processes}", f"output={FOLDER / name}", "--quiet"]
+    return [sys.executable, "-m", "lockstep", *words]
+
+
+def weights(name: str) -> str:
+    return hashlib.sha256((FOLDER / name / "export/model.safetensors").read_bytes()).hexdigest()[:16]
+
+
+shutil.rmtree(FOLDER, ignore_errors=True)
+FOLDER.mkdir(parents=True)
+(FOLDER / "run.yaml").write_text(RUN)
+subprocess.run(command("one", 1), check=True)
+subprocess.run(command("two", 2), check=True)
+killed = subprocess.Popen(command("killed", 2))
+while not (FOLDER / "killed/checkpoints/latest").exists() and killed.poll() is None:
+    time.sleep(0.05)
+killed.send_signal(signal.SIGKILL)
+killed.wait()
+time.sleep(1)  # its ranks notice that their launcher is gone
+subprocess.run(command("killed", 2), check=True)
+found = {name: weights(name) for name in ("one", "two", "killed")}
+print(*(f"{name:<7} {digest}" for name, digest in found.items()), sep="\n")
+sys.exit(0 if len(set(found.values())) == 1 else "the weights differ")
