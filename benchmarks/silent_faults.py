@@ -24,6 +24,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +43,8 @@ from lockstep.trace.run import environment_of, prepare  # noqa: E402
 from lockstep.trace.tracer import late_imports, recorder  # noqa: E402, F401
 from lockstep.trace.tracer.settings import Settings  # noqa: E402
 from museum.exhibit import Exhibit, Healthy  # noqa: E402
-from museum.exhibits import FAULTS, HEALTHY  # noqa: E402
+from museum.exhibits import FAULTS, HEALTHY, OWN  # noqa: E402
+from museum.patches import PATCHES  # noqa: E402
 from museum.reports import FIRST_RUN, FROM_REPORTS, IN_PUBLIC_SCRIPTS, REPORTS  # noqa: E402
 
 
@@ -62,12 +64,13 @@ def command(script: str, arguments: str, processes: int) -> list[str]:
     return [sys.executable, *launcher, *words]
 
 
-TIMEOUT = 240  # seconds for one script
+TIMEOUT = 600  # seconds for one script
 LATE = 124  # status of one that did not end in time
 MODELS = "transformers.models"
 NEEDED = {  # what a script imports beside torch: imported here, once, before ranks are forked
     "engines.py": (
         "accelerate",
+        "datasets",
         "transformers.trainer",
         f"{MODELS}.bert.modeling_bert",
         f"{MODELS}.gpt2.modeling_gpt2",
@@ -81,19 +84,33 @@ class Runs:
 
     def __init__(self, folder: Path, anew: bool) -> None:
         self.folder, self.anew = folder, anew
-        self._known: dict[tuple[str, str, int, bool], Path] = {}
+        self._installed: dict[tuple[str, ...], Path] = {}
+        self._known: dict[tuple[str, str, int, bool, tuple[str, ...]], Path] = {}
 
-    def trace(self, script: str, arguments: str, processes: int, perturb: bool = False) -> Path:
-        key = (script, arguments, processes, perturb)
+    def installed(self, libraries: tuple[str, ...]) -> Path:
+        """A folder of its own for versions of libraries, to be put before the environment's."""
+        if libraries not in self._installed:
+            path = self.folder / f"libraries-{len(self._installed)}"
+            words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(path), *libraries]
+            subprocess.run(words, check=True, stdout=sys.stderr, stderr=subprocess.DEVNULL)
+            self._installed[libraries] = path
+        return self._installed[libraries]
+
+    def trace(
+        self, script: str, arguments: str, processes: int, perturb: bool = False, libraries: tuple[str, ...] = ()
+    ) -> Path:
+        key = (script, arguments, processes, perturb, libraries)
         if key not in self._known:
             path = self.folder / f"{len(self._known):03d}"
             words = command(script, arguments, processes)
             prepare(path, words, settings := Settings(str(path), perturb=perturb))
+            beside = self.installed(libraries) if libraries else None
+            anew = self.anew or beside is not None
             with quiet(self.folder / "log.txt"):
-                for name in NEEDED.get(script, ()) if not self.anew else ():
+                for name in NEEDED.get(script, ()) if not anew else ():
                     importlib.import_module(name)
-                if self.anew:
-                    status = launched(words, path)
+                if anew:
+                    status = launched(words, path, beside)
                 else:
                     status = forked(script, arguments, processes, settings)
             if status == LATE:
@@ -156,9 +173,12 @@ def _waited(children: list[int], deadline: float) -> int:
     return worst
 
 
-def launched(words: list[str], folder: Path) -> int:
+def launched(words: list[str], folder: Path, libraries: Path | None = None) -> int:
     """A command in a process of its own, whose folder is prepared. Returns its status."""
-    process = subprocess.Popen(words, env=environment_of(folder), start_new_session=True)
+    environment = environment_of(folder)
+    if libraries is not None:
+        environment["PYTHONPATH"] += os.pathsep + str(libraries)
+    process = subprocess.Popen(words, env=environment, start_new_session=True)
     try:
         return process.wait(TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -187,7 +207,7 @@ class quiet:
 
 
 def look(runs: Runs, exhibit: Exhibit) -> Result:
-    folder = runs.trace(exhibit.script, exhibit.arguments, exhibit.processes)
+    folder = runs.trace(exhibit.script, exhibit.arguments, exhibit.processes, libraries=exhibit.libraries)
     trace = read(folder)
     found = findings(trace)
     if exhibit.reference is None:
@@ -227,7 +247,8 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         "`python benchmarks/silent_faults.py page` from `tests/museum`.",
         "",
         f"**{found} of {len(rows)} faults are found, {right} with the cause that was expected named first. "
-        f"{sum(e.name in REPORTS for e, _ in rows)} have a public report. "
+        f"{sum(_how(e) in AS_RELEASED for e, _ in rows)} of them are real and public: the library that is reported, "
+        "with the fault that is reported. "
         f"{clean} of {len(healthy)} healthy scripts have no finding.**",
         "",
         f"The expected cause of {len(FROM_REPORTS)} faults from reports was written down before the first run: "
@@ -236,26 +257,31 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         f"Measured {time.strftime('%Y-%m-%d')} on 2 cores of an AMD EPYC virtual machine without a GPU, "
         f"Python {platform.python_version()}.",
         "",
-        "A fault is `planted` by us, the `mechanism` of the linked report planted in a script of ours, or the linked",
-        "report's own `library`, installed and unpatched. The link of a planted fault shows that others met it.",
+        "How a fault comes about: a **version** of a library that has it, installed beside the environment; a "
+        "**patch** of the",
+        "installed library, which takes back what a repair changed ([patches.py](../../tests/museum/patches.py)); the "
+        "installed **library**",
+        "as it is, used as in the report; the **mechanism** of a report in a script of ours; or **planted** by us: the "
+        "link of such a",
+        "fault shows that others met it. To run one, by its name, and to trace a script by hand:",
         "",
-        "| fault | kind | symptom | processes | beside | verdict | cause named |",
-        "|---|---|---|---|---|---|---|",
+        "```sh",
+        f"python benchmarks/silent_faults.py run --only {rows[0][0].name}",
+        f"lockstep trace -o a -- torchrun --nproc-per-node 2 tests/museum/{OWN[0].script} {OWN[0].arguments}",
+        "```",
+        "",
+        "| fault | how | symptom | script | processes | beside | verdict | cause named |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for exhibit, result in rows:
         report = REPORTS.get(exhibit.name)
         name = f"[{exhibit.name}]({report.link})" if report else exhibit.name
-        how = report.how if report else "planted"
+        script = f"`{exhibit.script} {exhibit.arguments}`"
         side = f"`{exhibit.reference}`" if exhibit.reference else "alone"
         said = result.said.replace("|", "\\|") or "**nothing**"
-        mark = "yes" if result.right else "no"
-        lines.append(f"| {name} | {how} | {exhibit.symptom} | {exhibit.processes} | {side} | {said} | {mark} |")
-    lines += ["", "To see one:", "", "```sh"]
-    example = rows[0][0]
-    lines += [f"lockstep trace -o a -- {shlex.join(['torchrun', '--nproc-per-node', str(example.processes)])} "]
-    lines[-1] += f"tests/museum/{example.script} {example.arguments}"
-    lines += ["python benchmarks/silent_faults.py run --only " + example.name, "```", ""]
-    lines += ["## Found in public scripts", "", "Unchanged, as they are fetched, with generated data:", ""]
+        cells = (name, _how_in_words(exhibit), exhibit.symptom, script, exhibit.processes, side, said)
+        lines.append(f"| {' | '.join(map(str, cells))} | {'yes' if result.right else 'no'} |")
+    lines += ["", "## Found in public scripts", "", "Unchanged, as they are fetched, with generated data:", ""]
     lines += ["| repository | script | processes | finding |", "|---|---|---|---|"]
     lines += [f"| {where} | `{path}` | {n} | {what} |" for where, path, n, what in IN_PUBLIC_SCRIPTS]
     lines += ["", "## Healthy scripts", ""]
@@ -265,6 +291,29 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         said = result.said.replace("|", "\\|") or "none"
         lines.append(f"| `{each.script} {each.arguments}` | {each.processes} | {side} | {said} |")
     return "\n".join(lines) + "\n"
+
+
+AS_RELEASED = ("version", "patch", "library")
+
+
+def _how(exhibit: Exhibit) -> str:
+    return REPORTS[exhibit.name].how if exhibit.name in REPORTS else "planted"
+
+
+def _how_in_words(exhibit: Exhibit) -> str:
+    how = _how(exhibit)
+    if how == "version":
+        return f"version: {exhibit.libraries[0]}"
+    if how == "patch":
+        patch = PATCHES[exhibit.name]
+        return f"patch of {patch.lines} line{'s' if patch.lines > 1 else ''}: {patch.package} {_version(patch.package)}"
+    if how == "library":
+        return f"library: {REPORTS[exhibit.name].package} {_version(REPORTS[exhibit.name].package)}"
+    return how
+
+
+def _version(package: str) -> str:
+    return version(package).partition("+")[0]
 
 
 def main() -> int:

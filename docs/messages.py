@@ -29,6 +29,7 @@ ROOMS = {
     "9": "Traces",
 }
 CODE = re.compile(r"LS\d{4}")
+LINK = re.compile(r"\]\((\w[\w-]*\.md)\)")  # to a page beside the one on trouble
 KEY = re.compile(r"^([a-z_]+(?:\.[a-z0-9_]+)*)[.:]")
 HEAD = """---
 hide: [toc]
@@ -80,11 +81,11 @@ def read() -> Iterator[Message]:
 def remedies() -> dict[str, str]:
     """Code -> what to do, of docs/how-to/troubleshooting.md."""
     page = (ROOT / "docs/how-to/troubleshooting.md").read_text(encoding="utf-8")
-    found = {}
+    found: dict[str, str] = {}
     for row in re.findall(r"^\| .+ \|$", page, re.M):
         cells = [cell.strip() for cell in row.strip("|").split(" | ")]
         for code in CODE.findall(cells[1]) if len(cells) == 3 else []:
-            found[code] = cells[2]
+            found[code] = f"{found[code]}; or {cells[2]}" if code in found else cells[2]
     return found
 
 
@@ -93,7 +94,7 @@ def _entry(message: Message, purpose: str, remedy: str | None) -> str:
     if (key := KEY.match(message.text)) is not None:
         lines += [f"About `{key[1]}` ([keys](run-file-keys.md)).", ""]
     if remedy is not None:
-        lines += [f"What to do: {remedy}.", ""]
+        lines += ["What to do: " + LINK.sub(r"](../how-to/\1)", remedy) + ".", ""]
     return "\n".join([*lines, f"From `{message.file}`: {purpose}", ""])
 
 

@@ -161,16 +161,16 @@ def test_what_is_wrong_is_blamed_on_where_it_came_from(
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        ("seed: x", "seed: 'x' will not do: wanted is an integer (FILE, line 8)"),
-        ("optim: {betas: [0.9]}", "optim.betas: [0.9] will not do: values are missing"),
-        ("optim: {betas: [1, 2, 3]}", "optim.betas: [1, 2, 3] will not do: wanted are 2 values"),
-        ("optim: {name: sgd, momentum: 1}", "optim.momentum: 1 will not do: wanted is a number less than 1 ("),
-        ("data: {source: x, train: [5]}", "data.train: [5] will not do: wanted is a text or a list of texts ("),
+        ("seed: x", "seed: invalid value 'x'; expected an integer (FILE, line 8)"),
+        ("optim: {betas: [0.9]}", "optim.betas: invalid value [0.9]; values are missing"),
+        ("optim: {betas: [1, 2, 3]}", "optim.betas: invalid value [1, 2, 3]; expected 2 values"),
+        ("optim: {name: sgd, momentum: 1}", "optim.momentum: invalid value 1; expected a number less than 1 ("),
+        ("data: {source: x, train: [5]}", "data.train: invalid value [5]; expected a text or a list of texts ("),
         ("max_time: 3 hours", "time after which to stop as if asked to"),
-        ("launch: {processes: 1.5}", "launch.processes: 1.5 will not do: wanted is an integer or 'auto' ("),
-        ("task: {label_names: [1]}", "task.label_names: 1 will not do: wanted is a text ("),
-        ("model: {type: x, trust_remote_code: maybe}", "'maybe' will not do: wanted is true or false ("),
-        ("evaluate: 3", "evaluate: 3 will not do: wanted is a mapping of keys ("),
+        ("launch: {processes: 1.5}", "launch.processes: invalid value 1.5; expected an integer or 'auto' ("),
+        ("task: {label_names: [1]}", "task.label_names: invalid value 1; expected a text ("),
+        ("model: {type: x, trust_remote_code: maybe}", "invalid value 'maybe'; expected true or false ("),
+        ("evaluate: 3", "evaluate: invalid value 3; expected a mapping of keys ("),
     ],
 )
 def test_what_would_do_is_said_in_words_of_run_files(tmp_path: Path, change: str, wanted: str) -> None:

@@ -155,17 +155,17 @@ def test_it_is_drawn_in_blocks() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["optim.schedule=coss"], "'coss' will not do: wanted is one of constant, linear, cosine, inverse_sqrt"),
+        (["optim.schedule=coss"], "invalid value 'coss'; expected one of constant, linear, cosine, inverse_sqrt"),
         (
             ["optim.schedule=cosine_with_min_lr"],
             "it is cosine here, with optim.min_lr_ratio (a share of learning_rate)",
         ),
         (["optim.schedule=reduce_lr_on_plateau"], "would differ between a run and its resume"),
-        (["optim.schedule=[[1, 2]]"], "wanted are points [[step, rate], ...] in the order of their steps"),
-        (["optim.schedule=[[0, 1], [0, 2]]"], "wanted are points [[step, rate], ...] in the order of their steps"),
+        (["optim.schedule=[[1, 2]]"], "expected points [[step, rate], ...] in the order of their steps"),
+        (["optim.schedule=[[0, 1], [0, 2]]"], "expected points [[step, rate], ...] in the order of their steps"),
         (["optim.schedule=[[0, .nan]]"], "rates are finite and not negative"),
         (["optim.schedule=[[0, 1e-4], [9, -1]]"], "rates are finite and not negative"),
-        (["optim.schedule=[]"], "wanted are points"),
+        (["optim.schedule=[]"], "expected points"),
         (["optim.schedule=[[0, 1e-4]]"], "and the highest of the points in schedule 0.0001: leave learning_rate out"),
         (["optim.min_lr_ratio=0.1", "optim.schedule=constant"], "min_lr_ratio has no meaning with schedule: constant"),
         (["optim.power=2"], "power has no meaning with schedule: linear"),

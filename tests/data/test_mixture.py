@@ -129,18 +129,18 @@ def test_by_length_a_window_has_the_examples_that_its_steps_would_have(
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("[]", "wanted is a list of sources, such as"),
-        ("[{source: a.jsonl, weight: 0}]", "a: weight: 0 will not do: it must be more than 0"),
+        ("[]", "expected a list of sources, such as"),
+        ("[{source: a.jsonl, weight: 0}]", "a: weight: invalid value 0; it must be more than 0"),
         ("[{source: a.jsonl, weight: -1}, b.csv]", "b has no weight, and others have: give one to every source"),
-        ("[{source: a.jsonl, weight: 2}, {name: web, source: b, weight: -1}]", "web: weight: -1 will not do"),
-        ("[{source: a.jsonl, weight: [[0, 1], [9, 0]]}]", "a: weight: 0 will not do"),
-        ("[{source: a.jsonl, weight: [[5, 1]]}]", "a: weight: [[5, 1.0]] will not do: wanted is [[0, weight], [step"),
+        ("[{source: a.jsonl, weight: 2}, {name: web, source: b, weight: -1}]", "web: weight: invalid value -1"),
+        ("[{source: a.jsonl, weight: [[0, 1], [9, 0]]}]", "a: weight: invalid value 0"),
+        ("[{source: a.jsonl, weight: [[5, 1]]}]", "a: weight: invalid value [[5, 1.0]]; expected [[0, weight], [step"),
         (
             "[{source: a.jsonl, weight: [[0, 1], [9, 1], [7, 2]]}]",
-            "a: weight: [[0, 1.0], [9, 1.0], [7, 2.0]] will not do",
+            "a: weight: invalid value [[0, 1.0], [9, 1.0], [7, 2.0]]",
         ),
         ("[{source: a.jsonl, wieght: 1}]", "a: unknown key 'wieght'; did you mean weight? known are name, weight"),
-        ("[{source: a.jsonl, weight: much}]", "a: weight: 'much' will not do: share of the examples of a step"),
+        ("[{source: a.jsonl, weight: much}]", "a: weight: invalid value 'much'; share of the examples of a step"),
         ("[{source: x/a.jsonl}, {source: y/a.jsonl}]", "two sources are called a: give each a name of its own"),
         ("[{weight: 1}]", "source_1: give source (a Hub id, a folder or a file) or train (files)"),
         ("[{source: a, filter: {b: {}}}]", "a: filter: b: {} is no condition"),
@@ -221,7 +221,7 @@ def test_what_is_wrong_in_a_source_names_it(tmp_path: Path) -> None:
     good = {"source": str(texts(tmp_path, "web", 40))}
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
-    assert said(good, {"source": str(empty)}).startswith(f"data.sources: empty: data.train: {empty} is empty")
+    assert said(good, {"source": str(empty)}).startswith(f"data.sources: empty: data.train: {empty} holds no example")
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress((tmp_path / "web.jsonl").read_bytes())[:-20])
     assert mentions(said(good, {"source": str(cut)}), "LS2062", "data.sources", "data.train", str(cut))

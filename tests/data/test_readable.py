@@ -33,7 +33,7 @@ def said(path: Path, content: bytes, **keys: str) -> str:
     [
         ('{"text": "x", "label": ', "line 78, column 24: expecting value"),
         ('{"text": "x" "label": 3}', 'line 78, column 14: expecting \',\' delimiter: \'{"text": "x" "label": 3}\''),
-        ("[1, 2]", "line 78 holds a list; wanted is a mapping of columns on each line"),
+        ("[1, 2]", "line 78 holds a list; expected a mapping of columns on each line"),
         ("abc", "line 78, column 1: expecting value: 'abc'"),
         ('{"text": ' * 3000, "line 78: nested more than 200 levels deep"),
     ],

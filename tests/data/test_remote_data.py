@@ -45,10 +45,10 @@ def refused(**data: Any) -> str:
         ("ftp://host/train.jsonl", "unknown scheme ftp://; "),
         ("s3a://bucket/train.jsonl", "unknown scheme s3a://; did you mean s3://? known are s3://, gs://, az://, https"),
         ("file:///data/train.jsonl", "a file of this machine is named by its path alone"),
-        ("s3://", "wanted is s3://BUCKET/path"),
+        ("s3://", "expected s3://BUCKET/path"),
         ("s3://bucket/../other/train.jsonl", ". and .. mean nothing in an address"),
         ("https://host/train.jsonl?download=1", "an address with ? or # cannot be used"),
-        ("hf://models/user/repo/train.jsonl", "wanted is hf://datasets/USER/REPO/path"),
+        ("hf://models/user/repo/train.jsonl", "expected hf://datasets/USER/REPO/path"),
     ],
 )
 def test_an_address_that_is_none_is_refused(text: str, message: str) -> None:

@@ -40,8 +40,8 @@ FILES: dict[str, tuple[str, list[dict[str, Any]] | str]] = {
     "time.jsonl": ('{"text": "2024-01-02T03:04:05Z"}\n', [{"text": "2024-01-02T03:04:05Z"}]),
     "cut.jsonl": (LINES[:-9], 'line 2, column 18: unterminated string starting at: \'{"text": "b; c", "labe'),
     "comma.jsonl": (LINES[:-1] + ",\n", "line 2, column 31: extra data: "),
-    "list.jsonl": (LINES + "\n[1]\n", "line 4 holds a list; wanted is a mapping of columns on each line"),
-    "number.jsonl": ("7\n", "line 1 holds an integer; wanted is a mapping of columns on each line"),
+    "list.jsonl": (LINES + "\n[1]\n", "line 4 holds a list; expected a mapping of columns on each line"),
+    "number.jsonl": ("7\n", "line 1 holds an integer; expected a mapping of columns on each line"),
     "tab.jsonl": ('{"text": "a\tb"}\n', "line 1, column 12: invalid control character at: "),
     "space.jsonl": (f"{LINES}\u00a0\n{LINES}", "line 3, column 1: expecting value: '\\xa0'"),
     "deep.jsonl": (f'{LINES}{{"x": {"[" * 300}{"]" * 300}}}\n', "line 3: nested more than 200 levels deep"),
@@ -51,7 +51,7 @@ FILES: dict[str, tuple[str, list[dict[str, Any]] | str]] = {
     "old-mac.txt": ("a;x\rb; c;y\r", AB),
     "unicode.txt": ("a;x\n\u00a0\n\x0c\nb; c;y\n", AB),
     "separators.txt": ("a\u2028b\x0cc;x\n", [{"text": "a\u2028b\x0cc", "label": "x"}]),
-    "no-label.txt": ("a;x\n\nb c\n", "line 3: wanted is 'text;label', there is no semicolon"),
+    "no-label.txt": ("a;x\n\nb c\n", "line 3: expected 'text;label', there is no semicolon"),
 }
 
 
@@ -131,4 +131,7 @@ def test_files_that_are_none_are_told_alike(tmp_path: Path) -> None:
     for name, content in (("a.jsonl", ""), ("b.jsonl", "\n \n"), ("b.parquet", None)):
         if content is not None:
             (tmp_path / name).write_text(content)
-        assert whole(tmp_path / name) == f"data.train: {tmp_path / name} is empty, it holds no example"
+        assert (
+            whole(tmp_path / name)
+            == f"data.train: {tmp_path / name} holds no example: it is empty, or has a header alone"
+        )

@@ -112,10 +112,10 @@ def test_labels_are_asked_for_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("[a]", "wanted is a mapping of columns, such as {language: en}, and not ['a']"),
+        ("[a]", "expected a mapping of columns, such as {language: en}, and not ['a']"),
         ("{a: null}", "a: None is no condition; it is a value, a list of values, or a mapping with some of min, max"),
         ("{a: {mni: 3}}", "a: there is no condition 'mni'; it is a value"),
-        ("{a: {min: x}}", "a: min: 'x' will not do: the least that a number may be"),
+        ("{a: {min: x}}", "a: min: invalid value 'x'; the least that a number may be"),
         ("{a: {}}", "a: {} is no condition"),
         ("{a: []}", "a: [] is no condition"),
         ("{a: {min_words: 9, max_words: 3}}", "a: min_words (9) is more than max_words (3): no row would be left"),

@@ -266,7 +266,7 @@ def said(run: Run) -> str:
         ({"layout": "class_folders"}, "sources: x: layout does not go with data.stream"),
         ({"columns": ["text", "label"]}, "sources: x: columns does not go with data.stream"),
         ({"filter": {"text": {"min_tokens": 3}}}, "sources: x: filter: text: tokens are not counted in a stream"),
-        ({"weight": 0}, "x: weight: 0 will not do: it must be more than 0"),
+        ({"weight": 0}, "x: weight: invalid value 0; it must be more than 0"),
     ],
 )
 def test_keys_of_a_source_that_do_not_go_with_a_stream_are_refused(given: dict[str, Any], told: str) -> None:
@@ -284,7 +284,7 @@ def test_what_is_wrong_in_a_source_names_it(tmp_path: Path) -> None:
     )
     (tmp_path / "chat.txt").write_text("no label here\n")
     assert "data.sources: chat: data.train: " in said(run)
-    assert "row 0: wanted is 'text;label'" in said(run)
+    assert "row 0: expected 'text;label'" in said(run)
     run = mixed(tmp_path)
     packed = (tmp_path / "web-1.jsonl.gz").read_bytes()
     (tmp_path / "web-1.jsonl.gz").write_bytes(packed[:-30])

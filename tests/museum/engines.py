@@ -1,15 +1,22 @@
 """Training by Accelerate and by the Trainer of transformers, on a tiny model, with one fault of a list.
 
-    python engines.py --engine accelerate|trainer [--fault NAME] [--batch N] [--accumulate N]
+    python engines.py --engine accelerate|trainer|resumed|stream [--fault NAME] [--batch N] [--accumulate N]
 
-It imports torch, transformers and accelerate alone.
+`resumed` skips the batches of a second epoch that an earlier run has seen, `stream` reads an iterable data set of
+datasets in DDP. It imports torch, transformers, accelerate and, for `stream`, datasets.
 """
 
 import argparse
+import importlib.util
+import os
+import sys
 import tempfile
 
 import torch
 from torch.utils.data import Dataset
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import patches
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--engine", default="accelerate")
@@ -17,7 +24,12 @@ parser.add_argument("--model", default="bert")
 parser.add_argument("--fault", default="")
 parser.add_argument("--batch", type=int, default=8, help="of a process")
 parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--patch", help="of patches.py")
+parser.add_argument("--no-datasets", action="store_true", help="old versions fail to import a newer datasets")
 a = parser.parse_args()
+if a.no_datasets:
+    find = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, package=None: None if name == "datasets" else find(name, package)
 
 
 class Texts(Dataset):
@@ -34,14 +46,24 @@ class Texts(Dataset):
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         mask = (torch.arange(10) < self.lengths[i]).long()
         ids = self.ids[i] * mask
-        labels = ids.masked_fill(mask == 0, -100) if a.model == "gpt2" else self.ids[i, 0] % 2
+        labels = ids.masked_fill(mask == 0, -100) if a.model != "bert" else self.ids[i, 0] % 2
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def model() -> torch.nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
 
     torch.manual_seed(0)
+    if a.model == "llama":
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=16, **sizes))
     if a.model == "gpt2":
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
         return GPT2LMHeadModel(GPT2Config(vocab_size=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **sizes))
@@ -107,4 +129,43 @@ def by_accelerate() -> None:
     accelerator.end_training()
 
 
-by_trainer() if a.engine == "trainer" else by_accelerate()
+def resumed() -> None:
+    """The second half of a second epoch, as a run that goes on from a checkpoint trains it."""
+    from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    net = model()
+    loader = DataLoader(Texts(), batch_size=a.batch, shuffle=True)
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-3), loader)
+    loader.set_epoch(1)
+    rest = loader if a.fault == "whole-epoch" else skip_first_batches(loader, len(loader) // 2)
+    for i, batch in enumerate(rest):
+        if a.fault == "whole-epoch" and i < len(loader) // 2:
+            continue  # the reference: the epoch is gone through, and its first half is left out
+        accelerator.backward(net(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+
+
+def stream() -> None:
+    from datasets import Dataset as Rows
+    from torch import distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+
+    dist.init_process_group("gloo")
+    rows = Rows.from_list([{k: v.tolist() for k, v in row.items()} for row in Texts()])
+    data = rows.to_iterable_dataset(num_shards=4).with_format("torch")
+    net = DistributedDataParallel(model(), find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for batch in DataLoader(data, batch_size=a.batch):
+        optimizer.zero_grad()
+        net(**batch).loss.backward()
+        optimizer.step()
+
+
+if a.patch:
+    patches.apply(a.patch)
+{"trainer": by_trainer, "accelerate": by_accelerate, "resumed": resumed, "stream": stream}[a.engine]()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Exhibit:
     """`expected`: the code of a finding in the run alone, or a part of the cause that `diff` names (`|` between two
     that are right); it has to come first. `reference`: arguments of the right job on one process, where the fault shows
-    beside one."""
+    beside one. `libraries`: versions that the fault is in, installed beside the environment; empty: those installed."""
 
     name: str
     symptom: str
@@ -18,6 +18,7 @@ class Exhibit:
     processes: int
     expected: str
     reference: str | None = None
+    libraries: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 from museum.exhibit import Exhibit, Healthy
-from museum.reports import FROM_REPORTS
+from museum.reports import AS_RELEASED, FROM_REPORTS
 
 
 def alone(name: str, expected: str, symptom: str, extra: str = "", processes: int = 2) -> Exhibit:
@@ -211,7 +211,7 @@ OWN = (
 )
 
 
-FAULTS = (*OWN, *FROM_REPORTS)
+FAULTS = (*AS_RELEASED, *OWN, *FROM_REPORTS)
 
 HEALTHY = (
     Healthy("loop.py", "--batch 32"),
@@ -264,6 +264,11 @@ HEALTHY = (
     Healthy("loop.py", "--batch 16 --checkpoint --wrap fsdp", 2, "--batch 32"),
     Healthy("loop.py", "--batch 16 --checkpoint --wrap fsdp1 --original", 2, "--batch 32"),
     Healthy("loop.py", "--batch 32 --workers 2"),
+    Healthy("loop.py", "--workers 2 --batch 32 --fault numpy-noise"),
+    Healthy("engines.py", "--engine resumed", 1, "--engine resumed --fault whole-epoch"),
+    Healthy("engines.py", "--engine resumed --batch 4", 2, "--engine resumed"),
+    Healthy("sharded.py", "--stage 2 --batch 4 --accumulate 4 --offload", 2, "--batch 32"),
+    Healthy("sharded.py", "--stage 2 --batch 8 --accumulate 2 --offload --boundary", 2, "--batch 32"),
     Healthy("loop.py", "--batch 16 --workers 2", 2),
     Healthy("loop.py", "--batch 16 --reuse", 2, "--batch 32 --reuse"),
     Healthy("loop.py", "--batch 16 --reuse --wrap fsdp", 2, "--batch 32 --reuse"),

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import os
 import random
+import sys
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--workers", type=int, default=0, help="of the training loader; noise is added in them")
 parser.add_argument("--reuse", action="store_true", help="the middle layer is used twice")
 parser.add_argument("--checkpoint", action="store_true", help="gradient checkpointing")
+parser.add_argument("--patch", help="of patches.py")
 parser.add_argument("--original", action="store_true", help="of fsdp1: use_orig_params")
 a = parser.parse_args()
 world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -97,6 +99,10 @@ class Noisy(Dataset):
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = self.data[i]
+        if fault("numpy-noise"):
+            import numpy as np
+
+            return x + 0.01 * np.random.rand(), y
         noise = self.generator.random() if fault("same-workers") else float(torch.rand(()))
         return x + 0.01 * noise, y
 
@@ -271,4 +277,9 @@ def main() -> None:
         print("steps", made)
 
 
+if a.patch:
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    import patches
+
+    patches.apply(a.patch)
 main()

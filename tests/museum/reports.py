@@ -14,11 +14,14 @@ SITE = "https://github.com/"
 
 @dataclass(frozen=True)
 class Report:
-    """`how`: `planted` (a fault of our own that the report's author met, too), `mechanism` (what the report says is
-    wrong, planted in a script of ours), `library` (an installed library, unpatched, used as in the report)."""
+    """`how`: `version` (the report's library in a version that has the fault), `patch` (`patches.py` puts the fault
+    back into the installed library), `library` (the installed library, unpatched, used as in the report), `mechanism`
+    (what the report says is wrong, planted in a script of ours), `planted` (a fault of our own that the report's author
+    met, too)."""
 
     where: str
     how: str = "planted"
+    package: str = ""  # of `library`
 
     @property
     def link(self) -> str:
@@ -27,10 +30,10 @@ class Report:
 
 
 REPORTS = {
-    "no-set-epoch": Report("pytorch/pytorch#31771"),
+    "no-set-epoch": Report("pytorch/pytorch#31771", "library", "torch"),
     "no-sampler": Report("huggingface/transformers#11254"),
     "sampler-seed": Report("NVlabs/LongLive#74"),
-    "padded-evaluation": Report("pytorch/pytorch#25162"),
+    "padded-evaluation": Report("pytorch/pytorch#25162", "library", "torch"),
     "evaluate-in-training-mode": Report("karpathy/nanoGPT#240"),
     "left-in-evaluation-mode": Report("fartashf/vsepp#4"),
     "schedule-by-rank": Report("huggingface/transformers#24088", "mechanism"),
@@ -41,19 +44,32 @@ REPORTS = {
     "mean-of-ranks": Report("huggingface/transformers#34242", "mechanism"),
     "world-forgotten": Report("huggingface/transformers#37474", "mechanism"),
     "not-divided": Report("huggingface/trl#4935"),
-    "trainer-accumulation": Report("huggingface/trl#5710", "library"),
-    "deepspeed-default-clipping": Report("deepspeedai/DeepSpeed#8068", "library"),
+    "trainer-accumulation": Report("huggingface/trl#5710", "library", "transformers"),
+    "deepspeed-default-clipping": Report("deepspeedai/DeepSpeed#8068", "library", "deepspeed"),
     "doubled": Report("NVIDIA/Megatron-LM#6660", "mechanism"),
     "one-zero": Report("pytorch/pytorch#144045", "mechanism"),
     "second-use": Report("deepspeedai/DeepSpeed#8224", "mechanism"),
-    "one-shard": Report("verl-project/verl#7493", "library"),
+    "one-shard": Report("verl-project/verl#7493", "library", "torch"),
     "same-workers": Report("pytorch/pytorch#5059", "mechanism"),
     "whole-stream": Report("huggingface/datasets#5360", "mechanism"),
     "inflated": Report("huggingface/transformers#46775", "mechanism"),
     "divided-again": Report("modelscope/ms-swift#10117", "mechanism"),
     "wider-count": Report("huggingface/trl#6024", "mechanism"),
-    "deepspeed-manual-accumulation": Report("allenai/open-instruct#1498", "library"),
-    "accelerate-schedule": Report("huggingface/diffusers#8312", "library"),
+    "deepspeed-manual-accumulation": Report("allenai/open-instruct#1498", "library", "deepspeed"),
+    "accelerate-schedule": Report("huggingface/diffusers#8312", "library", "accelerate"),
+    "stream-of-datasets": Report("huggingface/datasets#5360", "library", "datasets"),
+    "deepspeed-0.18.2": Report("deepspeedai/DeepSpeed#7718", "version"),
+    "deepspeed-0.19.5": Report("deepspeedai/DeepSpeed#8224", "version"),
+    "transformers-4.45": Report("huggingface/transformers#34191", "version"),
+    "transformers-4.47-ranks": Report("huggingface/transformers#34242", "version"),
+    "transformers-4.47-accumulation": Report("huggingface/transformers#37766", "version"),
+    "offload-drops": Report("deepspeedai/DeepSpeed#7967", "patch"),
+    "offload-boundary": Report("deepspeedai/DeepSpeed#7981", "patch"),
+    "warmup-groups": Report("deepspeedai/DeepSpeed#8171", "patch"),
+    "cosine-groups": Report("deepspeedai/DeepSpeed#7969", "patch"),
+    "resumed-order": Report("huggingface/accelerate#4071", "patch"),
+    "numpy-workers": Report("pytorch/pytorch#5059", "patch"),
+    "first-label-counts": Report("huggingface/transformers#46204", "patch"),
 }
 
 # of FROM_REPORTS, what the first run came to
@@ -148,6 +164,132 @@ FROM_REPORTS = (
         2,
         "Accelerate steps a prepared scheduler once a process",
         "--engine accelerate --batch 8",
+    ),
+)
+
+TRAINER = "--engine trainer --model gpt2"
+OLD = ("transformers==4.47.1", "tokenizers==0.21.4", "huggingface-hub==0.36.0", "accelerate==1.2.1")
+OLDER = ("transformers==4.45.2", "tokenizers==0.20.3", "huggingface-hub==0.26.5", "accelerate==1.0.1")
+AS_RELEASED = (
+    Exhibit(
+        "stream-of-datasets",
+        "each rank reads the whole of an iterable data set of datasets",
+        "engines.py",
+        "--engine stream",
+        2,
+        "same-examples",
+    ),
+    Exhibit(
+        "deepspeed-0.18.2",
+        "ZeRO 2 leaves out gradients of micro-batches",
+        "sharded.py",
+        "--stage 2 --batch 8 --accumulate 2",
+        2,
+        "left out",
+        "--batch 32",
+        ("deepspeed==0.18.2",),
+    ),
+    Exhibit(
+        "deepspeed-0.19.5",
+        "a loss through the engine and beside it is divided by accumulation on one way alone",
+        "sharded.py",
+        "--stage 2 --batch 8 --accumulate 2 --twice",
+        2,
+        "left out",
+        "--batch 32 --twice",
+        ("deepspeed==0.19.5",),
+    ),
+    Exhibit(
+        "transformers-4.45",
+        "Trainer takes the mean of micro-batches' mean losses",
+        "engines.py",
+        f"{TRAINER} --batch 4 --accumulate 2 --no-datasets",
+        1,
+        "unequal numbers of targets",
+        TRAINER,
+        OLDER,
+    ),
+    Exhibit(
+        "transformers-4.47-ranks",
+        "Trainer takes the mean of ranks' mean losses",
+        "engines.py",
+        f"{TRAINER} --batch 4 --no-datasets",
+        2,
+        "unequal numbers of targets",
+        TRAINER,
+        OLD,
+    ),
+    Exhibit(
+        "transformers-4.47-accumulation",
+        "Trainer does not divide by accumulation where a model takes no number of targets",
+        "engines.py",
+        "--engine trainer --batch 4 --accumulate 2 --no-datasets",
+        1,
+        "2 (the micro-batches of a step)",
+        "--engine trainer",
+        OLD,
+    ),
+    Exhibit(
+        "offload-drops",
+        "ZeRO 2 with offload_optimizer drops gradients of micro-batches after the first",
+        "sharded.py",
+        "--stage 2 --batch 4 --accumulate 4 --offload --patch offload-drops",
+        2,
+        "left out",
+        "--batch 32",
+    ),
+    Exhibit(
+        "offload-boundary",
+        "ZeRO 2 with offload_optimizer keeps the last backward's gradient where the script says which is the last",
+        "sharded.py",
+        "--stage 2 --batch 8 --accumulate 2 --offload --boundary --patch offload-boundary",
+        2,
+        "left out",
+        "--batch 32",
+    ),
+    Exhibit(
+        "warmup-groups",
+        "WarmupLR gives every group of parameters the first one's learning rate",
+        "sharded.py",
+        "--batch 32 --warmup WarmupLR --patch warmup-groups",
+        1,
+        "another learning rate or schedule",
+        "--batch 32 --warmup WarmupLR",
+    ),
+    Exhibit(
+        "cosine-groups",
+        "WarmupCosineLR starts from 0 in the first group of parameters alone",
+        "sharded.py",
+        "--batch 32 --warmup WarmupCosineLR --patch cosine-groups",
+        1,
+        "another learning rate or schedule",
+        "--batch 32 --warmup WarmupCosineLR",
+    ),
+    Exhibit(
+        "resumed-order",
+        "a resumed run goes on in the order of the first epoch",
+        "engines.py",
+        "--engine resumed --patch resumed-order",
+        1,
+        "epoch (set_epoch)",
+        "--engine resumed",
+    ),
+    Exhibit(
+        "numpy-workers",
+        "workers of a data loader draw the same numbers from numpy",
+        "loop.py",
+        "--workers 2 --batch 32 --fault numpy-noise --patch numpy-workers",
+        1,
+        "same-workers",
+    ),
+    Exhibit(
+        "first-label-counts",
+        "Trainer counts the first label of each row, which is no target",
+        "engines.py",
+        "--engine trainer --model llama --patch first-label-counts",
+        1,
+        "divided by another number",
+        "--engine trainer --model llama",
     ),
 )
 

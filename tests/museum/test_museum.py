@@ -8,10 +8,12 @@ import sys
 import pytest
 
 from museum.exhibits import FAULTS, HEALTHY
+from museum.patches import PATCHES
 from museum.reports import REPORTS
 from support.places import ROOT
 
-QUICK = ("no-set-epoch", "around-wrapper", "summed", "stale-optimizer", "mean-of-ranks", "one-shard", "same-workers")
+QUICK = ("no-set-epoch", "around-wrapper", "summed", "stale-optimizer", "mean-of-ranks", "one-shard", "numpy-workers")
+AS_RELEASED = ("version", "patch", "library")
 QUICK_HEALTHY = ("--batch 16 --wrap fsdp1", "--cut tensor-data", "--batch 32 --workers 2")
 
 
@@ -27,7 +29,10 @@ def test_the_page_has_every_exhibit() -> None:
     assert [e.name for e in FAULTS if f"| {e.name} |" not in page and f"| [{e.name}](" not in page] == []
     assert len({(e.name, e.script) for e in FAULTS}) == len(FAULTS) >= 40
     assert set(REPORTS) <= {e.name for e in FAULTS}
-    assert len(REPORTS) >= 20
+    assert len([r for r in REPORTS.values() if r.how in AS_RELEASED]) >= 20
+    assert all(p.lines <= 10 for p in PATCHES.values())
+    assert {e.name for e in FAULTS if e.libraries} == {n for n, r in REPORTS.items() if r.how == "version"}
+    assert set(PATCHES) == {n for n, r in REPORTS.items() if r.how == "patch"}
     assert len(set(HEALTHY)) == len(HEALTHY) >= 60
     assert [h.arguments for h in HEALTHY if f"`{h.script} {h.arguments}`" not in page] == []
 

@@ -348,16 +348,16 @@ def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("optim=adamm", "optim.name: unknown optimizer 'adamm': did you mean 'adamw'?"),
+        ("optim=adamm", "optim.name: unknown optimizer 'adamm'; did you mean 'adamw'?"),
         ("optim=torch.optim.NAdam", "optim.name: torch.optim.NAdam is no optimizer of lockstep's; CONTRIBUTING.md"),
         ("optim.momentum=0.8", "unknown key 'optim.momentum': it is 'optim.momentum' with optim.name: muon, sgd"),
         ("optim.groups=[{match: x, lr: 3}]", "optim.groups: group 1: unknown key 'lr'; known are match, learning_rate"),
         ("optim.groups=[{learning_rate: 3}]", "optim.groups: group 1: match is missing"),
         (
             "optim.groups=[{match: a, learning_rate: -1}]",
-            "group 1: learning_rate: -1 will not do: it has to be greater",
+            "group 1: learning_rate: invalid value -1; must be greater",
         ),
-        ("optim.groups=5", "optim.groups: wanted is a list of groups, such as [{match: 'classifier.*'"),
+        ("optim.groups=5", "optim.groups: expected a list of groups, such as [{match: 'classifier.*'"),
     ],
 )
 def test_bad_keys_are_named(word: str, said: str) -> None:

@@ -56,7 +56,7 @@ _BLOCK = re.compile(
 )
 LIMIT_S = 1200
 # How many of these lines there are depends on the time that passed.
-_PROGRESS = re.compile(r"preparing |checks made |step 0/0 ")
+_PROGRESS = re.compile(r"preparing |checks made |step 0(/0 | validation)")
 
 
 @dataclass(frozen=True)
@@ -311,8 +311,10 @@ def _tidy(printed: str) -> str:
     """Without lines of progress, but for the first and the last step."""
     lines = printed.splitlines()
     steps = [at for at, line in enumerate(lines) if re.match(r"step +\d+/\d+ ", line)]
+    scored = [at for at, line in enumerate(lines) if re.match(r"step +\d+ +validation", line)]
     left_out = {
         *steps[1:-1],
+        *scored[1:],
         *(at for at, line in enumerate(lines) if re.match(r"preparing |checks made ", _plain_line(line))),
     }
     return "\n".join(line for at, line in enumerate(lines) if at not in left_out) + "\n"

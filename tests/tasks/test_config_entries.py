@@ -48,9 +48,9 @@ def run_of(family: str, config: dict[str, Any]) -> Run:
         ("gpt2", {"use_return_dict": False}, "has no entry 'use_return_dict'"),  # cannot be set
         ("gpt2", {"attention_dropout": 0.1}, "has no entry 'attention_dropout'"),  # of other families
         ("gpt2", {"model_type": "bert"}, "model.config.model_type: 'bert', but this config is of the type 'gpt2'"),
-        ("gpt2", {"dtype": "bfloat16"}, "model.config.dtype: 'bfloat16' will not do: set model.dtype"),
-        ("gpt2", {"return_dict": False}, "model.config.return_dict: False will not do"),
-        ("gpt2", {"n_layer": "two"}, "model.config.n_layer: 'two' will not do"),
+        ("gpt2", {"dtype": "bfloat16"}, "model.config.dtype: invalid value 'bfloat16'; set model.dtype"),
+        ("gpt2", {"return_dict": False}, "model.config.return_dict: invalid value False"),
+        ("gpt2", {"n_layer": "two"}, "model.config.n_layer: invalid value 'two'"),
         ("t5gemma", {"encoder": {"dropout": 0.1}}, "model.config.encoder: .* has no entry 'dropout'; did you mean"),
         *((family, {part: {"zzz": 1}}, f"model.config.{part}: .* has no entry 'zzz'") for family, part in WITHIN),
     ],

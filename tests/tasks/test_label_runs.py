@@ -99,7 +99,7 @@ WRONG = {
     "support.own_scores.nobody": "has no attribute 'nobody'",
     "no_such_module.f": "No module named 'no_such_module'",
     "accuracy": "names no file: write my_file.accuracy",
-    "support.own_scores.number": "support.own_scores.number is a int, and wanted is a function",
+    "support.own_scores.number": "support.own_scores.number is a int; expected a function",
     "support.own_scores.of_one": "does not take (predictions, labels)",
     "support.own_scores.failing": r"support.own_scores.failing failed (tried on made-up predictions): IndexError",
     "support.own_scores.telling": "must give a number, or a mapping of numbers by name (tried on made-up predictions)",

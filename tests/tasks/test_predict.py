@@ -98,7 +98,7 @@ def test_every_task_answers_in_data(kind: str, outputs: dict[str, Path]) -> None
 @pytest.mark.parametrize("command", ["evaluate", "predict"])
 def test_what_is_no_finished_run_is_told(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([command, str(tmp_path)]) == 2
-    assert mentions(capfd.readouterr().err, "LS5050")
+    assert mentions(capfd.readouterr().err, "LS1123")
     (tmp_path / "run.yaml").write_text(make(tmp_path, "documents").dump())
     assert main([command, str(tmp_path)]) == 2
     assert mentions(capfd.readouterr().err, "LS5051")

@@ -322,7 +322,7 @@ def test_parts_of_an_epoch_are_steps_once_the_data_are_known(here: Path, capsys:
     (here / "ax.yaml").write_text("base_model: a/b\nmicro_batch_size: 9\nevals_per_epoch: 4\nsaves_per_epoch: 1\n")
     run = moved(here / "ax.yaml", "--data", "a.jsonl", "epochs=3")
     assert (run.evaluate.every, run.checkpoint.every, run.task.options["text"]) == (5, "epoch", "text")  # of 20
-    assert moved(here / "ax.yaml").evaluate.every == 0
+    assert moved(here / "ax.yaml").evaluate.every == "epoch"
     assert "no counterpart: evals_per_epoch 4 (evaluate.every counts steps" in capsys.readouterr().out
 
 

@@ -247,6 +247,23 @@ def test_the_model_decides_whether_it_trains_and_not_its_wrapper(tmp_path: Path,
     assert [f.code for f in findings(read(tmp_path))] == ([] if inner else ["trained-in-evaluation-mode"])
 
 
+class Doubled(torch.autograd.Function):
+    """The identity, whose gradient is wrong."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+class Wrong(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class Scaled(nn.Module):
     def __init__(self, by: float) -> None:
         super().__init__()
@@ -278,6 +295,23 @@ def test_the_first_module_that_differs_is_named_at_the_level_of_modules(tmp_path
     assert "the first module whose output differs: 2 by" in verdict.lines[-1]
     assert compare(a, c).first is None
     assert len(compare(a, d).lines) == 1
+
+
+def test_the_module_whose_backward_is_wrong_is_named_at_the_level_of_modules(tmp_path: Path) -> None:
+    """The control is a trace of the right model."""
+    for name, inner in (("a", nn.Identity()), ("b", Wrong()), ("c", nn.Identity())):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), inner, nn.Linear(5, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with lockstep.trace(model, optimizer, folder=tmp_path / name, level="modules"):  # type: ignore[operator]
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(8, 6, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+                optimizer.step()
+    verdict = compare(read(tmp_path / "a"), read(tmp_path / "b"))
+    assert verdict.first == "gradient"
+    assert "in backward whose output gets another gradient: 1 by" in verdict.lines[-1]
+    assert compare(read(tmp_path / "a"), read(tmp_path / "c")).first is None
 
 
 def test_a_trace_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:

@@ -247,4 +247,4 @@ def test_a_checkpoint_of_another_version_is_named_and_not_used(
 
 def test_a_folder_that_is_no_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path), "--step", "3"]) == 2
-    assert mentions(capfd.readouterr().err, "LS8153")
+    assert mentions(capfd.readouterr().err, "LS1123")

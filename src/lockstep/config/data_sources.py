@@ -52,7 +52,7 @@ def _one(value: str) -> str:
     """Errors: `ValueError`."""
     if len(value) != 1 or value in "\r\n\"'" or value.isalnum():
         raise InvalidValue(
-            "LS1010", f"wanted is one character that is no letter, digit or quote, or a name such as tab, not {value!r}"
+            "LS1010", f"expected one character that is no letter, digit or quote, or a name such as tab, not {value!r}"
         )
     return value
 
@@ -113,7 +113,7 @@ def address_of(text: str) -> Address:
     count = 3 if scheme == "hf" else 1
     if len(parts) < count or (scheme == "hf" and parts[0] != "datasets"):
         wanted = "hf://datasets/USER/REPO/path" if scheme == "hf" else f"{scheme}://BUCKET/path"
-        raise InvalidValue("LS1013", f"{text}: wanted is {wanted}")
+        raise InvalidValue("LS1013", f"{text}: expected {wanted}")
     if ".." in parts or "." in parts:
         raise InvalidValue("LS1014", f"{text}: . and .. mean nothing in an address")
     return Address(scheme, "/".join(parts[:count]), "/".join(parts[count:]))
@@ -122,7 +122,7 @@ def address_of(text: str) -> Address:
 def _of_mirror(text: str) -> str:
     """Errors: `ValueError`."""
     if not is_address(text):
-        raise InvalidValue("LS1015", f"{text!r} is no address; wanted is one such as s3://bucket/runs/emotion")
+        raise InvalidValue("LS1015", f"{text!r} is no address; expected one such as s3://bucket/runs/emotion")
     address = address_of(text)
     if address.scheme not in STORES:
         raise InvalidValue(
@@ -193,7 +193,7 @@ class Condition(BaseModel):
 def _explained(values: Any) -> Any:
     """Errors: `ValueError`, in words that pydantic has not for a choice of types."""
     if not isinstance(values, Mapping):
-        raise InvalidValue("LS1021", f"wanted is a mapping of columns, such as {{language: en}}, and not {values!r}")
+        raise InvalidValue("LS1021", f"expected a mapping of columns, such as {{language: en}}, and not {values!r}")
     allowed = f"{_MAY_BE} {', '.join(Condition.model_fields)}"
     for column, value in values.items():
         if isinstance(value, Condition):
@@ -215,7 +215,7 @@ def _check(column: Any, value: Mapping[str, Any], allowed: str) -> None:
         if wrong not in Condition.model_fields:
             raise InvalidValue("LS1023", f"{column}: there is no condition {wrong!r}; it is {allowed}") from None
         about = Condition.model_fields[wrong].description
-        raise InvalidValue("LS1024", f"{column}: {wrong}: {value[wrong]!r} will not do: {about}") from None
+        raise InvalidValue("LS1024", f"{column}: {wrong}: invalid value {value[wrong]!r}; {about}") from None
     if not given:
         raise InvalidValue("LS1025", f"{column}: {{}} is no condition; it is {allowed}")
     for what in ("", "_characters", "_words", "_tokens"):
@@ -281,7 +281,7 @@ def _explained_mixture(values: Any) -> Any:
     """Errors: `ValueError`, which names the source."""
     if not isinstance(values, list) or not values:
         raise InvalidValue(
-            "LS1027", f"wanted is a list of sources, such as [{{source: web.jsonl, weight: 2}}], and not {values!r}"
+            "LS1027", f"expected a list of sources, such as [{{source: web.jsonl, weight: 2}}], and not {values!r}"
         )
     found = [_named(value, place) for place, value in enumerate(values)]
     entries = [value if isinstance(value, OneSource) else _entry(value) for value in found]
@@ -308,7 +308,7 @@ def _named(value: Any, place: int) -> Any:
         return value
     value = {"source": value} if isinstance(value, str) else value
     if not isinstance(value, Mapping):
-        raise InvalidValue("LS1031", f"source {place + 1}: wanted is a mapping of keys, and not {value!r}")
+        raise InvalidValue("LS1031", f"source {place + 1}: expected a mapping of keys, and not {value!r}")
     if value.get("name") is None:
         train = value.get("train")
         given = str(value.get("source") or (train[0] if isinstance(train, list) and train else train) or "")
@@ -335,7 +335,7 @@ def _entry(value: Mapping[str, Any]) -> OneSource:
             cause = first["ctx"]["error"]
             raise InvalidValue(cause.code, f"{name}: {key}: {cause.message}") from None
         about = OneSource.model_fields[key].description
-        raise InvalidValue("LS1034", f"{name}: {key}: {value.get(key)!r} will not do: {about}") from None
+        raise InvalidValue("LS1034", f"{name}: {key}: invalid value {value.get(key)!r}; {about}") from None
     if entry.source is None and entry.train is None:
         raise InvalidValue("LS1035", f"{name}: give source (a Hub id, a folder or a file) or train (files)")
     return entry
@@ -347,7 +347,7 @@ def _check_weight(entry: OneSource) -> None:
         if not 0 < weight < float("inf"):
             raise InvalidValue(
                 "LS1036",
-                f"{entry.name}: weight: {weight:g} will not do: it must be more than 0; leave a source out "
+                f"{entry.name}: weight: invalid value {weight:g}; it must be more than 0; leave a source out "
                 "that is not to be used",
             )
         if step < 0:
@@ -356,7 +356,7 @@ def _check_weight(entry: OneSource) -> None:
     if entry.weight is not None and (not steps or steps[0] != 0 or steps != sorted(set(steps))):
         raise InvalidValue(
             "LS1038",
-            f"{entry.name}: weight: {[list(point) for point in entry.schedule]} will not do: wanted is [[0, weight], "
+            f"{entry.name}: weight: invalid value {[list(point) for point in entry.schedule]}; expected [[0, weight], "
             "[step, weight], ...], steps in order, the first of them 0",
         )
 

@@ -122,12 +122,12 @@ def explain(
             message = coded(cause.code, text) if isinstance(cause, CodedError) else coded("LS1003", text)
         else:
             wanted = _wanted(dict(item), known.get(key))
-            message = coded("LS1002", f"{key}: {item['input']!r} will not do: {wanted}")
+            message = coded("LS1002", f"{key}: invalid value {item['input']!r}; {wanted}")
         if key not in rows:
             rows[key] = [message]
             continue
-        further = uncoded(message).partition(" will not do: ")[2]
-        rows[key].append(f"or {further.removeprefix('wanted is ')}" if further else uncoded(message))
+        before, invalid, further = uncoded(message).partition("; expected ")
+        rows[key].append(f"or {further}" if invalid and "invalid value" in before else uncoded(message))
     return RunError.read(
         "\n".join(
             appended(
@@ -157,22 +157,22 @@ def _wanted(item: dict[str, Any], field: FieldInfo | None) -> str:
     """What would do, of one of pydantic's errors, in the words of run files."""
     kind, context = str(item["type"]), item.get("ctx") or {}
     if kind == "literal_error":
-        return f"wanted is {context['expected']}"
+        return f"expected {context['expected']}"
     if kind == "string_pattern_mismatch":
         told = f" ({field.description})" if field is not None and field.description else ""
         return f"it has to match {context['pattern']}{told}"
     if kind in ("too_long", "too_short", "missing"):
         most = context.get("max_length", context.get("min_length"))
-        return f"wanted are {most} values" if most is not None else "values are missing"
+        return f"expected {most} values" if most is not None else "values are missing"
     if kind.startswith(("greater_than", "less_than")):
         return (
-            f"wanted is {'a number' if field is None else _KINDS.get(_plain(field), 'a number')} "
+            f"expected {'a number' if field is None else _KINDS.get(_plain(field), 'a number')} "
             + (str(item["msg"]).partition("should be ")[2])
         )
     found = _KINDS.get(kind.partition("_")[0])
     if any(str(part).startswith("list[") for part in item["loc"]):  # the member of a union that was tried
         found = "a list of texts"
-    return f"wanted is {found}" if found is not None else str(item["msg"])[:1].lower() + str(item["msg"])[1:]
+    return f"expected {found}" if found is not None else str(item["msg"])[:1].lower() + str(item["msg"])[1:]
 
 
 def _plain(field: FieldInfo) -> str:
@@ -308,6 +308,8 @@ def yaml_fault(error: Exception) -> str:
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
         return " ".join(str(error).split())
+    if "'\\t'" in problem:
+        return f"line {mark.line + 1}, column {mark.column + 1}: a tab; YAML is indented by spaces"
     context = getattr(error, "context", None)
     return f"line {mark.line + 1}, column {mark.column + 1}: {f'{context}, ' if context else ''}{problem}"
 

@@ -37,23 +37,23 @@ _USUAL = {"schedule_free": "constant"}
 def _schedule(value: Any) -> Any:
     if not isinstance(value, list):
         if str(value) in _SAID:
-            raise InvalidValue("LS1070", f"{value!r} will not do: {_SAID[str(value)]}")
+            raise InvalidValue("LS1070", f"invalid value {value!r}; {_SAID[str(value)]}")
         if (value := SCHEDULES.get(str(value), value)) not in NAMES:
             raise InvalidValue(
-                "LS1071", f"{value!r} will not do: wanted is one of {', '.join(NAMES)}, or points [[step, rate], ...]"
+                "LS1071", f"invalid value {value!r}; expected one of {', '.join(NAMES)}, or points [[step, rate], ...]"
             )
         return value
-    told = "wanted are points [[step, rate], ...] in the order of their steps, the first of them 0"
+    told = "expected points [[step, rate], ...] in the order of their steps, the first of them 0"
     try:
         points = [(int(step), float(rate)) for step, rate in value if step == int(step)]
     except (TypeError, ValueError, OverflowError):
-        raise InvalidValue("LS1072", f"{value!r} will not do: {told}") from None
+        raise InvalidValue("LS1072", f"invalid value {value!r}; {told}") from None
     steps = [step for step, _ in points]
     if len(points) < len(value) or not points or steps[0] != 0 or steps != sorted(set(steps)):
-        raise InvalidValue("LS1073", f"{value!r} will not do: {told}")
+        raise InvalidValue("LS1073", f"invalid value {value!r}; {told}")
     if not all(0 <= rate < math.inf for _, rate in points) or not any(rate for _, rate in points):
         raise InvalidValue(
-            "LS1074", f"{value!r} will not do: rates are finite and not negative, and one of them is more than 0"
+            "LS1074", f"invalid value {value!r}; rates are finite and not negative, and one of them is more than 0"
         )
     return points
 
@@ -70,7 +70,7 @@ def _groups(value: Any) -> Any:
     """Errors: `ValueError`, which names the group and its key."""
     if not isinstance(value, list):
         raise InvalidValue(
-            "LS1075", "wanted is a list of groups, such as [{match: 'classifier.*', learning_rate: 1e-3}]"
+            "LS1075", "expected a list of groups, such as [{match: 'classifier.*', learning_rate: 1e-3}]"
         )
     for place, each in enumerate(value):
         try:
@@ -82,7 +82,7 @@ def _groups(value: Any) -> Any:
             wrong = {
                 "extra_forbidden": f"unknown key {key!r}; known are {', '.join(Group.model_fields)}",
                 "missing": f"{key} is missing: the names of its weights, with * for any part of a name",
-            }.get(first["type"], f"{f'{key}: ' if key else ''}{first['input']!r} will not do: it has to be {wanted}")
+            }.get(first["type"], f"{f'{key}: ' if key else ''}invalid value {first['input']!r}; must be {wanted}")
             raise InvalidValue("LS1076", f"group {place + 1}: {wrong}") from None
     return value
 

@@ -231,11 +231,25 @@ def _of_distribution(entry: EntryPoint, kind: str) -> type:
     return plugin_class
 
 
+# What other systems call them; the pipelines of transformers above all.
+OTHER_NAMES = {
+    "classification": ("text_classification", "text-classification", "sequence_classification", "sentiment-analysis"),
+    "language_modeling": ("causal_lm", "text-generation", "text_generation", "clm", "sft"),
+    "masked_language_modeling": ("masked_lm", "fill-mask", "fill_mask", "mlm"),
+    "token_classification": ("ner", "token-classification"),
+    "question_answering": ("qa", "question-answering"),
+    "preference": ("dpo",),
+    "adamw_8bit": ("adamw_bnb_8bit", "paged_adamw_8bit"),
+    "adamw": ("adam", "adamw_torch", "adamw_torch_fused"),
+}
+
+
 def unknown(kind: str, name: str) -> str:
     """The message for a name that no plug-in of a kind has: what installs it, or the nearest known name."""
     if (what := entry_points.missing(kind, name)) is not None:
         return f"{name} needs {what}"
-    near = difflib.get_close_matches(name, known := names(kind), 1)
+    known = names(kind)
+    near = [other for other in known if name in OTHER_NAMES.get(other, ())] or difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"unknown {_SINGULAR[kind]} {name!r}; {hint}known are {', '.join(known)}"
 

@@ -8,6 +8,7 @@ Nothing here imports torch: the machine you submit from may have none.
 
 from __future__ import annotations
 
+import difflib
 import glob
 import json
 import os
@@ -255,7 +256,9 @@ def load(
             text = Path(path).read_text(encoding="utf-8")
             values, lines = messages.read_yaml_with_lines(text)
         except OSError as error:
-            raise RunError("LS1105", f"cannot read the run file {path}: {error.strerror}") from error
+            raise RunError(
+                "LS1105", f"cannot read the run file {path}: {error.strerror}{_instead(Path(path))}"
+            ) from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise RunError("LS1106", f"{path} is not valid YAML: {messages.yaml_fault(error)}") from error
         if not isinstance(values, dict):
@@ -372,7 +375,7 @@ class _Source:
                 raise RunError("LS1109", f"unknown key {key!r}: {hint} ({self.where(key)})")
             if not isinstance(given, dict):
                 raise RunError(
-                    "LS1110", f"{key}: wanted is a mapping of the tracker's keys, not {given!r} ({self.where(key)})"
+                    "LS1110", f"{key}: expected a mapping of the tracker's keys, not {given!r} ({self.where(key)})"
                 )
             own[name] = self.options(key, "track.to", "track", name, given, ())
         return type(section)(**own)
@@ -502,6 +505,30 @@ def _found(value: Any, folder: Path) -> Any:
     except (OSError, ValueError):  # too long for a path, or with characters that none has: the section says so
         return value
     return os.path.normpath(path) if there else value
+
+
+def _instead(path: Path) -> str:
+    """What a person may have meant by a run file that is not there."""
+    with suppress(OSError):
+        names = [file.name for file in path.absolute().parent.glob("*.y*ml")]
+        if near := difflib.get_close_matches(path.name, names, 1):
+            return f"; did you mean {path.with_name(near[0])}?"
+    return "; `lockstep init` writes one" if not path.exists() else ""
+
+
+def require_output(output: Path) -> None:
+    """Refuse a folder that no run wrote. Errors: `RunError`."""
+    if not output.is_dir():
+        raise RunError(
+            "LS1122", f"{output}: no such folder; give the output folder of a run (`output` in its run file)"
+        )
+    if not (output / "run.yaml").is_file():
+        raise RunError(
+            "LS1123",
+            f"{output} is not the output folder of a run: it has no run.yaml. Give the "
+            "folder that `output` in the run file "
+            "names",
+        )
 
 
 def check_output(run: Run) -> None:

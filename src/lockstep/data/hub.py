@@ -35,6 +35,9 @@ _STATUS = {
 }
 
 
+OFFLINE = "HF_HUB_OFFLINE is set, and it is not in the cache; unset it, give a local folder, or `hf download` it first"
+
+
 def explained(error: BaseException, revision: str | None = None) -> str:
     """One sentence about a failure. `revision`: what was asked for."""
     from huggingface_hub import constants, errors
@@ -47,15 +50,16 @@ def explained(error: BaseException, revision: str | None = None) -> str:
         if isinstance(each, errors.RepositoryNotFoundError):
             return "the Hub has no such repository, or it is private and HF_TOKEN is not a token that may read it"
         if isinstance(each, errors.OfflineModeIsEnabled):
-            return "HF_HUB_OFFLINE is set, and it is not in the cache"
+            return OFFLINE
     if (status := status_of(error)) is not None:
         if status in _STATUS:
             return _STATUS[status]
         said = next((e for e in _chain(error) if isinstance(e, errors.HfHubHTTPError)), error)
         return f"it answered {status}: {one_line(getattr(said, 'server_message', None) or said)}"
     if any(_lost(each) for each in _chain(error)):
-        return f"the Hub at {constants.ENDPOINT} cannot be reached: {one_line(list(_chain(error))[-1])}"
-    return one_line(error)
+        last = one_line(list(_chain(error))[-1])
+        return f"the Hub at {constants.ENDPOINT} cannot be reached: {last}. A local folder needs no network"
+    return OFFLINE if constants.HF_HUB_OFFLINE and "couldn't connect" in str(error) else one_line(error)
 
 
 def transient(error: BaseException) -> bool:

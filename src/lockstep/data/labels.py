@@ -92,7 +92,8 @@ def codes_of(splits: dict[str, Dataset], column: str, wanted: list[str] | None, 
     if len(values) < 2:
         raise RunError(
             "LS2102",
-            f"task.label: column {column!r} of {name} holds one label only ({values[0]!r}); nothing can be learned",
+            f"task.label: column {column!r} of {name} holds one label only ({values[0]!r}); give rows of "
+            "two labels or more, or another column",
         )
     known = set(values)
     for split, dataset in splits.items():

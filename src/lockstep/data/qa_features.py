@@ -95,11 +95,11 @@ def answers_of(value: Any) -> list[tuple[str, int]]:
     elif isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
         texts, starts = [each.get("text") for each in value], [each.get("answer_start") for each in value]
     else:
-        raise ValueError("wanted is {text: [...], answer_start: [...]}")
+        raise ValueError("expected {text: [...], answer_start: [...]}")
     if not (isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts)):
-        raise ValueError("wanted are as many text as answer_start, in lists")
+        raise ValueError("expected as many text as answer_start, in lists")
     if not all(isinstance(text, str) and isinstance(start, int) for text, start in zip(texts, starts, strict=True)):
-        raise ValueError("wanted are texts, and whole numbers for answer_start")
+        raise ValueError("expected texts, and whole numbers for answer_start")
     return list(zip(texts, starts, strict=True))
 
 

@@ -154,7 +154,7 @@ def _loaded(builder: str, files: list[Path], key: str, options: dict[str, Any]) 
         if not blank and builder in ("json", "parquet"):
             blank = sum(_count(rows) for file in files for rows in row_reader.whole(file, key)) == 0
         if blank:
-            raise RunError("LS2195", f"{key}: {names} is empty, it holds no example") from None
+            raise RunError("LS2195", f"{key}: {names} holds no example: it is empty, or has a header alone") from None
         cause = " ".join(str(error.__cause__ or error).split())
         raise RunError("LS2196", f"{key}: cannot read {names} as {builder}: {cause}") from error
     return _without_times(rows, files, key) if builder == "json" else rows
@@ -330,7 +330,7 @@ def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[st
             if not files["train"]:
                 raise RunError(
                     "LS2201",
-                    f"data.source: no folder in {root} holds texts or images; wanted are files like "
+                    f"data.source: no folder in {root} holds texts or images; expected files like "
                     "train/LABEL/1.txt or LABEL/1.jpg",
                 )
     for split, value in given.items():
@@ -460,7 +460,7 @@ def read_parallel(files: list[Path], key: str, data: DataSection) -> Dataset:
         if sorted(group) != sides or len(sides) < 2:
             raise RunError(
                 "LS2209",
-                f"{key}: {called} has {' and '.join(sorted(group))}; wanted are files of the same name for "
+                f"{key}: {called} has {' and '.join(sorted(group))}; expected files of the same name for "
                 f"{' and '.join(sides) if len(sides) > 1 else 'two sides'}, such as train.en and train.de",
             )
         lines = {side: _lines_text_files(file, key, data.encoding) for side, file in sorted(group.items())}

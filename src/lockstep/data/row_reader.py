@@ -262,7 +262,7 @@ class LineReader(_ByteReader):
             if not mark:
                 raise RunError(
                     "LS2225",
-                    f"{self._place(row + i, line and line + lines[i][0])}: wanted is 'text;label', there is no "
+                    f"{self._place(row + i, line and line + lines[i][0])}: expected 'text;label', there is no "
                     "semicolon",
                 )
         return {"text": [text for text, _, _ in parts], "label": [label.strip() for _, _, label in parts]}
@@ -440,7 +440,7 @@ def _parsed(text: str, shown: str) -> Any:
 
 def _mapping(row: Any, place: str = "") -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ValueError(f"{place} holds {messages.kind(row)}; wanted is a mapping of columns on each line")
+        raise ValueError(f"{place} holds {messages.kind(row)}; expected a mapping of columns on each line")
     return row
 
 

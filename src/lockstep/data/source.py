@@ -8,10 +8,12 @@ says which one a row is from. Imports `datasets` only when called.
 
 from __future__ import annotations
 
+import difflib
 import glob
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -368,7 +370,7 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
                 raise RunError(
                     "LS2248",
                     f"data.source: the folder {root} holds no data file; "
-                    f"wanted are files like train.jsonl with one of the endings {endings}",
+                    f"expected files like train.jsonl with one of the endings {endings}",
                 )
             splits["train"] = single
         for split, value in given.items():
@@ -410,6 +412,14 @@ def _check_keys(files: dict[str, list[Path]], data: DataSection) -> None:
             raise RunError("LS2249", f"data.{key}: does not go with data.layout: {data.layout}; leave it out")
 
 
+def _near(path: Path) -> str:
+    """A file that a person may have meant."""
+    with suppress(OSError):
+        if near := difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()], 1):
+            return f"; did you mean {path.with_name(near[0])}?"
+    return ""
+
+
 def _expand(value: str | list[str], key: str, layout: str, root: Path | None = None) -> list[Path]:
     files: list[Path] = []
     for text in [value] if isinstance(value, str) else value:
@@ -418,7 +428,7 @@ def _expand(value: str | list[str], key: str, layout: str, root: Path | None = N
             path = root / path
         matches = [path] if path.is_file() else sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_file())
         if not matches:
-            raise RunError("LS2250", f"{key}: no such file: {path}")
+            raise RunError("LS2250", f"{key}: no such file: {path}{_near(path)}")
         for file in matches:
             if layout == "rows" and row_files.format_of(file) is None:
                 raise RunError("LS2251", f"{key}: {file} has none of the endings that can be read: {row_files.READ}")

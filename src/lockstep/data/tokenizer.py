@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -183,6 +184,8 @@ def _load_source(run: Run, source: str, **place: str) -> Any:
 
     key = "tokenizer.source" if run.tokenizer.source else "model.source"
     source, revision, trusted = _local(source), _revision(run), run.model.trust_remote_code
+    if Path(source).is_dir():
+        _refuse_folder(Path(source), key)
     try:
         with downloading(source, "model"):
             return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trusted, **place)
@@ -192,6 +195,26 @@ def _load_source(run: Run, source: str, **place: str) -> Any:
         raise RunError(
             "LS2303", f"{key}: cannot load a tokenizer from {source!r}: {explained(error, revision)}"
         ) from error
+
+
+def _refuse_folder(folder: Path, key: str) -> None:
+    """Refuse a local folder that holds no model, or no tokenizer. Errors: `RunError`."""
+    names = {file.name for file in folder.iterdir()}
+    if key == "model.source" and not names & {"config.json", "adapter_config.json"}:
+        shown = ", ".join(sorted(names)[:5]) or "nothing"
+        raise RunError(
+            "LS2330",
+            f"model.source: {folder} has no config.json, so it is no folder of a model: it "
+            f"holds {shown}. Give the folder "
+            "that save_pretrained wrote, or OUTPUT/export of a run",
+        )
+    if not any(re.search(r"token|vocab|merges|\.model$|spiece|\.tiktoken$", name) for name in names):
+        raise RunError(
+            "LS2331",
+            f"{key}: {folder} holds no tokenizer (no tokenizer.json, vocab.txt or the like). "
+            "Save the tokenizer there, or "
+            "set tokenizer.source to a Hub id or folder that has one",
+        )
 
 
 def _local(source: str) -> str:

@@ -222,8 +222,15 @@ def present(dataset: Dataset, columns: Mapping[str, str], split: str, name: str)
             raise RunError(
                 "LS2312",
                 f"{key}: the {split} split of {name} has no column {column!r}; it has "
-                f"{', '.join(dataset.column_names)}",
+                f"{', '.join(dataset.column_names)}{_other_separator(dataset.column_names)}",
             )
+
+
+def _other_separator(names: list[str]) -> str:
+    """What to set for a table whose header was read as one cell."""
+    marks = [mark for mark in (";", "\t", "|") if len(names) == 1 and mark in names[0]]
+    name = {"\t": "tab"}.get(marks[0], marks[0]) if marks else ""
+    return f". Cells seem to have {name!r} between them: set data.separator={name!r}" if marks else ""
 
 
 def complete(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, drop: bool) -> Dataset:

@@ -38,7 +38,7 @@ def endpoint(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise NetworkError("LS7020", f"wanted is host:port, not {text!r}")
+        raise NetworkError("LS7020", f"expected host:port, not {text!r}")
     return host, int(port)
 
 

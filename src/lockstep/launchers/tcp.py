@@ -35,7 +35,7 @@ class Tcp(Launcher):
         launch = self.options(run)
         if launch.init_method is None or not re.fullmatch(r"tcp://[^:/]+:\d+", launch.init_method):
             raise RunError(
-                "LS7420", f"launch.init_method: wanted is tcp://host:port of rank 0, not {launch.init_method!r}"
+                "LS7420", f"launch.init_method: expected tcp://host:port of rank 0, not {launch.init_method!r}"
             )
         if launch.rank is None or launch.world_size is None:
             raise RunError("LS7421", "launch: the tcp launcher needs launch.rank and launch.world_size")

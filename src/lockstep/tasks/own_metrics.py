@@ -120,7 +120,7 @@ def functions(run: Run) -> dict[str, Metric]:
         except Exception as error:  # whatever the user's module does while it is imported
             raise RunError("LS3301", f"metrics: cannot import {name}: {error_line(error)}") from error
         if not callable(function) or isinstance(function, type):
-            raise RunError("LS3302", f"metrics: {name} is a {type(function).__name__}, and wanted is a function")
+            raise RunError("LS3302", f"metrics: {name} is a {type(function).__name__}; expected a function")
         try:
             inspect.signature(function).bind(None, None)
         except TypeError as error:

@@ -19,7 +19,7 @@ from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import FILE as MANIFEST
 from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
 from lockstep.config import plugins
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, RunError, load, require_output
 from lockstep.launchers import start
 from lockstep.tools.diff import again, first_wrong, replayed, start_of
 from lockstep.track.console import Console
@@ -52,8 +52,7 @@ def attest(output: Path, key: Path | None) -> int:
 
 def described(output: Path) -> dict[str, Any]:
     """The chain of hashes of a run that is finished. Errors: `RunError`."""
-    if not (output / "run.yaml").is_file():
-        raise RunError("LS8000", f"{output} is not the output folder of a run: it has no run.yaml")
+    require_output(output)
     run = load(output / "run.yaml", [])
     if (fault := exported.damage(output)) is not None:
         raise RunError(

@@ -30,7 +30,7 @@ from lockstep.checkpoint.manifest import (
     newest_first,
 )
 from lockstep.config.errors import DONE, FAILED, coded
-from lockstep.config.run import Run, RunError, keep, load, replace_text
+from lockstep.config.run import Run, RunError, keep, load, replace_text, require_output
 from lockstep.data.arrow_cache import Prepared
 from lockstep.launchers import start
 from lockstep.launchers.processes import output_lock
@@ -79,8 +79,7 @@ def parsed(spec: str) -> tuple[Path, int]:
         raise RunError(
             "LS8052", f"{spec!r} is not OUTPUT@N, for example outputs/run@1200: a run, and how many steps of it"
         )
-    if not (Path(output) / "run.yaml").is_file():
-        raise RunError("LS8053", f"{output} is not the output folder of a run: it has no run.yaml")
+    require_output(Path(output))
     return Path(output), int(step)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import plugins
-from lockstep.config.run import Run, RunError, load, overrides_of
+from lockstep.config.run import Run, RunError, load, overrides_of, require_output
 from lockstep.launchers import start
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of
@@ -308,8 +308,7 @@ SHOWN = 8  # examples and layers
 def again(output: Path, overrides: Sequence[str] | Mapping[str, Any], strategy: str | None, processes: int) -> Run:
     """The run of OUTPUT as it is computed again on this machine, of as many processes. `strategy`: its name; `own`: the
     run's; None: one that gives the run's bits if there is one. Errors: `RunError`."""
-    if not (output / "run.yaml").is_file():
-        raise RunError("LS8153", f"{output} is not the output folder of a run: it has no run.yaml")
+    require_output(output)
     trained = load(output / "run.yaml", overrides)
     if trained.model.trust_remote_code and "model.trust_remote_code" not in overrides_of(overrides):
         raise RunError(

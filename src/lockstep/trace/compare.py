@@ -235,24 +235,28 @@ def _loss(pair: _Pair, limit: float) -> tuple[float | None, tuple[Losses, Losses
         text = f"the loss: {one.summed:.8g} in the reference, {other.summed:.8g} here"
         raise _Parted(
             "loss",
-            (text, *_first_module(pair, limit)),
+            (text, *_first_module(pair, limit, "modules", "whose output differs")),
             causes.of_loss(one, other, *pair.records(), stochastic=_stochastic(pair)),
         )
     return apart, (one, other, how)
 
 
-def _first_module(pair: _Pair, limit: float) -> list[str]:
-    """At `--level modules`: the first module whose output differs, where a rank of both computed outputs of the same
-    shapes from the same examples in the same order. Sketches of outputs do not add up over other cuts of a batch."""
+def _first_module(pair: _Pair, limit: float, kind: str, what: str) -> list[str]:
+    """At `--level modules`: the first module whose output (`kind`: modules), or whose output's gradient in backward
+    (returned), differs, where a rank of both computed outputs of the same shapes from the same examples in the same
+    order. Sketches of outputs do not add up over other cuts of a batch."""
     for one, other in zip(*pair.records(), strict=False):
-        alike = one.raw.get("modules_of") == other.raw.get("modules_of") and one.examples == other.examples
-        if not one.modules or not alike:
+        calls = [sorted(side.raw.get(f"{kind}_of", [])) for side in (one, other)]
+        if not calls[0] or calls[0] != calls[1] or one.examples != other.examples:
             continue
-        for (name, x), (_, y) in zip(one.modules, other.modules, strict=True):
-            apart = difference(x, y)
+        values: dict[str, list[Any]] = {}
+        for name, value in getattr(other, kind):
+            values.setdefault(name, []).append(value)
+        for name, value in getattr(one, kind):
+            apart = difference(value, values[name].pop(0))
             if apart is None or not apart <= SAFETY * limit:
                 by = "" if apart is None or math.isnan(apart) else f" by {apart:.2g}"
-                return [f"the first module whose output differs: {name}{by}"]
+                return [f"the first module {what}: {name}{by}"]
     return []
 
 
@@ -280,7 +284,8 @@ def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | No
             )
             raise _Parted("clipping", (text,), causes.CLIPPED_ELSEWHERE)
         cause = causes.of_gradient(pair.b, pair.optimizer, pair.step, (wrong, found, factors), set(split), losses)
-        raise _Parted("gradient", (f"gradients differ: {_listed(wrong)}",), cause)
+        where = _first_module(pair, limit, "returned", "in backward whose output gets another gradient")
+        raise _Parted("gradient", (f"gradients differ: {_listed(wrong)}", *where), cause)
     return found
 
 

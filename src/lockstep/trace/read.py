@@ -138,8 +138,16 @@ class Step:
 
     @cached_property
     def modules(self) -> list[tuple[str, Value]]:
-        of = self.raw.get("modules_of", [])
-        values = decode(self.raw.get("modules"), [width_of(shape) for _, shape in of])
+        return self._of_modules("modules")
+
+    @cached_property
+    def returned(self) -> list[tuple[str, Value]]:
+        """Gradients of modules' outputs, in order of backward."""
+        return self._of_modules("returned")
+
+    def _of_modules(self, kind: str) -> list[tuple[str, Value]]:
+        of = self.raw.get(f"{kind}_of", [])
+        values = decode(self.raw.get(kind), [width_of(shape) for _, shape in of])
         return [(name, value) for (name, _), value in zip(of, values, strict=False)]
 
     @property

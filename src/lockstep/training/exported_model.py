@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.run import Run, RunError, load, overrides_of
+from lockstep.config.run import Run, RunError, load, overrides_of, require_output
 from lockstep.data import hub
 from lockstep.distributed.world import World
 from lockstep.tasks.abilities import Calibrates
@@ -25,8 +25,7 @@ def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tupl
     """The run of an output folder, with overrides, and its export; of one of its checkpoints what an export of it is,
     in the cache. Errors: `RunError`."""
     output, checkpoint = hub.parts(folder)
-    if not (output / "run.yaml").is_file():
-        raise RunError("LS5050", f"{output} is not the output folder of a run: it has no run.yaml")
+    require_output(output)
     export = output / "export"
     if checkpoint is None and not (export / "config.json").is_file():
         newest = output / "checkpoints" / "latest"

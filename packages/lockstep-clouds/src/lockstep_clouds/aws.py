@@ -175,7 +175,7 @@ def split_s3(address: str) -> tuple[str, str]:
     """`s3://bucket/prefix` -> bucket, prefix without a slash at its ends. Errors: `RunError`."""
     found = re.fullmatch(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*))?", address)
     if found is None:
-        raise RunError("LS7218", f"launch.s3: {address!r} is no address of S3; wanted is s3://BUCKET/PREFIX")
+        raise RunError("LS7218", f"launch.s3: {address!r} is no address of S3; expected s3://BUCKET/PREFIX")
     return found[1], (found[2] or "").strip("/")
 
 

@@ -120,7 +120,7 @@ def _check(run: Run, options: Any) -> None:
             raise RunError("LS7270", f"launch.{key}: missing; sagemaker needs {what}")
     if not re.fullmatch(r"arn:aws[a-z\-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+", options.role):
         raise RunError(
-            "LS7271", f"launch.role: {options.role!r} is no ARN of a role; wanted is arn:aws:iam::ACCOUNT:role/NAME"
+            "LS7271", f"launch.role: {options.role!r} is no ARN of a role; expected arn:aws:iam::ACCOUNT:role/NAME"
         )
     aws.check_instance(options.instance, options.image)
     aws.check_image(options.image)

@@ -44,7 +44,7 @@ def check_file(run: Run, given: str | None) -> None:
         raise RunError("LS7301", f"launch.config_file: {path} is not valid: {' '.join(str(caught).split())}") from None
     if not isinstance(config, Mapping):
         raise RunError(
-            "LS7302", f"launch.config_file: {path} holds no keys; wanted is a file that `accelerate config` wrote"
+            "LS7302", f"launch.config_file: {path} holds no keys; expected a file that `accelerate config` wrote"
         )
     engine = str(config.get("distributed_type", "NO")).lower()
     asked = Asked(

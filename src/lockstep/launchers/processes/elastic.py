@@ -320,7 +320,7 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
             coded(
                 "LS7314",
                 f"not enough machines came to {rendezvous.at}:{rendezvous.port} within {rendezvous.limits.join:g} s: "
-                f"wanted are {rendezvous.fewest}, there were {there}. Start the same command on the others, or lower "
+                f"expected {rendezvous.fewest}, there were {there}. Start the same command on the others, or lower "
                 "launch.machines",
             )
         )

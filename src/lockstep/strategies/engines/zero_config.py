@@ -216,7 +216,7 @@ def _format_fault(error: Any, content: dict[str, Any], options: Mapping[str, Any
     name = ".".join(str(part) for part in (key, section, *error["loc"]) if part is not None)
     if error["type"] == "extra_forbidden":
         return f"{name}: DeepSpeed has no such option"
-    return f"{name}: {error['input']!r} will not do, DeepSpeed says: {error['msg']}"
+    return f"{name}: invalid value {error['input']!r}; DeepSpeed says: {error['msg']}"
 
 
 def _belongs(location: tuple[int | str, ...], section: Any) -> bool:

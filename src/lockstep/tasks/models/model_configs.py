@@ -73,7 +73,7 @@ def set_entries(config: Any, entries: Mapping[str, Any], at: str = "model.config
         if key not in known:
             raise _unknown(config, key, known, at)
         if key in _ELSEWHERE and value not in (None, True, "float32"):
-            raise RunError("LS3121", f"{at}.{key}: {value!r} will not do: {_ELSEWHERE[key]}")
+            raise RunError("LS3121", f"{at}.{key}: invalid value {value!r}; {_ELSEWHERE[key]}")
         if isinstance(present, PreTrainedConfig):
             if not isinstance(value, Mapping):
                 raise RunError("LS3122", f"{at}.{key}: a mapping of entries is needed, not {value!r}")
@@ -82,7 +82,7 @@ def set_entries(config: Any, entries: Mapping[str, Any], at: str = "model.config
         try:
             setattr(config, key, value)
         except _UNFIT as error:
-            raise RunError("LS3123", f"{at}.{key}: {value!r} will not do: {_line(error)}") from None
+            raise RunError("LS3123", f"{at}.{key}: invalid value {value!r}; {_line(error)}") from None
 
 
 def _unknown(config: Any, key: str, known: set[str], at: str) -> RunError:
@@ -108,7 +108,7 @@ def from_scratch(kind: Any, entries: Mapping[str, Any]) -> Any:
     try:
         config = kind(**wanted)
     except _UNFIT as error:
-        raise RunError("LS3124", f"model.config: this will not do: {_line(error)}") from None
+        raise RunError("LS3124", f"model.config: invalid entries: {_line(error)}") from None
     for name, given in _parts(kind, entries).items():  # a config within it that is none unless entries make it
         if isinstance(part := getattr(config, name, None), PreTrainedConfig):
             known = {"model_type", *names(type(part)())}

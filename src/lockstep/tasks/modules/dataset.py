@@ -66,7 +66,7 @@ def function(run: Run, key: str) -> Any:
             "task.model builds, and let forward return what the loss needs",
         )
     if key != "data" and not callable(found):
-        raise RunError("LS3203", f"task.{key}: {name} is a {type(found).__name__}, and wanted is a function")
+        raise RunError("LS3203", f"task.{key}: {name} is a {type(found).__name__}; expected a function")
     return found
 
 
@@ -109,9 +109,7 @@ def data_sets(run: Run) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
             made = made(**run.task.options["data_arguments"])
     if isinstance(made, tuple):
         if not 1 <= len(made) <= len(ORDER):
-            raise RunError(
-                "LS3205", f"task.data: {name} gives {len(made)} things; wanted are train, validation and test"
-            )
+            raise RunError("LS3205", f"task.data: {name} gives {len(made)} things; expected train, validation and test")
         made = dict(zip(ORDER, made, strict=False))
     if not isinstance(made, Mapping):
         made = {"train": made}
@@ -177,7 +175,7 @@ def model(run: Run, empty: bool = False) -> nn.Module:
     if isinstance(found, list | tuple) and found and all(isinstance(part, nn.Module) for part in found):
         found = nn.Sequential(*found)
     if not isinstance(found, nn.Module):
-        raise RunError("LS3213", f"task.model: {name} gives a {type(found).__name__}, and wanted is a torch.nn.Module")
+        raise RunError("LS3213", f"task.model: {name} gives a {type(found).__name__}; expected a torch.nn.Module")
     if isinstance(found, torch.jit.ScriptModule) or type(found).__name__ == "OptimizedModule":
         raise RunError("LS3214", f"task.model: {name} gives a compiled model; give the module itself")
     return found.to("meta") if empty else found
@@ -237,9 +235,7 @@ def _number(run: Run, name: str, function: Any, found: Any, place: int) -> int:
         number = int(function(found))
     least = 1 if name == "length" else 0
     if not least <= number < 2**31:
-        raise RunError(
-            "LS3216", f"task.{name}: item {place} has {number}; wanted is a whole number of at least {least}"
-        )
+        raise RunError("LS3216", f"task.{name}: item {place} has {number}; expected a whole number of at least {least}")
     return number
 
 

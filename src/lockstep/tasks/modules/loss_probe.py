@@ -215,7 +215,7 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
     for value in values.values():
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise RunError(
-                "LS3230", f"task.loss: wanted is a tensor of floats, and it gave {wrapped_module.kind_of(value)}"
+                "LS3230", f"task.loss: expected a tensor of floats, and it gave {wrapped_module.kind_of(value)}"
             )
     named = trial.run.task.options.get("targets") is not None
     if values["A"].numel() > 1:
@@ -364,7 +364,7 @@ def _kinds_of_metrics(trial: _Trial) -> dict[str, str]:
         if not isinstance(values, Mapping) or not values:
             raise RunError(
                 "LS3236",
-                f"task.metrics: wanted is a mapping of names to numbers, it gave {wrapped_module.kind_of(values)}",
+                f"task.metrics: expected a mapping of names to numbers, it gave {wrapped_module.kind_of(values)}",
             )
         for name, value in values.items():
             found.setdefault(str(name), {})[batch] = value

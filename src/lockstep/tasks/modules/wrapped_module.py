@@ -59,7 +59,7 @@ class Calling:
             if len(batch) != 2:
                 raise RunError(
                     "LS3250",
-                    f"task.data: a batch is {len(batch)} things in a row; wanted is a pair (the model sees the first, "
+                    f"task.data: a batch is {len(batch)} things in a row; expected a pair (the model sees the first, "
                     "the loss the second), a mapping, or one tensor",
                 )
             batch, seen = batch
@@ -77,7 +77,7 @@ class Calling:
     def summed(self, value: Any, bundle: Bundle) -> Tensor:
         """What the user's loss gave, as the sum over targets: float32 scalar. Errors: `RunError`."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise RunError("LS3252", f"task.loss: wanted is a tensor of floats, and it gave {kind_of(value)}")
+            raise RunError("LS3252", f"task.loss: expected a tensor of floats, and it gave {kind_of(value)}")
         if self.loss_kind == "each":
             if self.run.task.options.get("targets") is None and value.numel() != bundle.targets:
                 raise RunError(
@@ -101,7 +101,7 @@ class Calling:
         found = self.metrics(outputs, seen)
         if not isinstance(found, Mapping) or {*found} != {*self.metric_kinds}:
             raise RunError(
-                "LS3255", f"task.metrics: wanted is a mapping with {', '.join(self.metric_kinds)}, it gave {found!r}"
+                "LS3255", f"task.metrics: expected a mapping with {', '.join(self.metric_kinds)}, it gave {found!r}"
             )
         numbers: list[Any] = []
         for name, kind in self.metric_kinds.items():

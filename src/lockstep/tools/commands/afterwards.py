@@ -38,7 +38,7 @@ def run_push(known: argparse.Namespace) -> int:
     from lockstep.checkpoint.export import PushFailed, push
 
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", known.repository):
-        raise RunError("LS8070", f"{known.repository!r} is not a repository of the Hub: wanted is USER/REPO")
+        raise RunError("LS8070", f"{known.repository!r} is not a repository of the Hub: expected USER/REPO")
     say = Console(True).say
     try:
         pushed = push(Path(known.output), known.repository, not known.public, say)

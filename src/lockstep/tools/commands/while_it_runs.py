@@ -20,7 +20,7 @@ from lockstep.checkpoint import exported
 from lockstep.config.error_messages import read_yaml
 from lockstep.config.errors import coded
 from lockstep.config.redaction import printable
-from lockstep.config.run import Run, RunError, load, override_of
+from lockstep.config.run import Run, RunError, load, override_of, require_output
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import JobRecord, State
 from lockstep.launchers import start
@@ -119,7 +119,7 @@ def run_and_record(output: str, trusted: bool = False) -> tuple[Run, JobRecord |
     if not (folder / "run.yaml").is_file():
         if state is not None:
             raise RunError("LS8131", f"{output}: {state.text} prepares a run there; there is nothing to see yet")
-        raise RunError("LS8132", f"{output} is not the output folder of a run: it has no run.yaml")
+        require_output(folder)
     return load(folder / "run.yaml", [f"output={json.dumps(output)}"], imports=trusted), record
 
 
@@ -297,12 +297,11 @@ def run_report(known: argparse.Namespace) -> int:
     if known.to is not None and len(folders) == 1:
         raise RunError("LS8140", "--to: a comparison needs two output folders or more")
     for folder in folders:
+        require_output(folder)
         try:
             print(write_report(folder))
         except (OSError, ValueError) as error:
-            raise RunError(
-                "LS8141", f"{folder} is not the output folder of a run, or cannot be written to: {error}"
-            ) from None
+            raise RunError("LS8141", f"the report of {folder} cannot be written: {error}") from None
     if len(folders) > 1:
         beside = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
         path = Path(known.to) if known.to is not None else beside / "comparison.html"
@@ -338,9 +337,7 @@ def watched(folder: Path) -> int:
     except KeyboardInterrupt:  # enough was seen; the run goes on
         pass
     except (OSError, ValueError) as error:
-        raise RunError(
-            "LS8143", f"{folder} is not the output folder of a run, or cannot be written to: {error}"
-        ) from None
+        raise RunError("LS8143", f"the report of {folder} cannot be written: {error}") from None
     write_report(folder)
     return 0
 

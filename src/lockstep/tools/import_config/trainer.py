@@ -62,7 +62,7 @@ def move(theirs: Mapping[str, Any], moved: Imported, processes: int | None, tabl
     if isinstance(ends, Mapping):
         schedule_ends(moved, kind, ends, number(full.get("learning_rate")) or 5e-5, "lr_scheduler_kwargs")
     else:
-        moved.drop("lr_scheduler_kwargs", ends, "wanted is a mapping")
+        moved.drop("lr_scheduler_kwargs", ends, "expected a mapping")
     if (first := number(full.get("adam_beta1"))) is not None or "adam_beta2" in full:
         second = number(full.get("adam_beta2", 0.999))
         moved.set("optim.betas", [0.9 if first is None else first, second], "adam_beta1 and adam_beta2")

@@ -242,7 +242,7 @@ def _names(data: DataSection, count: int, talk: Prompter) -> list[str]:
     def check(answer: str) -> list[str]:
         names = [name.strip() for name in answer.split(",")]
         if len(names) != count or len(set(names)) < count or not all(names):
-            raise RunError("LS8281", f"wanted are {count} names, all different, with commas between them")
+            raise RunError("LS8281", f"expected {count} names, all different, with commas between them")
         return names
 
     return talk.answer("Names of its columns, in order", ",".join(told.get(c, c) for c in numbered), check)

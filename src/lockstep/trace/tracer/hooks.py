@@ -131,9 +131,14 @@ def _wrap_call(hooks: Hooks) -> None:
 
 
 def _observed(hooks: Hooks, module: nn.Module, output: Any) -> Any:
-    """At the level of modules: the sketch of a module's first output."""
+    """At the level of modules: the sketch of a module's first output, and of its gradient in backward."""
     recorder = hooks.recorder
     assert recorder is not None
+
+    def received(name: str, since: Any, gradient: Any) -> None:
+        if is_plain_tensor(gradient):
+            sketch = measure([gradient], [whole(gradient)])[0]
+            since.returned.append((plain_name(name), sketch, tuple(gradient.shape)))
 
     def observe() -> None:
         first = output
@@ -147,6 +152,9 @@ def _observed(hooks: Hooks, module: nn.Module, output: Any) -> Any:
                 recorder.since.modules.append(
                     (plain_name(name), measure([first], [whole(first)])[0], tuple(first.shape))
                 )
+                if first.requires_grad:
+                    since = recorder.since
+                    first.register_hook(lambda gradient: hooks.guarded(received, name, since, gradient))
 
     hooks.guarded(observe)
     return output
@@ -327,7 +335,12 @@ def _began(recorder: Recorder, loader: Any, iterator: Any) -> None:
     object.__setattr__(loader, "lockstep_passes", passes + 1)
     iterator.lockstep_name = f"{number}.{passes}"
     sampler = getattr(loader, "sampler", None)
-    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", sampler)
+    batches: Any = getattr(loader, "batch_sampler", None)
+    skips = bool(getattr(loader, "skip_batches", 0))
+    while getattr(batches, "batch_sampler", None) is not None:  # Accelerate wraps it, for each rank's share and to skip
+        skips = skips or bool(getattr(batches, "skip_batches", 0))
+        batches = batches.batch_sampler
+    inner = getattr(batches, "sampler", sampler)
     recorder.write(
         "epoch",
         loader=iterator.lockstep_name,
@@ -340,7 +353,7 @@ def _began(recorder: Recorder, loader: Any, iterator: Any) -> None:
         batch=getattr(loader, "batch_size", None),
         drop=bool(getattr(loader, "drop_last", False)),
         workers=getattr(loader, "num_workers", 0),
-        size=_size(getattr(loader, "dataset", None)),
+        size=None if skips else _size(getattr(loader, "dataset", None)),
         generators=generators(),
         steps=list(recorder.steps),
     )

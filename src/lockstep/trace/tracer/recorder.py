@@ -43,7 +43,8 @@ class Since:
     unscaled: bool = False
     training: bool | None = None
     autocast: str | None = None  # dtype that products are computed in, "" where autocast is off
-    modules: list[tuple[str, Tensor, tuple[int, ...]]] = field(default_factory=list)
+    modules: list[tuple[str, Tensor, tuple[int, ...]]] = field(default_factory=list)  # outputs, in order of forward
+    returned: list[tuple[str, Tensor, tuple[int, ...]]] = field(default_factory=list)  # their gradients, of backward
 
 
 @dataclass
@@ -368,9 +369,10 @@ class Recorder:
         vectors["buffers"] = measure(
             [t for _, t in buffers], [Block(tuple(t.shape), (0,) * t.dim(), tuple(t.shape)) for _, t in buffers]
         )
-        if self.since.modules:
-            record["modules_of"] = [(name, list(shape)) for name, _, shape in self.since.modules]
-            vectors["modules"] = [v for _, v, _ in self.since.modules]
+        for kind, rows in (("modules", self.since.modules), ("returned", self.since.returned)):
+            if rows:
+                record[f"{kind}_of"] = [(name, list(shape)) for name, _, shape in rows]
+                vectors[kind] = [v for _, v, _ in rows]
         return vectors
 
     def _moments(

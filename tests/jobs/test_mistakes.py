@@ -1,0 +1,48 @@
+"""The commonest mistakes give a message with a code, which names what is wrong; docs/how-to/troubleshooting.md has a
+row for each."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from support.messages import mentions
+from support.mistakes import MISTAKES, Mistake, prepare
+from support.places import ROOT
+
+PAGE = ROOT / "docs/how-to/troubleshooting.md"
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.name for mistake in MISTAKES])
+def test_a_mistake_is_refused_with_its_code(
+    mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare(tmp_path)
+    if mistake.change is not None:
+        mistake.change(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("HF_TOKEN", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (mistake.environment or {}).items():
+        monkeypatch.setenv(name, value)
+    assert main(mistake.arguments()) in (1, 2)
+    err = capfd.readouterr().err
+    assert mentions(err, mistake.code, mistake.shown)
+    assert "Traceback" not in err
+
+
+def test_the_control_without_a_mistake_the_job_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "run.yaml"]) == 0
+
+
+def test_each_has_a_row_in_troubleshooting() -> None:
+    rows = re.findall(r"^\| (.+?) \| \[(LS\d{4})\]", PAGE.read_text(encoding="utf-8"), re.M)
+    assert len(MISTAKES) >= 50
+    assert [row for row in rows if row in {(mistake.name, mistake.code) for mistake in MISTAKES}] == [
+        (mistake.name, mistake.code) for mistake in MISTAKES
+    ]
