@@ -208,9 +208,8 @@ class Sharded(ShardedRecovery):
             group["params"].sort(key=lambda p: p.numel() * p.element_size() % optim.ALIGNED != 0)
         treated = optim.assigned(self.run.optim, self.model)
         self.engine = self.start_engine()
-        # DeepSpeed's way to let gradients be: it reduces them on leaving this context, which is never left.
-        self.coalescing = self.engine.coalesce_grad_reduction()
-        self.coalescing.__enter__()
+        # As within DeepSpeed's `coalesce_grad_reduction`, on leaving which it would reduce: gradients are let be.
+        self.engine.inside_no_sync_ctxt = self.engine.optimizer._coalesce_grad_reduction = True
         self.engine.optimizer.optimizer.state.clear()  # which it has filled; the state is the stepper's
         trained = dict(self._trained())
         shapes = {name: self.shapes[name] for name in trained}

@@ -83,6 +83,8 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
             if any(hasattr(p, "ds_id") for p in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(self._note)  # after DeepSpeed's, which gathers
                 module.register_forward_hook(self._forget, prepend=True)  # before DeepSpeed's, which lets go
+        for weight in (p for p in model.parameters() if p.requires_grad):
+            weight.register_hook(partial(self._before_gradient, weight))
 
     def _note(self, module: nn.Module, _: Any) -> None:
         for weight in module.parameters(recurse=False):
@@ -94,9 +96,16 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
             if weight.numel():
                 self._weights.pop(weight.untyped_storage().data_ptr(), None)
 
+    def _before_gradient(self, weight: Any, _: Tensor) -> None:
+        self._gather(weight)
+
     def _pack(self, tensor: Tensor) -> Any:
-        weight = self._weights.get(tensor.untyped_storage().data_ptr()) if self._weights else None
+        address = tensor.untyped_storage().data_ptr()
+        weight = self._weights.get(address)
         if weight is None or weight.dtype != tensor.dtype:
+            return tensor
+        if not weight.numel() or weight.untyped_storage().data_ptr() != address:  # let go of, and the memory is reused
+            del self._weights[address]
             return tensor
         return weight, tensor.size(), tensor.stride(), tensor.storage_offset()
 
@@ -104,9 +113,14 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
         if isinstance(packed, Tensor):
             return packed
         weight, size, stride, offset = packed
-        if weight in self._arriving:  # asked for in advance, and used before DeepSpeed hears of its module
+        self._gather(weight)
+        return weight.data.as_strided(size, stride, offset)
+
+    def _gather(self, weight: Any) -> None:
+        """See that a weight is there, also where DeepSpeed has not heard of the backward of its module yet, or has let
+        go of it: autograd lays a gradient as its weight lies."""
+        if weight in self._arriving:  # asked for in advance
             self._arriving.pop(weight).wait()
         if weight.ds_status.name == "NOT_AVAILABLE":
             weight.all_gather()
         assert weight.ds_status.name == "AVAILABLE", weight.ds_summary()
-        return weight.data.as_strided(size, stride, offset)
