@@ -308,12 +308,12 @@ def _ended(command: list[str | Path], cwd: Path, env: dict[str, str]) -> subproc
 
 
 def _tidy(printed: str) -> str:
-    """Without lines of progress, but for the first and the last step."""
+    """Without lines of progress but the first: a quick machine prints fewer of them."""
     lines = printed.splitlines()
     steps = [at for at, line in enumerate(lines) if re.match(r"step +\d+/\d+ ", line)]
     scored = [at for at, line in enumerate(lines) if re.match(r"step +\d+ +validation", line)]
     left_out = {
-        *steps[1:-1],
+        *steps[1:],
         *scored[1:],
         *(at for at, line in enumerate(lines) if re.match(r"preparing |checks made ", _plain_line(line))),
     }

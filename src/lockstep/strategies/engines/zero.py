@@ -13,7 +13,7 @@ import copy
 import itertools
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -33,9 +33,9 @@ from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, layers, zero_config, zero_graph
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
-from lockstep.strategies.engines.zero_sums import LocalSums, OwnedRange, TurnSums, check_cuts
+from lockstep.strategies.engines.zero_sums import CutGradient, HeldCuts, LocalSums, Owned, OwnedRange, TurnSums
 from lockstep.strategies.exact import optim
-from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.strategies.exact.gradient import Part
 from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.exact.reduction import ReductionTree, most_held
 from lockstep.strategies.exact.statistics import Statistics
@@ -53,44 +53,6 @@ class EngineGradient:
     def whole(self, world: World) -> dict[str, Tensor]:
         """Gather the whole gradient by parameter. Collective."""
         return self.gather()
-
-
-class CutGradient(Gradient):
-    """A gradient of which each rank holds a flat cut of every parameter."""
-
-    def __init__(self, parts: Sequence[Part], names: Sequence[str], held: HeldCuts, world: World) -> None:
-        super().__init__(parts, names, world.sum)
-        self._held = held
-
-    def whole(self, world: World) -> dict[str, Tensor]:
-        """By parameter name on rank 0, nothing elsewhere. Collective."""
-        whole = {part.name: self._held.assemble(part.name, part.gradient) for part in self.parts}
-        return whole if world.is_main else {}
-
-
-class HeldCuts:
-    """What DeepSpeed has this rank update: a view of its flat fp32 weights for each trained parameter."""
-
-    def __init__(self, world: World, shapes: Mapping[str, torch.Size], flats: Sequence[Tensor], owned: Owned) -> None:
-        """`shapes`: of the trained parameters; `owned`: for each of them this rank's cut, and where in which of the
-        flat tensors it lies. Collective."""
-        self.world, self.shapes = world, shapes
-        self.cuts = [[cut for cut, _, _ in of_rank] for of_rank in world.all_gather([*owned.values()])]  # by rank
-        check_cuts(self.cuts, {name: shape.numel() for name, shape in shapes.items()})
-        self.own = {name: cut for name, (cut, _, _) in owned.items()}
-        self.parts = {
-            name: nn.Parameter(flats[flat].detach()[offset : offset + cut.length])
-            for name, (cut, flat, offset) in owned.items()
-        }
-
-    def assemble(self, name: str, part: Tensor) -> Tensor:
-        """The whole of what each rank has a part of [length of its cut], fp32. Collective."""
-        bits = torch.zeros(self.shapes[name].numel(), dtype=torch.int32, device=part.device)
-        self.own[name].of(bits).copy_(part.detach().contiguous().view(torch.int32))
-        return self.world.sum(bits).view(torch.float32).view(self.shapes[name])  # nobody else has other bits than zero
-
-
-Owned = Mapping[str, tuple[OwnedRange, int, int]]
 
 
 class Sharded(ShardedRecovery):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World
+from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
 from lockstep.strategies.exact.reduce_schedule import Bucket, InFlight, Node
 from lockstep.strategies.exact.reduction import ReductionTree, buckets
@@ -42,6 +43,11 @@ class OwnedRange:
         return tensor.reshape(-1)[self.start : self.start + self.length]
 
 
+Owned = Mapping[
+    str, tuple[OwnedRange, int, int]
+]  # by parameter: this rank's range, and where in which flat tensor it lies
+
+
 def check_cuts(cuts: Sequence[Sequence[OwnedRange]], parameters: Mapping[str, int]) -> None:
     """Errors: `AssertionError` where ranks' cuts do not make up each parameter. `cuts`: by rank, then by parameter;
     `parameters`: names and sizes."""
@@ -52,6 +58,41 @@ def check_cuts(cuts: Sequence[Sequence[OwnedRange]], parameters: Mapping[str, in
 
 def _ends(cut: OwnedRange) -> tuple[int, int]:
     return cut.start, cut.start + cut.length
+
+
+class CutGradient(Gradient):
+    """A gradient of which each rank holds a flat cut of every parameter."""
+
+    def __init__(self, parts: Sequence[Part], names: Sequence[str], held: HeldCuts, world: World) -> None:
+        super().__init__(parts, names, world.sum)
+        self._held = held
+
+    def whole(self, world: World) -> dict[str, Tensor]:
+        """By parameter name on rank 0, nothing elsewhere. Collective."""
+        whole = {part.name: self._held.assemble(part.name, part.gradient) for part in self.parts}
+        return whole if world.is_main else {}
+
+
+class HeldCuts:
+    """What DeepSpeed has this rank update: a view of its flat fp32 weights for each trained parameter."""
+
+    def __init__(self, world: World, shapes: Mapping[str, torch.Size], flats: Sequence[Tensor], owned: Owned) -> None:
+        """`shapes`: of the trained parameters; `owned`: for each of them this rank's cut, and where in which of the
+        flat tensors it lies. Collective."""
+        self.world, self.shapes = world, shapes
+        self.cuts = [[cut for cut, _, _ in of_rank] for of_rank in world.all_gather([*owned.values()])]  # by rank
+        check_cuts(self.cuts, {name: shape.numel() for name, shape in shapes.items()})
+        self.own = {name: cut for name, (cut, _, _) in owned.items()}
+        self.parts = {
+            name: nn.Parameter(flats[flat].detach()[offset : offset + cut.length])
+            for name, (cut, flat, offset) in owned.items()
+        }
+
+    def assemble(self, name: str, part: Tensor) -> Tensor:
+        """The whole of what each rank has a part of [length of its cut], fp32. Collective."""
+        bits = torch.zeros(self.shapes[name].numel(), dtype=torch.int32, device=part.device)
+        self.own[name].of(bits).copy_(part.detach().contiguous().view(torch.int32))
+        return self.world.sum(bits).view(torch.float32).view(self.shapes[name])  # nobody else has other bits than zero
 
 
 class CutSums(ABC):
