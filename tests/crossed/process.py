@@ -17,7 +17,7 @@ KEPT = {"PATH", "HOME", "TMPDIR", "LANG", "PYTHONPATH", "OMP_NUM_THREADS", "GLOO
 KEPT |= {"DS_ACCELERATOR", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "CROSSED_KEEP"}
 
 
-def judged(drawn: Case | Job, limit_s: float = 900, plant: str = "") -> Verdict:
+def judged(drawn: Case | Job, limit_s: float = 3600, plant: str = "") -> Verdict:
     """The verdict of a job, run in a process of its own, forked from one that has imported everything. `plant`: a
     fault of `plants.py`."""
     from support.harness import _context, server_environment

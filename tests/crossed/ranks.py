@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-LIMIT_S = 300  # of a job; so that a job that hangs ends
+LIMIT_S = 900  # of a job; so that one that hangs ends. A compiled one took 300 s on a machine with a load of 12
 STOPPED = 75
 
 

@@ -41,6 +41,17 @@ def test_the_file_is_mapped_and_not_read() -> None:
     raise AssertionError("the tokens lie in no mapping")
 
 
+def test_some_examples_are_a_split_of_their_own(columns: Columns) -> None:
+    rows = np.array([57, 3, 99])
+    few = columns.select(rows)
+    assert (len(few), few.names) == (3, columns.names)
+    assert few.lengths.tolist() == columns.lengths[rows].tolist()
+    for place, row in enumerate(rows.tolist()):
+        assert few.ragged("input_ids").row(place).tolist() == columns.ragged("input_ids").row(row).tolist()
+    ids, mask = few.ragged("input_ids").padded(np.arange(3), -7)
+    assert [ids.tolist(), mask.tolist()] == [each.tolist() for each in columns.ragged("input_ids").padded(rows, -7)]
+
+
 def test_padding(columns: Columns) -> None:
     ragged: Ragged = columns.ragged("input_ids")
     order = np.argsort(np.asarray(columns.lengths), kind="stable")

@@ -493,6 +493,35 @@ def test_scores_of_an_export_are_compared(tmp_path: Path) -> None:
     assert "but other scores: accuracy" in compared.text
 
 
+@pytest.mark.extras
+def test_scored_pairs_of_a_large_train_split_are_compared(tmp_path: Path) -> None:
+    """Correlations are of all pairs that are compared, also where train has more rows than any split evaluated."""
+    pytest.importorskip("scipy", reason="needs the extra compared")
+    run = make(tmp_path, "pairs", *ONE, "task.negative=null", "task.score=score", "task.score_range=[0,4]")
+    task, found, folder = exported(run, tmp_path / "out")
+    assert len(task.splits["train"]) > len(task.splits["validation"])
+    compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
+    assert compared.agrees, compared.text
+    assert "all together its pearson, spearman" in compared.text
+
+
+@pytest.mark.extras
+def test_a_score_that_rounding_moves_is_not_compared(tmp_path: Path) -> None:
+    """Which of several answers that score alike is first says nothing; a loss apart from the run's does, as before."""
+    pytest.importorskip("sklearn", reason="needs the extra compared")
+    run = tiny(*ONE)
+    task, found, folder = exported(run, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    alike = {
+        name: w[:1].expand_as(w) if name.startswith("score") else w for name, w in weights.items()
+    }  # all labels score alike
+    job, model = export_check.loaded_job(run, task, folder), export_check.loaded(run, task, folder)
+    wrong = [(name, 1 - theirs, theirs) for name, _, theirs in export_check._scored(job, model, found)]
+    assert export_check._other_scores(job, model, found, wrong)  # the control
+    model.load_state_dict(alike, strict=False)
+    assert "accuracy" in export_check._moved(job, model, found)
+
+
 def other_weight(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["score.weight"] *= 1.1

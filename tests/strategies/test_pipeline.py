@@ -166,6 +166,7 @@ class Marian(Bart):
         return self.made(AutoModelForSeq2SeqLM, MarianConfig(**self.run.model.config, **size), empty)
 
 
+PROMPTED = ("task={name: language_modeling, prompt: text, response: text}",)  # a causal model's task
 HALVES = (
     "model.type=bart",
     "model.config={d_model: 32, encoder_layers: 2, decoder_layers: 3, encoder_attention_heads: 2, "
@@ -321,6 +322,7 @@ def test_autograd_s_own_sums_are_equal_to_rounding(task: str) -> None:
         (4, ("micro_batches=1", "strategy.options.stages=2"), "are 0 each, but every pipeline needs one"),
         (2, (FOUR, "micro_batches=5", "strategy.options.schedule=interleaved"), "interleaved runs 2 rounds on 2 ranks"),
         (2, ("model.type=t5", "model.config={}"), "strategy.name: pipeline cannot cut a model of the type 't5'"),
+        (2, (*HALVES, *PROMPTED), "strategy.name: pipeline cannot cut the decoder of a bart by itself"),
         (2, (*HALVES, "model.config.decoder_layerdrop=0.1"), "model.config.decoder_layerdrop: a pipeline cannot"),
     ],
 )

@@ -12,7 +12,7 @@ import yaml
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.strategies.engines.zero import Zero
+from lockstep.strategies.engines.zero import Zero, own_activations
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import strategy_class as class_of
@@ -288,6 +288,33 @@ def test_what_deepspeed_would_ignore_or_the_run_file_says_is_refused(options: st
     run = tiny("strategy.name=zero2", f"strategy.options={options}")
     with pytest.raises(RunError, match=said):
         class_of(run).check(run, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("zero3", {}), ("hf_accelerate", {"deepspeed": {"zero_stage": 3}})],
+    ids=["zero3", "accelerate"],
+)
+def test_weights_that_are_used_within_are_not_computed_with_again(name: str, options: dict[str, Any]) -> None:
+    """DeepSpeed ends in a traceback there."""
+    model = {"type": "falcon_h1", "config": {"num_hidden_layers": 1}, "checkpoint_activations": True}
+    run = tiny(model=model, strategy={"name": name, "options": options})
+    with pytest.raises(RunError, match=r"model\.checkpoint_activations: under ZeRO-3 a falcon_h1 cannot"):
+        class_of(run).check(run, 2)
+
+
+def test_activations_that_all_models_share_are_made_the_models_own() -> None:
+    """Else DeepSpeed hooks them in other models too, on one rank alone, and the ranks wait for each other."""
+    from transformers import FlaubertConfig, FlaubertModel
+    from transformers.activations import gelu
+
+    config = FlaubertConfig(vocab_size=20, emb_dim=16, n_layers=1, n_heads=2)
+    model, other = FlaubertModel(config), FlaubertModel(config)
+    assert model.ffns[0].act is other.ffns[0].act is gelu  # the control
+    own_activations(model)
+    assert model.ffns[0].act is not gelu
+    assert type(model.ffns[0].act) is type(gelu)
+    assert other.ffns[0].act is gelu
 
 
 def test_importing_the_strategies_imports_no_deepspeed() -> None:

@@ -161,6 +161,30 @@ def test_preferences_are_those_of_the_dpo_trainer(loss: str, folder: Path) -> No
     assert not close(apart, gradients(theirs))
 
 
+def test_smoothed_preferences_are_those_of_the_dpo_trainer(folder: Path) -> None:
+    """TRL smooths the labels of `aot`, which sorts the pairs of a batch and is DPO's loss where there is one."""
+    trl = pytest.importorskip("trl")
+    task, reference, batch = ours(folder, "preference", "task.label_smoothing=0.2", "task.beta=0.7")
+    model = moved(reference)
+    keys = {"beta": 0.7, "loss_type": ["aot"], "label_smoothing": 0.2, "max_length": 32}
+    theirs = copy.deepcopy(model)
+    trainer = trl.DPOTrainer(
+        theirs, copy.deepcopy(reference).eval(), trl.DPOConfig(str(folder / "out"), **keys, **QUIET),
+        train_dataset=rows_of(folder, "preference"), processing_class=plain(task.tokenizer),
+    )  # fmt: skip
+    theirs.eval()
+    pairs = [trainer.data_collator([trainer.train_dataset[i]]) for i in range(ROWS)]
+    wanted = sum(trainer.compute_loss(theirs, pair) for pair in pairs) / ROWS
+    wanted.backward()
+    found, slopes, _ = judged(task, model, batch)
+    loss_by_plain, slopes_by_plain = by_plain(task, model, folder, reference.eval())
+    assert (found, loss_by_plain) == (pytest.approx(float(wanted.detach()), rel=2e-6),) * 2
+    assert close(slopes, gradients(theirs))
+    assert close(slopes_by_plain, gradients(theirs))
+    other, _, other_batch = ours(folder, "preference", "task.label_smoothing=0.1", "task.beta=0.7")
+    assert judged(other, model, other_batch)[0] != pytest.approx(float(wanted.detach()), rel=1e-3)
+
+
 def test_simpo_is_that_of_the_cpo_trainer(folder: Path) -> None:
     cpo = pytest.importorskip("trl.experimental.cpo")
     task, model, batch = ours(folder, "preference", "task.loss=simpo", "task.beta=2", "task.gamma=0.7")

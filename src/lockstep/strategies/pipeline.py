@@ -27,7 +27,7 @@ from lockstep.distributed.sharded import Saved, gather
 from lockstep.distributed.world import World
 from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, cuts
-from lockstep.strategies.engines.cuts import Cut, layer_count
+from lockstep.strategies.engines.cuts import Cut
 from lockstep.strategies.engines.layers import own_model
 from lockstep.strategies.engines.pipelining import (
     Held,
@@ -46,7 +46,6 @@ from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, buckets, most_held, share
 from lockstep.strategies.native import call_on_cpu
 from lockstep.strategies.strategy import DataParallel, summing
-from lockstep.tasks.models import model_configs
 from lockstep.tasks.task import Task
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -100,7 +99,7 @@ class Pipeline(ShardedRecovery):
                 f"strategy.options.stages: {ranks} stages do not divide {processes} processes; every pipeline needs "
                 f"as many",
             )
-        layers = cuts.count_sequential_layers(run) if own_model(run) else layer_count(model_configs.load_config(run))
+        layers = cuts.count_sequential_layers(run) if own_model(run) else cuts.layers_of(run)
         if ranks * each > layers:
             stages = (
                 f"{ranks} stages are"

@@ -40,7 +40,9 @@ TENSORS = ("gradient", "change")
 STEPS = 2  # that are compared
 FACTOR, LOW = 10.0, 5.0  # times what a change of the last bit of a float32, of a bfloat16 comes to, may differ
 LEAST = {"loss": 2e-6, "norm": 1e-5, "gradient": 2e-5, "change": 1e-3}  # may differ whatever that comes to, relatively
-LEAST_LOW = {"loss": 1e-3, "norm": 2**-8, "gradient": 2**-8, "change": 2**-6}  # under autocast, whose unit is 2^-8
+# Under autocast, whose unit is 2^-8. Gradients of logits that are alike round in one direction, which no draw shows: a
+# sound run's norm was 4.4e-3 from plain's, and 1e-7 in float32.
+LEAST_LOW = {"loss": 1e-3, "norm": 2**-7, "gradient": 2**-8, "change": 2**-6}
 FLOOR = 1e-3  # of the whole: the norm that a parameter counts for at least, as gradients that cancel hold its rounding
 NOTHING = 1e-5  # of the whole: a gradient below it is zero but for rounding
 

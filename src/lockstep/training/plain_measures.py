@@ -51,6 +51,19 @@ def perturb_(model: nn.Module, precision: str, seed: int = 0) -> None:
         parameter.mul_(1 + signs * unit)
 
 
+@contextmanager
+def perturbed(model: nn.Module, precision: str, seed: int = 0) -> Iterator[None]:
+    """Weights are a last bit apart in here (`perturb_`), and afterwards what they were."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    try:
+        perturb_(model, precision, seed)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(before[name])
+
+
 def masked(job: Any, example: dict, read: list[int], predicted: list[int]) -> dict[str, Any]:
     """An example with masks that were drawn elsewhere, once they are seen to be its own and as many as the run file
     says. Errors: `ValueError`."""

@@ -19,6 +19,7 @@ from lockstep.strategies.engines.zero import Sharded
 from lockstep.strategies.exact.optim import ParamGroupSpec
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.strategies.strategy import WeightFormats
+from lockstep.tasks.models import storage_dtype
 
 
 class AcceleratedFSDP2(Accelerated, FSDP2):
@@ -78,6 +79,8 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         from accelerate import FullyShardedDataParallelPlugin
         from accelerate.utils import DistributedType
 
+        if self.run.precision == "bf16":
+            storage_dtype.keep_narrow(self.model)
         section = dict(self.run.strategy.options["fsdp"])
         embedding = self.model.get_input_embeddings()  # type: ignore[operator]
         # Accelerate 1.15 shards this one by itself, and would shard it twice inside of a block
@@ -108,6 +111,8 @@ class AcceleratedZero(Accelerated, Sharded):
         layers.check_layers(run, "DeepSpeed")
         if section.get("zero_stage") not in (1, 2, 3):
             raise RunError("LS4034", f"{key}.zero_stage: 1, 2 or 3 is needed, it is {section.get('zero_stage')!r}")
+        if section["zero_stage"] == 3:
+            layers.check_recomputed(run)
         options = {k: v for k, v in section.items() if k != "zero_stage"}
         zero_config.check(run, processes, section["zero_stage"], options, key)
 

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines.layers import StandIn
 from lockstep.strategies.exact.reduction import share
 from lockstep.tasks.models import unpadded
-from lockstep.tasks.models.model_configs import leaves_out_layers
+from lockstep.tasks.models.model_configs import leaves_out_layers, load_config
 from lockstep.tasks.modules import dataset, wrapped_module
 from lockstep.tasks.modules.dataset import INPUT
 
@@ -57,6 +58,19 @@ FAMILIES: dict[str, tuple[Stack, ...]] = {  # by the config's model_type; two st
     "bart": _two_stacks("embed_tokens", "embed_positions", "layernorm_embedding"),
     "marian": _two_stacks("embed_tokens", "embed_positions"),
 }
+
+
+def layers_of(run: Run) -> int:
+    """The number of layers of a run's model, between which it is cut. Errors: `RunError` where it cannot be cut."""
+    config, task = load_config(run), plugins.find("tasks", run.task.name)
+    count = layer_count(config)
+    if task.head == "causal" and len(FAMILIES[config.model_type]) > 1:  # an encoder's decoder, which stands alone
+        raise RunError(
+            "LS4066",
+            f"strategy.name: pipeline cannot cut the decoder of a {config.model_type} by itself; use ddp or another "
+            "strategy, or a model.type that is a decoder alone",
+        )
+    return count
 
 
 def layer_count(config: Any) -> int:

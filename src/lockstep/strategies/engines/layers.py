@@ -71,6 +71,22 @@ def check_layers(run: Run, engine: str) -> None:
         )
 
 
+READS_WITHIN = ("falcon_h1",)  # families whose layers use the weight of a module within without calling it
+
+
+def check_recomputed(run: Run) -> None:
+    """Refuse activations that are computed again under ZeRO-3 where a layer uses weights that are another module's:
+    DeepSpeed gathers those at the first forward, and has let go of them at the second. Errors: `RunError`."""
+    if not run.model.checkpoint_activations or own_model(run):
+        return
+    if (family := load_config(run).model_type) in READS_WITHIN:
+        raise RunError(
+            "LS4105",
+            f"model.checkpoint_activations: under ZeRO-3 a {family} cannot compute its activations again, since its "
+            "mixers use weights that DeepSpeed has let go of; leave it out, or use strategy.name=fsdp2",
+        )
+
+
 def sharing_embeddings(run: Run) -> list[str]:
     """The modules of a run's model that hold weights of its input or output embeddings besides these: an encoder's and
     a decoder's embeddings that are one, or a head with the bias of its last layer. None where the model cannot be

@@ -7,6 +7,7 @@ reduces by itself, in an order that depends on the number of ranks, in the job's
 
 from __future__ import annotations
 
+import copy
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -100,6 +101,7 @@ class Sharded(ShardedRecovery):
         if self.stage == 3:
             call = partial(call_on_cpu, self.model, task)
             refuse_writes(self.model, self.world, call, "strategy.name: zero3", "zero2 or ddp")
+            own_activations(self.model)
             self._shard()
         else:
             self.model.to(self.world.device)
@@ -420,6 +422,8 @@ class Zero(Sharded):
     def check(cls, run: Run, processes: int) -> None:
         require(cls.needs, f"strategy.name: zero{cls.stage}")
         layers.check_layers(run, "DeepSpeed")
+        if cls.stage == 3:
+            layers.check_recomputed(run)
         zero_config.check(run, processes, cls.stage, run.strategy.options)
 
     def options(self) -> Mapping[str, Any]:
@@ -460,3 +464,15 @@ def _forget() -> None:
     parameter_offload.FWD_MODULE_STACK.clear()
     partition_parameters.Init.param_id = 0
     parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+
+
+def own_activations(model: nn.Module) -> None:
+    """Give the model activations of its own. Families such as Flaubert hold those of `transformers.activations`, which
+    every model of the process has: DeepSpeed hooks each module of the model, and would see another model's forward."""
+    from transformers import activations
+
+    common = {id(value) for value in vars(activations).values() if isinstance(value, nn.Module)}
+    for module in model.modules():
+        for name, child in module.named_children():
+            if id(child) in common:
+                setattr(module, name, copy.deepcopy(child))

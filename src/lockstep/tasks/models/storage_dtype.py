@@ -70,7 +70,15 @@ def _widen(module: nn.Module) -> None:
 
 
 def _float(module: nn.Module, given: Any, found: Tensor) -> Tensor:
-    return found.float()
+    return found if vars(module).get("gives_bfloat16") else found.float()
+
+
+def keep_narrow(model: nn.Module) -> None:
+    """Let frozen embeddings give bfloat16 again, for an engine that casts all weights and what goes into layers to
+    bfloat16 itself: a norm beside them has bfloat16 weights then, and takes no float32."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            vars(module)["gives_bfloat16"] = True
 
 
 def _forward(layer: Any, x: Tensor) -> Tensor:
