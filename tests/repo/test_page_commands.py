@@ -50,8 +50,8 @@ def test_a_mistake_in_a_block_is_found(language: str, code: str, wrong: str) -> 
 
 
 def test_what_is_shown_may_differ_in_numbers_and_in_nothing_else() -> None:
-    printed = "step 10/20 loss 1.25\nspeed 12.1 examples/s\nweights /tmp/a\nend\n"
-    assert same("step 1/20 loss 0.5\n...\nend", printed)
-    assert same("step 1/20 loss 3\nspeed 1 examples/s\nweights ./b\nend", printed)
-    assert not same("step 1/20 loss 0.5\nend", printed)
-    assert not same("step 1/20 accuracy 0.5\n...\nend", printed)
+    printed = "found 10/20 loss 1.25\nspeed 12.1 examples/s\nweights /tmp/a\nend\n"
+    assert same("found 1/20 loss 0.5\n...\nend", printed)
+    assert same("found 1/20 loss 3\nspeed 1 examples/s\nweights ./b\nend", printed)
+    assert not same("found 1/20 loss 0.5\nend", printed)
+    assert not same("found 1/20 accuracy 0.5\n...\nend", printed)

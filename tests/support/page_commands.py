@@ -56,7 +56,7 @@ _BLOCK = re.compile(
 )
 LIMIT_S = 1200
 # How many of these lines there are depends on the time that passed.
-_PROGRESS = re.compile(r"preparing |checks made |step 0(/0 | validation)")
+_PROGRESS = re.compile(r"preparing |checks made |step (PATH|0 validation)")
 
 
 @dataclass(frozen=True)

@@ -158,22 +158,23 @@ def verify(
                 return status
         result = diff(root / "reference", root / "job", exact, None if exact else root / "perturbed")
         if keep:
-            console.say(str(page(root / "job", root / "reference")))
+            console.say(str(page(root / "job", root / "reference", None if exact else root / "perturbed", exact)))
         return result
     finally:
         if not keep:
             shutil.rmtree(root, ignore_errors=True)
 
 
-def page(folder: Path, reference: Path | None = None) -> Path:
-    """Write `report.html` of a trace, beside a reference where there is one. Errors: `RunError`."""
+def page(folder: Path, reference: Path | None = None, perturbed: Path | None = None, exact: bool = False) -> Path:
+    """Write `report.html` of a trace, beside a reference where there is one, with the tolerance of `diff`. Errors:
+    `RunError`."""
     from lockstep.trace.page import values_of
     from lockstep.track.report.report import write_page
 
     with refusing():
         trace = read(folder)
         beside = read(reference) if reference is not None else None
-        values = values_of(trace, beside)
+        values = values_of(trace, beside, read(perturbed) if perturbed is not None else None, exact)
     return write_page(folder / "report.html", "trace.html.jinja", **values)
 
 

@@ -118,6 +118,14 @@ def compare(a: Trace, b: Trace, perturbed: Trace | None = None, exact: bool = Fa
     return Verdict(optimizer, None, None, (), "", tuple(rows), same, tolerance.words, tuple(names))
 
 
+def gradient_differences(a: Trace, b: Trace, optimizer: int, step: int) -> dict[str, float]:
+    """Relative differences of gradients by parameter of the reference `a`; empty where the step is not measured."""
+    pair = _Pair(a, b, optimizer, step, match(a, b, optimizer))
+    if not all(s.measured for side in pair.records() for s in side):
+        return {}
+    return _differences(*pair.both("unclipped"), pair.names, SMALL)
+
+
 @dataclass(frozen=True)
 class _Pair:
     a: Trace
@@ -427,4 +435,14 @@ def folder_name(path: Path) -> str:
     return path.name or str(path)
 
 
-__all__ = ["ORDER", "Row", "Tolerance", "Verdict", "compare", "data_ranks", "factor", "table"]
+__all__ = [
+    "ORDER",
+    "Row",
+    "Tolerance",
+    "Verdict",
+    "compare",
+    "data_ranks",
+    "factor",
+    "gradient_differences",
+    "table",
+]

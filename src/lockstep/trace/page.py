@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.trace.compare import Verdict, compare
+from lockstep.trace.compare import compare, gradient_differences
 from lockstep.trace.findings import findings
 from lockstep.trace.merge import merged
 from lockstep.trace.ranks import data_ranks
@@ -22,17 +22,19 @@ ROWS = 200  # parameters
 LANES = 48  # steps of the ranks' examples
 
 
-def values_of(trace: Trace, reference: Trace | None) -> dict[str, Any]:
-    """Errors: `TraceError` where the two have nothing in common."""
+def values_of(
+    trace: Trace, reference: Trace | None, perturbed: Trace | None = None, exact: bool = False
+) -> dict[str, Any]:
+    """`perturbed`, `exact`: as `compare` takes them. Errors: `TraceError` where the two have nothing in common."""
     optimizer = trace.optimizers[0]
-    verdict = compare(reference, trace, optimizer=optimizer) if reference is not None else None
+    verdict = compare(reference, trace, perturbed, exact, optimizer) if reference is not None else None
     return {
         "title": _command(trace),
         "trace": trace,
         "reference": _command(reference) if reference is not None else None,
         "findings": findings(trace),
         "verdict": verdict,
-        "heat": _differences(verdict) if verdict is not None and verdict.rows else _norms(trace, optimizer),
+        "heat": _norms(trace, optimizer) if reference is None else _differences(reference, trace, optimizer),
         "lanes": _lanes(trace, optimizer),
         "steps": _steps(trace, optimizer),
     }
@@ -51,14 +53,16 @@ def _spread(values: Sequence[Any], count: int) -> list[Any]:
     return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
 
 
-def _differences(verdict: Verdict) -> dict[str, Any]:
-    """Relative differences of gradients, from 1e-8 (no colour) to 1 (full)."""
-    rows = _spread(verdict.rows, COLUMNS)
-    names = [n for n in verdict.parameters if any(n in r.cells for r in rows)][:ROWS]
-    cells = [(n, [(r.step, _text(r.cells.get(n)), _strength(r.cells.get(n), 1e-8, 1.0)) for r in rows]) for n in names]
+def _differences(reference: Trace, trace: Trace, optimizer: int) -> dict[str, Any]:
+    """Relative differences of gradients, from 1e-8 (no colour) to 1 (full), also after the step in which they part."""
+    steps = [s for s in reference.steps(optimizer) if s in set(trace.steps(optimizer))]
+    measured = [(s, gradient_differences(reference, trace, optimizer, s)) for s in _spread(steps, COLUMNS)]
+    columns = [(step, values) for step, values in measured if values]
+    names = list(dict.fromkeys(n for _, values in columns for n in values))[:ROWS]
+    cells = [(n, [(s, _text(v.get(n)), _strength(v.get(n), 1e-8, 1.0)) for s, v in columns]) for n in names]
     return {
         "title": "Differences of gradients",
-        "about": "relative to the reference; white: the same bits",
+        "about": "relative to the reference; no colour: the same bits",
         "rows": cells,
     }
 
