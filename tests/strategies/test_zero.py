@@ -347,7 +347,10 @@ def test_a_state_travels_between_strategies_and_numbers_of_processes(
         ("{zero_optimization: {round_robin_gradients: true}}", "round_robin_gradients: .*another order"),
         ("{zero_optimization: true}", "strategy.options.zero_optimization: True is not a mapping"),
         ("{zero_optimization: {overlap_com: true}}", "zero_optimization.overlap_com: DeepSpeed has no such option"),
-        ("{zero_optimization: {reduce_bucket_size: many}}", "zero_optimization.reduce_bucket_size: 'many'"),
+        (
+            "{zero_optimization: {reduce_bucket_size: many}}",
+            "zero_optimization.reduce_bucket_size: invalid value 'many'",
+        ),
         ("{comunication_data_type: fp32}", "did you mean communication_data_type"),  # DeepSpeed itself would ignore it
     ],
 )

@@ -330,11 +330,11 @@ class Console:
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], key: str = "table") -> None:
         """A small table: columns with a number in them are set right, the first one and those of words left. `key`: of
         its rows in what `--json` prints."""
-        rows, columns = [list(row) for row in rows], list(columns)
+        lines, columns = [list(row) for row in rows], list(columns)
         if self._record is not None:
-            self._record.add_table(key, columns, rows)
+            self._record.add_table(key, columns, lines)
         table = Table(title=title, title_justify="left", title_style="bold")
-        cells = [[_plain(cell) for cell in row] for row in rows]
+        cells = [[_plain(cell) for cell in row] for row in lines]
         for i, column in enumerate(columns):
             numbers = any(row[i].lstrip("+-")[:1].isdigit() for row in cells)
             table.add_column(column, justify="right" if numbers and i > 0 else "left")

@@ -62,7 +62,8 @@ FAMILIES: dict[str, tuple[Stack, ...]] = {  # by the config's model_type; two st
 
 def layers_of(run: Run) -> int:
     """The number of layers of a run's model, between which it is cut. Errors: `RunError` where it cannot be cut."""
-    config, task = load_config(run), plugins.find("tasks", run.task.name)
+    config: Any = load_config(run)
+    task: Any = plugins.find("tasks", run.task.name)
     count = layer_count(config)
     if task.head == "causal" and len(FAMILIES[config.model_type]) > 1:  # an encoder's decoder, which stands alone
         raise RunError(

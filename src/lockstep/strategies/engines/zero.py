@@ -190,7 +190,7 @@ class Sharded(ShardedRecovery):
         """Where DeepSpeed keeps which numbers of each parameter on this rank."""
         if self.stage < 3:
             return {name: _fragment(parameter._hp_mapping) for name, parameter in trained.items()}
-        places = {}
+        places: dict[int, tuple[int, int]] = {}
         for flat, group in enumerate(self.engine.optimizer.fp16_groups):
             offsets = itertools.accumulate((p.partition_numel() for p in group), initial=0)
             places |= {id(p): (flat, offset) for p, offset in zip(group, offsets, strict=False)}
@@ -212,9 +212,9 @@ class Sharded(ShardedRecovery):
                 self.followers.append((parameter, trained[name]))
         by_identity = {id(p): own[name] for name, p in trained.items()}
         for module in self.model.modules():
-            for name, parameter in module._parameters.items():
-                if id(parameter) in by_identity:
-                    module._parameters[name] = by_identity[id(parameter)]
+            for name, theirs in module._parameters.items():
+                if id(theirs) in by_identity:
+                    module._parameters[name] = by_identity[id(theirs)]
         return own
 
     def _shard(self) -> None:
