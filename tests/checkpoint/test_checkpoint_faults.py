@@ -321,7 +321,7 @@ def test_a_metric_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with raises("LS6002", "'f1'"):
         job.checkpoints.is_best({"loss": 1.0, "accuracy": 0.1})
     with raises("LS1063"):
-        run_in(tmp_path, "checkpoint.best=f1")
+        run_in(tmp_path, "checkpoint.best=f1", "evaluate.every=0")
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

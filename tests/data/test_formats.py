@@ -82,7 +82,7 @@ def test_a_compressed_file_that_is_cut_off_names_file_and_line(packing: str, tmp
 def test_a_compressed_file_names_the_line_that_is_wrong_as_it_was_given(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(PLAIN[".jsonl"].encode() + b'{"text": \n'))
-    assert mentions(refused(source=str(path)), "LS2198", "data.train", str(path), "line 3", "column 10")
+    assert mentions(refused(source=str(path)), "LS2226", "data.train", str(path), "line 3", "column 10")
     path.write_bytes(gzip.compress(gzip.compress(b"text")))
     assert mentions(refused(source=str(path)), "LS2064")
     path = tmp_path / "b.jsonl"

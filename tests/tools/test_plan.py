@@ -223,7 +223,7 @@ def test_list_and_schema(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     for name in ("classification", "local", "tcp", "jsonl"):
         assert f"\n  {name} " in said
-    for name, bits in (("single", "same bits"), ("ddp", "same bits"), ("zero1", "rounding")):
+    for name, bits in (("single", "same bits"), ("ddp", "same bits"), ("zero1", "same bits")):
         assert re.search(rf"^  {name} +{bits} +(ready|lacking) +\S", said, re.MULTILINE)
     assert re.search(r"^  muon +ready +Muon", said, re.MULTILINE)
     assert main(["schema"]) == 0

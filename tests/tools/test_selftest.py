@@ -79,10 +79,10 @@ def test_gpus_that_are_fewer_are_shared(monkeypatch: pytest.MonkeyPatch) -> None
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert doctor.asked("ddp", "bf16", 5, "auto").launch.processes_per_gpu == 3
-    assert doctor.asked("ddp", "bf16", 5, "auto").micro_batches == 8
-    assert doctor.asked("single", "fp32", 5, "auto").launch.processes == 1
-    assert doctor.asked("ddp", "fp32", 2, "cpu").launch.processes_per_gpu == 1
+    assert doctor.run_of("ddp", "bf16", 5, "auto").launch.processes_per_gpu == 3
+    assert doctor.run_of("ddp", "bf16", 5, "auto").micro_batches == 8
+    assert doctor.run_of("single", "fp32", 5, "auto").launch.processes == 1
+    assert doctor.run_of("ddp", "fp32", 2, "cpu").launch.processes_per_gpu == 1
 
 
 @pytest.mark.parametrize(

@@ -72,4 +72,4 @@ def test_list_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     before_a_run.list_arguments(parser)
     assert before_a_run.run_list(parser.parse_args(["--json"])) == 0
     answer = json_output.Answer.model_validate_json(capsys.readouterr().out)
-    assert {row["name"]: row["results"] for row in answer.tables["strategies"]}["zero2"] == "rounding"
+    assert {row["name"]: row["results"] for row in answer.tables["strategies"]}["zero2"] == "same bits"

@@ -154,8 +154,8 @@ def test_the_report_command_writes_a_page_each_and_one_for_all(tmp_path: Path, c
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nothing"], "nothing is not the output folder of a run"),
-        (["a", "nothing"], "nothing is not the output folder of a run"),
+        (["nothing"], "nothing: no such folder"),
+        (["a", "nothing"], "nothing: no such folder"),
         (["a", "a"], "a is given twice"),
         (["a", "--to", "x.html"], "--to: a comparison needs two"),
     ],

@@ -23,6 +23,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import even, partial_nodes
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.rebalance import (
+    ALIKE,
     BACK,
     PAYS,
     LoadBalancer,
@@ -116,7 +117,7 @@ def test_what_was_moved_stays_until_it_pays_to_move_it_again(one: list[float], t
     first = decided(equal, equal, one[: len(rates)])
     then = decided(first, equal, rates)
     assert decided(then, equal, rates) == then
-    if then != first:
+    if then != first and max(rates) > (1 + ALIKE) * min(rates):  # alike ranks have even shares again, whatever it saves
         least = BACK if then == equal else PAYS
         assert expected(then, rates) <= (1 - least) * expected(first, rates) + 1e-9
 

@@ -108,7 +108,7 @@ def test_every_command_asks_the_same_function(monkeypatch: pytest.MonkeyPatch, t
     run = tiny(f"output={tmp_path / 'out'}", "launch.processes=1")
     launcher = start.launcher_of(run)
     plan = launcher.plan(run)
-    console: Any = SimpleNamespace(facts=lambda rows: None, note=lambda text: None)
+    console: Any = SimpleNamespace(facts=lambda rows: None, detail=lambda rows: None, note=lambda text: None)
     ready, steps = start.ready(run, launcher, plan, console)
     assert steps is None
     examined = start.examined(run, launcher, plan)

@@ -210,7 +210,7 @@ def test_one_process_promises_nothing_of_several(name: str, tmp_path: Path) -> N
     assert works(World(run), run) == 0
     said = log(run.folder)
     assert "gives the same weights" not in said
-    assert f"lockstep evaluate {run.folder} scores the exported model once more" in said
+    assert f"lockstep evaluate {run.folder} # scores the exported model once more" in said
     assert ("this model trains on one process only" in said) == (name != "SwitchedLate")  # seen while it trains
 
 

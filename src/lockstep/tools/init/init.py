@@ -281,7 +281,9 @@ def _trial(path: Path, filled: dict[str, Any], look: Look, here: MachineInfo, ta
 
 
 def _unreachable(said: str, here: MachineInfo) -> bool:
-    return not here.hub or "couldn't connect" in said or "offline mode" in said
+    from lockstep.data.hub import OFFLINE
+
+    return not here.hub or OFFLINE in said or any(text in said for text in ("couldn't connect", "cannot be reached"))
 
 
 def _is_folder(filled: dict[str, Any]) -> bool:
