@@ -284,7 +284,7 @@ def test_what_is_wrong_in_a_source_names_it(tmp_path: Path) -> None:
     )
     (tmp_path / "chat.txt").write_text("no label here\n")
     assert "data.sources: chat: data.train: " in said(run)
-    assert "row 0: expected 'text;label'" in said(run)
+    assert "line 1: expected 'text;label'" in said(run)
     run = mixed(tmp_path)
     packed = (tmp_path / "web-1.jsonl.gz").read_bytes()
     (tmp_path / "web-1.jsonl.gz").write_bytes(packed[:-30])

@@ -28,8 +28,7 @@ def of(name: str, ranks: int, moments: dict[str, float], **options: Any) -> list
 
 
 # Bytes a parameter at the update, n ranks: weights + gradients + AdamW's two moments, all float32. DeepSpeed keeps a
-# float32 copy of its part of the weights besides, and makes one of its part of the gradients for the update, as if they
-# were bf16.
+# float32 copy of its part of the weights besides.
 AT_UPDATE = {
     "single": lambda n: 4 + 4 + 8,
     "allreduce": lambda n: 4 + 4 + 8,
@@ -37,6 +36,12 @@ AT_UPDATE = {
     "hf_accelerate": lambda n: 4 + 4 + 8,
     "hf_trainer": lambda n: 4 + 4 + 8,
     "fsdp2": lambda n: (4 + 4 + 8) / n,
+    "zero1": lambda n: 4 + (4 + 8 + 4) / n,
+    "zero2": lambda n: 4 + (4 + 8 + 4) / n,
+    "zero3": lambda n: (4 + 4 + 8 + 4 + 4) / n if n > 1 else 20,
+}
+# Its own update also makes a copy of its part of the gradients, as if they were bf16.
+OF_ENGINE = {
     "zero1": lambda n: 4 + (4 + 8 + 4 + 4) / n,
     "zero2": lambda n: 4 + (4 + 8 + 4 + 4) / n,
     "zero3": lambda n: (4 + 4 + 8 + 4 + 4) / n,
@@ -55,6 +60,16 @@ def test_what_is_held_at_the_update(name: str, ranks: int) -> None:
         options = {"zero_optimization": BUCKETS["zero_optimization"] | extra}
     formula = AT_UPDATE[name](ranks)
     for rank in of(name, ranks, {"update": formula}, options=options):
+        assert near(rank["update"], formula * rank["all"]), f"{rank['update'] / rank['all']:.2f} bytes a parameter"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "ranks"), [slow(name, n) for name in OF_ENGINE for n in (1, 2)])
+def test_what_is_held_at_deepspeed_s_own_update(name: str, ranks: int) -> None:
+    extra = PREFETCH if name == "zero3" else {}
+    options = {"zero_optimization": BUCKETS["zero_optimization"] | extra}
+    formula = OF_ENGINE[name](ranks)
+    for rank in of(name, ranks, {"update": formula}, options=options, exact=False):
         assert near(rank["update"], formula * rank["all"]), f"{rank['update'] / rank['all']:.2f} bytes a parameter"
 
 
@@ -85,10 +100,20 @@ def test_a_stage_of_a_pipeline_holds_its_layers(ranks: int) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_gradients_between_pieces_tell_stage_1_from_stage_2(ranks: int) -> None:
-    options = {"options": BUCKETS}
+    options = {"options": BUCKETS, "exact": False}
     for stage, formula in ((1, 4 + 4 + 12 / ranks), (2, 4 + 4 / ranks + 12 / ranks)):
         for rank in of(f"zero{stage}", ranks, {"between": formula}, **options):
             assert near(rank["between"], formula * rank["all"]), f"{rank['between'] / rank['all']:.2f}"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", [2, slow(4)])
+def test_exact_sums_of_stage_2_hold_no_whole_gradient_between_pieces(ranks: int) -> None:
+    """A rank has up to two partial sums of its own part, and what is on its way: here a tenth of the model."""
+    formula = 4 + 12 / ranks + 2 * 4 / ranks
+    for rank in of("zero2", ranks, {"between": formula}, options=BUCKETS):
+        assert rank["between"] <= (formula + 1) * rank["all"], f"{rank['between'] / rank['all']:.2f}"
+        assert rank["between"] < (4 + 4 + 12 / ranks) * rank["all"] or ranks == 2
 
 
 @pytest.mark.processes

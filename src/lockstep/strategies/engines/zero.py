@@ -10,10 +10,9 @@ rounding. `zero1.py` to `zero3.py` say what a stage shards, `zero_config.py` wha
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -182,23 +181,38 @@ class Sharded(ShardedRecovery):
             coordinator = self.engine.optimizer.parameter_offload.get_param_coordinator()
             self.saving = zero_graph.SavedByName(self.model, coordinator)
         sums = LocalSums if self.stage == 1 else TurnSums
-        self.sums = sums(self.world, [*leaves.values()], self.held.cuts)
+        bucket = 4 * int(self.config["zero_optimization"]["reduce_bucket_size"])
+        self.sums = sums(self.world, [*leaves.values()], self.held.cuts, bucket)
         groups = optim.groups(self.run.optim, self.held.parts.items(), treated)
         self.optimizer = self.stepper = optim.of_groups(self.run.optim, groups)
 
-    def _owned(self, trained: Mapping[str, Any]) -> Owned:
-        """Where DeepSpeed keeps which numbers of each parameter on this rank."""
-        if self.stage < 3:
-            return {name: _fragment(parameter._hp_mapping) for name, parameter in trained.items()}
-        places: dict[int, tuple[int, int]] = {}
-        for flat, group in enumerate(self.engine.optimizer.fp16_groups):
-            offsets = itertools.accumulate((p.partition_numel() for p in group), initial=0)
-            places |= {id(p): (flat, offset) for p, offset in zip(group, offsets, strict=False)}
-        owned = {}
-        for name, parameter in trained.items():
-            size, whole = parameter.partition_numel(), self.shapes[name].numel()
-            start = min(self.world.rank * size, whole)
-            owned[name] = OwnedRange(start, min(size, whole - start)), *places[id(parameter)]
+    def _owned(self, trained: Mapping[str, Any]) -> list[Owned]:
+        """Which numbers of each parameter DeepSpeed has each rank update, and where it keeps them there; by rank."""
+        inner, ranks = self.engine.optimizer, range(self.world.size)
+        if self.stage == 3:
+            groups, names = inner.fp16_groups, {id(p): name for name, p in trained.items()}
+            owned: list[Owned] = [{} for _ in ranks]
+            for flat, group in enumerate(groups):
+                offset = 0
+                for parameter in group:
+                    size, whole = parameter.partition_numel(), parameter.ds_numel
+                    for rank in ranks if id(parameter) in names else ():
+                        start = min(rank * size, whole)
+                        part = OwnedRange(start, min(size, whole - start))
+                        owned[rank][names[id(parameter)]] = part, flat, offset
+                    offset += size
+            return [{name: each[name] for name in trained} for each in owned]
+        places = {
+            id(p): (flat, offset)
+            for flat, group in enumerate(inner.round_robin_bit16_groups)
+            for p, offset in zip(group, inner.round_robin_bit16_offsets[flat], strict=True)
+        }
+        owned = [
+            {name: _of_flat(p, *places[id(p)], inner.partition_size, rank) for name, p in trained.items()}
+            for rank in ranks
+        ]
+        own = owned[self.world.rank]
+        assert all(_fragment(p._hp_mapping) in (own[name], None) for name, p in trained.items()), "other ranges"
         return owned
 
     def _compute_with_own(self, trained: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
@@ -611,10 +625,18 @@ class Zero(Sharded):
         return deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=self.config)[0]
 
 
-def _fragment(held: Any) -> tuple[OwnedRange, int, int]:
-    """DeepSpeed's `tensor_fragment` of a parameter, or None where this rank has nothing of it."""
+def _of_flat(parameter: Tensor, flat: int, offset: int, sizes: Sequence[int], rank: int) -> tuple[OwnedRange, int, int]:
+    """The part of a parameter, which lies at an offset of a flat tensor, that is within a rank's part of that."""
+    begin = int(sizes[flat]) * rank
+    start = max(offset, begin)
+    length = max(0, min(offset + parameter.numel(), begin + int(sizes[flat])) - start)
+    return (OwnedRange(start - offset, length), flat, start - begin) if length else (OwnedRange(0, 0), flat, 0)
+
+
+def _fragment(held: Any) -> tuple[OwnedRange, int, int] | None:
+    """DeepSpeed's own `tensor_fragment` of a parameter, None where this rank has nothing of it."""
     if held is None:
-        return OwnedRange(0, 0), 0, 0
+        return None
     whole, flat = held.lp_fragment_address, held.hp_fragment_address
     return OwnedRange(whole.start, whole.numel), held.param_group_index, flat.start
 

@@ -78,7 +78,7 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
         """`coordinator`: DeepSpeed's, which gathers weights in advance."""
         super().__init__(self._pack, self._unpack)
         self._arriving = coordinator._PartitionedParameterCoordinator__inflight_param_registry  # weight -> handle
-        self._weights: dict[int, Any] = {}  # address of the memory of a gathered weight -> the weight
+        self._weights: dict[int, Any] = {}  # the storage of a gathered weight -> the weight
         for module in model.modules():
             if any(hasattr(p, "ds_id") for p in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(self._note)  # after DeepSpeed's, which gathers
@@ -89,23 +89,23 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
     def _note(self, module: nn.Module, _: Any) -> None:
         for weight in module.parameters(recurse=False):
             if weight.numel():
-                self._weights[weight.untyped_storage().data_ptr()] = weight
+                self._weights[weight.untyped_storage()._cdata] = weight
 
     def _forget(self, module: nn.Module, *_: Any) -> None:
         for weight in module.parameters(recurse=False):
             if weight.numel():
-                self._weights.pop(weight.untyped_storage().data_ptr(), None)
+                self._weights.pop(weight.untyped_storage()._cdata, None)
 
     def _before_gradient(self, weight: Any, _: Tensor) -> None:
         self._gather(weight)
 
     def _pack(self, tensor: Tensor) -> Any:
-        address = tensor.untyped_storage().data_ptr()
-        weight = self._weights.get(address)
+        storage = tensor.untyped_storage()._cdata
+        weight = self._weights.get(storage)
         if weight is None or weight.dtype != tensor.dtype:
             return tensor
-        if not weight.numel() or weight.untyped_storage().data_ptr() != address:  # let go of, and the memory is reused
-            del self._weights[address]
+        if not weight.numel() or weight.untyped_storage()._cdata != storage:  # let go of, and the memory is reused
+            del self._weights[storage]
             return tensor
         return weight, tensor.size(), tensor.stride(), tensor.storage_offset()
 

@@ -26,8 +26,6 @@ from lockstep.strategies.exact.leaf_gradients import LeafGradients
 from lockstep.strategies.exact.reduce_schedule import Bucket, InFlight, Node
 from lockstep.strategies.exact.reduction import ReductionTree, buckets
 
-BUCKET_BYTES = 25 * 2**20
-
 Layout = Sequence[Sequence[Node]]  # by rank: the nodes of which it has a partial sum
 
 
@@ -76,17 +74,18 @@ class CutGradient(Gradient):
 class HeldCuts:
     """What DeepSpeed has this rank update: a view of its flat fp32 weights for each trained parameter."""
 
-    def __init__(self, world: World, shapes: Mapping[str, torch.Size], flats: Sequence[Tensor], owned: Owned) -> None:
-        """`shapes`: of the trained parameters; `owned`: for each of them this rank's cut, and where in which of the
-        flat tensors it lies. Collective."""
+    def __init__(
+        self, world: World, shapes: Mapping[str, torch.Size], flats: Sequence[Tensor], owned: Sequence[Owned]
+    ) -> None:
+        """`shapes`: of the trained parameters; `owned`: of each rank."""
         self.world, self.shapes = world, shapes
-        self.cuts = [[cut for cut, _, _ in of_rank] for of_rank in world.all_gather([*owned.values()])]  # by rank
+        self.cuts = [[each[name][0] for name in shapes] for each in owned]  # by rank
         check_cuts(self.cuts, {name: shape.numel() for name, shape in shapes.items()})
-        self.own = {name: cut for name, (cut, _, _) in owned.items()}
-        self.parts = {
-            name: nn.Parameter(flats[flat].detach()[offset : offset + cut.length])
-            for name, (cut, flat, offset) in owned.items()
-        }
+        self.own = {name: owned[world.rank][name][0] for name in shapes}
+        self.parts = {}
+        for name in shapes:
+            cut, flat, offset = owned[world.rank][name]
+            self.parts[name] = nn.Parameter(flats[flat].detach()[offset : offset + cut.length])
 
     def assemble(self, name: str, part: Tensor) -> Tensor:
         """The whole of what each rank has a part of [length of its cut], fp32. Collective."""
@@ -98,14 +97,16 @@ class HeldCuts:
 class CutSums(ABC):
     """Of one model on one rank. A step is `start`, for each micro-batch `begin`, backward and `end`, then `finish`."""
 
-    def __init__(self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[OwnedRange]]) -> None:
-        """`parameters`: those that autograd accumulates into; `cuts`: by rank, then by parameter. Sizes are asked of
-        the cuts: an engine may have taken the parameters' memory away."""
+    def __init__(
+        self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[OwnedRange]], bucket: int
+    ) -> None:
+        """`parameters`: those that autograd accumulates into; `cuts`: by rank, then by parameter; `bucket`: bytes that
+        travel at a time, about. Sizes are asked of the cuts: an engine may have taken the parameters' memory away."""
         self.world, self.parameters, self.cuts = world, list(parameters), cuts
         self.sizes = [sum(of_rank[i].length for of_rank in cuts) for i in range(len(self.parameters))]
         like = [torch.empty(size, device="meta") for size in self.sizes]
         backwards = list(reversed(range(len(like))))  # about as backward meets them
-        self.buckets = [[backwards[j] for j in b] for b in buckets([like[i] for i in backwards], BUCKET_BYTES)]
+        self.buckets = [[backwards[j] for j in b] for b in buckets([like[i] for i in backwards], bucket)]
         self.owned = [[sum(of_rank[i].length for i in b) for b in self.buckets] for of_rank in cuts]  # by rank, bucket
         for i, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._note, i))
@@ -175,9 +176,11 @@ class CutSums(ABC):
 class LocalSums(CutSums):
     """A rank adds up the gradients of its micro-batches, contiguous leaves, and sends their partial sums once."""
 
-    def __init__(self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[OwnedRange]]) -> None:
+    def __init__(
+        self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[OwnedRange]], bucket: int
+    ) -> None:
         self.local = LeafGradients(parameters, {})
-        super().__init__(world, parameters, cuts)
+        super().__init__(world, parameters, cuts, bucket)
 
     @property
     def uses(self) -> list[int]:
@@ -211,11 +214,13 @@ class LocalSums(CutSums):
 class TurnSums(CutSums):
     """Every gradient travels while backward goes on; in a turn each rank runs one micro-batch, neighbouring leaves."""
 
-    def __init__(self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[OwnedRange]]) -> None:
+    def __init__(
+        self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[OwnedRange]], bucket: int
+    ) -> None:
         self._uses: list[int] = []
         self._waiting: dict[int, Tensor] = {}  # gradients by position, until their bucket is complete
         self._given: set[int] = set()  # positions that this micro-batch has given a gradient
-        super().__init__(world, parameters, cuts)
+        super().__init__(world, parameters, cuts, bucket)
 
     @property
     def uses(self) -> list[int]:
