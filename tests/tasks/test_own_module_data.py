@@ -120,7 +120,7 @@ def test_an_error_in_a_worker_is_one_line(here: Path) -> None:
     with pytest.raises(RunError) as caught:
         list(task.in_workers(task.splits["train"], [(0, 0, np.array([3]))]))  # type: ignore[arg-type]
     assert re.fullmatch(
-        r"task\.data: mine_\w+\.data: item 3 failed: AssertionError: here \(mine.*\)", str(caught.value)
+        r"task\.data: mine_\w+\.data: item 3 failed: AssertionError: here \(mine.*\) \[LS3204\]", str(caught.value)
     )
 
 

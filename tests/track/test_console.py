@@ -171,7 +171,7 @@ def test_quiet_and_verbose_runs_of_two_processes(tmp_path: Path, cache: Path) ->
     write(tmp_path, **SHORT)
     status, out, err = train(tmp_path, cache, "--quiet")
     assert (status, out, err) == (0, "", "")
-    assert "results" in (tmp_path / "out" / "log.txt").read_text()
+    assert "accuracy" in (tmp_path / "out" / "log.txt").read_text()
     write(tmp_path, **SHORT)
     out = finish(tmp_path, cache, "--verbose", "output=again")
     assert len(re.findall(r"^step +\d+  train: ", out, re.MULTILINE)) == 8, "one voice for both ranks"

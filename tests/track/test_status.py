@@ -112,7 +112,7 @@ def test_what_a_failed_run_leaves(tmp_path: Path, cache: Path, capsys: pytest.Ca
     assert status == 2, err
     assert not (tmp_path / "out").exists()
     assert main(["status", str(tmp_path / "out")]) == 2
-    assert "has no run.yaml" in capsys.readouterr().err
+    assert "LS1122" in capsys.readouterr().err
 
 
 # -- launch.json -----------------------------------------------------------------------------------------------------

@@ -75,6 +75,10 @@ class Sharded(ShardedRecovery):
     @classmethod
     def gives_bits(cls, run: Run) -> bool:
         options = run.strategy.options.get("deepspeed", run.strategy.options)
+        if (
+            run.launch.on_rank_failure == "continue"
+        ):  # an engine that is made anew was tried with its own reduction only
+            return False
         return run.strategy.exact and not zero_config.other_arithmetic(options)
 
     @classmethod
