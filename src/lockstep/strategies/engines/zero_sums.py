@@ -41,9 +41,7 @@ class OwnedRange:
         return tensor.reshape(-1)[self.start : self.start + self.length]
 
 
-Owned = Mapping[
-    str, tuple[OwnedRange, int, int]
-]  # by parameter: this rank's range, and where in which flat tensor it lies
+Owned = dict[str, tuple[OwnedRange, int, int]]  # by parameter: a rank's range, and where in which flat tensor it lies
 
 
 def check_cuts(cuts: Sequence[Sequence[OwnedRange]], parameters: Mapping[str, int]) -> None:
