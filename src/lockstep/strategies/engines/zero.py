@@ -179,11 +179,13 @@ class Sharded(ShardedRecovery):
         trained = dict(self._trained())
         shapes = {name: self.shapes[name] for name in trained}
         self.held = HeldCuts(self.world, shapes, self._flat(), self._owned(trained))
-        leaves = trained if self.stage == 3 else self._compute_with_own(trained)
         if self.stage == 3:
+            leaves: Mapping[str, nn.Parameter] = trained
             zero_graph.keep_sums(self.model)
             coordinator = self.engine.optimizer.parameter_offload.get_param_coordinator()
             self.saving = zero_graph.SavedByName(self.model, coordinator)
+        else:
+            leaves = self._compute_with_own(trained)
         sums = LocalSums if self.stage == 1 else TurnSums
         bucket = 4 * int(self.config["zero_optimization"]["reduce_bucket_size"])
         self.sums = sums(self.world, [*leaves.values()], self.held.cuts, bucket)
@@ -223,7 +225,6 @@ class Sharded(ShardedRecovery):
         """Put parameters of lockstep's own in the model, which share the memory of DeepSpeed's, or where that is not
         aligned (`optim.make_model` says why it must be) follow it after every update."""
         own = {name: nn.Parameter(p.detach()) for name, p in trained.items()}
-        self.followers = []
         for name, parameter in own.items():
             if parameter.data_ptr() % optim.ALIGNED:
                 parameter.data = parameter.data.clone()
