@@ -60,12 +60,12 @@ def summary(folder: Path) -> list[str]:
     return lines + finding_lines(findings(trace))
 
 
-def finding_lines(found: Sequence[Finding]) -> list[str]:
+def finding_lines(finding_list: Sequence[Finding]) -> list[str]:
     """A line for each finding and one for what to change."""
-    if not found:
+    if not finding_list:
         return ["no finding"]
-    lines = [f"{len(found)} finding{'s' if len(found) > 1 else ''}"]
-    for each in found:
+    lines = [f"{len(finding_list)} finding{'s' if len(finding_list) > 1 else ''}"]
+    for each in finding_list:
         lines += [f"[{each.code}] {each.what}", f"    {each.cause}"]
     return lines
 
@@ -89,21 +89,21 @@ def diff(a: Path, b: Path, exact: bool = False, perturbed: Path | None = None, a
         if align and verdict.first == "examples":
             console.say(_aligned(one, other, verdict.optimizer))
     for trace in (one, other):
-        found = findings(trace)
-        if found:
+        finding_list = findings(trace)
+        if finding_list:
             console.say(f"in {trace.folder} by itself:")
-            for line in finding_lines(found)[1:]:
+            for line in finding_lines(finding_list)[1:]:
                 console.say(f"  {line}")
     return 0 if all(v.first is None for v in verdicts) else 1
 
 
 def _aligned(one: Trace, other: Trace, optimizer: int) -> str:
-    found = window(one, other, optimizer, match(one, other, optimizer))
-    if found is None:
+    aligned = window(one, other, optimizer, match(one, other, optimizer))
+    if aligned is None:
         return "--align: there is no step up to which both have seen the same examples"
-    losses = "" if found.losses is None else f"; mean loss {found.losses[0]:.6g} and {found.losses[1]:.6g}"
-    change = "" if found.change is None else f"; the change of the weights differs by {found.change:.2g}"
-    steps = f"after {found.a} and {found.b} steps both have seen the same {found.examples} examples"
+    losses = "" if aligned.losses is None else f"; mean loss {aligned.losses[0]:.6g} and {aligned.losses[1]:.6g}"
+    change = "" if aligned.change is None else f"; the change of the weights differs by {aligned.change:.2g}"
+    steps = f"after {aligned.a} and {aligned.b} steps both have seen the same {aligned.examples} examples"
     return f"--align: {steps}{losses}{change}"
 
 

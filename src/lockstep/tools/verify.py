@@ -68,7 +68,7 @@ def compare(ours: Path, single: Path) -> list[Compared]:
     """Step by step, parameter by parameter; tensors are read one at a time."""
     mine, alone = read(ours), read(single)
     allowed = 0.0 if mine.bits else mine.rounding
-    found = []
+    faults = []
     for place, (a, b) in enumerate(zip(mine.steps, alone.steps, strict=True)):
         names = (f"step-{place - 1}" if place else "start", f"step-{place}")
         (mine_before, mine_after), (alone_before, alone_after) = (
@@ -89,8 +89,8 @@ def compare(ours: Path, single: Path) -> list[Compared]:
         others = [k for k in alone_after.keys() if k.startswith("weight.") and k.removeprefix("weight.") not in keys]  # noqa: SIM118
         buffers = {k.removeprefix("weight."): _apart(mine_after, alone_after, k) for k in others}
         differences = (_largest(gradients, allowed, SMALL), _largest(changes, drift, 1.0), _largest(buffers, drift, 0))
-        found.append(Compared(a, b, *differences, factors))
-    return found
+        faults.append(Compared(a, b, *differences, factors))
+    return faults
 
 
 def _apart(mine: Any, alone: Any, key: str) -> tuple[float, float]:
@@ -306,8 +306,8 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
     steps = compare(ours, single)
     wrong = findings(mine, alone, steps)
     if verdict is not None:
-        found = {"agrees": not wrong, "promise": "bits" if mine.bits else "rounding", "differences": wrong}
-        verdict.write_text(json.dumps(found), encoding="utf-8")
+        report = {"agrees": not wrong, "promise": "bits" if mine.bits else "rounding", "differences": wrong}
+        verdict.write_text(json.dumps(report), encoding="utf-8")
     title = f"{mine.strategy} on {mine.processes} process(es), beside one process"
     console.table(title, COLUMNS, rows(steps), key="steps")
     for what in ("gradients", "changes"):
@@ -339,14 +339,14 @@ def write(run: Run, steps: int, path: Path) -> int:
     if not path.parent.is_dir():
         raise RunError("LS8390", f"--write: there is no folder {path.parent}")
     console = Console(True)
-    found = taken(run, steps, console)
-    if isinstance(found, int):
-        return found
+    recorded = taken(run, steps, console)
+    if isinstance(recorded, int):
+        return recorded
     try:
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise RunError("LS8391", f"--write: {path}: {error.strerror}") from error
-    console.say(f"{len(found['steps'])} steps are written down in {path}; lockstep verify ... --against {path}")
+    console.say(f"{len(recorded['steps'])} steps are written down in {path}; lockstep verify ... --against {path}")
     return 0
 
 
@@ -375,16 +375,16 @@ def against(run: Run, path: Path) -> int:
 def opened(path: Path) -> dict[str, Any]:
     """What was written down. Errors: `RunError`."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RunError("LS8392", f"--against: {path}: {error.strerror}") from error
     except ValueError:
         raise RunError("LS8393", f"--against: {path} is not JSON") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not found.get("steps"):
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not content.get("steps"):
         raise RunError(
             "LS8394", f"--against: {path} was not written by lockstep verify --write, or by another version of it"
         )
-    return found
+    return content
 
 
 def taken(run: Run, steps: int, console: Console) -> dict[str, Any] | int:
@@ -441,8 +441,8 @@ def _steps(folder: Path, told: Recording) -> Iterator[dict[str, Any]]:
 
 def _not_finite(name: str, tensor: torch.Tensor) -> bool:
     """Of gradients every number has to be finite; weights may be masks, in which infinities are meant."""
-    found = torch.isfinite(tensor) if name.startswith("gradient.") else ~torch.isnan(tensor)
-    return not bool(found.all())
+    finite = torch.isfinite(tensor) if name.startswith("gradient.") else ~torch.isnan(tensor)
+    return not bool(finite.all())
 
 
 def _hash(tensor: torch.Tensor) -> str:
@@ -476,12 +476,12 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What is not as it was when the file was written: keys of the run file, data, versions, hardware."""
     former = key_aliases.of_checkpoint(then["run"])
     keys = sorted(k for k in former.keys() | now["run"].keys() if former.get(k) != now["run"].get(k))
-    found = [f"{key}: {former.get(key)!r} then, {now['run'].get(key)!r} now" for key in keys[:_SHOWN]]
-    found += [f"{len(keys) - _SHOWN} more keys of the run file"] if len(keys) > _SHOWN else []
+    rows = [f"{key}: {former.get(key)!r} then, {now['run'].get(key)!r} now" for key in keys[:_SHOWN]]
+    rows += [f"{len(keys) - _SHOWN} more keys of the run file"] if len(keys) > _SHOWN else []
     if then["data"] != now["data"]:
-        found.append("the data, or the tokenizer, hold something else than then")
+        rows.append("the data, or the tokenizer, hold something else than then")
     both = {
         name: (then["versions"].get(name), now["versions"].get(name)) for name in then["versions"] | now["versions"]
     }
     both |= {name: (then[name], now[name]) for name in ("device", "threads", "strategy", "processes")}
-    return found + [f"{name}: {old} then, {new} now" for name, (old, new) in both.items() if old != new]
+    return rows + [f"{name}: {old} then, {new} now" for name, (old, new) in both.items() if old != new]
