@@ -321,7 +321,7 @@ def again(output: Path, overrides: Sequence[str] | Mapping[str, Any], strategy: 
         exact = plugins.find("strategies", trained.strategy.name).gives_bits(trained)  # type: ignore[attr-defined]
         strategy = "single" if exact and processes == 1 else "ddp" if exact else trained.strategy.name
     if strategy not in ("own", trained.strategy.name):
-        values["strategy"] = {"name": strategy, "exact": trained.strategy.exact, "options": {}}
+        values["strategy"] |= {"name": strategy, "options": {}}
     own = type(trained.launch).model_fields  # without those of its launcher
     values["launch"] = {k: v for k, v in values["launch"].items() if k in own}
     values["launch"] |= {"name": "local", "processes": processes, "max_restarts": 0}

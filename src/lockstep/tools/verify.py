@@ -289,7 +289,7 @@ def _words(steps: int, plain: int = 0) -> tuple[str, ...]:
 def record_alone(run: Run, folder: Path, steps: int, timed: int = 0) -> int:
     """Run the job as one process, in a process of its own. Returns its exit status."""
     values: dict[str, Any] = run.model_dump(mode="json")
-    values["strategy"] = {"name": "single", "exact": run.strategy.exact, "options": {}}
+    values["strategy"] |= {"name": "single", "options": {}}
     own = type(run.launch).model_fields  # without those of its launcher
     values["launch"] = {k: v for k, v in values["launch"].items() if k in own} | {"name": "local", "processes": 1}
     values["output"] = str(folder)
