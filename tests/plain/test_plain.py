@@ -250,6 +250,22 @@ def test_the_same_rows_are_read(keys: dict[str, Any], tmp_path: Path) -> None:
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
 
 
+def test_a_label_of_rows_that_are_left_out_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of train that validation has too is the only one of its label, and the model has a logit for it."""
+    draw = random.Random(7)
+    texts = [sentence(draw) for _ in range(40)]
+    train = [{"text": text, "label": 3 if text == texts[0] else at % 3} for at, text in enumerate(texts)]
+    write(tmp_path / "train.jsonl", train)
+    write(tmp_path / "validation.jsonl", [row | {"label": 0} for row in train[:8]])
+    data = {"source": str(tmp_path), "max_length": 32, "decontaminate": True}
+    run = tiny(data=data, output=str(tmp_path / "out"))
+    found = against_plain.differences(run)
+    assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
+    monkeypatch.setattr("lockstep.plain.job.WHOLE", "")
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        against_plain.differences(run)
+
+
 def mixture(folder: Path, task: str) -> Run:
     """Two sources, one of which calls the text otherwise."""
     draw = random.Random(3)
