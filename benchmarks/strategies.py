@@ -16,6 +16,7 @@ import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from run import processor
 
@@ -109,7 +110,8 @@ def main() -> None:
     assert known == set(plugins.names("strategies")), "the table must name every strategy"
     folder = Path(tempfile.mkdtemp(prefix="lockstep-strategies-"))
     single = folder / "single"
-    table, kept = [], []
+    table: list[list[str]] = []
+    kept: list[dict[str, Any]] = []
     try:
         if record_alone(
             run.model_copy(update={"launch": run.launch.model_copy(update={"threads": 1})}),

@@ -107,9 +107,12 @@ def test_the_command(tmp_path: Path) -> None:
     def verified(*words: str) -> tuple[int, str, str]:
         return ended(start([*command, *words], tmp_path, tmp_path / "cache", PYTHONPATH=TESTS_PATH))
 
-    status, out, err = verified()
+    status, out, err = verified("-o", "kept")
     assert status == 0, err
     assert "found: the same bits" in out
+    assert "The same bits in all 3 steps" in (tmp_path / "kept" / "job" / "report.html").read_text()
+    compared = [*LOCKSTEP, "diff", "kept/reference", "kept/job", "--exact"]
+    assert ended(start(compared, tmp_path, tmp_path / "cache"))[0] == 0
     status, out, err = verified("strategy.name=support.buggy.CountedTwice")
     assert status == 1, err
     assert "every gradient is 2 (the number of ranks) times" in out

@@ -92,9 +92,9 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
     writer = _Writer(job, world, task, strategy, probe)
     for number in numbers:
         batch = feed.make(number).to(world.device)
-        rate = optim.learning_rate(run.optim, number, feed.total)
-        result = strategy.train_step(batch, rate)
-        writer.step(number, batch, float(result.loss), float(result.grad_norm), rate)
+        learning_rate = optim.learning_rate(run.optim, number, feed.total)
+        result = strategy.train_step(batch, learning_rate)
+        writer.step(number, batch, float(result.loss), float(result.grad_norm), learning_rate)
     strategy.observer = None
     dtypes = writer.dtypes()
     writer.close()
