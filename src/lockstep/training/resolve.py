@@ -230,6 +230,7 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     return strategy
 
 
+RECOMPUTES = "it takes ddp and its like, fsdp2 with gather: step, or zero with strategy.exact=true"
 WHOLE_COPIES = "it takes a strategy whose ranks hold the whole model each, such as ddp, or fsdp2 with gather: step"
 
 
@@ -242,7 +243,7 @@ def launcher_class(run: Run) -> type[Starter]:
 def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
     """Refuse the check for silent data corruption, rebalancing and copies in memory where this strategy or launcher
     cannot. What depends on the memory of the machines is refused once it is known. Errors: `RunError`."""
-    from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery
+    from lockstep.strategies.abilities import ChoosesByMemory, Recomputes, ShardedRecovery
     from lockstep.strategies.native import Native
 
     check, launch, name = run.sdc_check, run.launch, run.strategy.name
@@ -258,11 +259,11 @@ def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
                 "launch.on_rank_failure=continue under local or torchrun; "
                 f"launch.name={launch.name} is not given so: take stop or retry",
             )
-    if check.every and parts:
+    if check.every and not later and not (issubclass(strategy, Recomputes) and strategy.recomputes(run)):
         raise RunError(
             "LS5133",
             f"sdc_check.every: {name} holds parts of the model with these options, and what a rank computed cannot be "
-            f"computed again by another; {WHOLE_COPIES}",
+            f"computed again by another; {RECOMPUTES}",
         )
     if launch.rebalance_every and parts:
         raise RunError(
