@@ -13,7 +13,8 @@ import yaml
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.strategies.engines.zero import Zero, own_activations
+from lockstep.strategies.engines.zero import Zero
+from lockstep.strategies.engines.zero_partition import own_activations
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import strategy_class as class_of

@@ -212,7 +212,7 @@ class Run(Section):
                 if part[key] is None:
                     del part[key]
         if self.strategy.exact:
-            values["strategy"] = {"exact": True}
+            values["strategy"] = {"exact": True, "tensor_leaves": self.strategy.tensor_leaves}
         return messages.flat(values) | ({REVISION: 2} if revised(self.optim) else {})
 
     def check_shared(self, processes: int, told: str) -> None:

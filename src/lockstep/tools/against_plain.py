@@ -73,7 +73,7 @@ def differences(run: Run, steps: int = 2) -> Verdict:
 
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plain-"))
     values = run.model_dump(mode="json")
-    values["strategy"] = {"name": "single", "exact": run.strategy.exact, "options": {}}
+    values["strategy"] |= {"name": "single", "options": {}}
     alone = Run.load(values | {"output": str(folder), "launch": {"device": run.launch.device, "processes": 1}})
     world = World(alone)
     try:

@@ -200,6 +200,7 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
 def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     """The class that does the work, after each of its parts has refused what it cannot do. `processes`: 0 where they
     are not known. Errors: `RunError`."""
+    from lockstep.strategies.engines import tensor_plans
     from lockstep.strategies.exact import averaging, held_state
     from lockstep.strategies.optimizers import optimizer as optimizers
     from lockstep.strategies.strategy import Strategy, WeightFormats, strategy_class
@@ -216,6 +217,7 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     quantized.check(run, WeightFormats.FOUR_BITS in formats)
     averaging.check(run, strategy.flat_parts)
     strategy.check(run, processes)
+    tensor_plans.check(run)
     beside = ["peft"] * bool(run.model.adapter) + ["bitsandbytes"] * bool(run.model.quantization)
     plugins.refuse_old(["torch", "transformers", "tokenizers", *strategy.needs, *beside])
     task: Any = plugins.find("tasks", run.task.name)
@@ -228,6 +230,7 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     return strategy
 
 
+RECOMPUTES = "it takes ddp and its like, fsdp2 with gather: step, or zero with strategy.exact=true"
 WHOLE_COPIES = "it takes a strategy whose ranks hold the whole model each, such as ddp, or fsdp2 with gather: step"
 
 
@@ -240,7 +243,7 @@ def launcher_class(run: Run) -> type[Starter]:
 def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
     """Refuse the check for silent data corruption, rebalancing and copies in memory where this strategy or launcher
     cannot. What depends on the memory of the machines is refused once it is known. Errors: `RunError`."""
-    from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery
+    from lockstep.strategies.abilities import ChoosesByMemory, Recomputes, ShardedRecovery
     from lockstep.strategies.native import Native
 
     check, launch, name = run.sdc_check, run.launch, run.strategy.name
@@ -256,11 +259,11 @@ def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
                 "launch.on_rank_failure=continue under local or torchrun; "
                 f"launch.name={launch.name} is not given so: take stop or retry",
             )
-    if check.every and parts:
+    if check.every and not later and not (issubclass(strategy, Recomputes) and strategy.recomputes(run)):
         raise RunError(
             "LS5133",
             f"sdc_check.every: {name} holds parts of the model with these options, and what a rank computed cannot be "
-            f"computed again by another; {WHOLE_COPIES}",
+            f"computed again by another; {RECOMPUTES}",
         )
     if launch.rebalance_every and parts:
         raise RunError(
