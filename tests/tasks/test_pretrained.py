@@ -31,7 +31,7 @@ from lockstep.tasks.models import models as models_of
 from lockstep.tasks.models.models import build
 from lockstep.tasks.translation import Translation
 from lockstep.training.data_loader import StepLoader
-from support.command import finish
+from support.command import CommandJob
 from support.harness import TINY, digest, run_on, tiny
 from support.harness import build as built
 from support.messages import raises
@@ -79,7 +79,7 @@ class _Words:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
-def test_a_local_folder_is_fine_tuned_and_exported(kind: str, tmp_path: Path, cache: Path) -> None:
+def test_a_local_folder_is_fine_tuned_and_exported(kind: str, tmp_path: Path, job: CommandJob) -> None:
     saved(tmp_path / "model", kind)
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
     values = {
@@ -93,7 +93,7 @@ def test_a_local_folder_is_fine_tuned_and_exported(kind: str, tmp_path: Path, ca
         "launch": {"processes": 1, "device": "cpu", "threads": 1},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    finish(tmp_path, cache)
+    job.finish()
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     recorded = next(line for line in lines if line["split"] == "validation")
 
