@@ -10,6 +10,7 @@ hands every rank its slice of each leaf, summed in tree order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -531,9 +532,12 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     @classmethod
     def fit_options(cls, run: Run, processes: int) -> Run:
-        """The run with the replicas of its file, or with as many as divide the processes and leave something to
-        shard."""
+        """The run with the tensor ranks and replicas of its file, or with as many as divide the processes: leaves have
+        the same bits on fewer ranks."""
         options, tensor = dict(run.strategy.options), tensor_ranks(run)
+        if run.strategy.exact and tensor > 1:
+            shared = math.gcd(processes, run.strategy.tensor_leaves)
+            tensor = options["tensor_parallel"] = max(n for n in range(1, tensor + 1) if not shared % n)
         able = [n for n in range(1, int(options.get("replicate", 1)) + 1) if not processes % (n * tensor)]
         if "replicate" in options:
             options["replicate"] = max((n for n in able if n == 1 or n * tensor < processes), default=1)
