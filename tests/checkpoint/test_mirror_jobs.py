@@ -124,6 +124,7 @@ def test_plan_refuses_what_train_would(tmp_path: Path, cache: Path, store: Store
         status, _, err = ended(job)
         assert (status, err.strip()) == (
             2,
-            "lockstep: remote_dir: there is no bucket no-such-bucket: make it, or correct the address [LS2144]",
+            "lockstep: remote_dir: the bucket no-such-bucket does not exist; create it, or correct the address "
+            "[LS2144]",
         )
     shutil.rmtree(tmp_path / "out", ignore_errors=True)

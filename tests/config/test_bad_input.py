@@ -208,13 +208,13 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         jsonl("train.jsonl", [row | {"label": ["a", "b"] if i != 5 else "a"} for i, row in enumerate(EMOTION)]),
         {"data": OWN},
         ["task.multi_label=true"],
-        ["task.label", "list of labels in every row", "row 5 holds 'a'", "[] where a text has none"],
+        ["task.label", "list of labels in every row", "row 5 holds 'a'", "[] for a text without labels"],
     ),
     "labels, and lists are asked for": (
         jsonl("train.jsonl", EMOTION),
         {"data": OWN},
         ["task.multi_label=true"],
-        ["task.label", "list of labels in every row", "row 0 holds", "leave task.multi_label out"],
+        ["task.label", "list of labels in every row", "row 0 holds", "remove task.multi_label"],
     ),
     "a list with nothing in it": (
         jsonl("train.jsonl", [row | {"label": ["a", "b"] if i != 5 else ["a", None]} for i, row in enumerate(EMOTION)]),
@@ -269,7 +269,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         jsonl("train.jsonl", [row | {"label": 0.5} for row in EMOTION]),
         {"data": OWN},
         ["task.regression=true"],
-        ["task.label", "the same in every row", "nothing can be learned"],
+        ["task.label", "the same value in every row", "nothing can be learned"],
     ),
     "a weight of no label": (
         jsonl("train.jsonl", EMOTION),

@@ -141,8 +141,11 @@ def test_by_length_a_window_has_the_examples_that_its_steps_would_have(
         ),
         ("[{source: a.jsonl, wieght: 1}]", "a: unknown key 'wieght'; did you mean weight? known are name, weight"),
         ("[{source: a.jsonl, weight: much}]", "a: weight: invalid value 'much'; share of the examples of a step"),
-        ("[{source: x/a.jsonl}, {source: y/a.jsonl}]", "two sources are called a: give each a name of its own"),
-        ("[{weight: 1}]", "source_1: give source (a Hub id, a folder or a file) or train (files)"),
+        (
+            "[{source: x/a.jsonl}, {source: y/a.jsonl}]",
+            "two sources have the name a; give each source a different name",
+        ),
+        ("[{weight: 1}]", "source_1: no data given; set source (a Hub id, a folder or a file) or train (files)"),
         ("[{source: a, filter: {b: {}}}]", "a: filter: b: {} is no condition"),
     ],
 )

@@ -157,9 +157,13 @@ def many(rows: int) -> str:
         ("text,label\na,1,\nb,0,\n", {}, "It ends with a separator and the header does not"),
         ("text,label\na,1\n# made by hand\nb,0\n", {}, "line 3: the row has 1 column(s)"),
         ("text,label\na,1\n# made by hand\nb,0\n", {}, "Take comments out"),
-        ("sep=,\ntext,label\na,1\n", {}, "line 1: 'sep=,' is for Excel; take it out, and set data.separator"),
+        (
+            "sep=,\ntext,label\na,1\n",
+            {},
+            "line 1: 'sep=,' is an instruction for Excel; remove the line, and set data.separator",
+        ),
         ("# by hand\ntext,label\na,1\n", {}, "The first line seems to be a comment, '# by hand': take it out"),
-        ("text,label,text\na,1,b\n", {}, "columns 1 and 3 are both called 'text'; give each a name of its own"),
+        ("text,label,text\na,1,b\n", {}, "columns 1 and 3 are both named 'text'; give each column a different name"),
         (
             'text,label\n"fine",0\n"b",0\n"never ends,1\n',
             {},

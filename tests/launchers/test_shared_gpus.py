@@ -52,10 +52,10 @@ def test_the_quick_start_runs_on_a_machine_with_one(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (("strategy.name=zero2",), "DeepSpeed's processes need a GPU each"),
+        (("strategy.name=zero2",), "DeepSpeed needs one GPU per process"),
         (("strategy.name=pipeline", "strategy.options.stages=2"), "which gloo cannot"),
-        (("strategy.name=fsdp2", "strategy.options.gather=micro_batch"), "which gloo does not keep apart"),
-        (("strategy.name=fsdp2", "strategy.options.cpu_offload=true"), "which gloo does not keep apart"),
+        (("strategy.name=fsdp2", "strategy.options.gather=micro_batch"), "which gloo does not order"),
+        (("strategy.name=fsdp2", "strategy.options.cpu_offload=true"), "which gloo does not order"),
     ],
 )
 def test_what_cannot_share(keys: tuple[str, ...], said: str) -> None:

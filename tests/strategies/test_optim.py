@@ -78,7 +78,7 @@ def test_rates_fall_from_layer_to_layer(bert: torch.nn.Module) -> None:
             ["model.freeze=['layer.0.*']"],
             "model.freeze: no weight that is trained is called 'layer.0.*'; there are bert",
         ),
-        (["model.freeze=['*']"], "model.freeze: no weight is left to train"),
+        (["model.freeze=['*']"], "model.freeze: every weight is frozen, so nothing is left to train; freeze fewer"),
         (["model.freeze=['bert.*']", "optim.groups=[{match: 'bert.pooler.*'}]"], "optim.groups: no weight that is"),
     ],
 )

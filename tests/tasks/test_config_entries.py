@@ -47,7 +47,11 @@ def run_of(family: str, config: dict[str, Any]) -> Run:
         ("gpt2", {"to_dict": 1}, "has no entry 'to_dict'"),  # a method
         ("gpt2", {"use_return_dict": False}, "has no entry 'use_return_dict'"),  # cannot be set
         ("gpt2", {"attention_dropout": 0.1}, "has no entry 'attention_dropout'"),  # of other families
-        ("gpt2", {"model_type": "bert"}, "model.config.model_type: 'bert', but this config is of the type 'gpt2'"),
+        (
+            "gpt2",
+            {"model_type": "bert"},
+            "model.config.model_type: invalid value 'bert'; this config is of the type 'gpt2'",
+        ),
         ("gpt2", {"dtype": "bfloat16"}, "model.config.dtype: invalid value 'bfloat16'; set model.dtype"),
         ("gpt2", {"return_dict": False}, "model.config.return_dict: invalid value False"),
         ("gpt2", {"n_layer": "two"}, "model.config.n_layer: invalid value 'two'"),

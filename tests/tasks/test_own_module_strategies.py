@@ -118,7 +118,7 @@ def test_blocks_are_found_by_size_or_named(here: Path) -> None:
     row.lockstep_called_once = ["0", "1", "2", "4", "5", "6"]
     assert layers.blocks(row) == [row[i] for i in (0, 1, 2, 4, 5)]  # the last one is small
     assert layers.named_blocks(model, ["blocks.*.0", "head"]) == [*(block[0] for block in model.blocks), model.head]
-    with pytest.raises(RunError, match="no module 'blockz'; at its top it has blocks, head"):
+    with pytest.raises(RunError, match="no module 'blockz'; its top-level modules are blocks, head"):
         layers.named_blocks(model, ["blockz"])
     with pytest.raises(RunError, match=r"blocks\.0 is inside of blocks"):
         layers.named_blocks(model, ["blocks", "blocks.0"])

@@ -257,7 +257,7 @@ def test_a_model_with_two_tokenizers_is_trained_on_with_both(tmp_path: Path, cap
     capfd.readouterr()
     assert main(["train", str(tmp_path / "two.yaml"), f"output={tmp_path}/three"]) == 2
     said = capfd.readouterr().err
-    assert "has a vocabulary of its own for targets, and no tokenizer for it was found in target/" in said
+    assert "has a separate vocabulary for targets, but no tokenizer for it in target/" in said
 
 
 def test_two_plain_columns(tmp_path: Path) -> None:

@@ -88,7 +88,10 @@ def test_gpus_that_are_fewer_are_shared(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--selftest", "--page", "/no/such/folder/page.html"], "--page: there is no folder /no/such/folder"),
+        (
+            ["--selftest", "--page", "/no/such/folder/page.html"],
+            "--page: there is no folder /no/such/folder",
+        ),
         (["--selftest", "--processes", "0"], "--processes: 0 is not"),
         (["--selftest", "--strategies", "dpd"], "known are allreduce, ddp"),
         (["--page", "page.html"], "--page: belongs to --selftest"),
