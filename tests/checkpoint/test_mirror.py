@@ -316,7 +316,7 @@ def test_what_cannot_be_written_is_refused_before(tmp_path: Path, store: Store, 
         "remote_dir: the bucket no-such-bucket does not exist; create it, or correct the address [LS"
     )
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    assert "without it nobody can tell whether there are checkpoints" in refused(run)
+    assert "so the checkpoints there cannot be listed" in refused(run)
 
 
 def test_a_store_that_is_away_stops_no_run_that_has_checkpoints(tmp_path: Path, store: Store) -> None:
@@ -331,7 +331,7 @@ def test_a_store_that_is_away_stops_no_run_that_has_checkpoints(tmp_path: Path, 
     assert step == 1
     assert "only the checkpoints in" in notes[0]
     empty = job(tmp_path / "elsewhere")
-    with pytest.raises(RunError, match="nobody can tell whether there are checkpoints"):
+    with pytest.raises(RunError, match="the checkpoints there cannot be listed"):
         empty.checkpoints.resume(empty.strategy)
 
 

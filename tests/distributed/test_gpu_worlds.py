@@ -163,10 +163,14 @@ def test_a_process_a_gpu_and_all_of_them_are_asked_for(
 @pytest.mark.parametrize(
     ("name", "launch", "said"),
     [
-        ("slurm", {"processes": 4, "gpus": 2}, "launch.processes: 4 of each node, but launch.gpus is 2"),
-        ("kubernetes", {**POD, "processes": 5, "gpus": 2, "processes_per_gpu": 2}, "5 a pod, but launch.gpus is 2"),
+        ("slurm", {"processes": 4, "gpus": 2}, "launch.processes: 4 per node, but launch.gpus is 2"),
+        (
+            "kubernetes",
+            {**POD, "processes": 5, "gpus": 2, "processes_per_gpu": 2},
+            "5 per pod, but launch.gpus is 2 per pod; make them equal",
+        ),
         ("kubernetes", {**POD, "processes": 2}, "launch.device: cuda, but launch.gpus"),
-        ("ray", {"workers": 4, "processes_per_gpu": 2}, "Ray gives each worker a GPU of its own"),
+        ("ray", {"workers": 4, "processes_per_gpu": 2}, "Ray gives each worker its own GPU"),
         ("local", {"processes": 3}, "this machine has 2 CUDA"),
     ],
 )

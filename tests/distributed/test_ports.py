@@ -69,9 +69,9 @@ def test_a_stranger_s_pickle_is_not_loaded(tmp_path: Path, key: str, how: Any) -
     (tmp_path / "ran").rmdir()
     stranger = stores.connect_store("127.0.0.1", first.port, 5, 5)
     everywhere(stranger, first, how(attack))
-    with pytest.raises(RendezvousStateError, match="bears no seal of this job"):
+    with pytest.raises(RendezvousStateError, match="is not signed by this job"):
         first.next_rendezvous()
-    with pytest.raises(RendezvousStateError, match="bears no seal of this job"):
+    with pytest.raises(RendezvousStateError, match="is not signed by this job"):
         rendezvous(first.port, False, key).next_rendezvous()
     assert not (tmp_path / "ran").exists()
 
@@ -193,7 +193,7 @@ def test_whatever_torch_elastic_makes_of_what_was_written_is_one_error() -> None
     "text", [b"", b"[", b"3", b"{}", b'{"over": 0}', b'{"over": false}', b"[" * 100_000, b'{"over": true, "pid": 1}']
 )
 def test_a_sign_of_life_that_no_rank_gives_is_told(text: bytes) -> None:
-    with pytest.raises(RendezvousStateError, match="is no sign of life"):
+    with pytest.raises(RendezvousStateError, match="is not a heartbeat"):
         watchdog.parsed(text)
 
 

@@ -34,7 +34,7 @@ print("taken", flush=True)
 sys.stdin.read()
 lock.release()
 """
-HELD = "is being trained already"
+HELD = "is already in use by a training run"
 
 
 def nothing(text: str) -> None:
@@ -253,7 +253,7 @@ def test_a_folder_that_a_link_replaces_is_not_written_through(
     lock.release()
     assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
     said = capfd.readouterr().err
-    assert said.count(f"out was replaced by a link to {theirs} while it was trained into") == 1
+    assert said.count(f"out was replaced by a link to {theirs} during training") == 1
     assert mentions(said, "LS7340")
     assert "new folder of that name" not in said
 

@@ -152,7 +152,7 @@ def test_what_fits_comes_first_then_what_is_quick() -> None:
         (["--simulate", "--price", "-1"], "--price: -1"),
         (["--simulate", "--out", "page"], "--out: page"),
         (["--processes", "4"], "--processes: says something to --simulate only"),
-        (["--suggest", "--processes", "64"], "64 micro-batches or more, and a step has batch_size=22"),
+        (["--suggest", "--processes", "64"], "64 micro-batches or more, but a step has batch_size=22"),
         (["--simulate", "--processes", "2", "strategy=single"], "single supports one process only"),
         (["--simulate", "model.compile=true", "strategy=ddp", "--processes", "2"], "cannot be simulated"),
     ],

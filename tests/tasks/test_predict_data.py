@@ -104,7 +104,10 @@ def test_what_cannot_be_asked_is_refused(output: Path, tmp_path: Path, capfd: py
         assert len(said.err.splitlines()) == 1
         assert not said.out
     for name, wanted in (
-        ("nosuchfile.csv", "nosuchfile.csv looks like a file, and there is none. To ask for it as a text, add --texts"),
+        (
+            "nosuchfile.csv",
+            "nosuchfile.csv looks like a file, and there is none. To predict this text itself, add --texts",
+        ),
         (f"{tmp_path}/no.jsonl.gz", "no.jsonl.gz looks like a file, and there is none"),
         (f"{tmp_path}/*.txt", "*.txt looks like a file, and there is none"),
         (str(tmp_path), f"{tmp_path} is a folder; name its files"),
@@ -129,7 +132,7 @@ def test_rows_of_pairs() -> None:
         ("x\ty\tz", "two texts"),
         (["x"], "two texts"),
         ({"q": "x"}, "no column 'a'"),
-        ({"q": "x", "a": None}, "'a' holds None, and a text is needed"),
+        ({"q": "x", "a": None}, "'a' holds None; expected a text"),
     ):
         with pytest.raises(RunError, match=wanted):
             row_of(given, two, "text 1")

@@ -90,7 +90,7 @@ def test_gpus_that_are_fewer_are_shared(monkeypatch: pytest.MonkeyPatch) -> None
     [
         (
             ["--selftest", "--page", "/no/such/folder/page.html"],
-            "--page: there is no folder /no/such/folder",
+            "--page: no such folder: /no/such/folder",
         ),
         (["--selftest", "--processes", "0"], "--processes: 0 is not"),
         (["--selftest", "--strategies", "dpd"], "known are allreduce, ddp"),

@@ -166,7 +166,7 @@ def test_a_run_ends_before_the_update_and_goes_on_from_there(
     status, output = trained(tmp_path, "strategy.name=support.planted.BitFlip", "sdc_check.every=1")
     assert status == 1
     said = " ".join(capfd.readouterr().err.split())
-    assert "guard: step 6: the gradient of micro-batch" in said
+    assert "sdc_check: step 6: the gradient of micro-batch" in said
     assert "Nothing was updated" in said
     assert json.loads((output / "checkpoints/latest/manifest.json").read_text())["step"] == 5
     assert "guard" in (output / "events.jsonl").read_text()

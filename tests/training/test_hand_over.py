@@ -145,9 +145,9 @@ def test_what_a_person_reads() -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["strategy.name=zero1"], "holds parts of the model"),
-        (["strategy.name=pipeline"], "holds parts of the model"),
-        (["strategy.name=fsdp2", "strategy.options.gather=micro_batch"], "holds parts of the model"),
+        (["strategy.name=zero1"], "shards the model"),
+        (["strategy.name=pipeline"], "shards the model"),
+        (["strategy.name=fsdp2", "strategy.options.gather=micro_batch"], "shards the model"),
         (["strategy.exact=false"], "set strategy.exact=true"),
     ],
 )

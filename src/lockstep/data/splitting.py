@@ -67,7 +67,7 @@ def deduplicate_and_split(
                 "LS2261",
                 f"data.decontaminate: every row of the train split of {read.name} also occurs in "
                 f"{' and '.join(overlaps)}, so no training data is left; check the files, or set "
-                "data.decontaminate to warn",
+                "data.decontaminate=false",
             )
         splits = splits | {"train": splits["train"].select(rest)}
     facts |= _of_sources(read, splits)
