@@ -73,9 +73,9 @@ def test_which_checkpoints_are_averaged_does_not_depend_on_stops() -> None:
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [
-        ([EMA, "optim.name=schedule_free"], "schedule_free evaluates and exports an average of its own"),
-        (["average.last=2", "optim.name=schedule_free"], "schedule_free evaluates and exports an average of its own"),
-        ([EMA, "strategy.name=zero2"], "average.ema: DeepSpeed keeps the weights"),
+        ([EMA, "optim.name=schedule_free"], "schedule_free evaluates and exports its own average"),
+        (["average.last=2", "optim.name=schedule_free"], "schedule_free evaluates and exports its own average"),
+        ([EMA, "strategy.name=zero2"], "average.ema: DeepSpeed does not expose the weights"),
         (
             [EMA, "model.dtype=bfloat16", "precision=bf16", "optim.master_weights=false"],
             "no float32 weights to average",

@@ -165,7 +165,7 @@ def test_the_container_takes_the_command_and_the_probes_work(here: Path) -> None
         ({"device": "cuda"}, "launch.gpus is 0"),
         ({"gpus": 1, "processes": 2}, "launch.processes: 2 per pod, but launch.gpus is 1 per pod; make them equal"),
         ({"volumes": ["data=relative"]}, "the path in the pods must begin with /"),
-        ({"secrets": ["HF_TOKEN=hub"]}, "is not VARIABLE=SECRET/KEY"),
+        ({"secrets": ["HF_TOKEN=hub"]}, "expected VARIABLE=SECRET/KEY"),
         ({"environment": ["HF_TOKEN=hf_" + "x" * 30]}, "looks like a secret"),
         ({"memory": "much"}, "launch.memory"),
         ({"namespace": "Not A Name"}, "launch.namespace"),

@@ -88,7 +88,7 @@ ONCE = {
     ),
     "a name of 300": ({}, ["data.train=" + "a" * 300], "data.train"),
     "an output of 5,000": ({}, ["output=" + "a" * 5000], "output: "),
-    "half a character": ({}, ['model.source="\\ud800"'], "model.source: '\\ud800' is not UTF-8"),
+    "half a character": ({}, ['model.source="\\ud800"'], "model.source: '\\ud800' is not valid UTF-8"),
 }
 
 

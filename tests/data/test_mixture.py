@@ -129,9 +129,12 @@ def test_by_length_a_window_has_the_examples_that_its_steps_would_have(
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("[]", "expected a list of sources, such as"),
-        ("[{source: a.jsonl, weight: 0}]", "a: weight: invalid value 0; it must be more than 0"),
-        ("[{source: a.jsonl, weight: -1}, b.csv]", "b has no weight, and others have: give one to every source"),
+        ("[]", "invalid value []; expected a list of sources, such as"),
+        ("[{source: a.jsonl, weight: 0}]", "a: weight: invalid value 0; expected a number > 0"),
+        (
+            "[{source: a.jsonl, weight: -1}, b.csv]",
+            "b has no weight but other sources have one; give a weight to every source",
+        ),
         ("[{source: a.jsonl, weight: 2}, {name: web, source: b, weight: -1}]", "web: weight: invalid value -1"),
         ("[{source: a.jsonl, weight: [[0, 1], [9, 0]]}]", "a: weight: invalid value 0"),
         ("[{source: a.jsonl, weight: [[5, 1]]}]", "a: weight: invalid value [[5, 1.0]]; expected [[0, weight], [step"),
@@ -146,7 +149,7 @@ def test_by_length_a_window_has_the_examples_that_its_steps_would_have(
             "two sources have the name a; give each source a different name",
         ),
         ("[{weight: 1}]", "source_1: no data given; set source (a Hub id, a folder or a file) or train (files)"),
-        ("[{source: a, filter: {b: {}}}]", "a: filter: b: {} is no condition"),
+        ("[{source: a, filter: {b: {}}}]", "a: filter: b: the condition is empty"),
     ],
 )
 def test_sources_that_make_no_sense_are_named(given: str, told: str) -> None:

@@ -60,8 +60,8 @@ def test_an_address_that_is_none_is_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("remote_dir", "message"),
     [
-        ("bucket/run", "'bucket/run' is no address"),
-        ("https://host/run", "https:// can be read from and not written to"),
+        ("bucket/run", "'bucket/run' is not an address"),
+        ("https://host/run", "https:// can be read but not written"),
         ("s3://bucket", "names a whole bucket; name a folder in the bucket, such as s3://bucket/runs/emotion"),
         ("gcs://bucket/run", "unknown scheme gcs://; did you mean gs://?"),
     ],

@@ -133,5 +133,5 @@ def test_files_that_are_none_are_told_alike(tmp_path: Path) -> None:
             (tmp_path / name).write_text(content)
         assert (
             whole(tmp_path / name)
-            == f"data.train: {tmp_path / name} holds no example: it is empty, or has a header alone"
+            == f"data.train: {tmp_path / name} holds no example: the file is empty or has a header only"
         )

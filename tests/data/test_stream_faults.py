@@ -60,14 +60,14 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "data.filter={text: {min_tokens: 3}}",
-            "filter: text: tokens are not counted in a stream before it is encoded",
+            "filter: text: the tokens of a stream cannot be counted before it is encoded",
         ),
         ("data.limit=10", "limit cannot be combined with data.stream: name fewer shards in data.train"),
         ("data.layout=parallel", "layout cannot be combined with data.stream"),
         ("data.columns=[text]", "columns cannot be combined with data.stream: a stream reads no .csv"),
         ("data.encoding=latin-1", "encoding cannot be combined with data.stream: a stream reads UTF-8 only"),
         ("model.compile=true", "model.compile: it looks for the shortest of all examples first"),
-        ("data.stream=false", "stream_window is about a stream: set data.stream=true"),
+        ("data.stream=false", "stream_window has an effect only with data.stream; set data.stream=true"),
         ("data.stream_window=0", "data.stream_window"),
     ],
 )

@@ -246,7 +246,7 @@ def test_sources_here_and_elsewhere_are_mixed(web: Served, tmp_path: Path, monke
     elsewhere = run.model_copy(update={"data": run.data.model_copy(update={"sources": sources})})
     assert batches(feed_of(elsewhere)) == wanted
     room = 3 * max(map(len, web.files.values())) / 1e9
-    with pytest.raises(RunError, match="have no room for two shards of each of 3 sources"):
+    with pytest.raises(RunError, match="cannot hold two shards of each of 3 sources"):
         task_of(elsewhere.model_copy(update={"data": elsewhere.data.model_copy(update={"stream_cache_gb": room})}))
 
 
@@ -265,8 +265,8 @@ def said(run: Run) -> str:
     [
         ({"layout": "class_folders"}, "sources: x: layout cannot be combined with data.stream"),
         ({"columns": ["text", "label"]}, "sources: x: columns cannot be combined with data.stream"),
-        ({"filter": {"text": {"min_tokens": 3}}}, "sources: x: filter: text: tokens are not counted in a stream"),
-        ({"weight": 0}, "x: weight: invalid value 0; it must be more than 0"),
+        ({"filter": {"text": {"min_tokens": 3}}}, "sources: x: filter: text: the tokens of a stream cannot be counted"),
+        ({"weight": 0}, "x: weight: invalid value 0; expected a number > 0"),
     ],
 )
 def test_keys_of_a_source_that_do_not_go_with_a_stream_are_refused(given: dict[str, Any], told: str) -> None:
@@ -310,5 +310,5 @@ def test_a_shard_that_changes_is_told_with_its_source(tmp_path: Path) -> None:
         path.unlink()
     assert isinstance(feed.columns, Streamed)
     feed.columns.hold([])
-    with pytest.raises(Unreadable, match=r"data.sources: web: data.train: .* is gone; row "):
+    with pytest.raises(Unreadable, match=r"data.sources: web: data.train: .* no longer exists, and row "):
         go()

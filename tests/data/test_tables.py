@@ -170,7 +170,7 @@ def many(rows: int) -> str:
             'line 4: a cell begins with " there and does not end before',
         ),
         ('text,label\n"ends" early, really,1\n', {}, 'line 2: something stands between the " at the end of a cell'),
-        ("text,label\na\0b,1\n", {}, "line 2: a zero byte stands in the row"),
+        ("text,label\na\0b,1\n", {}, "line 2: the row contains a zero byte"),
         ("a,1\nb,0,2\n", {"columns": ["text", "label"]}, "line 2: the row has 3 column(s), and data.columns names 2"),
         ('text,label\n"Oh" he said,1\nb,0\nlate, and wide,1\n', {}, "line 4: the row has 3 column(s)"),
         ('text,label\n"a \\"b\\" c, d",1\n', {}, "line 2: something stands between"),
@@ -328,7 +328,7 @@ def test_predict_and_mixtures_read_tables_alike(here: Path) -> None:
         "train": 40,
         "test": 1,
     }
-    with pytest.raises(ValueError, match="separator does not go with"):
+    with pytest.raises(ValueError, match="separator cannot be combined with"):
         DataSection.model_validate(keys | {"stream": True})
 
 

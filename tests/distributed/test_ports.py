@@ -132,7 +132,7 @@ def test_a_forged_end_is_one_message() -> None:
     end = first.ended()
     assert end is not None
     assert end.status == 1
-    assert "'end' in the store bears no seal" in end.text.replace(f"{first.get_run_id()}/", "")
+    assert "'end' in the store is not signed" in end.text.replace(f"{first.get_run_id()}/", "")
 
 
 def state(**values: Any) -> dict[str, Any]:

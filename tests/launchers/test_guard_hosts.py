@@ -59,5 +59,5 @@ def test_a_machine_that_computes_wrongly_is_taken_out(
     assert said in " ".join(again.err.split())
     assert json.loads((shared / f"out/excluded-host-{wrong}.json").read_text())["host"] == f"host-{wrong}"
     assert main(["status", str(shared / "out")]) == 0
-    assert f"taken out  host-{wrong}, which computed wrongly in step" in capsys.readouterr().out
+    assert f"taken out  host-{wrong}, which computed wrong values in step" in capsys.readouterr().out
     assert f"host-{wrong} computed wrongly and left" in (shared / "out/report.html").read_text()

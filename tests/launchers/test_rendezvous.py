@@ -107,7 +107,9 @@ def test_one_that_leaves_is_waited_for_no_more_and_not_let_in_again(threads: Thr
         formed = [pool.submit(each.next_rendezvous) for each in others]
         assert [each.result(45).world_size for each in formed] == [2, 2]
         assert sorted(node.host for node in others[0].nodes) == ["b", "c"]
-        with pytest.raises(RunError, match=r"a was taken out of this job, because it computed wrongly \(guard\)"):
+        with pytest.raises(
+            RunError, match=r"a was evicted from this job, because it computed wrong values \(sdc_check\)"
+        ):
             one_of_three("a", first.port).admit({})
         assert not held.done()
         others[0].end(0)

@@ -313,7 +313,11 @@ def test_autograd_s_own_sums_are_equal_to_rounding(task: str) -> None:
         (2, ("strategy.options.schedule=zigzag",), "strategy.options.schedule: 'zigzag' is none of gpipe"),
         (2, ("strategy.options.stages=1",), "strategy.options.stages: invalid value 1; expected an integer >= 2"),
         (2, ("strategy.options.stages=true",), "strategy.options.stages: True is not"),
-        (2, ("strategy.options.stages_per_rank=2",), "strategy.options.stages_per_rank: only the schedule"),
+        (
+            2,
+            ("strategy.options.stages_per_rank=2",),
+            "strategy.options.stages_per_rank: only strategy.options.schedule",
+        ),
         (3, ("strategy.options.stages=2",), "strategy.options.stages: 2 stages do not divide 3 processes"),
         (3, (), "strategy.options.stages: 3 stages are more than the model's 2 layers"),
         (4, (), "strategy.options.stages: 4 stages are more than the model's 2 layers"),

@@ -114,7 +114,7 @@ MISTAKES = [
         "a cell with a comma and no quotes", "LS2073", "line 3", "plan run.yaml", table("hello,joy", "well, yes,anger")
     ),
     Mistake("a row without a label", "LS2323", "row 1", "plan run.yaml", table("hello,joy", "bad day,", "well,anger")),
-    Mistake("a single label", "LS2102", "joy", "plan run.yaml", table("hello,joy", "good day,joy")),
+    Mistake("one label only", "LS2102", "joy", "plan run.yaml", table("hello,joy", "good day,joy")),
     Mistake(
         "a label that is a fraction",
         "LS2105",

@@ -103,7 +103,7 @@ WRONG = {
     "support.own_scores.of_one": "must accept two arguments, (predictions, labels)",
     "support.own_scores.failing": r"support.own_scores.failing failed (tried on made-up predictions): IndexError",
     "support.own_scores.telling": "a mapping of numbers by name (tried on made-up predictions)",
-    "support.own_scores.accuracy": "gives 'accuracy', which another metric is called",
+    "support.own_scores.accuracy": "returns 'accuracy', which is the name of another metric",
     "support.own_scores.named_badly": "returns a number named 'top 5'",
     "support.own_scores.truth": "must return a number",
 }

@@ -247,7 +247,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "no such column": ({"text": "txt"}, [], ["task.text", "'txt'", "it has text"]),
     "a prompt without a response": ({"prompt": "text"}, [], ["prompt and response"]),
     "prompts and messages": ({"prompt": "a", "response": "b", "messages": "c"}, [], ["and not both"]),
-    "a template for nothing": ({"chat_template": "x"}, [], ["chat_template is for messages"]),
+    "a template for nothing": ({"chat_template": "x"}, [], ["chat_template has an effect only with task.messages"]),
     "no such column of messages": ({"messages": "chat"}, [], ["task.messages", "'chat'"]),
     "texts are no messages": ({"messages": "text"}, [], ["lists of role and content", "row 0"]),
     "a block longer than the positions": ({"block_size": 64}, [], ["task.block_size", "positions for 48"]),
@@ -272,7 +272,7 @@ def test_bad_input_is_refused_with_one_message(case: str, tmp_path: Path) -> Non
 def test_messages_need_a_template_that_fits(tmp_path: Path) -> None:
     for template, wanted in (
         ("null", "no chat template"),
-        ("'{{ messages | length }}'", r"row 0, message 1 .*asks for a turn with"),
+        ("'{{ messages | length }}'", r"row 0, message 1 .*opens a turn with"),
     ):
         with pytest.raises(RunError, match=wanted):
             task_of(make(tmp_path, "messages", f"task.chat_template={template}"))

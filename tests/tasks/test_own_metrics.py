@@ -236,7 +236,7 @@ def test_what_has_no_predictions_says_so(folder: Path, tmp_path: Path, monkeypat
     own = job(tmp_path, TOY.replace("LOSS", "((outputs - answers) ** 2).sum()"), "metrics=[support.own_scores.rewards]")
     told = {
         r"metrics: with task\.loss_chunk no logits are kept": of_chunks,
-        r"metrics: the task module gathers no predictions .*: they are your model's outputs; task\.metrics names": own,
+        r"metrics: the task module collects no predictions .*: they are your model's outputs; task\.metrics names": own,
     }
     for said, run in told.items():
         task_class: Any = plugins.find("tasks", run.task.name)

@@ -99,7 +99,7 @@ METRICS = {
     "{'a': outputs.median()}": "a is neither a sum over examples nor their mean; return one number an example",
     "{'a': outputs.sum() * 0}": "a is 0 for the items it was tried on",
     "{'loss': outputs.sum()}": "loss is there already",
-    "outputs": "expected a mapping of names to numbers, it gave a tensor of shape",
+    "outputs": "expected a mapping of names to numbers, but the function returned a tensor of shape",
 }
 
 

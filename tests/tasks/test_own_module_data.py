@@ -57,14 +57,14 @@ def test_data_sets_by_split(data: str, sizes: dict[str, int], here: Path) -> Non
 
 
 REFUSED = {
-    "(x for x in [1])": "is a generator, which can only be gone through from its beginning",
+    "(x for x in [1])": "is a generator, which can only be iterated from its start",
     "torch.utils.data.DataLoader([1])": "is a DataLoader; return its data set",
     "[]": "is empty",
-    "{'trian': [1]}": "gives a split 'trian'; known are train,",
+    "{'trian': [1]}": "returns an unknown split 'trian'; known are train,",
     "{'test': [1]}": "returns no train split, only test",
     "[1 / 0]": "failed: ZeroDivisionError: division by zero (mine_",
     "[torch.randn(i + 1) for i in range(30)]": "default_collate cannot make a batch of these items",
-    "[(torch.randn(3), 1, 2)] * 30": "a batch is 3 things in a row",
+    "[(torch.randn(3), 1, 2)] * 30": "a batch is a sequence of 3 values",
     "[{'x': torch.randn(3)}] * 30": "forward takes input, but a batch has the keys x",
 }
 

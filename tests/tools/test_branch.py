@@ -77,7 +77,7 @@ def test_steps_after_the_checkpoint_are_computed_again_and_compared(
     lines[6]["hash"] = "0" * 16  # of step 7
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert branched(tmp_path, "wrong", 8, "steps=14") == 1
-    assert "step 7 was computed again, and did not come to" in capfd.readouterr().err
+    assert "step 7 was recomputed and differs from" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_cannot_be_shared_is_named(
 
 def test_bad_words(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for spec in ("first", "first@", "first@x", "@3", "first@0"):
-        with pytest.raises(RunError, match="is not OUTPUT@N"):
+        with pytest.raises(RunError, match="expected OUTPUT@STEP"):
             parsed(spec)
     with pytest.raises(RunError, match="it has no run"):
         parsed(f"{folder}@3")

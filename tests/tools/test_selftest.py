@@ -94,7 +94,7 @@ def test_gpus_that_are_fewer_are_shared(monkeypatch: pytest.MonkeyPatch) -> None
         ),
         (["--selftest", "--processes", "0"], "--processes: 0 is not"),
         (["--selftest", "--strategies", "dpd"], "known are allreduce, ddp"),
-        (["--page", "page.html"], "--page: belongs to --selftest"),
+        (["--page", "page.html"], "--page: has an effect only with --selftest"),
     ],
 )
 def test_what_cannot_be(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -86,10 +86,10 @@ def test_the_third_computation_is_made_on_a_third_machine() -> None:
         (MACHINES, "abc", [], [0, 1, 2], "nothing is evicted: computations by three machines", []),
         (MACHINES, "ab", [1], [0, 1, 0], "nothing is evicted: computations by three machines", []),
         (MACHINES, "aab", [1], [0, 1, 2], "nothing is evicted: computations by three machines", []),
-        (("launch.machines=3:4",), "abc", [1], [0, 1, 2], "b is not taken out, because launch.machines wants at", []),
+        (("launch.machines=3:4",), "abc", [1], [0, 1, 2], "b is not evicted, because launch.machines needs at", []),
         (RANKS, "aaa", [1], [0, 1, 2], "rank 1 is evicted", [1]),
         (RANKS, "aa", [1], [0, 1, 0], "nothing is evicted: computations by three ranks", []),
-        (("sdc_check.on_difference=stop",), "abc", [1], [0, 1, 2], "take that machine out", []),
+        (("sdc_check.on_difference=stop",), "abc", [1], [0, 1, 2], "remove that machine from the job", []),
     ],
 )
 def test_who_leaves(
@@ -157,7 +157,7 @@ def test_what_stops_is_not_started_again_by_itself(tmp_path: Path, cache: Path) 
     ]
     status, _, err = ended(start([*LOCKSTEP, "train", "run.yaml", *words], tmp_path, cache, PYTHONPATH=TESTS_PATH), 600)
     assert status == 1
-    assert "sdc_check: step 6: the gradient of micro-batch" in err
+    assert "sdc_check: step 6: rank" in err
     assert "restarting" not in err
     assert json.loads((tmp_path / "out/checkpoints/latest/manifest.json").read_text())["step"] == 5
     assert json.loads((tmp_path / "out/launch.json").read_text())["status"] == 1

@@ -155,7 +155,8 @@ class SdcCheck:
         then, leaves = decide_eviction(self._run, world.hosts, wrong, range(world.size))
         raise CorruptionDetected(
             "LS5153",
-            f"sdc_check: {when} the ranks hold different weights: {message}. They were equal at the last checkpoint; {then}",
+            f"sdc_check: {when} the ranks hold different weights: {message}. They were equal at the last checkpoint; "
+            f"{then}",
             False,
             leaves,
         )
