@@ -149,7 +149,7 @@ def test_what_is_cut_up_would_lose_what_forward_writes(
     if lost is None:
         assert run_on(2, builds, run, run=run) == [True, True]
         return
-    with pytest.raises(AssertionError, match=f"would lose what the model's forward writes to {lost}, which is trained"):
+    with pytest.raises(AssertionError, match=f"what the model's forward writes to the trained weight {lost}"):
         run_on(2, builds, run, run=run)
 
 
