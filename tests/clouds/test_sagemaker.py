@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lockstep.cli import main
-from lockstep.config.run import RunError, load
+from lockstep.config.run import load
 from lockstep.distributed import job_record
 from lockstep.launchers import start
 from lockstep.tools.commands import while_it_runs as logs_command
@@ -21,7 +21,7 @@ from lockstep_clouds.sagemaker import Sagemaker
 from lockstep_clouds.sagemaker_job import STOPPED, fetch, new_lines, state_from
 from lockstep_clouds.sagemaker_request import check_request, name_of
 from support.golden import compare
-from support.messages import mentions
+from support.messages import mentions, raises
 from support.sagemaker import LAUNCH, RUN, cloud, here, needs, request, run_of
 
 __all__ = ["cloud", "here"]  # fixtures
@@ -234,7 +234,7 @@ def test_a_model_that_leads_out_of_its_folder_is_not_unpacked(cloud: Any, here: 
         tar.addfile(tarfile.TarInfo("../../evil"), io.BytesIO())
     s3 = cloud.client("s3")
     s3.put_object(Bucket="lockstep-tests", Key="model.tar.gz", Body=model.getvalue())
-    with pytest.raises(RunError, match="cannot be fetched"):
+    with raises("LS7262"):
         fetch(s3, "s3://lockstep-tests/model.tar.gz", here / "out")
     assert not (here.parent / "evil").exists()
     assert not (here / "out/export").exists()
@@ -315,13 +315,13 @@ def test_stop_asks_aws(cloud: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         stub.add_response("stop_training_job", {}, {"TrainingJobName": "job"})
         assert "AWS was asked to stop training job job" in Sagemaker().stop(run_of(), record)
         stub.add_client_error("stop_training_job", "ValidationException", "The request was rejected because it is done")
-        with pytest.raises(RunError, match="because it is done"):
+        with raises("LS7374", "because it is done"):
             Sagemaker().stop(run_of(), record)
 
 
 def test_verify_stays_here(cloud: Any) -> None:
     run = run_of()
-    with pytest.raises(RunError, match=r"use launch\.name=local"):
+    with raises("LS7383", "launch.name=local"):
         Sagemaker().start(run, Sagemaker().plan(run), ("lockstep.training.recording.record", "5"))
 
 

@@ -46,7 +46,7 @@ def refused(**data: Any) -> str:
         ("s3a://bucket/train.jsonl", "unknown scheme s3a://; did you mean s3://? known are s3://, gs://, az://, https"),
         ("file:///data/train.jsonl", "a file of this machine is named by its path alone"),
         ("s3://", "expected s3://BUCKET/path"),
-        ("s3://bucket/../other/train.jsonl", "an address cannot contain . or ..; write the full path"),
+        ("s3://bucket/../other/train.jsonl", "an address cannot contain . or .."),
         ("https://host/train.jsonl?download=1", "an address with ? or # cannot be used"),
         ("hf://models/user/repo/train.jsonl", "expected hf://datasets/USER/REPO/path"),
     ],
@@ -94,7 +94,7 @@ def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.Monkey
         "data.train: gs://bucket/a.jsonl needs obstore, which is not installed: pip install 'lockstep-train[stores]'"
     )
     run = Run.load({"remote_dir": "s3://bucket/run", "data": "builtin/emotion", "model": "gpt2"})
-    with pytest.raises(RunError, match=r"^remote_dir: s3://bucket/run needs obstore"):
+    with raises("LS2139", "remote_dir: s3://bucket/run"):
         remote_sync.check(run)
 
 
@@ -280,7 +280,7 @@ def test_a_download_goes_on_where_it_was_killed(store: Store, tmp_path: Path, mo
     found = bucket.find(bucket.address)
     assert found is not None
     store.fault = lambda asked: 403 if asked.start >= 3 * 2**16 else None  # as far as a kill let it come
-    with pytest.raises(StoreError, match="refuses access"):
+    with raises("LS2147", error=StoreError):
         object_store.download(bucket, found, tmp_path / "train.jsonl")
     store.fault = lambda asked: None
     store.asked.clear()
@@ -297,7 +297,7 @@ def test_a_file_that_changes_meanwhile_is_refused(store: Store, tmp_path: Path, 
     found = bucket.find(bucket.address)
     assert found is not None
     store.put("train.jsonl", ROWS[::-1])
-    with pytest.raises(StoreError, match="changed while it was being read; run the command again"):
+    with raises("LS2148", error=StoreError):
         object_store.download(bucket, found, tmp_path / "train.jsonl")
 
 
@@ -308,5 +308,5 @@ def test_a_listing_that_lacks_files_the_second_time_is_refused(store: Store) -> 
     data = DataSection(source=f"s3://{BUCKET}/set")
     whole = source.elsewhere(data)
     store.hidden = lambda key: "train-2" in key
-    with remote.as_found(whole), pytest.raises(RunError, match="were listed incompletely"):
+    with remote.as_found(whole), raises("LS2174"):
         source.load(data, 0)

@@ -17,6 +17,7 @@ from lockstep.data import arrow_cache, cache, labels, lm_documents, usable_rows
 from lockstep.data.arrow_cache import Columns, Prepared
 from support.caches import held, own_cache, prepared
 from support.harness import tiny
+from support.messages import raises
 from support.task_runs import TASKS, make
 
 __all__ = ["own_cache"]  # fixtures
@@ -132,7 +133,7 @@ def test_an_error_in_a_process_is_told_as_it_is(own_cache: Path, small: Callable
     run = make(tmp_path, "messages", "task.chat_template='{{ raise_exception(1) }}'")
     for processes in (1, 2):
         small(7, processes)
-        with pytest.raises(RunError, match=r"task.messages: the chat template cannot be used on row 0: 1"):
+        with raises("LS2042", "task.messages: ", "row 0: 1"):
             prepared(run)
 
 

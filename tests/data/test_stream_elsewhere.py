@@ -152,7 +152,7 @@ def test_a_server_that_stays_away_ends_training_where_it_can_go_on(web: Served, 
     web.faults = {name: [503] * 1000 for name in web.files}
     with pytest.raises(Unreadable) as caught:
         batches(feed)
-    assert "the server answered HTTP HTTP 503" in str(caught.value)
+    assert "the server answered 503" in str(caught.value)
     assert f"{web.address}/train-0" in str(caught.value)
     assert caught.value.message.endswith("Once it can be had, the same command goes on")
     web.faults = {}
@@ -297,5 +297,5 @@ def test_shards_of_a_bucket_with_faults(
     assert held() <= room * 1e9
     for name, data in content(folder).items():
         store.put(f"set/{name}", data + b"\0")
-    with pytest.raises(Unreadable, match=rf"s3://{BUCKET}/set/train-0\d.jsonl.gz changed while it was being read"):
+    with raises("LS2148", f"s3://{BUCKET}/set/train-0", error=Unreadable):
         batches(feed)

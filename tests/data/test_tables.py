@@ -13,7 +13,7 @@ from lockstep.config import plugins
 from lockstep.config.run import DataSection, Run, RunError, load
 from lockstep.data import file_formats, prepare, row_files, source
 from support.init_runs import here, written
-from support.messages import mentions
+from support.messages import mentions, raises
 
 __all__ = ["here"]  # fixtures
 
@@ -328,7 +328,7 @@ def test_predict_and_mixtures_read_tables_alike(here: Path) -> None:
         "train": 40,
         "test": 1,
     }
-    with pytest.raises(ValueError, match="separator cannot be combined with"):
+    with raises("LS1040", "data.stream", error=ValueError):
         DataSection.model_validate(keys | {"stream": True})
 
 

@@ -69,18 +69,18 @@ def test_a_stranger_s_pickle_is_not_loaded(tmp_path: Path, key: str, how: Any) -
     (tmp_path / "ran").rmdir()
     stranger = stores.connect_store("127.0.0.1", first.port, 5, 5)
     everywhere(stranger, first, how(attack))
-    with pytest.raises(RendezvousStateError, match="is not signed by this job"):
+    with raises("LS7028", error=RendezvousStateError):
         first.next_rendezvous()
-    with pytest.raises(RendezvousStateError, match="is not signed by this job"):
+    with raises("LS7028", error=RendezvousStateError):
         rendezvous(first.port, False, key).next_rendezvous()
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_seal_without_the_secret_opens_nothing_of_a_job_that_has_one() -> None:
     first = rendezvous()
-    with pytest.raises(RendezvousStateError, match="LOCKSTEP_SECRET is not the same on every machine"):
+    with raises("LS7028", "LOCKSTEP_SECRET is not the same on every machine", error=RendezvousStateError):
         rendezvous(first.port, False, "another secret of a stranger")
-    with pytest.raises(RendezvousStateError, match="another machine has a LOCKSTEP_SECRET and this one has none"):
+    with raises("LS7028", "this one has none", error=RendezvousStateError):
         rendezvous(first.port, False, "")
 
 

@@ -277,7 +277,7 @@ def test_the_export_is_one_of_transformers(folders: Path, tmp_path: Path) -> Non
     assert [Path(row[0]).name for row in task.input_rows(run, str(folders / "validation" / "bar"))] == [
         "0.png", "1.png", "2.png"
     ]  # fmt: skip
-    with pytest.raises(RunError, match="cannot be read"):
+    with raises("LS3033", "no-such.png"):
         list(predictions(run.folder, ["no-such.png"], []))
 
 

@@ -24,6 +24,7 @@ from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models.inference import Decoding, by_forward
 from lockstep.training.evaluation import evaluate
 from support.harness import build, run_on
+from support.messages import raises
 from support.task_runs import GPT2, make, sentence
 
 
@@ -270,11 +271,11 @@ def test_bad_input_is_refused_with_one_message(case: str, tmp_path: Path) -> Non
 
 
 def test_messages_need_a_template_that_fits(tmp_path: Path) -> None:
-    for template, wanted in (
-        ("null", "no chat template"),
-        ("'{{ messages | length }}'", r"row 0, message 1 .*opens a turn with"),
+    for template, code, value in (
+        ("null", "LS3351", "task.chat_template"),
+        ("'{{ messages | length }}'", "LS2044", "row 0, message 1 "),
     ):
-        with pytest.raises(RunError, match=wanted):
+        with raises(code, value):
             task_of(make(tmp_path, "messages", f"task.chat_template={template}"))
 
 

@@ -203,7 +203,7 @@ def test_an_item_that_has_changed_is_measured_again(here: Path) -> None:
     code = of_data("[(torch.full((3,), n), torch.randn(2)) for n in eval(open(PLACE).read())]")
     code += "\n\ndef length(item):\n    return int(item[0][0]) + int(SPREAD * torch.rand(()))\n"
     (place := here / "numbers").write_text(repr([1.0] * 300))
-    for spread, said in ((0, "had 1 when the data was prepared"), (5, r"had \d when")):
+    for spread in (0, 5):
         place.write_text(repr([1.0] * 300))
         run = job(here, code.replace("PLACE", repr(str(place))).replace("SPREAD", str(spread)), functions=("length",))
         before = task_of(run)
@@ -214,7 +214,7 @@ def test_an_item_that_has_changed_is_measured_again(here: Path) -> None:
         place.write_text(repr(numbers))
         assert prepare(run, Module).key == before.prepared.key
         changed = task_of(run)
-        with pytest.raises(RunError, match=rf"task\.length: item \d+ of the train split has .*{said}.*start"):
+        with raises("LS3219", "task.length: item ", "" if spread else "had 1 when"):
             changed.collate_at(changed.splits["train"], everything, 0, 3)
         after = task_of(run)
         assert after.prepared.key != before.prepared.key

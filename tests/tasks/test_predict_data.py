@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep.cli import main
-from lockstep.config.run import RunError, load
+from lockstep.config.run import load
 from lockstep.tasks.models.inference import answers
 from lockstep.training.predicting import predictions, row_of
 from support.harness import TINY
-from support.messages import mentions
+from support.messages import mentions, raises
 from support.task_runs import write
 
 ONE = ("launch.processes=1", "strategy=single", "micro_batches=2")
@@ -127,14 +127,14 @@ def test_rows_of_pairs() -> None:
         assert row_of(given, two, "text 1") == ("x", "y")
     assert row_of("x\ty", ("text",), "text 1") == ("x\ty",)
     assert row_of({"tokens": ["a", "dog"]}, ("tokens",), "row 1") == ("a dog",)
-    for given, wanted in (
-        ("x", r"two texts \(q and a\), with one tab between"),
-        ("x\ty\tz", "two texts"),
-        (["x"], "two texts"),
-        ({"q": "x"}, "no column 'a'"),
-        ({"q": "x", "a": None}, "'a' holds None; expected a text"),
+    for given, code, value in (
+        ("x", "LS5072", "(q and a)"),
+        ("x\ty\tz", "LS5072", "text 1"),
+        (["x"], "LS5072", "text 1"),
+        ({"q": "x"}, "LS5071", "'a'"),
+        ({"q": "x", "a": None}, "LS5077", "'a' holds None"),
     ):
-        with pytest.raises(RunError, match=wanted):
+        with raises(code, value):
             row_of(given, two, "text 1")
 
 

@@ -12,12 +12,13 @@ import pytest
 
 from lockstep.checkpoint.manifest import name_of, newest_first
 from lockstep.cli import main
-from lockstep.config.run import RunError, load
+from lockstep.config.run import load
 from lockstep.tools.branch import load_of, parsed
 from lockstep.training import fingerprints
 from support import stream_runs
 from support.branches import began_at, weights_of
 from support.harness import TINY
+from support.messages import raises
 
 ONE = ("strategy.name=single", "launch.processes=1", "micro_batches=4")
 RATE = {"learning_rate": 5e-3, "warmup_steps": 2, "schedule": "wsd", "decay_steps": 3, "max_grad_norm": 0.5}
@@ -112,9 +113,9 @@ def test_what_cannot_be_shared_is_named(
 
 def test_bad_words(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for spec in ("first", "first@", "first@x", "@3", "first@0"):
-        with pytest.raises(RunError, match="expected OUTPUT@STEP"):
+        with raises("LS8052", repr(spec)):
             parsed(spec)
-    with pytest.raises(RunError, match="it has no run"):
+    with raises("LS1123"):
         parsed(f"{folder}@3")
     assert main(["branch", f"{folder / 'first'}@6", str(folder / "first.yaml")]) == 2
     assert "is the output of the original run" in capfd.readouterr().err

@@ -213,7 +213,7 @@ class Run(Section):
                 if part[key] is None:
                     del part[key]
         if self.strategy.exact:
-            values["strategy"] = {"exact": True}
+            values["strategy"] = {"exact": True, "tensor_leaves": self.strategy.tensor_leaves}
         return messages.flat(values) | ({REVISION: 2} if revised(self.optim) else {})
 
     def check_shared(self, processes: int, told: str) -> None:
@@ -541,7 +541,8 @@ def check_output(run: Run) -> None:
     there = next(path for path in (run.folder, *run.folder.parents) if path.exists())
     if not there.is_dir():
         raise RunError(
-            "LS1115", f"output: cannot write to {run.folder}: {there} is a file, not a folder; choose another output"
+            "LS1115",
+            f"output: cannot write to {run.folder}: {there} is a file, not a folder; choose another output",
         )
     if not os.access(there, os.W_OK):
         raise RunError(

@@ -8,11 +8,12 @@ arXiv:2506.09280), and of a run in half precision by a third one in float32.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,7 @@ TENSORS = ("gradient", "change")
 STEPS = 2  # that are compared
 FACTOR, LOW = 10.0, 5.0  # times what a change of the last bit of a float32, of a bfloat16 comes to, may differ
 LEAST = {"loss": 2e-6, "norm": 1e-5, "gradient": 2e-5, "change": 1e-3}  # may differ whatever that comes to, relatively
-# Under autocast, whose unit is 2^-8. Gradients of logits that are alike round in one direction, which no draw shows: a
-# sound run's norm was 4.4e-3 from plain's, and 1e-7 in float32.
-LEAST_LOW = {"loss": 1e-3, "norm": 2**-7, "gradient": 2**-8, "change": 2**-6}
+LEAST_LOW = {"loss": 1e-3, "norm": 2**-8, "gradient": 2**-8, "change": 2**-6}  # under autocast, whose unit is 2^-8
 FLOOR = 1e-3  # of the whole: the norm that a parameter counts for at least, as gradients that cancel hold its rounding
 NOTHING = 1e-5  # of the whole: a gradient below it is zero but for rounding
 
@@ -74,7 +73,7 @@ def differences(run: Run, steps: int = 2) -> Verdict:
 
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plain-"))
     values = run.model_dump(mode="json")
-    values["strategy"] = {"name": "single", "exact": run.strategy.exact, "options": {}}
+    values["strategy"] |= {"name": "single", "options": {}}
     alone = Run.load(values | {"output": str(folder), "launch": {"device": run.launch.device, "processes": 1}})
     world = World(alone)
     try:
@@ -148,8 +147,14 @@ def compare(run: Run, folder: Path) -> Verdict:
         _check_numbers(job, record)
         if record.evaluated:
             verdict.differences.extend(_evaluation(run, job, record, folder, verdict.scores))
-        plain, *others = (_trained(run, job, record, folder, draw) for draw in range(1 + _draws(run)))
-        others += [_trained(run, _in_float32(job), record, folder, 0)] * (run.precision == "bf16")
+        draws = 1 + _draws(run)
+        if run.precision == "bf16":  # whose steps know from one in float32 what to divide by
+            exact, *counted = itertools.tee(_trained(run, _in_float32(job), record, folder, 0), 1 + draws)
+            divisors = [(step.targets for step in each) for each in counted]
+            plain, *others = (_trained(run, job, record, folder, d, divisors[d]) for d in range(draws))
+            others.append(exact)
+        else:
+            plain, *others = (_trained(run, job, record, folder, draw) for draw in range(draws))
         for place, (ours, theirs, *rounded) in enumerate(zip(_recorded(record, folder), plain, *others, strict=True)):
             beside = _beside(ours, theirs, rounded, record.steps[place].number, run.precision)
             verdict.steps.append(beside)
@@ -251,7 +256,9 @@ def _draws(run: Run) -> int:
     return 4 if run.optim.name == "muon" else 1
 
 
-def _trained(run: Run, job: Plain, record: PlainRecord, folder: Path, perturb: int) -> Iterator[StepRecord]:
+def _trained(
+    run: Run, job: Plain, record: PlainRecord, folder: Path, perturb: int, divisors: Iterable[float] | None = None
+) -> Iterator[StepRecord]:
     """The plain steps, without dropout. `perturb`: 0, or the draw of a last bit that weights begin with."""
     state = _named("optimizer.", load_file(folder / "start.safetensors"))
     model = _model(run, job, folder)
@@ -259,7 +266,7 @@ def _trained(run: Run, job: Plain, record: PlainRecord, folder: Path, perturb: i
         perturb_(model, job.run["precision"], perturb - 1)
     steps = (_micro_batches(run, job, step) for step in record.steps)
     with without_dropout(model):
-        yield from train_steps(job, model, steps, record.total, [step.number for step in record.steps], state)
+        yield from train_steps(job, model, steps, record.total, [step.number for step in record.steps], state, divisors)
 
 
 def _micro_batches(run: Run, job: Plain, step: PlainStep) -> Iterator[list[dict]]:
@@ -280,7 +287,7 @@ def _recorded(record: PlainRecord, folder: Path) -> Iterator[StepRecord]:
         held = load_file(folder / f"step-{place}.safetensors")
         gradients, after = _named("gradient.", held), _named("model.", held)
         changes = {name: after[name] - before[name] for name in gradients}
-        yield StepRecord(step.loss, step.norm, gradients, changes)
+        yield StepRecord(step.loss, 0.0, step.norm, gradients, changes)
         before = after
 
 

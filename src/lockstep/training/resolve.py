@@ -202,6 +202,7 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
 def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     """The class that does the work, after each of its parts has refused what it cannot do. `processes`: 0 where they
     are not known. Errors: `RunError`."""
+    from lockstep.strategies.engines import tensor_plans
     from lockstep.strategies.exact import averaging, held_state
     from lockstep.strategies.optimizers import optimizer as optimizers
     from lockstep.strategies.strategy import Strategy, WeightFormats, strategy_class
@@ -218,6 +219,7 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     quantized.check(run, WeightFormats.FOUR_BITS in formats)
     averaging.check(run, strategy.flat_parts)
     strategy.check(run, processes)
+    tensor_plans.check(run)
     beside = ["peft"] * bool(run.model.adapter) + ["bitsandbytes"] * bool(run.model.quantization)
     plugins.refuse_old(["torch", "transformers", "tokenizers", *strategy.needs, *beside])
     task: Any = plugins.find("tasks", run.task.name)
@@ -230,6 +232,7 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     return strategy
 
 
+RECOMPUTES = "use ddp or a strategy like it, fsdp2 with gather: step, or zero with strategy.exact=true"
 WHOLE_COPIES = "use a strategy whose ranks each hold the whole model, such as ddp, or fsdp2 with gather: step"
 
 
@@ -242,7 +245,7 @@ def launcher_class(run: Run) -> type[Starter]:
 def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
     """Refuse the check for silent data corruption, rebalancing and copies in memory where this strategy or launcher
     cannot. What depends on the memory of the machines is refused once it is known. Errors: `RunError`."""
-    from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery
+    from lockstep.strategies.abilities import ChoosesByMemory, Recomputes, ShardedRecovery
     from lockstep.strategies.native import Native
 
     check, launch, name = run.sdc_check, run.launch, run.strategy.name
@@ -258,11 +261,11 @@ def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
                 "or, on one machine, launch.on_rank_failure=continue with launch.name=local or torchrun. This "
                 f"run (launch.name={launch.name}) has neither; use stop or retry",
             )
-    if check.every and parts:
+    if check.every and not later and not (issubclass(strategy, Recomputes) and strategy.recomputes(run)):
         raise RunError(
             "LS5133",
             f"sdc_check.every: {name} shards the model with these options, so another rank cannot repeat the "
-            f"computation of a rank; {WHOLE_COPIES}",
+            f"computation of a rank; {RECOMPUTES}",
         )
     if launch.rebalance_every and parts:
         raise RunError(

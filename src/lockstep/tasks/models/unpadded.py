@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
@@ -245,6 +246,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention of examples laid end to end: query, key and value [1, h, N, d] -> [1, N, h, d]. Of others as
     transformers has it."""
+    if has_torch_function_unary(query):  # of a layer whose products are cut into leaves
+        named = {"dropout": dropout, "scaling": scaling, **more}
+        return handle_torch_function(attention, (query,), module, query, key, value, attention_mask, **named)
     if isinstance(attention_mask, RowMap) and query.shape[0] != 1:  # outside of a stack
         attention_mask = attention_mask.padded_mask
     if not isinstance(attention_mask, RowMap | Across):

@@ -56,7 +56,8 @@ class Resharder:
         well: where a part belongs is a matter of the ranks that it was cut for."""
         copied = self.copies.detach_group()
         strategy: Any = session.strategy
-        if self._live is None and state.step >= 0 and not strategy.update_incomplete:
+        readable = not (strategy.state_needs_all_ranks or strategy.update_incomplete)
+        if self._live is None and state.step >= 0 and readable:
             number, count = strategy.part_of_state
             shares = {number: held_here(strategy.own_state())}
             self._live = Version((state.step, self._formed, "live"), shares, count, state.state_dict())
