@@ -257,7 +257,7 @@ def _ranges(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]
         return
     place = block.flat
     if place is not None:
-        yield tensor.reshape(-1), place[0]
+        yield from _flat(tensor, place[0], ROWS * p)
         return
     shape, dim = block.shape, next(d for d, n in enumerate(block.size) if n > 1)  # every dimension before is one thick
     stride = 1
@@ -277,6 +277,18 @@ def _ranges(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]
         room = part.new_zeros((part.shape[0], *shape[dim + 1 :]))
         room[(slice(None), *inside)] = part
         yield room.reshape(-1), start + a * stride
+
+
+def _flat(tensor: Tensor, start: int, most: int) -> Iterator[tuple[Tensor, int]]:
+    """A tensor's elements in their order: itself where it lies so in memory, else copies of at most `most` elements."""
+    if tensor.is_contiguous() or tensor.numel() <= most:
+        yield tensor.reshape(-1), start
+        return
+    row = tensor.numel() // tensor.shape[0]
+    rows = max(most // row, 1)
+    for a in range(0, tensor.shape[0], rows):
+        part = tensor[a] if row > most else tensor[a : a + rows]
+        yield from _flat(part, start + a * row, most)
 
 
 @dataclass(frozen=True)
