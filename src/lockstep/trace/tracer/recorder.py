@@ -345,7 +345,7 @@ class Recorder:
         layout, locals_ = here["layout"], here["locals"]
         after = measure([t for t, _, _ in locals_], [b for _, b, _ in locals_])
         old = layout.sketches or after
-        updates = [difference(new, before) for new, before in zip(after, old, strict=True)]
+        updates = differences(after, old)
         layout.sketches = after
         params = [p for p, _ in here["parameters"]]
         layout.versions = [written(p) for p in params]
@@ -508,12 +508,20 @@ def packed(vectors: list[Tensor]) -> dict[str, str]:
     }
 
 
-def difference(after: Tensor, before: Tensor) -> Tensor:
-    """Sketches subtracted; the fingerprint's difference modulo 2^64; the sum of squares, as the sketch has it."""
-    sketch = after[2:].view(torch.float64) - before[2:].view(torch.float64)
-    return torch.cat(
-        [(after[:1] - before[:1]), sketch.square().sum().reshape(1).view(torch.int64), sketch.view(torch.int64)]
-    )
+def differences(after: list[Tensor], before: list[Tensor]) -> list[Tensor]:
+    """Of each pair: sketches subtracted; the fingerprint's difference modulo 2^64; the sum of squares, as the sketch
+    has it."""
+    results: dict[int, Tensor] = {}
+    alike: dict[tuple[int, torch.device], list[int]] = {}
+    for i, vector in enumerate(after):
+        alike.setdefault((vector.numel(), vector.device), []).append(i)
+    for numbers in alike.values():
+        new, old = (torch.stack([each[i] for i in numbers]) for each in (after, before))
+        sketches = new[:, 2:].view(torch.float64) - old[:, 2:].view(torch.float64)
+        squares = sketches.square().sum(1, keepdim=True)
+        rows = [new[:, :1] - old[:, :1], squares.view(torch.int64), sketches.view(torch.int64)]
+        results |= dict(zip(numbers, torch.cat(rows, 1).unbind(0), strict=True))
+    return [results[i] for i in range(len(after))]
 
 
 def hexed(hashes: list[Tensor]) -> list[str]:
