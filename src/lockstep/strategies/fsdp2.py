@@ -128,8 +128,8 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
             names = first_few(sorted(agreed.moved))
             raise RunError(
                 "LS4190",
-                f"strategy.name: the model's forward gives {names} other memory (by `.data =`, or a new parameter), "
-                "and fsdp2 updates the memory that it had. Write into the weight in place "
+                f"strategy.name: the model's forward gives {names} new memory (by `.data =`, or a new "
+                "parameter), but fsdp2 updates the old memory. Write into the weight in place "
                 "(`weight.copy_(...)` under torch.no_grad()), or use strategy.name=ddp",
             )
         return agreed
@@ -470,8 +470,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         if names and (self.world.size == 1 or not self.named.keys().isdisjoint(names)):
             raise RunError(
                 "LS4191",
-                f"strategy.options.gather: FSDP would lose what the model's forward does to {first_few(names)}, "
-                f"since it puts other tensors in the place of weights. Use {fsdp.INSTEAD}",
+                "strategy.options.gather: FSDP replaces weights by other tensors, and would lose what the "
+                f"model's forward does to {first_few(names)}. Use {fsdp.INSTEAD}",
             )
         return super().take_effects(agreed)
 
