@@ -107,22 +107,29 @@ class Forked:
         most_bytes: int | None = None,
         host: tuple[str, str] | None = None,
         terminal: str | None = None,
+        streams: tuple[int, int, int] | None = None,
     ) -> None:
         """`words`: a module and what it is told. `most_bytes`: beyond which none of its files may grow. `host`: the
         network namespace to be in, and the machine's name there; whoever has started it then reads what it says.
-        `terminal`: the device of one that it is in the foreground of, and whose other end is read."""
+        `terminal`: the device of one that it is in the foreground of, and whose other end is read. `streams`:
+        descriptors of its input, output and errors, which are closed here; nothing is read then."""
         from support.harness import server_environment
 
         self.args = words
         server_environment()  # started before its first child
         context = multiprocessing.get_context("forkserver")
         (out, its_out), (err, its_err), (ready, its_ready) = (context.Pipe(duplex=False) for _ in range(3))
+        its_in = None
+        if streams is not None:
+            its_in, its_out, its_err = (Connection(number) for number in streams)
         ignored = [number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN]
-        arguments = (words, str(folder), environment, most_bytes, host, terminal, ignored, its_out, its_err, its_ready)
+        its_streams = (its_in, its_out, its_err)
+        arguments = (words, str(folder), environment, most_bytes, host, terminal, ignored, its_streams, its_ready)
         self._process = context.Process(target=_become, args=arguments, daemon=True)  # no end of tests waits for it
         self._process.start()
-        for theirs in (its_out, its_err, its_ready):
-            theirs.close()
+        for theirs in (its_in, its_out, its_err, its_ready):
+            if theirs is not None:
+                theirs.close()
         with contextlib.suppress(EOFError):
             ready.recv()
         self.pid = int(self._process.pid or 0)
@@ -188,8 +195,7 @@ def _become(
     host: tuple[str, str] | None,
     terminal: str | None,
     ignored: list[signal.Signals],
-    out: Connection,
-    err: Connection,
+    streams: tuple[Connection | None, Connection, Connection],
     ready: Connection,
 ) -> None:
     """Take the place of a new process, and never return."""
@@ -198,8 +204,8 @@ def _become(
         _move_to(*host)
     os.chdir(folder)
     with open(os.devnull) as nothing:
-        for number, place in ((nothing.fileno(), 0), (out.fileno(), 1), (err.fileno(), 2)):
-            os.dup2(number, place)
+        for stream, place in zip(streams, range(3), strict=True):
+            os.dup2((stream or nothing).fileno(), place)
     if terminal is not None:  # the first one that the leader of a session opens is the session's
         for place in range(3):
             os.dup2(os.open(terminal, os.O_RDWR), place)
