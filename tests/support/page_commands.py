@@ -53,6 +53,7 @@ from lockstep.cli import takes_run_file
 from lockstep.config.run import Run, RunError, load
 from lockstep.tools import commands
 from lockstep.tools.commands import run_file
+from support.forked import programs
 from support.hub_server import Hub
 from support.places import ROOT, TESTS_PATH
 
@@ -298,12 +299,9 @@ def _of_yaml(code: str) -> list[str]:
 def run(page: Path, folder: Path, cache: Path, level: str = LEVELS[-1], write: bool = False) -> None:
     """Run a page in a folder, its blocks up to a level. Errors: `AssertionError`, which shows the command and what it
     printed."""
-    from support.forked_programs import programs  # starts a server
-
     text = page.read_text(encoding="utf-8")
-    with Hub() as hub, tempfile.TemporaryDirectory(prefix="path-") as path, programs(Path(path)):
-        variables = environment(folder, cache)
-        shown = _run(page, folder, variables | {"PATH": f"{path}{os.pathsep}{variables['PATH']}"}, hub, level, write)
+    with Hub() as hub:
+        shown = _run(page, folder, environment(folder, cache), hub, level, write)
     if write:
         assert page.read_text(encoding="utf-8") == text, f"{page} was changed meanwhile"
         for (begin, end), printed in reversed(shown):
@@ -336,9 +334,7 @@ def _run(
             wanted = int(next((w[7:] for w in block.note.split() if w.startswith("status=")), "0"))
             script = folder / f".block-{at}.{'py' if block.language == 'python' else 'sh'}"
             script.write_text((_SHELL if block.language != "python" else "") + block.code, encoding="utf-8")
-            command = (
-                [sys.executable, script] if block.language == "python" else ["bash", "-e", "-o", "pipefail", script]
-            )
+            command = ["python", script] if block.language == "python" else ["bash", "-e", "-o", "pipefail", script]
             done = _ended(
                 command,
                 cwd=folder,
@@ -412,16 +408,9 @@ def _shortened(printed: str, before: str) -> str:
 
 def environment(folder: Path, cache: Path) -> dict[str, str]:
     """Variables of commands of a page: `lockstep`, `python` and `torchrun` are those of this interpreter."""
-    programs = cache / "programs"
-    programs.mkdir(parents=True, exist_ok=True)
-    modules = {"lockstep": "lockstep", "torchrun": "torch.distributed.run"}
-    modules["accelerate"] = "accelerate.commands.accelerate_cli"
-    for name, module in {"python": "", **{name: f"-m {module} " for name, module in modules.items()}}.items():
-        (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module}"$@"\n')
-        (programs / name).chmod(0o755)
     return {
         **os.environ,
-        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{programs(cache / 'programs')}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), TESTS_PATH]),
         "LOCKSTEP_CACHE": str(cache),
         "HOME": str(folder),
