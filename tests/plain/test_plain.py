@@ -43,7 +43,7 @@ from lockstep.training.resolve import for_rank
 from support.harness import run_on, tiny
 from support.own_modules import MEAN, NET, NET_FUNCTIONS, job
 from support.stream_runs import LM, shards, streamed
-from support.task_runs import TASKS, make, sentence, write
+from support.task_runs import MARIAN, TASKS, make, sentence, write
 
 FILES = sorted(Path(lockstep.plain.__file__).parent.glob("**/*.py"))
 ALLOWED = {"torch", "transformers", "peft", "numpy", "pyarrow", "datasets", "trl", "sentence_transformers", "sacrebleu"}
@@ -125,6 +125,13 @@ def test_an_fsmt_learns_its_targets_from_their_end_token(folder: Path, monkeypat
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
     monkeypatch.setattr(model_configs, "FROM_END_TOKEN", ())
     assert against_plain.differences(run).differences
+
+
+def test_a_decoder_by_itself_has_a_logit_for_each_token(folder: Path) -> None:
+    """A Marian counts the tokens of its decoder in an entry of its own, whose default is a vocabulary of 58,101."""
+    run = run_of("prompts", folder, f"model={json.dumps(MARIAN)}")
+    found = against_plain.differences(run)
+    assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
 
 
 def verified(run: Run, ranks: int) -> tuple[int, dict[str, Any]]:

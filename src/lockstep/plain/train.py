@@ -86,7 +86,13 @@ def _config(job: Plain, head: str) -> Any:
                 entries[name] = dict(within.init_kwargs or {}) | entries[name]
         config = kind(**entries)
         for part in parts(config) if tokenizer is not None else ():
-            part.vocab_size = entries.get("vocab_size", len(tokenizer))
+            part.update(
+                {
+                    name: entries.get("vocab_size", len(tokenizer))
+                    for name in ("vocab_size", "decoder_vocab_size")
+                    if hasattr(part, name)
+                }
+            )
             for name in ("bos_token_id", "eos_token_id"):
                 with suppress(Exception):  # a family that cannot be without one keeps its own
                     setattr(part, name, getattr(tokenizer, name))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load, overrides_of, require_output
 from lockstep.launchers import start
+from lockstep.trace import causes
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
@@ -281,24 +282,14 @@ def cause(a: Sequence[Entry], b: Sequence[Entry], first: Entry) -> str:
 
 
 def _of_sums(a: Sequence[Entry], b: Sequence[Entry]) -> str:
-    """What the sum being wrong of gradients that are right points at; as `lockstep verify` guesses."""
+    """What the sum being wrong of gradients that are right points at; as `lockstep verify` says it."""
     theirs = {e.name: e for e in b if e.kind == "gradient"}
     pairs = [(e, theirs[e.name]) for e in a if e.kind == "gradient" and e.name in theirs]
     wrong = [(x, y) for x, y in pairs if x.hash != y.hash]
-    factors = sorted((y.norm or 0.0) / x.norm for x, y in wrong if x.norm)
-    if not factors:
-        return "the sum over micro-batches"
-    middle = factors[len(factors) // 2]
-    if len(wrong) == len(pairs) and factors[-1] - factors[0] < 1e-3 * middle and abs(middle - 1) > 1e-3:
-        return (
-            f"every gradient is {middle:.4g} times the other run's: a sum that was counted twice, a mean where a sum "
-            "was meant, or another number of targets"
-        )
-    if len(wrong) <= len(pairs) / 2:
-        return f"only {', '.join(x.name for x, _ in wrong[:4])}: not summed over all processes, or a row too few"
-    if all(abs(f - 1) < 1e-4 for f in factors):
+    factors = [(y.norm or 0.0) / x.norm for x, y in wrong if x.norm]
+    if factors and all(abs(f - 1) < 1e-4 for f in factors):
         return "to rounding they agree: the micro-batches are added in another order (strategy.exact, micro_batches)"
-    return "micro-batches of unequal size were weighted equally (a mean of means), or some were left out"
+    return causes.of_sums([x.name for x, _ in wrong], len(pairs), factors, unequal=True)
 
 
 REPLAY_JOB = "lockstep.training.replaying.replay"

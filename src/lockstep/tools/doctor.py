@@ -521,7 +521,7 @@ def compared(folder: Path, alone: Path) -> tuple[str, list[str]]:
     from lockstep.training.recording import read
 
     mine = read(folder)
-    if wrong := findings(mine, read(alone), compare(folder, alone)):
+    if wrong := findings(mine, compare(folder, alone)):
         return "NOT as promised", [promise(mine), *wrong]
     return KEPT[0] if mine.bits else KEPT[1], []
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.trace.compare import compare, gradient_differences
+from lockstep.trace.compare import Verdict, compare, gradient_differences
 from lockstep.trace.findings import findings
 from lockstep.trace.merge import merged
 from lockstep.trace.ranks import data_ranks
@@ -22,12 +22,12 @@ ROWS = 200  # parameters
 LANES = 48  # steps of the ranks' examples
 
 
-def values_of(
-    trace: Trace, reference: Trace | None, perturbed: Trace | None = None, exact: bool = False
-) -> dict[str, Any]:
-    """`perturbed`, `exact`: as `compare` takes them. Errors: `TraceError` where the two have nothing in common."""
+def values_of(trace: Trace, reference: Trace | None, verdict: Verdict | None = None) -> dict[str, Any]:
+    """`verdict`: of the comparison; None: it is made here. Errors: `TraceError` where the two have nothing in
+    common."""
     optimizer = trace.optimizers[0]
-    verdict = compare(reference, trace, perturbed, exact, optimizer) if reference is not None else None
+    if reference is not None and verdict is None:
+        verdict = compare(reference, trace, optimizer=optimizer)
     return {
         "title": _command(trace),
         "trace": trace,

@@ -154,6 +154,8 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     if run.model.type is not None and tokenizer is not None:
         for part in texts(config):
             part.vocab_size = tokenizers.embeddings_of(run, tokenizer)
+            if entry(part, "decoder_vocab_size") is not None:  # of a Marian, whose decoder may be a model by itself
+                part.decoder_vocab_size = part.vocab_size
             for name in ("bos_token_id", "eos_token_id"):
                 with suppress(StrictDataclassError):  # a family that cannot be without one keeps its own
                     setattr(part, name, getattr(tokenizer, name))

@@ -63,7 +63,7 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
     golden.add_argument("--against", metavar="FILE", help="compare with hashes that --write has written")
     parser.add_argument("--reference", metavar="COMMAND", help="any command, to trace as the reference (with --job)")
     parser.add_argument("--job", metavar="COMMAND", help="any command, to trace and compare with --reference")
-    parser.add_argument("-o", "--output", metavar="DIR", help="of --job: keep the traces and a page here")
+    parser.add_argument("-o", "--output", metavar="DIR", help="keep both traces and a page here")
     parser.add_argument("--exact", action="store_true", help="of --job: ask for the same bits")
 
 
@@ -72,8 +72,11 @@ def run_verify(known: argparse.Namespace) -> int:
         raise RunError("LS8100", f"--steps: {known.steps} is not a positive number of steps")
     if known.reference is not None or known.job is not None:
         return of_commands(known)
-    if known.output is not None or known.exact:
-        raise RunError("LS8101", "-o and --exact are options for two commands: --reference COMMAND --job COMMAND")
+    if known.exact:
+        raise RunError("LS8101", "--exact is an option for two commands: --reference COMMAND --job COMMAND")
+    folder = Path(known.output) if known.output is not None else None
+    if folder is not None and (known.write or known.against or known.plain):
+        raise RunError("LS8111", "-o keeps traces of a run and of one process: it goes with neither --plain nor hashes")
     run = run_file.run_of(known)
     if known.write or known.against:
         from lockstep.tools.verify import against, write
@@ -81,7 +84,7 @@ def run_verify(known: argparse.Namespace) -> int:
         return write(run, known.steps, Path(known.write)) if known.write else against(run, Path(known.against))
     from lockstep.tools.verify import verify
 
-    return verify(run, known.steps, plain=not known.no_plain, single=not known.plain)
+    return verify(run, known.steps, plain=not known.no_plain, single=not known.plain, keep=folder)
 
 
 def of_commands(known: argparse.Namespace) -> int:

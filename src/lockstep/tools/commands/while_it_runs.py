@@ -344,9 +344,9 @@ def watched(folder: Path) -> int:
 
 def of_traces(known: argparse.Namespace, folders: list[Path], every: bool) -> int:
     """The page of a trace; of two the page of the second beside the first, the reference."""
-    from lockstep.tools import traces
+    from lockstep.tools.verdicts import page
 
     if not every or len(folders) > 2 or known.live or known.to is not None:
         raise RunError("LS8144", "a page is made of one trace, or of two, the reference first; without --live and --to")
-    print(traces.page(folders[-1], folders[0] if len(folders) == 2 else None))
+    print(page(folders[-1], folders[0] if len(folders) == 2 else None))
     return 0

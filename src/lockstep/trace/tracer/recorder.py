@@ -345,7 +345,7 @@ class Recorder:
         layout, locals_ = here["layout"], here["locals"]
         after = measure([t for t, _, _ in locals_], [b for _, b, _ in locals_])
         old = layout.sketches or after
-        updates = [_difference(new, before) for new, before in zip(after, old, strict=True)]
+        updates = [difference(new, before) for new, before in zip(after, old, strict=True)]
         layout.sketches = after
         params = [p for p, _ in here["parameters"]]
         layout.versions = [written(p) for p in params]
@@ -541,7 +541,7 @@ def packed(vectors: list[Tensor]) -> dict[str, str]:
     }
 
 
-def _difference(after: Tensor, before: Tensor) -> Tensor:
+def difference(after: Tensor, before: Tensor) -> Tensor:
     """Sketches subtracted; the fingerprint's difference modulo 2^64; the sum of squares, as the sketch has it."""
     sketch = after[2:].view(torch.float64) - before[2:].view(torch.float64)
     return torch.cat(
