@@ -270,13 +270,11 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     @classmethod
     def gives_bits(cls, run: Run) -> bool:
-        own = {"tensor_parallel", "param_dtype", "reduce_dtype"} & set(run.strategy.options)
-        return run.strategy.exact and (not own or (own == {"tensor_parallel"} and tensor_ranks(run) == 1))
+        return run.strategy.exact and not fsdp.low_dtypes(run) and tensor_ranks(run) == 1
 
     @classmethod
     def rounding(cls, run: Run) -> float:
-        low = "bf16" in (run.strategy.options.get(key) for key in ("param_dtype", "reduce_dtype"))
-        return 0.1 if low or (run.precision != "fp32" and tensor_ranks(run) > 1) else 1e-4
+        return 0.1 if fsdp.low_dtypes(run) or (run.precision != "fp32" and tensor_ranks(run) > 1) else 1e-4
 
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)

@@ -421,7 +421,7 @@ class Sharded(ShardedRecovery, Recomputes):
         return inner.fp32_partitioned_groups_flat if self.stage == 3 else inner.single_partition_of_fp32_groups
 
     def _whole_weight(self, name: str) -> Tensor:
-        """fp32. Collective."""
+        """fp32, or a frozen one as it is kept. Collective."""
         from deepspeed import zero
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
         from deepspeed.utils import safe_get_full_fp32_param
@@ -435,7 +435,7 @@ class Sharded(ShardedRecovery, Recomputes):
         if self.stage == 3 and fetched == ZeroParamStatus.INFLIGHT:  # an evaluation asked for it in advance
             self.engine.optimizer.empty_partition_cache()
         with zero.GatheredParameters([parameter], enabled=self.stage == 3):
-            return parameter.detach().float().clone()
+            return (parameter.detach().float() if self.low_precision else parameter.detach()).clone()
 
     def _moments(self) -> list[str]:
         """The names of the optimizer's moments, once there are some."""
