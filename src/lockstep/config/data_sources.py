@@ -185,7 +185,7 @@ class Condition(BaseModel):
         return self.min_tokens is not None or self.max_tokens is not None
 
     @property
-    def given(self) -> dict[str, Any]:
+    def conditions(self) -> dict[str, Any]:
         """Its keys that say something."""
         return self.model_dump()
 
@@ -209,7 +209,7 @@ def _explained(values: Any) -> Any:
 def _check(column: Any, value: Mapping[str, Any], allowed: str) -> None:
     """Errors: `ValueError`."""
     try:
-        given = Condition.model_validate(value).given
+        given = Condition.model_validate(value).conditions
     except ValidationError as error:
         wrong = ".".join(str(part) for part in error.errors()[0]["loc"][:1])
         if wrong not in Condition.model_fields:
@@ -283,8 +283,8 @@ def _explained_mixture(values: Any) -> Any:
         raise InvalidValue(
             "LS1027", f"expected a list of sources, such as [{{source: web.jsonl, weight: 2}}], and not {values!r}"
         )
-    found = [_named(value, place) for place, value in enumerate(values)]
-    entries = [value if isinstance(value, OneSource) else _entry(value) for value in found]
+    named_sources = [_named(value, place) for place, value in enumerate(values)]
+    entries = [value if isinstance(value, OneSource) else _entry(value) for value in named_sources]
     names = Counter(entry.name for entry in entries)
     if (twice := names.most_common(1)[0])[1] > 1:
         raise InvalidValue("LS1028", f"two sources are called {twice[0]}: give each a name of its own")

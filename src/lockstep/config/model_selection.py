@@ -86,8 +86,8 @@ class AverageSection(Section):
 def choose_best(values: dict[str, Any]) -> None:
     """Fill in which model is exported, and by which metric the best one is found, in a run file's top level."""
     given = {key: values.get(key) or {} for key in ("evaluate", "checkpoint", "average")}
-    given = {key: found.model_dump() if isinstance(found, Section) else found for key, found in given.items()}
-    if not all(isinstance(found, dict) for found in given.values()):
+    given = {key: entry.model_dump() if isinstance(entry, Section) else entry for key, entry in given.items()}
+    if not all(isinstance(entry, dict) for entry in given.values()):
         return  # a mistake that validation tells of
     asked = given["checkpoint"].get("best") is not None or given["evaluate"].get("patience") is not None
     if values.get("export") is None:

@@ -161,8 +161,8 @@ class OptimSection(PluginSection):
             "decay_fraction": self.schedule != "wsd" and self.decay_fraction != 0.1,
             "decay_shape": self.schedule != "wsd" and self.decay_shape != "linear",
         }
-        for key, found in wrong.items():
-            if found:
+        for key, reason in wrong.items():
+            if reason:
                 said = "points" if points else self.schedule
                 raise InvalidValue("LS1079", f"{key} has no meaning with schedule: {said}; leave it out")
         return self

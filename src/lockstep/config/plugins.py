@@ -169,12 +169,12 @@ def find(kind: str, name: str) -> type:
     Errors: `PluginError`, naming the nearest known name. The module is imported, and with it the engine it needs.
     """
     if "." in name:
-        found = attribute(name)
-        if kind == "optimizers" and getattr(found, "plugin", "") != kind:
+        plugin = attribute(name)
+        if kind == "optimizers" and getattr(plugin, "plugin", "") != kind:
             raise PluginError(
                 "LS1090", f"{name} is no optimizer of lockstep's; CONTRIBUTING.md has how torch's are made one"
             )
-        return found
+        return plugin
     _refuse_ambiguous(kind, name)
     if name not in built_in(kind):
         if name not in (added := entry_points.named(kind)):

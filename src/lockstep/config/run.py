@@ -212,7 +212,7 @@ class Run(Section):
                 if part[key] is None:
                     del part[key]
         if self.strategy.exact:
-            values["strategy"] = {"exact": True}
+            values["strategy"] = {"exact": True, "tensor_leaves": self.strategy.tensor_leaves}
         return messages.flat(values) | ({REVISION: 2} if revised(self.optim) else {})
 
     def check_shared(self, processes: int, told: str) -> None:
@@ -231,8 +231,8 @@ class Run(Section):
         if kind is not None:
             fields |= plugins.find(kind, section.name).Options.model_fields  # type: ignore[attr-defined]
         field = fields.get(inner or name)
-        found = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
-        return BEFORE.get(key, list(found) if isinstance(found, tuple) else found)
+        value = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
+        return BEFORE.get(key, list(value) if isinstance(value, tuple) else value)
 
 
 def load(
@@ -422,9 +422,9 @@ def overrides_of(given: Sequence[str] | Mapping[str, Any]) -> messages.Overrides
             raise RunError(
                 "LS1112", f"{key!r} is no key of a run file; a key inside a section is written optim.learning_rate"
             )
-    found = messages.Overrides(given)
-    found.place = "in the overrides"
-    return found
+    overrides = messages.Overrides(given)
+    overrides.place = "in the overrides"
+    return overrides
 
 
 def override_of(key: str, text: str) -> str:
@@ -472,31 +472,31 @@ def beside(values: dict[str, Any], file: Path) -> dict[str, Any]:
     output = values.get("output")
     if folder == Path() or (isinstance(output, str) and folder.resolve() == Path(output).expanduser().resolve()):
         return values
-    found = dict(values)
+    merged = dict(values)
     for section, keys in PATHS.items():
         if isinstance(given := at_length(section, values.get(section)), dict):
             there = _there(given, keys, folder)
             if isinstance(sources := given.get("sources"), list):  # of a mixture
                 there["sources"] = [
-                    each | _there(each, keys, folder) if isinstance(each, dict) else _found(each, folder)
+                    each | _there(each, keys, folder) if isinstance(each, dict) else _placed(each, folder)
                     for each in sources
                 ]
             if there != {key: given[key] for key in there}:
-                found[section] = given | there
-    return found
+                merged[section] = given | there
+    return merged
 
 
 def _there(given: dict[str, Any], keys: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """Those of the keys that name what is there."""
     if given.get("source") is not None:
         keys = ("source",)  # what else there is are splits of it, or files in it
-    return {key: _found(given[key], folder) for key in keys if key in given}
+    return {key: _placed(given[key], folder) for key in keys if key in given}
 
 
-def _found(value: Any, folder: Path) -> Any:
+def _placed(value: Any, folder: Path) -> Any:
     """A path, or a list of them."""
     if isinstance(value, list):
-        return [_found(each, folder) for each in value]
+        return [_placed(each, folder) for each in value]
     if not isinstance(value, str) or not value or value.startswith("~") or os.path.isabs(value):
         return value
     path = folder / value
@@ -579,8 +579,8 @@ def aside_of(name: str) -> str:
 
 def schema() -> dict[str, Any]:
     """The JSON Schema of a run file."""
-    found = Run.model_json_schema()
-    properties, sections = found["properties"], found["$defs"]
+    json_schema = Run.model_json_schema()
+    properties, sections = json_schema["properties"], json_schema["$defs"]
     to = sections["TrackSection"]["properties"]["to"]
     to |= {"anyOf": [{"type": "string"}, {"type": to.pop("type"), "items": to.pop("items")}]}
     for name in SHORT:
@@ -589,7 +589,7 @@ def schema() -> dict[str, Any]:
     precision = properties["precision"]
     precision["enum"] += [*PRECISIONS, 32, 16]
     del precision["type"]
-    return found
+    return json_schema
 
 
 QUICK_START: dict[str, Any] = {

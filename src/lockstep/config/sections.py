@@ -306,6 +306,11 @@ class StrategySection(Section):
         "within a "
         "machine; auto: hierarchical on several machines or above 8 processes. The same bits",
     )
+    tensor_leaves: Positive = Field(
+        1,
+        description="parts that the products of every layer are cut into, whose sums are added in a fixed order; 1, 2, "
+        "... tensor ranks that divide it give the same bits. Part of the arithmetic",
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="passed to the engine untouched")
 
 

@@ -49,7 +49,7 @@ def explained(error: BaseException, revision: str | None = None) -> str:
             return f"it has no revision {revision!r}" if revision else "it has no such revision"
         if isinstance(each, errors.RepositoryNotFoundError):
             return "the Hub has no such repository, or it is private and HF_TOKEN is not a token that may read it"
-        if isinstance(each, errors.OfflineModeIsEnabled):
+        if _is_offline(each):
             return OFFLINE
     if (status := status_of(error)) is not None:
         if status in _STATUS:
@@ -59,7 +59,7 @@ def explained(error: BaseException, revision: str | None = None) -> str:
     if any(_lost(each) for each in _chain(error)):
         last = one_line(list(_chain(error))[-1])
         return f"the Hub at {constants.ENDPOINT} cannot be reached: {last}. A local folder needs no network"
-    return OFFLINE if constants.HF_HUB_OFFLINE and "couldn't connect" in str(error) else one_line(error)
+    return one_line(error)
 
 
 def transient(error: BaseException) -> bool:
@@ -70,9 +70,16 @@ def transient(error: BaseException) -> bool:
 
 def unreached(error: BaseException) -> bool:
     """Whether the Hub could not be asked: it, or the network, is not there, or HF_HUB_OFFLINE is set."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
+    return transient(error) or any(_is_offline(each) for each in _chain(error))
 
-    return transient(error) or any(isinstance(each, OfflineModeIsEnabled) for each in _chain(error))
+
+def _is_offline(error: BaseException) -> bool:
+    """Whether HF_HUB_OFFLINE kept a library from asking; transformers says so in words alone."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return True
+    return bool(constants.HF_HUB_OFFLINE) and isinstance(error, OSError) and "couldn't connect" in str(error)
 
 
 def status_of(error: BaseException) -> int | None:

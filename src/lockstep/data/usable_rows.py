@@ -399,7 +399,7 @@ def holding(
 
 def _format_condition(wanted: Wanted) -> str:
     if isinstance(wanted, Condition):
-        return "{" + ", ".join(f"{key}: {value}" for key, value in wanted.given.items()) + "}"
+        return "{" + ", ".join(f"{key}: {value}" for key, value in wanted.conditions.items()) + "}"
     return repr(wanted)
 
 
@@ -441,7 +441,7 @@ def _holds(column: pa.Array, wanted: Wanted) -> pa.Array:
     if not isinstance(wanted, Condition):
         return _among(column, wanted if isinstance(wanted, list) else [wanted])
     masks = [pc.is_valid(column)]
-    for key, value in wanted.given.items():
+    for key, value in wanted.conditions.items():
         if key.endswith("_tokens"):
             continue  # of all rows at once, by `_mask`
         if key == "none_of":

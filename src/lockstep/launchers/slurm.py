@@ -311,8 +311,8 @@ def log_of(run: Run, record: JobRecord) -> Path:
         if not re.fullmatch(r"slurm-\d+_\d+\.out", path.name):
             raise RunError("LS7391", f"{job_record.FILE}: {path} is no log of an array's task; it is not read")
         return job_record.inside(path, run.folder.absolute().parent)
-    found = run.folder / f"slurm-{record.job}.out"
-    return job_record.inside(found if "step" not in record.facts else run.folder / "log.txt", run.folder)
+    log_path = run.folder / f"slurm-{record.job}.out"
+    return job_record.inside(log_path if "step" not in record.facts else run.folder / "log.txt", run.folder)
 
 
 def state_of(record: JobRecord) -> State:

@@ -337,7 +337,7 @@ def further(run: Run, say: Callable[[str], object]) -> Run:
     would have given. So what is added is a run of its own, and `say` hears what that means."""
     if run.model.source is None and run.model.type is None:  # a module of one's own, which starts from no folder
         return run
-    manifest = next((found for _, found in newest_first(run)), None)
+    manifest = next((newest for _, newest in newest_first(run)), None)
     added = None if manifest is None else _added(run, manifest)
     if manifest is None or added is None or not ended(run, manifest) or exported.damage(run.folder) is not None:
         return run

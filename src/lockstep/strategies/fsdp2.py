@@ -27,7 +27,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
 from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery
-from lockstep.strategies.engines import blocks, fsdp, layers
+from lockstep.strategies.engines import blocks, fsdp, layers, tensor_plans
 from lockstep.strategies.engines.fsdp import (
     Shown,
     TreeScatter,
@@ -47,6 +47,7 @@ from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, links
 from lockstep.strategies.exact.reduction import ReductionTree, Scatter, buckets, layout_of, most_held, share
 from lockstep.strategies.exact.rows import RowSlots, rows_between
 from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.strategies.native import Native, first_inputs
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.strategy import DataParallel, Strategy, WeightFormats, summing
@@ -270,7 +271,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     @classmethod
     def gives_bits(cls, run: Run) -> bool:
-        return run.strategy.exact and not fsdp.low_dtypes(run) and tensor_ranks(run) == 1
+        return run.strategy.exact and not fsdp.low_dtypes(run)
 
     @classmethod
     def rounding(cls, run: Run) -> float:
@@ -312,7 +313,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         if (named := self.run.strategy.options.get("blocks")) is not None:
             self.blocks = layers.named_blocks(self.model, named)
         shown = [Shown(module) for module in [*self.blocks, self.model]]
-        blocks.prepare(self.run, self.model)
+        blocks.prepare(self.run, self.model, self.leaf_ranks())
         self.apply_shards(optim.assigned(self.run.optim, self.model))
         if skips is not None:
             leaves_layers_out(self.model)
@@ -355,11 +356,21 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             )
         return mesh
 
+    def leaf_ranks(self) -> LeafRanks | None:
+        """The ranks that share the leaves of each product out; None: nobody else has any."""
+        if self.tensor == 1 or not self.in_tree_order:
+            return None
+        axis = self.axis("tensor")
+        group, how = self.mesh.get_group(axis), links(self.run, self.world, self.mesh.get_group(axis))
+        return LeafRanks(self.run.strategy.tensor_leaves, self.mesh.get_local_rank(axis), self.tensor, group, how)
+
     def apply_shards(self, treated: Mapping[str, ParamGroupSpec]) -> None:
         """`fully_shard` on every block, then on what is left; the blocks are those transformers keeps together. Then
         the optimizer."""
         options = self.run.strategy.options
-        if self.tensor > 1:
+        if self.tensor > 1 and self.in_tree_order:
+            tensor_plans.share_out(self.run, self.model, self.mesh[self.axis("tensor")])
+        elif self.tensor > 1:
             from torch.distributed.tensor.parallel import parallelize_module
 
             prefix = f"{self.model.base_model_prefix}."

@@ -223,7 +223,7 @@ def _encoder(run: Run, split: str, options: AnswerPairOptions, folder: str) -> t
     )
 
     def encoder(rows: dict[str, list]) -> dict[str, Any]:
-        found: dict[str, list] = {name: [] for name in features}
+        encoded: dict[str, list] = {name: [] for name in features}
         for row, asked, *answers in zip(
             rows[_ROW],
             rows[options.prompt] if options.prompt else [None] * len(rows[_ROW]),
@@ -242,10 +242,10 @@ def _encoder(run: Run, split: str, options: AnswerPairOptions, folder: str) -> t
                     f"read; raise data.max_length ({run.data.max_length}), or take the row out",
                 )
             for name, parts in (("input_ids", [b[0] for b in both]), ("targets", [b[1] for b in both])):
-                found[name].append([token for part in parts for token in part])
-            found["chosen"].append(len(both[0][0]))
-            found["cut"].append(int(any(b[2] for b in both)))
-        return found
+                encoded[name].append([token for part in parts for token in part])
+            encoded["chosen"].append(len(both[0][0]))
+            encoded["cut"].append(int(any(b[2] for b in both)))
+        return encoded
 
     return encoder, features
 
@@ -303,6 +303,6 @@ def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row:
         at = "this" if row is None else f"row {row}"
         said = " ".join(str(error).split())
         raise RunError("LS3006", f"task.conversations: the chat template cannot be used on {at}: {said}") from error
-    found = tok(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ends = [end for _, end in found["offset_mapping"]]
-    return list(found["input_ids"]), next((i for i, end in enumerate(ends) if end > len(asked)), len(ends))
+    encoding = tok(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ends = [end for _, end in encoding["offset_mapping"]]
+    return list(encoding["input_ids"]), next((i for i, end in enumerate(ends) if end > len(asked)), len(ends))

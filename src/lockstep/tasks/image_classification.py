@@ -295,16 +295,16 @@ def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
     from lockstep.tasks.models import model_configs
 
     if run.model.source is not None:
-        found = model_folder(run.model.source)
+        folder = model_folder(run.model.source)
         try:
             processor = transformers.AutoImageProcessor.from_pretrained(
-                str(Path(found).expanduser()) if Path(found).expanduser().is_dir() else found,
+                str(Path(folder).expanduser()) if Path(folder).expanduser().is_dir() else folder,
                 revision=run.model.revision,
                 backend="pil",
             )
         except Exception as error:  # not on the Hub, no network, no such file: all are the user's to mend
             raise RunError(
-                "LS3035", f"model.source: {found} has no image processor: {explained(error, run.model.revision)}"
+                "LS3035", f"model.source: {folder} has no image processor: {explained(error, run.model.revision)}"
             ) from error
     else:
         config = model_configs.load_config(run)
@@ -334,15 +334,15 @@ def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
 
 def resized(processor: Any, image: Any) -> np.ndarray:
     """An image at the processor's size, before its numbers are scaled: uint8 [C, H, W]."""
-    found = processor([image], return_tensors="np", do_rescale=False, do_normalize=False)["pixel_values"][0]
-    return np.asarray(found)
+    pixels = processor([image], return_tensors="np", do_rescale=False, do_normalize=False)["pixel_values"][0]
+    return np.asarray(pixels)
 
 
 def normalized(processor: Any, images: Sequence[np.ndarray]) -> np.ndarray:
     """Images of one size, rescaled and normalised as the processor does it: float32 [B, C, H, W]."""
     known = {name: value for name, value in _AS_IT_IS.items() if hasattr(processor, name)}
-    found = processor(list(images), return_tensors="np", input_data_format="channels_first", **known)["pixel_values"]
-    return np.ascontiguousarray(found, dtype=np.float32)
+    pixels = processor(list(images), return_tensors="np", input_data_format="channels_first", **known)["pixel_values"]
+    return np.ascontiguousarray(pixels, dtype=np.float32)
 
 
 def _shape(run: Run, processor: Any) -> tuple[int, ...]:

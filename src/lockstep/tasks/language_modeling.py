@@ -124,8 +124,8 @@ class LanguageModelingOptions(BaseModel):
     def values(self, dataset: Dataset) -> dict[str, Any]:
         """What of these keys decides the tokens of a split."""
         always = ("text", "prompt", "response", "messages", "chat_template", "block_size")
-        found = {k: v for k, v in self.model_dump().items() if k in always}
-        found |= {} if self.attend_across_documents else {"cross_documents": False}
+        options = {k: v for k, v in self.model_dump().items() if k in always}
+        options |= {} if self.attend_across_documents else {"cross_documents": False}
         if self.messages is not None:  # keys that are younger than checkpoints: what they are without them
             asked = (
                 self.template_arguments,
@@ -133,8 +133,8 @@ class LanguageModelingOptions(BaseModel):
                 key_aliases.former("task", {"turns": self.turns})["turns"],
                 conversations.further_keys(dataset, self.messages),
             )
-            found |= {} if asked == ({}, None, "together", []) else {"written": asked}
-        return found
+            options |= {} if asked == ({}, None, "together", []) else {"written": asked}
+        return options
 
 
 _SIZES = ("bytes", "words")  # of texts
@@ -284,16 +284,16 @@ class LanguageModeling(PerToken, Generates):
         if begin is None or not isinstance(columns, Columns) or "openings" not in columns.names:
             return {}
         told = columns.ragged("openings")
-        found = [told.row(int(row)) for row in rows[told.lengths[rows] > 0]]
+        curve_rows = [told.row(int(row)) for row in rows[told.lengths[rows] > 0]]
         counts = {f"opening_{each}": float(columns.flat(f"opening_{each}")[rows].sum()) for each in _SIZES}
         sums = {name: torch.tensor(count, dtype=torch.float64) for name, count in counts.items()}
-        if not found:
+        if not curve_rows:
             return sums | {"openings": torch.zeros((), dtype=torch.float64)}
         inputs = {"input_ids": torch.tensor([[begin]]), "attention_mask": torch.ones(1, 1, dtype=torch.long)}
         if not self.options.attend_across_documents:
             inputs = {"input_ids": inputs["input_ids"], "position_ids": torch.zeros(1, 1, dtype=torch.long)}
         logits = forward({name: values.to(device) for name, values in inputs.items()})[0, -1].double().cpu()
-        return sums | {"openings": -logits.log_softmax(-1)[torch.from_numpy(np.concatenate(found)).long()].sum()}
+        return sums | {"openings": -logits.log_softmax(-1)[torch.from_numpy(np.concatenate(curve_rows)).long()].sum()}
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Per byte or word it is the loss of the whole text over their number, as in lm-evaluation-harness, which does
@@ -401,19 +401,19 @@ class LanguageModeling(PerToken, Generates):
 def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions, rows: range) -> lm_documents.Found:
     """Some rows, as they are to be cut into examples."""
     if options.messages is not None:
-        found = conversations.documents_of(dataset, tok, options.writing, rows)
+        documents = conversations.documents_of(dataset, tok, options.writing, rows)
     elif options.prompt is not None and options.response is not None:
-        found = lm_documents.of_prompts(dataset, tok, options.prompt, options.response, rows)
+        documents = lm_documents.of_prompts(dataset, tok, options.prompt, options.response, rows)
     else:
-        found = lm_documents.of_texts(dataset, tok, options.text, rows)
+        documents = lm_documents.of_texts(dataset, tok, options.text, rows)
     if options.packed:
         return (
-            found if options.attend_across_documents else ((lm_documents.apart(each), count) for each, count in found)
+            documents if options.attend_across_documents else ((lm_documents.apart(parts), n) for parts, n in documents)
         )
     if not options.cut:
-        return found
+        return documents
     most = options.block_size + 1  # a response is not read without its prompt
-    return ((each.beginnings(most), count) for each, count in found)
+    return ((each.beginnings(most), count) for each, count in documents)
 
 
 def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptions) -> str:

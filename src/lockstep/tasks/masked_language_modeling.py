@@ -276,5 +276,5 @@ def _parts(texts: list[str], tok: Any, size: int) -> pa.RecordBatch:
     """Texts by themselves."""
     import pyarrow as pa
 
-    found = tok(texts, truncation=True, max_length=size, return_overflowing_tokens=True)["input_ids"]
-    return pa.record_batch([pa.array(found, pa.list_(pa.int32()))], ["input_ids"])
+    pieces = tok(texts, truncation=True, max_length=size, return_overflowing_tokens=True)["input_ids"]
+    return pa.record_batch([pa.array(pieces, pa.list_(pa.int32()))], ["input_ids"])

@@ -57,10 +57,10 @@ def longest(columns: Columns) -> int:
 
 def listed(values: Sequence[Any]) -> np.ndarray:
     """Texts, or lists, one an example: an array of objects [N]."""
-    found = np.empty(len(values), dtype=object)
+    array = np.empty(len(values), dtype=object)
     for place, value in enumerate(values):
-        found[place] = value
-    return found
+        array[place] = value
+    return array
 
 
 # The least size of each bin.
@@ -87,8 +87,8 @@ def binned(sizes: Sequence[int], *values: Sequence[float]) -> np.ndarray:
 def curve(sums: Tensor | np.ndarray, value: Callable[[int], float]) -> list[list[float]]:
     """A point for each bin that holds something: the mean of its sizes, and the value of the bin. `sums`: of
     `binned`."""
-    found = np.asarray(sums, dtype=np.float64)
-    return [[found[b, 1] / found[b, 0], value(b)] for b in np.flatnonzero(found[:, 0]).tolist()]
+    totals = np.asarray(sums, dtype=np.float64)
+    return [[totals[b, 1] / totals[b, 0], value(b)] for b in np.flatnonzero(totals[:, 0]).tolist()]
 
 
 def in_order(title: str, of: str, values: np.ndarray) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def functions(run: Run) -> dict[str, Metric]:
     """By dotted name, imported. Errors: `RunError` for one that is not there, or that takes something else."""
     from lockstep.tasks.modules.dataset import error_line
 
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for name in run.metrics:
         if "." not in name:
             raise RunError("LS3300", f"metrics: {name!r} names no file: write my_file.{name} for {name} in my_file.py")
@@ -129,15 +129,15 @@ def functions(run: Run) -> dict[str, Metric]:
             ) from error
         except ValueError:  # of a built-in one nobody knows what it takes
             pass
-        found[name] = function
-    return found
+        metrics[name] = function
+    return metrics
 
 
 def check(run: Run, prepared: Prepared) -> None:
     """Try each on a few made-up predictions. Errors: `RunError`."""
     if not run.metrics:
         return
-    found = functions(run)
+    metrics = functions(run)
     task: Task = plugins.find("tasks", run.task.name)(run, prepared)
     if not isinstance(task, GivesPredictions):
         raise RunError(
@@ -145,12 +145,12 @@ def check(run: Run, prepared: Prepared) -> None:
             f"metrics: the task {run.task.name} gathers no predictions that functions could be given: "
             f"{task.no_metric_inputs_reason}",
         )
-    scored(run, found, task.dummy_predictions(), task.metric_names, " (tried on made-up predictions)")
+    scored(run, metrics, task.dummy_predictions(), task.metric_names, " (tried on made-up predictions)")
 
 
 def scored(
     run: Run,
-    found: Mapping[str, Metric],
+    metrics: Mapping[str, Metric],
     given: tuple[np.ndarray, np.ndarray],
     taken: Sequence[str],
     where: str = "",
@@ -160,7 +160,7 @@ def scored(
     from lockstep.tasks.modules.dataset import error_line
 
     numbers: dict[str, float] = {}
-    for name, function in found.items():
+    for name, function in metrics.items():
         seed_everything(run.seed, _DRAWN)
         predictions, labels = copy.deepcopy(given)  # what one of them changes, the next one does not see
         try:

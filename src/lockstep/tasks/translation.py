@@ -193,10 +193,10 @@ class Overlap:
 
     def sums(self, written: list[str], references: list[str]) -> dict[str, np.ndarray]:
         """Counts over these sentences: int64, of the `SIZES`."""
-        found = {name: np.zeros(size, dtype=np.int64) for name, size in SIZES.items()}
+        counts = {name: np.zeros(size, dtype=np.int64) for name, size in SIZES.items()}
         for name, metric in self._metrics.items() if written else ():
-            found[name] += np.sum(metric._extract_corpus_statistics(written, [references]), axis=0, dtype=np.int64)
-        return found
+            counts[name] += np.sum(metric._extract_corpus_statistics(written, [references]), axis=0, dtype=np.int64)
+        return counts
 
     def scores(self, sums: Sums) -> dict[str, float]:
         """BLEU and chrF2, from 0 to 100; none where the counts are not among the sums."""
@@ -320,8 +320,8 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         gathered = {"written": tokens.int()} if self.per_example_outputs else {}  # as wide for every batch
         if self.overlap is None:
             return gathered
-        found = self._overlaps(self._written(tokens)[: len(rows)], columns.texts("reference", rows))
-        sums = {name: torch.from_numpy(counts).to(batch.targets.device).double() for name, counts in found.items()}
+        overlaps = self._overlaps(self._written(tokens)[: len(rows)], columns.texts("reference", rows))
+        sums = {name: torch.from_numpy(counts).to(batch.targets.device).double() for name, counts in overlaps.items()}
         return gathered | sums
 
     def _overlaps(self, written: list[str], wanted: list[str]) -> dict[str, np.ndarray]:
@@ -402,8 +402,8 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return Decoding(most(self.run, self.options), pad, end, start, self.options.beams)
 
     def _written(self, tokens: Tensor) -> list[str]:
-        found = self.target_tokenizer.batch_decode(tokens.tolist(), skip_special_tokens=True)
-        return [text.strip() for text in found]
+        texts = self.target_tokenizer.batch_decode(tokens.tolist(), skip_special_tokens=True)
+        return [text.strip() for text in texts]
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:

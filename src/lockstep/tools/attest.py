@@ -34,19 +34,19 @@ EXTRA = "pip install 'lockstep-train[signing]'"
 
 def attest(output: Path, key: Path | None) -> int:
     """Write the attestation. Returns 0. Errors: `RunError` for a run that is not finished, or is damaged."""
-    console, found = Console(True), described(output)
+    console, report = Console(True), described(output)
     folder = output / FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     (output / SIGNATURE).unlink(missing_ok=True)
     folder.mkdir()
-    (folder / NAME).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (folder / NAME).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if key is not None:
         _signing(key, "--key").signing.Config().use_elliptic_key_signer(private_key=str(key)).sign(
             str(folder), str(output / SIGNATURE)
         )
-    kept = ", ".join(str(each["step"]) for each in found["checkpoints"])
-    console.say(f"{found['steps']} steps, checkpoints of {kept}, {len(found['export'])} files of the export")
-    console.say(f"{folder / NAME}: sha256 {found['sha256']}{', signed' if key else ''}")
+    kept = ", ".join(str(each["step"]) for each in report["checkpoints"])
+    console.say(f"{report['steps']} steps, checkpoints of {kept}, {len(report['export'])} files of the export")
+    console.say(f"{folder / NAME}: sha256 {report['sha256']}{', signed' if key else ''}")
     return 0
 
 
@@ -75,7 +75,7 @@ def described(output: Path) -> dict[str, Any]:
     if (wrong := _of_numbers(output)) is not None:
         raise RunError("LS8005", f"{output}: nothing can be attested: {wrong}")
     begun = start_of(output)
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "format": FORMAT,
         "run": newest.arithmetic,
         "run_file": _sha256(output / "run.yaml"),
@@ -93,7 +93,7 @@ def described(output: Path) -> dict[str, Any]:
         "exported_step": scores_of(output).get("step", newest.step),
         "results": {name: _sha256(output / name) for name in RESULTS if (output / name).is_file()},
     }
-    return found | {"sha256": _seal(found)}
+    return facts | {"sha256": _seal(facts)}
 
 
 def chain(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -316,10 +316,10 @@ def _of_steps(
         with replayed(run, output, step, begin) as (status, folder):
             if status:
                 return f"steps {begin + 1} to {step} could not be computed again (status {status})"
-            found = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
-        if found["from"] != begin:
-            return f"the checkpoint of step {begin} cannot be used: {'; '.join(found['notes'])}"
-        if (wrong := first_wrong(found["steps"], fingerprints.skips(run))) is not None:
+            replay = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
+        if replay["from"] != begin:
+            return f"the checkpoint of step {begin} cannot be used: {'; '.join(replay['notes'])}"
+        if (wrong := first_wrong(replay["steps"], fingerprints.skips(run))) is not None:
             return wrong
         console.say(f"steps {begin + 1} to {step}: the same bits")
     return None

@@ -85,7 +85,7 @@ def parsed(spec: str) -> tuple[Path, int]:
 
 def _begun(output: Path, step: int, run: Run, console: Console) -> Begun:
     prepared = start.resolved(run)[2].data
-    manifest = next((found for _, found in newest_first(load_of(output))), None)
+    manifest = next((manifest_there for _, manifest_there in newest_first(load_of(output))), None)
     if manifest is None:
         raise RunError("LS8054", f"{output} holds no checkpoint to begin from")
     ours = course(run, prepared)
@@ -93,12 +93,12 @@ def _begun(output: Path, step: int, run: Run, console: Console) -> Begun:
     if step > same:
         at = f"; {output}@{same} can be" if same else ""
         raise RunError("LS8055", f"{output}@{step} cannot be shared: {why}{at}")
-    found = take(output, step, run, ours)
-    place(found, run, ours)
-    again = f"steps {found.step + 1} to {step} are" if found.step + 1 < step else f"step {step} is"
-    rest = f"; {again} computed again" if found.step < step else ""
-    console.say(f"branched   {run.folder} begins with the checkpoint of step {found.step} of {output}{rest}")
-    return found
+    manifest_there = take(output, step, run, ours)
+    place(manifest_there, run, ours)
+    again = f"steps {manifest_there.step + 1} to {step} are" if manifest_there.step + 1 < step else f"step {step} is"
+    rest = f"; {again} computed again" if manifest_there.step < step else ""
+    console.say(f"branched   {run.folder} begins with the checkpoint of step {manifest_there.step} of {output}{rest}")
+    return manifest_there
 
 
 def load_of(output: Path) -> Run:
@@ -196,18 +196,18 @@ def interval(run: Run, ours: Course) -> int:
     return ours.order.steps_per_epoch if every == "epoch" else every
 
 
-def place(found: Begun, run: Run, ours: Course) -> None:
+def place(begun: Begun, run: Run, ours: Course) -> None:
     """Make a checkpoint of another run this run's own, with the lines of its log up to there. The files are linked
     where the disk can: they are never written to again. The checkpoint comes last, so that what is cut off is begun
     anew. Errors: `RunError`."""
     keep(run)
     try:
         folder_of(run).mkdir(parents=True, exist_ok=True)
-        _lines(found, run)
-        for manifest in (*found.needed, found.manifest):
-            source, aside = found.output / "checkpoints" / name_of(manifest.step), f".{name_of(manifest.step)}.partial"
+        _lines(begun, run)
+        for manifest in (*begun.needed, begun.manifest):
+            source, aside = begun.output / "checkpoints" / name_of(manifest.step), f".{name_of(manifest.step)}.partial"
             _linked(source, folder_of(run) / aside, manifest.hashes)
-            placed(run, _own(manifest, run, ours, found.scored), folder_of(run) / aside)
+            placed(run, _own(manifest, run, ours, begun.scored), folder_of(run) / aside)
     except OSError as caught:
         raise RunError("LS8061", f"output: cannot write to {run.folder}: {caught.strerror or caught}") from caught
 
@@ -230,16 +230,16 @@ def _linked(source: Path, aside: Path, names: Mapping[str, str]) -> None:
             shutil.copyfile(source / name, aside / name)
 
 
-def _lines(found: Begun, run: Run) -> None:
+def _lines(begun: Begun, run: Run) -> None:
     """What the other run wrote down of the steps that are not computed again, and where they are from."""
     for name in (fingerprints.FILE, "metrics.jsonl"):
         lines = [
             line
-            for line in lines_of(found.output / name, ("step",))
-            if line["step"] <= found.step and (found.scored or line.get("split", "train") == "train")
+            for line in lines_of(begun.output / name, ("step",))
+            if line["step"] <= begun.step and (begun.scored or line.get("split", "train") == "train")
         ]
         replace_text(run.folder / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    event = {"time": round(time.time(), 3), "event": "branch", "step": found.step, "from": str(found.output)}
+    event = {"time": round(time.time(), 3), "event": "branch", "step": begun.step, "from": str(begun.output)}
     with suppress(OSError), open(run.folder / "events.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(event) + "\n")
 

@@ -394,16 +394,16 @@ class Outcome:
     strategy: str
     precision: str
     processes: int
-    found: str  # one of KEPT or NOT_RUN, "NOT as promised", "failed" or "took too long"
+    result: str  # one of KEPT or NOT_RUN, "NOT as promised", "failed" or "took too long"
     why: list[str]  # lines, where there is something to say
     seconds: float
 
     @property
     def wrong(self) -> bool:
-        return self.found not in KEPT + NOT_RUN
+        return self.result not in KEPT + NOT_RUN
 
     def row(self) -> list[str]:
-        return [self.strategy, self.precision, str(self.processes), self.found, f"{self.seconds:.0f}"]
+        return [self.strategy, self.precision, str(self.processes), self.result, f"{self.seconds:.0f}"]
 
 
 def selftest(names: Sequence[str], processes: int | None, device: str, page: Path, as_json: bool) -> int:
@@ -418,9 +418,9 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-selftest-") as folder:
         for outcome in outcomes_of(Path(folder), runs):
-            console.say(f"  {outcome.strategy:14}{outcome.precision:6}{outcome.found}")
+            console.say(f"  {outcome.strategy:14}{outcome.precision:6}{outcome.result}")
             outcomes.append(outcome)
-    if all(outcome.found in NOT_RUN for outcome in outcomes):
+    if all(outcome.result in NOT_RUN for outcome in outcomes):
         raise RunError("LS8173", f"--selftest: no strategy could run here: {' '.join(outcomes[0].why)}")
     facts = {name: told for name, told in machine_info.probe(page.absolute().parent).items() if name in _TOLD}
     facts["machine"].pop("host", None)
@@ -429,9 +429,9 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
         rows = [asdict(outcome) for outcome in outcomes]
         json_output.emit("doctor", int(bool(wrong)), facts, {"outcomes": rows})
     write(page, outcomes, facts)
-    kept = sum(outcome.found in KEPT for outcome in outcomes)
+    kept = sum(outcome.result in KEPT for outcome in outcomes)
     for outcome in outcomes:
-        for line in outcome.why[-1:] if outcome.found in NOT_RUN else outcome.why:
+        for line in outcome.why[-1:] if outcome.result in NOT_RUN else outcome.why:
             console.say(f"{outcome.strategy}, {outcome.precision}: {line}")
     console.say(f"{kept} as promised, {len(wrong)} not, {len(outcomes) - kept - len(wrong)} not run; {page}")
     return int(bool(wrong))
@@ -534,7 +534,7 @@ def write(page: Path, outcomes: list[Outcome], facts: dict[str, Any]) -> None:
         for outcome in outcomes:
             if outcome.why:
                 lines = [line.replace(str(Path.home()), "~") for line in outcome.why]
-                yield f"{outcome.strategy}, {outcome.precision}: {outcome.found}", lines
+                yield f"{outcome.strategy}, {outcome.precision}: {outcome.result}", lines
 
     try:
         write_page(

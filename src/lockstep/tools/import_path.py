@@ -42,14 +42,14 @@ def name_of(thing: Any, what: str) -> str:
         )
     if module != "__main__":
         return f"{module}.{name}"
-    found = f"{_script(what, name)}.{name}"
+    path = f"{_script(what, name)}.{name}"
     if _first and _first.get(name) is not thing:
         raise RunError(
             "LS8261",
             f"{what}: {name} is defined after the script's first call that starts a job, where other processes stop to "
             "read it: define it before that call, or in a file of its own",
         )
-    return found
+    return path
 
 
 def _is(module: str, name: str, thing: Any) -> bool:

@@ -215,7 +215,7 @@ def _batch_norm(records: Sequence[Step]) -> bool:
 
 
 def _factors(world: int, micro: int, reference_micro: int) -> list[tuple[float, str]]:
-    found: list[tuple[float, str]] = []
+    factors: list[tuple[float, str]] = []
     for value, name in (
         (world, f"{world} (the number of ranks)"),
         (1 / world, f"1/{world} (ranks)"),
@@ -226,8 +226,8 @@ def _factors(world: int, micro: int, reference_micro: int) -> list[tuple[float, 
         (1 / (world * micro), f"1/{world * micro} (ranks times micro-batches)"),
     ):
         if value != 1:
-            found.append((float(value), name))
-    return found
+            factors.append((float(value), name))
+    return factors
 
 
 def _why_factor(value: float, world: int, micro: int) -> str:
@@ -250,13 +250,13 @@ def of_gradient(
     trace: Trace,
     optimizer: int,
     step: int,
-    found: tuple[Mapping[str, float], Mapping[str, float], Mapping[str, tuple[float, float]]],
+    sides: tuple[Mapping[str, float], Mapping[str, float], Mapping[str, tuple[float, float]]],
     split: set[str],
     losses: tuple[Losses, Losses, str] | None,
 ) -> str:
     """`found`: differences beyond the limit, all differences, (factor, cosine) of those beyond; `split`: parameters
     whose gradient is not the same on all ranks."""
-    wrong, every, factors = found
+    wrong, every, factors = sides
     if any(math.isnan(d) for d in wrong.values()):
         return NOT_FINITE
     ranks = data_ranks(trace, optimizer)

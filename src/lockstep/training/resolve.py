@@ -200,6 +200,7 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
 def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     """The class that does the work, after each of its parts has refused what it cannot do. `processes`: 0 where they
     are not known. Errors: `RunError`."""
+    from lockstep.strategies.engines import tensor_plans
     from lockstep.strategies.exact import averaging, held_state
     from lockstep.strategies.optimizers import optimizer as optimizers
     from lockstep.strategies.strategy import Strategy, WeightFormats, strategy_class
@@ -216,6 +217,7 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     quantized.check(run, WeightFormats.FOUR_BITS in formats)
     averaging.check(run, strategy.flat_parts)
     strategy.check(run, processes)
+    tensor_plans.check(run)
     beside = ["peft"] * bool(run.model.adapter) + ["bitsandbytes"] * bool(run.model.quantization)
     plugins.refuse_old(["torch", "transformers", "tokenizers", *strategy.needs, *beside])
     task: Any = plugins.find("tasks", run.task.name)

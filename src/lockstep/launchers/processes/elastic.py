@@ -226,16 +226,16 @@ class Survivors(LocalElasticAgent):
             return super()._monitor_workers(worker_group)
         assert self._pcontext is not None
         with self.rendezvous.reading():
-            found = self._pcontext.wait(0)
+            finished = self._pcontext.wait(0)
         self.asked |= isinstance(self._pcontext, Ranks) and self._pcontext.stop_asked
-        if found is None:
+        if finished is None:
             return RunResult(WorkerState.HEALTHY)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-        if found.is_failed() or found.return_values == {}:
-            if not found.failures:
+        if finished.is_failed() or finished.return_values == {}:
+            if not finished.failures:
                 self._tell_end(self._pcontext.why)  # type: ignore[attr-defined]
-            return RunResult(WorkerState.FAILED, failures={ranks[k]: v for k, v in found.failures.items()})
-        return RunResult(WorkerState.SUCCEEDED, return_values={ranks[k]: v for k, v in found.return_values.items()})
+            return RunResult(WorkerState.FAILED, failures={ranks[k]: v for k, v in finished.failures.items()})
+        return RunResult(WorkerState.SUCCEEDED, return_values={ranks[k]: v for k, v in finished.return_values.items()})
 
     def _tell_end(self, why: str) -> None:
         """None of this machine's ranks has failed, and they have ended all the same."""

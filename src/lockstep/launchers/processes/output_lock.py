@@ -69,7 +69,7 @@ def look(path: Path) -> OutputState | None:
         return None
     try:
         free = _flock(descriptor)
-        text, found = os.read(descriptor, 65536), os.fstat(descriptor)
+        text, file_stat = os.read(descriptor, 65536), os.fstat(descriptor)
     finally:
         os.close(descriptor)
     holder = _parsed(text)
@@ -81,7 +81,7 @@ def look(path: Path) -> OutputState | None:
             alive = False
         elif holder.space == _space():
             alive = job_record.born(holder.process.pid) == holder.process.born
-    return OutputState(holder, alive, (text, found.st_mtime_ns), time.time() - found.st_mtime)
+    return OutputState(holder, alive, (text, file_stat.st_mtime_ns), time.time() - file_stat.st_mtime)
 
 
 class Lock:
@@ -195,12 +195,12 @@ class Lock:
             here, own = os.stat(self._path), os.fstat(self._descriptor)
             if (here.st_dev, here.st_ino) == (own.st_dev, own.st_ino):
                 return "mine"
-            found = _parsed(self._path.read_bytes())
+            content = _parsed(self._path.read_bytes())
         except FileNotFoundError:
             return "gone"
         except OSError:  # a network disk that does not answer
             return "unknown"
-        return "mine" if found is not None and found.token == self.holder.token else "taken"
+        return "mine" if content is not None and content.token == self.holder.token else "taken"
 
 
 @contextmanager
@@ -222,8 +222,8 @@ def held_by_launcher(folder: Path) -> bool:
     """Whether the launcher that this rank was started by holds the lock."""
     token = os.environ.get(VARIABLE)
     with suppress(OSError):
-        found = _parsed((folder / FILE).read_bytes())
-        return token is not None and found is not None and found.token == token
+        content = _parsed((folder / FILE).read_bytes())
+        return token is not None and content is not None and content.token == token
     return False
 
 
@@ -236,23 +236,23 @@ def take(folder: Path, say: Callable[[str], None], beat_s: float = BEAT_S, stale
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while (descriptor := _created(path, holder)) is None:
-            if (found := look(path)) is not None:
-                _wait_for_the_end(path, found, say, beat_s, stale_s)
+            if (state := look(path)) is not None:
+                _wait_for_the_end(path, state, say, beat_s, stale_s)
     except OSError as caught:
         raise RunError("LS7343", f"output: cannot write to {folder}: {caught.strerror}") from caught
     return Lock(folder, descriptor, holder, made, beat_s)
 
 
 def _wait_for_the_end(
-    path: Path, found: OutputState, say: Callable[[str], None], beat_s: float, stale_s: float
+    path: Path, state: OutputState, say: Callable[[str], None], beat_s: float, stale_s: float
 ) -> None:
     """Take the lock of a dead holder away. Errors: `RunError` where it lives, `OSError`."""
     since = time.monotonic()
-    patience_s = 3 * beat_s if _clock_of(path.parent) - found.beat[1] / 1e9 > stale_s else stale_s
+    patience_s = 3 * beat_s if _clock_of(path.parent) - state.beat[1] / 1e9 > stale_s else stale_s
     told = False
-    now: OutputState | None = found
+    now: OutputState | None = state
     while now is not None:
-        if now.alive or now.beat != found.beat:
+        if now.alive or now.beat != state.beat:
             raise RunError("LS7347", taken(path.parent, now))
         watched_s = time.monotonic() - since
         if now.alive is False or watched_s >= patience_s:
@@ -273,35 +273,35 @@ def now(folder: Path, record: JobRecord | None) -> tuple[JobRecord | None, State
     """What the lock of OUTPUT adds to what its launch.json says: who is there, where that is another one (it prepares
     its data, or was started by hand), and how they are, also on another machine; else the record and None."""
     try:
-        found = look(folder / FILE)
+        output_state = look(folder / FILE)
     except OSError:
-        found = None
-    if found is None or found.holder is None or found.alive is False:
+        output_state = None
+    if output_state is None or output_state.holder is None or output_state.alive is False:
         return record, None
-    process = found.holder.process
-    if found.alive is None and found.age_s > STALE_S:
-        text = f"{found.holder} has given no sign of life for {found.age_s:.0f} s"
+    process = output_state.holder.process
+    if output_state.alive is None and output_state.age_s > STALE_S:
+        text = f"{output_state.holder} has given no sign of life for {output_state.age_s:.0f} s"
         return record, State("gone", text) if record is not None and record.process == process else None
     if record is not None and record.job is not None and record.status is None:
         return record, None  # its scheduler knows
     if record is None or record.status is not None or process not in (record.process, record.main):
-        record = JobRecord("local", 1, found.holder.since, process)
-    return record, State("running", str(found.holder))
+        record = JobRecord("local", 1, output_state.holder.since, process)
+    return record, State("running", str(output_state.holder))
 
 
-def taken(folder: Path, found: OutputState) -> str:
+def taken(folder: Path, state: OutputState) -> str:
     """The message for whoever comes second."""
     who = "another process"
-    if found.holder is not None:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.holder.since))
-        who = f"{found.holder}, since {when}"
+    if state.holder is not None:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.holder.since))
+        who = f"{state.holder}, since {when}"
     return (
         f"output: {folder} is being trained already ({who}). `lockstep stop {folder}` ends that, or give another "
         "output=FOLDER"
     )
 
 
-def _take_away(path: Path, found: OutputState) -> None:
+def _take_away(path: Path, state: OutputState) -> None:
     """Remove the lock of a dead holder, and no other that has come meanwhile. Errors: `OSError`."""
     try:
         descriptor = _opened(path)
@@ -311,11 +311,11 @@ def _take_away(path: Path, found: OutputState) -> None:
         if _flock(descriptor) is False:
             return  # somebody else is doing this
         here, own = os.stat(path), os.fstat(descriptor)
-        if (here.st_dev, here.st_ino) != (own.st_dev, own.st_ino) or os.read(descriptor, 65536) != found.beat[0]:
+        if (here.st_dev, here.st_ino) != (own.st_dev, own.st_ino) or os.read(descriptor, 65536) != state.beat[0]:
             return
         aside = path.with_name(f"{FILE}.{secrets.token_hex(4)}")
         os.rename(path, aside)
-        if _parsed(aside.read_bytes()) != found.holder:  # without flock, one may have come in between: it goes back
+        if _parsed(aside.read_bytes()) != state.holder:  # without flock, one may have come in between: it goes back
             with suppress(FileExistsError):
                 os.link(aside, path)
         aside.unlink()

@@ -44,9 +44,10 @@ from lockstep.data.batch import StepBatch
 from lockstep.data.cache import cache_folder
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
-from lockstep.strategies.engines import layers
+from lockstep.strategies.engines import layers, tensor_plans
 from lockstep.strategies.engines.side_effects import Writes
 from lockstep.strategies.exact.statistics import averaged
+from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.tasks.models.model_configs import load_config
 from lockstep.tasks.task import Task
 
@@ -127,8 +128,10 @@ def _layers_of(model: nn.Module, asked: list[str]) -> list[nn.Module]:
     return blocks
 
 
-def prepare(run: Run, model: nn.Module) -> None:
-    """Replace the layers' `forward` as the run says, in place. Errors: `RunError`."""
+def prepare(run: Run, model: nn.Module, ranks: LeafRanks | None = None) -> None:
+    """Replace the layers' `forward` as the run says, in place. `ranks`: those that share the leaves of products out.
+    Errors: `RunError`."""
+    tensor_plans.install(run, model, ranks)
     asked = [key for key in KEYS if getattr(run.model, key)]
     for block in _layers_of(model, asked) if asked else ():
         forward: Forward = block.forward

@@ -398,7 +398,7 @@ class SequentialPart(StagePart):
     def _hook(self) -> None:
         """Nothing to stop: the modules of this stage are run one by one."""
 
-    def _given(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    def _arguments(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """What the whole model is given, and what the loss sees."""
         calling: Any = self.cut.whole.lockstep_calling
         (positional, named), seen = calling.arguments(inputs[INPUT].batch)
@@ -406,13 +406,13 @@ class SequentialPart(StagePart):
 
     def arriving(self, inputs: Mapping[str, Any]) -> list[tuple[int, ...]]:  # type: ignore[override]
         """Shape of what the stage before gives for these inputs."""
-        return [] if self.first else [tuple(self.cut.shape_before(self.stage, self._given(inputs)[0]))]
+        return [] if self.first else [tuple(self.cut.shape_before(self.stage, self._arguments(inputs)[0]))]
 
     def forward(
         self, received: Sequence[Tensor], inputs: Mapping[str, Any], resume: Callable[[], None] | None = None
     ) -> Any:
         """What the next stage is given, or a `Computed` on the last one."""
-        arguments, seen = self._given(inputs)
+        arguments, seen = self._arguments(inputs)
         hidden = arguments if self.first else received[0].view_as(received[0])
         if resume is not None:
             resume()

@@ -28,7 +28,7 @@ from torch.utils import _pytree
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.hardware import share_gpus
-from lockstep.strategies.engines import layers
+from lockstep.strategies.engines import layers, tensor_plans
 from lockstep.strategies.exact import held_state
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, ReductionTree, Scatter, share
@@ -94,11 +94,7 @@ def check_options(run: Run, processes: int) -> None:
     _check_ranks(options, processes)
     _check_kinds(options)
     if (tensor := options.get("tensor_parallel", 1)) > 1:
-        if layers.own_model(run):
-            raise RunError(
-                "LS4075", "strategy.options.tensor_parallel: transformers has no plan for a model of your own"
-            )
-        layers.tensor_plan(run, tensor)
+        _check_tensor_ranks(run, tensor)
 
 
 def low_dtypes(run: Run) -> list[str]:
@@ -141,6 +137,22 @@ def _check_ranks(options: dict[str, Any], processes: int) -> None:
             f"strategy.options.reshard_after_forward: {reshard!r} is not true, false, or a number of ranks that "
             f"divides the {shards} that share the model",
         )
+
+
+def _check_tensor_ranks(run: Run, ranks: int) -> None:
+    leaves = run.strategy.tensor_leaves
+    if run.strategy.exact and leaves % ranks:
+        raise RunError(
+            "LS4085",
+            f"strategy.tensor_leaves: {ranks} ranks (strategy.options.tensor_parallel) cannot share {leaves} leaves of "
+            f"each product; set it to {ranks}, or to a multiple of it, and keep it wherever the same bits are wanted",
+        )
+    if run.strategy.exact:
+        tensor_plans.check(run)
+        return
+    if layers.own_model(run):
+        raise RunError("LS4075", "strategy.options.tensor_parallel: transformers has no plan for a model of your own")
+    layers.tensor_plan(run, ranks)
 
 
 def _check_kinds(options: dict[str, Any]) -> None:

@@ -76,6 +76,12 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
         raise RunError(
             "LS4140", "on_nonfinite: DeepSpeed cannot leave a step out; use on_nonfinite=stop, or another strategy"
         )
+    if stage == 3 and run.strategy.tensor_leaves > 1:
+        raise RunError(
+            "LS4145",
+            "strategy.tensor_leaves: at stage 3 DeepSpeed puts nodes of its own around what a layer returns, which "
+            "leaves do not go through; use strategy.name=fsdp2 or zero2, which have the same bits, or leave it out",
+        )
     if share_gpus(run):
         raise RunError(
             "LS4141",

@@ -176,10 +176,10 @@ class _Installed:
         rows = (wanted >= 0).nonzero().flatten()  # on CUDA the host waits here
         states, wanted = hidden.flatten(0, 1), wanted[rows]
 
-        def placed(found: Tensor) -> Tensor:
+        def placed(tensor: Tensor) -> Tensor:
             """At the positions that have a target, 0 elsewhere: [B, T, ...]."""
-            every = found.new_zeros(len(states), *found.shape[1:]).index_copy_(0, rows, found)
-            return every.view(*hidden.shape[:2], *found.shape[1:])
+            every = tensor.new_zeros(len(states), *tensor.shape[1:]).index_copy_(0, rows, tensor)
+            return every.view(*hidden.shape[:2], *tensor.shape[1:])
 
         if not self.head.training:
             self.scores = placed(_scores(states[rows], wanted, self.plain, self.finish, _size(self.chunk)))
@@ -275,13 +275,13 @@ def _losses(logits: Tensor, targets: Tensor, finish: Finish, smoothing: float) -
 
 def _scores(states: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], finish: Finish, size: int) -> Tensor:
     """For each row its cross-entropy, and 1 where its target is the likeliest token: float32 [n, 2]."""
-    found = [torch.zeros(0, 2, device=states.device)]
+    chunks = [torch.zeros(0, 2, device=states.device)]
     for start in range(0, len(states), size):
         part, wanted = states[start : start + size], targets[start : start + size]
         logits = finish(head(part).float())
         loss = nn.functional.cross_entropy(logits, wanted, reduction="none")
-        found.append(torch.stack([loss, (logits.argmax(1) == wanted).float()], 1))
-    return torch.cat(found)
+        chunks.append(torch.stack([loss, (logits.argmax(1) == wanted).float()], 1))
+    return torch.cat(chunks)
 
 
 def _by_liger(states: Tensor, targets: Tensor, head: nn.Linear, finish: Finish, smoothing: float) -> Tensor:
@@ -341,8 +341,8 @@ def agree(model: Any, head: nn.Linear, finish: Finish) -> None:
         others = torch.autograd.grad(logits.sum(), trained, allow_unused=True) if trained else ()
         near = 1e-5 if logits.dtype == torch.float32 else 2e-2
         with torch.no_grad():
-            found = finish(leaves[0][0].float().clone())
-        if all(g is None for g in others) and torch.allclose(found, logits[0].float(), rtol=near, atol=near):
+            probe = finish(leaves[0][0].float().clone())
+        if all(g is None for g in others) and torch.allclose(probe, logits[0].float(), rtol=near, atol=near):
             return
     raise RunError(
         "LS3097",

@@ -71,8 +71,8 @@ def notes(run: Run, head: str | None) -> list[str]:
     if any(_is_tried(path, value) for path, value in entries.items()):
         without = run.model_copy(update={"model": run.model.model_copy(update={"adapter": {}})})
         given = hashlib.sha256(json.dumps(entries, sort_keys=True, default=str).encode()).hexdigest()
-        found = padding.kept_trial(without, head, config, inert, given)
-        said += [f"model.config.{path} has no effect on this {config.model_type}" for path in (found or "").split()]
+        trial = padding.kept_trial(without, head, config, inert, given)
+        said += [f"model.config.{path} has no effect on this {config.model_type}" for path in (trial or "").split()]
     return said
 
 

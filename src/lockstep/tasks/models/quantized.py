@@ -60,14 +60,14 @@ def check(run: Run, possible: bool) -> None:
 def pack(run: Run, model: nn.Module) -> None:
     """Keep the layers in 4 bits, in place. What is kept depends on their weights alone; it is computed where the model
     is built, on the CPU, whatever device it goes to then. Errors: `RunError` for a model without such layers."""
-    found = [m for name, m in model.named_modules() if _within_blocks(name) and _fits(m)]
-    if not found:
+    modules = [m for name, m in model.named_modules() if _within_blocks(name) and _fits(m)]
+    if not modules:
         raise RunError(
             "LS3175",
             f"model.quantization: no block of this model has a frozen linear layer whose inputs are a multiple of "
             f"{BLOCK}; leave it out, and keep them in bfloat16",
         )
-    for layer in found:
+    for layer in modules:
         _pack(layer, str(run.model.quantization))
 
 
@@ -137,12 +137,12 @@ def unpack(model: nn.Module) -> None:
 @torch.no_grad()
 def unpacked(model: nn.Module) -> dict[str, Tensor]:
     """What the weights in 4 bits stand for, by the names that they would have: float32. The model stays as it is."""
-    found = {}
+    tensors = {}
     for name, layer in model.named_modules():
         if hasattr(layer, "kept_as"):
             weight = _library().functional.dequantize_4bit(layer.packed, _state(layer))  # [N, K]
-            found[f"{name}.weight"] = weight.t().contiguous() if isinstance(layer, Conv1D) else weight
-    return found
+            tensors[f"{name}.weight"] = weight.t().contiguous() if isinstance(layer, Conv1D) else weight
+    return tensors
 
 
 def _packed(model: nn.Module) -> Iterator[Any]:

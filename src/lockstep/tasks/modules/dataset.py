@@ -52,22 +52,22 @@ def function(run: Run, key: str) -> Any:
     if name.rpartition(".")[0] not in sys.modules:  # what is drawn at its top is the same in every process
         seed_libraries(run.seed)
     try:
-        found = plugins.attribute(name)
+        attribute = plugins.attribute(name)
     except plugins.PluginError as error:
         raise RunError(error.code, f"task.{key}: {error.message}") from error
     except Exception as error:
         raise RunError("LS3201", f"task.{key}: cannot import {name}: {error_line(error)}") from error
-    if key not in ("model", "data") and isinstance(found, type) and issubclass(found, nn.Module):
-        found = found()
-    if key == "loss" and isinstance(found, nn.Module) and any(w.requires_grad for w in found.parameters()):
+    if key not in ("model", "data") and isinstance(attribute, type) and issubclass(attribute, nn.Module):
+        attribute = attribute()
+    if key == "loss" and isinstance(attribute, nn.Module) and any(w.requires_grad for w in attribute.parameters()):
         raise RunError(
             "LS3202",
             f"task.loss: {name} has weights of its own, which would not be trained: make it a part of the model that "
             "task.model builds, and let forward return what the loss needs",
         )
-    if key != "data" and not callable(found):
-        raise RunError("LS3203", f"task.{key}: {name} is a {type(found).__name__}; expected a function")
-    return found
+    if key != "data" and not callable(attribute):
+        raise RunError("LS3203", f"task.{key}: {name} is a {type(attribute).__name__}; expected a function")
+    return attribute
 
 
 @contextmanager
@@ -171,14 +171,14 @@ def model(run: Run, empty: bool = False) -> nn.Module:
         )
     seed_libraries(run.seed)
     with asked(run, "model"):
-        found = _on_meta(build, run) if empty else build(**run.task.options["model_arguments"])
-    if isinstance(found, list | tuple) and found and all(isinstance(part, nn.Module) for part in found):
-        found = nn.Sequential(*found)
-    if not isinstance(found, nn.Module):
-        raise RunError("LS3213", f"task.model: {name} gives a {type(found).__name__}; expected a torch.nn.Module")
-    if isinstance(found, torch.jit.ScriptModule) or type(found).__name__ == "OptimizedModule":
+        built = _on_meta(build, run) if empty else build(**run.task.options["model_arguments"])
+    if isinstance(built, list | tuple) and built and all(isinstance(part, nn.Module) for part in built):
+        built = nn.Sequential(*built)
+    if not isinstance(built, nn.Module):
+        raise RunError("LS3213", f"task.model: {name} gives a {type(built).__name__}; expected a torch.nn.Module")
+    if isinstance(built, torch.jit.ScriptModule) or type(built).__name__ == "OptimizedModule":
         raise RunError("LS3214", f"task.model: {name} gives a compiled model; give the module itself")
-    return found.to("meta") if empty else found
+    return built.to("meta") if empty else built
 
 
 def _on_meta(build: Any, run: Run) -> Any:
@@ -196,9 +196,9 @@ def measured(run: Run, data: Any, places: np.ndarray, each: int, key: str) -> st
     columns = {"length": np.ones(len(places), np.int32), "targets": np.full(len(places), each, np.int32)}
     some = {name: call for name, call in functions.items() if call is not None}
     for row, place in enumerate(places if some else ()):
-        found = item(run, data, int(place), -1)
+        sample = item(run, data, int(place), -1)
         for name, call in some.items():
-            columns[name][row] = _number(run, name, call, found, int(place))
+            columns[name][row] = _number(run, name, call, sample, int(place))
     if not columns["targets"].any():
         raise RunError("LS3215", "task.targets: no item of a split holds a target")
 
@@ -229,10 +229,10 @@ def content(path: str) -> str:
     return seen.hexdigest()
 
 
-def _number(run: Run, name: str, function: Any, found: Any, place: int) -> int:
+def _number(run: Run, name: str, function: Any, value: Any, place: int) -> int:
     """Errors: `RunError`."""
     with asked(run, name, f" of item {place}"):
-        number = int(function(found))
+        number = int(function(value))
     least = 1 if name == "length" else 0
     if not least <= number < 2**31:
         raise RunError("LS3216", f"task.{name}: item {place} has {number}; expected a whole number of at least {least}")
@@ -322,16 +322,16 @@ class Batches(Dataset):
         step, index, rows = job
         blank = len(rows) == 0
         rows = np.zeros(2, dtype=np.int64) if blank else rows
-        found = [item(self.run, self.columns.data, int(self.columns.places[row]), step) for row in rows]
-        self._compare(rows, found)
+        items = [item(self.run, self.columns.data, int(self.columns.places[row]), step) for row in rows]
+        self._compare(rows, items)
         seed_everything(self.run.seed, step, index, 1)
-        batch = collated(self.run, self.collate, found)
+        batch = collated(self.run, self.collate, items)
         return Bundle(batch, len(rows), int(self.columns.targets[rows].sum()), blank)
 
-    def _compare(self, rows: np.ndarray, found: list[Any]) -> None:
+    def _compare(self, rows: np.ndarray, items: list[Any]) -> None:
         """Errors: `RunError` when an item holds another number of targets than before, which divide the loss, or has
         another length, by which steps are cut."""
-        for row, each in zip(rows, found, strict=True):
+        for row, each in zip(rows, items, strict=True):
             if (count := self._measured("targets", each)) not in (None, self.columns.targets[row]):
                 told = "it must not depend on what is drawn at random"
                 if self._again("targets", int(row)) != self.columns.targets[row]:
@@ -376,10 +376,10 @@ class Batches(Dataset):
         )
 
 
-def collated(run: Run, collate: Callable[[list[Any]], Any], found: list[Any]) -> Any:
+def collated(run: Run, collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:
     """Items as a batch. Errors: `RunError`."""
     try:
-        return collate(found)
+        return collate(items)
     except Exception as error:
         if run.task.options.get("collate") is not None:
             with asked(run, "collate"):

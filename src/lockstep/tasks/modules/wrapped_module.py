@@ -85,27 +85,27 @@ class Calling:
                     f"task.loss: it gave {value.numel()} numbers for a batch of {bundle.examples} examples, and "
                     f"{bundle.targets} were expected; {COUNT}",
                 )
-            found = value.float().sum()
+            loss_total = value.float().sum()
         elif value.numel() != 1:
             raise RunError(
                 "LS3254", f"task.loss: it gave one number for the batches it was tried on, now {kind_of(value)}"
             )
         else:
-            found = value.float().reshape(()) * (bundle.targets if self.loss_kind == "mean" else 1)
-        return nothing(found) if bundle.blank else found
+            loss_total = value.float().reshape(()) * (bundle.targets if self.loss_kind == "mean" else 1)
+        return nothing(loss_total) if bundle.blank else loss_total
 
     def measured(self, outputs: Any, seen: Any, bundle: Bundle) -> list[Any]:
         """Sum and count of each metric, one after the other. Errors: `RunError`."""
         if self.metrics is None:
             return []
-        found = self.metrics(outputs, seen)
-        if not isinstance(found, Mapping) or {*found} != {*self.metric_kinds}:
+        values = self.metrics(outputs, seen)
+        if not isinstance(values, Mapping) or {*values} != {*self.metric_kinds}:
             raise RunError(
-                "LS3255", f"task.metrics: expected a mapping with {', '.join(self.metric_kinds)}, it gave {found!r}"
+                "LS3255", f"task.metrics: expected a mapping with {', '.join(self.metric_kinds)}, it gave {values!r}"
             )
         numbers: list[Any] = []
         for name, kind in self.metric_kinds.items():
-            value = found[name]
+            value = values[name]
             if kind == "pair":
                 numbers += value
             elif kind == "each":
@@ -115,9 +115,9 @@ class Calling:
         return numbers
 
 
-def nothing(found: Tensor) -> Tensor:
+def nothing(tensor: Tensor) -> Tensor:
     """A zero that hangs on `found`, so that every rank's backward runs, also through a loss that is no number."""
-    return torch.where(torch.zeros_like(found, dtype=torch.bool), found, 0)
+    return torch.where(torch.zeros_like(tensor, dtype=torch.bool), tensor, 0)
 
 
 def kind_of(value: Any) -> str:
@@ -129,10 +129,10 @@ def kind_of(value: Any) -> str:
 
 def names_of(model: nn.Module) -> tuple[str, ...] | None:
     """What `forward` takes by name; None where it takes anything."""
-    found = inspect.signature(model.forward).parameters.values()
-    if any(p.kind == p.VAR_KEYWORD for p in found):
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return None
-    return tuple(p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
 class Adapted(nn.Module):

@@ -61,11 +61,11 @@ def of_labels(options: ClassificationOptions, names: list[str], counts: list[int
                 "says nothing of its weight; give weights by label, or more data",
             )
         of = np.array(counts, np.float64)
-        found = (examples - of) / of if options.multi_label else examples / (len(names) * of)
-        if options.multi_label and (found == 0).any():
+        weights = (examples - of) / of if options.multi_label else examples / (len(names) * of)
+        if options.multi_label and (weights == 0).any():
             raise RunError(
                 "LS3271",
-                f"task.class_weights: every example of train has the label {names[int(np.argmin(found))]!r}, so "
+                f"task.class_weights: every example of train has the label {names[int(np.argmin(weights))]!r}, so "
                 "balanced says nothing of its weight; give weights by label, or leave that label out",
             )
     else:
@@ -74,8 +74,8 @@ def of_labels(options: ClassificationOptions, names: list[str], counts: list[int
                 "LS3272",
                 f"task.class_weights: there is no label {unknown[0]!r}; known are {', '.join(map(repr, names[:20]))}",
             )
-        found = np.array([given.get(name, 1.0) for name in names])
-    return np.maximum(np.round(found / _FINEST), 1) * _FINEST
+        weights = np.array([given.get(name, 1.0) for name in names])
+    return np.maximum(np.round(weights / _FINEST), 1) * _FINEST
 
 
 def _named(value: Any) -> Any:
@@ -221,11 +221,11 @@ def best_threshold(true: np.ndarray, scores: np.ndarray) -> float:
     equal ones the highest. 0.5 where nothing is true."""
     if not true.any():
         return 0.5
-    found, given, right = _at_each_threshold(true, scores)
+    predicted, given, right = _at_each_threshold(true, scores)
     best = int(np.argmax(2 * right / (given + true.sum())))
-    below = found[best + 1] if best + 1 < len(found) else 0.0
-    half = (found[best] + below) / 2
-    return float(half if half > below else found[best])
+    below = predicted[best + 1] if best + 1 < len(predicted) else 0.0
+    half = (predicted[best] + below) / 2
+    return float(half if half > below else predicted[best])
 
 
 def f1(right: np.ndarray, true: np.ndarray, given: np.ndarray) -> np.ndarray:

@@ -102,8 +102,8 @@ class OneLabel(Objective):
         return float((counts * self.weights).sum())  # of multiples of 2^-20: exact
 
     def targets_in_batch(self, targets: Tensor) -> float:
-        found = targets[targets >= 0]
-        return len(found) if self.weights is None else float(self.weights[found.cpu().numpy()].sum())
+        labels = targets[targets >= 0]
+        return len(labels) if self.weights is None else float(self.weights[labels.cpu().numpy()].sum())
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         from torch.nn.functional import cross_entropy
@@ -168,7 +168,7 @@ class OneLabel(Objective):
         """Macro F1 is the mean over classes that occur or are predicted of 2 right / (true + predicted), as
         scikit-learn's. ROC AUC is of the second of two labels, else the mean of each label against all others. ECE is
         that of the likeliest label. `f1`, where there is a threshold, is the second label's."""
-        sums, found, used = self._decided(sums, threshold)
+        sums, gathered, used = self._decided(sums, threshold)
         count = float(sums["examples"])
         both = sums["of_class"] + sums["predicted"]
         f1 = 2 * sums["right_of_class"][both > 0] / both[both > 0]
@@ -179,9 +179,9 @@ class OneLabel(Objective):
         }
         if used is not None:
             told |= {"f1": float(2 * sums["right_of_class"][1] / max(float(both[1]), 1.0)), "threshold": used}
-        if found is None:
+        if gathered is None:
             return told
-        probabilities, true = found
+        probabilities, true = gathered
         if not np.isfinite(probabilities).all():
             return told | {"roc_auc": objective.NAN, "ece": objective.NAN}
         of_labels = range(1, 2) if len(self.names) == 2 else range(len(self.names))
@@ -205,12 +205,12 @@ class OneLabel(Objective):
         return sums | self._counts(torch.from_numpy(true), decided), (probabilities, true), used
 
     def tables(self, sums: Sums, threshold: float | None) -> dict[str, Any]:
-        sums, found, _ = self._decided(sums, threshold)
+        sums, gathered, _ = self._decided(sums, threshold)
         told: dict[str, Any] = {}
         if "confusion" in sums:
             told["confusion"] = {"labels": self.names, "counts": sums["confusion"].long().tolist()}
-        if found is not None and np.isfinite(found[0]).all():
-            told["reliability"] = {"of": "the likeliest label"} | _reliability(*found).table()
+        if gathered is not None and np.isfinite(gathered[0]).all():
+            told["reliability"] = {"of": "the likeliest label"} | _reliability(*gathered).table()
         return told
 
     def metric_inputs(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
@@ -225,14 +225,14 @@ class OneLabel(Objective):
 
     def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
         """`label`, its `score`, and the `scores` of all labels, which add up to 1."""
-        found = []
+        results = []
         probabilities = objective.softmax(logits.double().cpu().numpy())  # as `given`: a threshold decides the same
         for row, best in zip(probabilities.tolist(), logits.argmax(-1).tolist(), strict=True):
             if threshold is not None:
                 best = int(row[1] >= threshold)
             scored = dict(zip(self.names, row, strict=True))
-            found.append({"label": self.names[best], "score": row[best], "scores": scored})
-        return found
+            results.append({"label": self.names[best], "score": row[best], "scores": scored})
+        return results
 
     @classmethod
     def format_answer(cls, answer: Mapping[str, Any]) -> str:
@@ -284,10 +284,10 @@ class SeveralLabels(Objective):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def targets(self, columns: Columns, rows: np.ndarray) -> np.ndarray:
-        found = np.zeros((len(rows), len(self.names)), np.int64)  # [B, C]
+        matrix = np.zeros((len(rows), len(self.names)), np.int64)  # [B, C]
         for place, row in enumerate(rows):
-            found[place, columns.ragged("label").row(int(row))] = 1
-        return found
+            matrix[place, columns.ragged("label").row(int(row))] = 1
+        return matrix
 
     def count(self, columns: Columns, rows: np.ndarray) -> float:
         return len(rows) * len(self.names)
@@ -338,9 +338,9 @@ class SeveralLabels(Objective):
         }
 
     def _used(self, probabilities: np.ndarray, true: np.ndarray, chosen: float | None) -> float:
-        found = self.threshold(true.ravel() == 1, probabilities.ravel(), chosen)
-        assert found is not None, "of several labels there is always a threshold"
-        return found
+        threshold = self.threshold(true.ravel() == 1, probabilities.ravel(), chosen)
+        assert threshold is not None, "of several labels there is always a threshold"
+        return threshold
 
     def tables(self, sums: Sums, threshold: float | None) -> dict[str, Any]:
         probabilities, true = self.metric_inputs(sums)
@@ -348,7 +348,7 @@ class SeveralLabels(Objective):
             return {}
         used = self._used(probabilities, true, threshold)
         right, there, given = _counts(probabilities >= used, true)
-        found = objective.reliability(true.ravel(), probabilities.ravel())
+        bins = objective.reliability(true.ravel(), probabilities.ravel())
         return {
             "labels": {
                 "names": self.names,
@@ -360,7 +360,7 @@ class SeveralLabels(Objective):
                     None if np.isnan(each) else each for each in _average_precisions(probabilities, true)
                 ],
             },
-            "reliability": {"of": "each label"} | found.table(),
+            "reliability": {"of": "each label"} | bins.table(),
         }
 
     def metric_inputs(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
@@ -379,14 +379,14 @@ class SeveralLabels(Objective):
 
     def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
         """`labels`, the likeliest first, and the `scores` of all."""
-        found = []
+        results = []
         for row in objective.sigmoid(
             logits.double().cpu().numpy()
         ).tolist():  # as `given`: a threshold decides the same
             scored = dict(zip(self.names, row, strict=True))
             given = [name for name, chance in scored.items() if chance >= (0.5 if threshold is None else threshold)]
-            found.append({"labels": sorted(given, key=lambda name: -scored[name]), "scores": scored})
-        return found
+            results.append({"labels": sorted(given, key=lambda name: -scored[name]), "scores": scored})
+        return results
 
     @classmethod
     def format_answer(cls, answer: Mapping[str, Any]) -> str:

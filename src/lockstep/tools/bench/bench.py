@@ -63,7 +63,7 @@ def rows_of(
     for key, values in asked.over.items():
         for value in values:
             load(path, {**overrides, key: value}, defaults)
-    found = []
+    rows = []
     for keys in sweep_file.product(asked.over):
         for count in asked.processes:
             mine: sweep_file.Overrides = {**keys, "launch.processes": count}
@@ -72,13 +72,13 @@ def rows_of(
                 micro_batches = keys.get("micro_batches", asked.base.micro_batches)
                 mine |= {"batch_size": batch * count, "micro_batches": micro_batches * count}
             row = BenchRow(count, series(asked, keys), mine)
-            found.append(row)
+            rows.append(row)
             try:
                 row.run = load(path, {**overrides, **mine}, defaults)
                 row.job = resolved(row.run)
             except RunError as caught:
                 row.reason = " ".join(str(caught).split())
-    return found
+    return rows
 
 
 def series(asked: Bench, keys: sweep_file.Overrides) -> str:
@@ -119,9 +119,9 @@ def one(asked: Bench, row: BenchRow, number: int, folder: Path) -> None:
     except BaseException:  # Ctrl-C: what was found is written down already
         child.kill()
         raise
-    found = timing.read(folder)
-    if child.status == 0 and found is not None:
-        row.rounds[number] = found
+    measured = timing.read(folder)
+    if child.status == 0 and measured is not None:
+        row.rounds[number] = measured
     elif child.status == STOPPED:
         row.reason = "was stopped"
     else:

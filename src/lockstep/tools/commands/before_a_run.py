@@ -184,15 +184,15 @@ def listed(kind: str) -> list[dict[str, Any]]:
     for name in plugins.names(kind):
         row: dict[str, Any] = {"name": name}
         try:
-            summary, found = plugins.described(kind, name, *_NEEDS.get(kind, ()))
+            summary, attributes = plugins.described(kind, name, *_NEEDS.get(kind, ()))
         except plugins.PluginError as broken:
             rows.append(row | {"summary": f"cannot be loaded: {one_line(broken, 200)}"})
             continue
         if kind == "strategies":
-            row["results"] = "same bits" if found["exact"] else "rounding"
+            row["results"] = "same bits" if attributes["exact"] else "rounding"
         if kind in _NEEDS:
-            missing = plugins.lacking(found.get("needs") or found.get("packages") or ())
-            extra = found.get("extra") or (name if kind == "track" else missing[0] if missing else "")
+            missing = plugins.lacking(attributes.get("needs") or attributes.get("packages") or ())
+            extra = attributes.get("extra") or (name if kind == "track" else missing[0] if missing else "")
             what = f"'lockstep-train[{extra}]'" if name in own else " ".join(missing)
             row |= {"ready": not missing, "install": f"pip install {what}" if missing else None}
         rows.append(row | {"summary": summary} | ({} if name in own else {"distribution": plugins.origin(kind, name)}))

@@ -162,10 +162,10 @@ def checkpoints(run: Run, thorough: bool) -> tuple[dict[int, Manifest], dict[str
 
     sound: dict[int, Manifest] = {}
     damaged: dict[str, str] = {}
-    for path, found in candidates(run):
-        reason = found if isinstance(found, str) else (broken if thorough else misfit)(path, found)
-        if reason is None and not isinstance(found, str):
-            sound[found.step] = found
+    for path, manifest in candidates(run):
+        reason = manifest if isinstance(manifest, str) else (broken if thorough else misfit)(path, manifest)
+        if reason is None and not isinstance(manifest, str):
+            sound[manifest.step] = manifest
         else:
             damaged[path.name] = reason or "not readable"
     return sound, damaged

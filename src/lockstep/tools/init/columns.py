@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _ROWS = 1000  # looked at of the training split, from its beginning to its end
+_NO_SEMICOLON = "LS2225"  # lines of text that are not `text;label`
 _FEW = 200  # different values that a column of labels may have, at most
 _COUNTED = ("text", "label", "number", "decimal", "true/false")  # kinds whose values are counted
 
@@ -137,7 +138,7 @@ def _read(data: DataSection, seed: int) -> tuple[source.Source, bool]:
     try:
         loaded = source.load(data, seed)
     except RunError as error:
-        if "no semicolon" not in str(error):
+        if error.code != _NO_SEMICOLON:
             raise
     else:  # a book has semicolons, too
         labels = loaded.splits["train"]["label"] if lines else ()

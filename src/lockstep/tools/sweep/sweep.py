@@ -117,9 +117,9 @@ class Leaderboard:
             return None
         from lockstep.tools.sweep.sweep_file import propose
 
-        found = [(t.keys, self.metric(t)) for t in self.trials if t.state in ("done", "running")]
+        results = [(t.keys, self.metric(t)) for t in self.trials if t.state in ("done", "running")]
         for seed in range(search.seed, search.seed + 100 * search.trials, search.trials):
-            keys = propose(self.sweep.over, found, seed, not self.sweep.metric.startswith("-"))
+            keys = propose(self.sweep.over, results, seed, not self.sweep.metric.startswith("-"))
             if all(dict(t.keys) != keys for t in self.trials):
                 trial = self.add(keys)
                 self._tried.add(trial.name)
@@ -389,9 +389,9 @@ def _ended(board: Leaderboard, trial: SweepTrial, child: Child, seconds: float, 
         trial.reason = child.reason()
     board.write()
     name, value = board.sweep.metric.removeprefix("-"), board.metric(trial)
-    found = trial.state if value is None else f"{name} {value:.4f}"
+    outcome = trial.state if value is None else f"{name} {value:.4f}"
     why = f": {trial.reason}" if trial.reason else ""
-    board.console.say(f"{place} {trial.name}: {found}{why} ({clock(seconds)})")
+    board.console.say(f"{place} {trial.name}: {outcome}{why} ({clock(seconds)})")
     board.check_metric(trial)
 
 

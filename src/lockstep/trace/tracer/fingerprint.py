@@ -86,8 +86,8 @@ def measure(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool = T
         for (_, _, p), items in small.items():
             for batch in _batches(items):
                 layout = tuple((start, flat.numel()) for _, flat, start in batch)
-                found = _batch([flat for _, flat, _ in batch], layout, p, sketch)
-                for (i, _, _), vector in zip(batch, found, strict=True):
+                measured = _batch([flat for _, flat, _ in batch], layout, p, sketch)
+                for (i, _, _), vector in zip(batch, measured, strict=True):
                     results[i] = vector
     return [r for r in results if r is not None]
 

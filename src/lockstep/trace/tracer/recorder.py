@@ -206,8 +206,8 @@ class Recorder:
         self.since.clips.append(clip)
         if self.measures(self._next_step()) and grads:
             parts = [placement.local(p.grad) for p in grads]
-            found = measure([t for t, _, _ in parts], [b for _, b, _ in parts])
-            self.since.clipped = {placement.key(p): v for p, v in zip(grads, found, strict=True)}
+            measured = measure([t for t, _, _ in parts], [b for _, b, _ in parts])
+            self.since.clipped = {placement.key(p): v for p, v in zip(grads, measured, strict=True)}
         return clip
 
     def scheduled(self, name: str, by: str) -> None:
@@ -390,12 +390,12 @@ class Recorder:
         return measure(tensors, blocks, sketch=False), names
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
-        found: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         for root in (r for ref in self.roots if (r := ref()) is not None):
             for name, buffer in root.named_buffers():
                 if placement.is_plain_tensor(buffer) and buffer.numel() and buffer.layout == torch.strided:
-                    found.setdefault(placement.plain_name(name), buffer)
-        return list(found.items())[:2000]
+                    buffers.setdefault(placement.plain_name(name), buffer)
+        return list(buffers.items())[:2000]
 
     def _layout_of(self, optimizer: Any, number: int, parameters: list[tuple[Tensor, int]]) -> Layout:
         fresh = self.steps[number] % 16 == 0
@@ -562,31 +562,31 @@ def _counts(since: Since) -> list[int | None]:
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """The numbers of a parameter group."""
-    found: dict[str, Any] = {"of": len(group["params"])}
+    options: dict[str, Any] = {"of": len(group["params"])}
     for name, value in group.items():
         if name == "params":
             continue
         if isinstance(value, Tensor) and value.numel() == 1:
             value = float(value)
         if isinstance(value, bool | int | float | str) or value is None:
-            found[name] = value
+            options[name] = value
         elif isinstance(value, tuple | list) and all(isinstance(v, int | float) for v in value):
-            found[name] = list(value)
-    return found
+            options[name] = list(value)
+    return options
 
 
 def generators() -> dict[str, str]:
     """Hashes of the states of the generators of random numbers."""
     state = torch.random.get_rng_state()
-    found = {
+    states = {
         "torch": f"{zlib.crc32(bytes(memoryview_of(state))):08x}",
         "random": f"{hash(random.getstate()) & 0xFFFFFFFF:08x}",
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         _, keys, position, *_ = numpy.random.get_state()
-        found["numpy"] = f"{zlib.crc32(keys.tobytes() + str(position).encode()):08x}"
-    return found
+        states["numpy"] = f"{zlib.crc32(keys.tobytes() + str(position).encode()):08x}"
+    return states
 
 
 def memoryview_of(tensor: Tensor) -> bytes:
@@ -597,8 +597,8 @@ def memoryview_of(tensor: Tensor) -> bytes:
 
 def _held(parameters: Iterable[Any]) -> list[tuple[weakref.ref[Any], weakref.ref[Any], int]]:
     """Of the first few parameters with gradients, what tells whether the gradient is written to."""
-    found = ((weakref.ref(p), weakref.ref(p.grad), _version(p.grad)) for p in parameters if p.grad is not None)
-    return list(itertools.islice(found, 8))
+    references = ((weakref.ref(p), weakref.ref(p.grad), _version(p.grad)) for p in parameters if p.grad is not None)
+    return list(itertools.islice(references, 8))
 
 
 def _same(parameter: Any, grad: Any, version: int) -> Tensor | None:
