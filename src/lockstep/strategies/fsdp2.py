@@ -270,8 +270,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
 
     @classmethod
-    def gives_bits(cls, run: Run) -> bool:
-        return run.strategy.exact and not fsdp.low_dtypes(run)
+    def inexact_options(cls, run: Run) -> list[str]:
+        return fsdp.low_dtypes(run)
 
     @classmethod
     def rounding(cls, run: Run) -> float:

@@ -66,8 +66,9 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         return False
 
     @classmethod
-    def gives_bits(cls, run: Run) -> bool:
-        return run.strategy.exact and "mixed_precision_policy" not in run.strategy.options["fsdp"]
+    def inexact_options(cls, run: Run) -> list[str]:
+        key = "mixed_precision_policy"
+        return [f"strategy.options.fsdp.{key}"] if key in run.strategy.options["fsdp"] else []
 
     @classmethod
     def rounding(cls, run: Run) -> float:

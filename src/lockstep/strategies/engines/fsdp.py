@@ -98,8 +98,9 @@ def check_options(run: Run, processes: int) -> None:
 
 
 def low_dtypes(run: Run) -> list[str]:
-    """The options that ask for bfloat16 where `single` has float32."""
-    return [key for key in ("param_dtype", "reduce_dtype") if run.strategy.options.get(key) == "bf16"]
+    """The keys that ask for bfloat16 where `single` has float32."""
+    options = run.strategy.options
+    return [f"strategy.options.{key}" for key in ("param_dtype", "reduce_dtype") if options.get(key) == "bf16"]
 
 
 def policies(run: Run) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:

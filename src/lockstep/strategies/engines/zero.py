@@ -73,9 +73,10 @@ class Sharded(ShardedRecovery, Recomputes):
         return 1e-4 if run.precision == "fp32" else 1e-3
 
     @classmethod
-    def gives_bits(cls, run: Run) -> bool:
+    def inexact_options(cls, run: Run) -> list[str]:
+        key = "strategy.options.deepspeed" if "deepspeed" in run.strategy.options else "strategy.options"
         options = run.strategy.options.get("deepspeed", run.strategy.options)
-        return run.strategy.exact and not zero_config.other_arithmetic(options)
+        return [f"{key}.{name}" for name in zero_config.other_arithmetic(options)]
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
