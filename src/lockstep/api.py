@@ -191,7 +191,7 @@ def verify(run: Run, steps: int = 5, show: Callable[[str], object] | None = prin
     Errors: `RunError`, `JobFailed`.
     """
     if steps < 1:
-        raise RunError("LS0002", f"steps: {steps} is not a positive number of steps")
+        raise RunError("LS0002", f"steps: invalid value {steps}; expected an integer >= 1")
     _begins()
     _importable(run)
     with _written(run) as path:
@@ -239,8 +239,8 @@ def _importable(run: Run) -> None:
         if name.startswith("__main__."):
             raise RunError(
                 "LS0001",
-                f"{key}: {name} is defined in this session, and other processes cannot import it: put the class in a "
-                "file, my_module.py, and write my_module.Class",
+                f"{key}: {name} is defined in this session, so other processes cannot import it; put the class "
+                "in a file, my_module.py, and give my_module.Class",
             )
 
 

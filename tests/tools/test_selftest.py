@@ -38,7 +38,7 @@ def test_each_strategy_is_told_as_it_is(tmp_path: Path, cache: Path) -> None:
     status, out, err = ended(process, 280)
     assert status == 1, err
     outcomes = {
-        each["strategy"]: (each["found"], " ".join(each["why"])) for each in json.loads(out)["tables"]["outcomes"]
+        each["strategy"]: (each["result"], " ".join(each["why"])) for each in json.loads(out)["tables"]["outcomes"]
     }
     assert outcomes["allreduce"] == ("same bits", "")
     mistake, why = outcomes["support.buggy.OneNotReduced"]
@@ -88,10 +88,13 @@ def test_gpus_that_are_fewer_are_shared(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--selftest", "--page", "/no/such/folder/page.html"], "--page: there is no folder /no/such/folder"),
+        (
+            ["--selftest", "--page", "/no/such/folder/page.html"],
+            "--page: no such folder: /no/such/folder",
+        ),
         (["--selftest", "--processes", "0"], "--processes: 0 is not"),
         (["--selftest", "--strategies", "dpd"], "known are allreduce, ddp"),
-        (["--page", "page.html"], "--page: belongs to --selftest"),
+        (["--page", "page.html"], "--page: has an effect only with --selftest"),
     ],
 )
 def test_what_cannot_be(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:

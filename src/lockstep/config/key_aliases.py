@@ -134,7 +134,7 @@ def translate(section: str, values: Any, known: Mapping[str, Any]) -> Any:
             if name in values:
                 raise InvalidValue(
                     "LS1050",
-                    f"{prefix}{key} is the former name of {prefix}{name}, and both are given; leave {prefix}{key} out",
+                    f"{prefix}{key} is the former name of {prefix}{name}, and both are set; remove {prefix}{key}",
                 )
             _note(f"{prefix}{key} is called {prefix}{name} now; the former name is read for one release")
         present[name] = _present_value(f"{prefix}{name}", value) if name in known else value

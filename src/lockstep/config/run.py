@@ -136,23 +136,24 @@ class Run(Section):
         for key, source in (("model", self.model.source), ("tokenizer", self.tokenizer.source)):
             if is_address(source):
                 raise InvalidValue(
-                    "LS1100", f"{key}.source: {source} is not loaded from; copy that folder to this machine first"
+                    "LS1100", f"{key}.source: {source} cannot be loaded directly; copy the folder to this machine first"
                 )
         if is_address(self.output):
             raise InvalidValue(
                 "LS1101",
-                f"output is a folder of this machine; to keep its results elsewhere, too: remote_dir={self.output}",
+                f"output must be a folder of this machine; to copy the results to {self.output}, set "
+                f"remote_dir={self.output}",
             )
         model_selection.check(
             self.checkpoint.best, bool(self.evaluate.every), self.checkpoint.every, self.average, self.export
         )
         if self.epochs is not None and self.steps is not None:
-            raise InvalidValue("LS1102", "give either epochs or steps, and not both")
+            raise InvalidValue("LS1102", "epochs and steps are both set; remove one of them")
         if self.micro_batches > self.batch_size:
             raise InvalidValue(
                 "LS1103",
-                f"micro_batches ({self.micro_batches}) must not be more than batch_size ({self.batch_size}): "
-                "every micro-batch of a step needs an example",
+                f"micro_batches ({self.micro_batches}) is greater than batch_size ({self.batch_size}), but "
+                "every micro-batch needs an example; lower micro_batches or raise batch_size",
             )
         return self
 
@@ -220,7 +221,8 @@ class Run(Section):
         if processes > self.micro_batches:
             raise RunError(
                 "LS1104",
-                f"{told} cannot share {self.micro_batches} micro-batches; use fewer processes or more micro_batches",
+                f"{told} cannot share {self.micro_batches} micro-batches, because each process needs at least "
+                "one; use fewer processes or raise micro_batches",
             )
 
     def default(self, key: str) -> Any:
@@ -264,7 +266,7 @@ def load(
         if not isinstance(values, dict):
             raise RunError(
                 "LS1107",
-                f"{path} must hold a mapping of keys (see `lockstep schema`), it holds {messages.kind(values)}",
+                f"{path} must contain a mapping of keys (see `lockstep schema`), but contains {messages.kind(values)}",
             )
         values = beside({key: at_length(key, value) for key, value in values.items()}, Path(path))
         values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
@@ -375,7 +377,8 @@ class _Source:
                 raise RunError("LS1109", f"unknown key {key!r}: {hint} ({self.where(key)})")
             if not isinstance(given, dict):
                 raise RunError(
-                    "LS1110", f"{key}: expected a mapping of the tracker's keys, not {given!r} ({self.where(key)})"
+                    "LS1110",
+                    f"{key}: invalid value {given!r}; expected a mapping of the tracker's keys ({self.where(key)})",
                 )
             own[name] = self.options(key, "track.to", "track", name, given, ())
         return type(section)(**own)
@@ -420,7 +423,9 @@ def overrides_of(given: Sequence[str] | Mapping[str, Any]) -> messages.Overrides
     for key in given:
         if not isinstance(key, str) or not KEY.fullmatch(key):
             raise RunError(
-                "LS1112", f"{key!r} is no key of a run file; a key inside a section is written optim.learning_rate"
+                "LS1112",
+                f"{key!r} is not a key of the run file; write a key inside a section with a dot, such as "
+                "optim.learning_rate",
             )
     overrides = messages.Overrides(given)
     overrides.place = "in the overrides"
@@ -535,9 +540,16 @@ def check_output(run: Run) -> None:
     """OUTPUT is there or can be made. Errors: `RunError`."""
     there = next(path for path in (run.folder, *run.folder.parents) if path.exists())
     if not there.is_dir():
-        raise RunError("LS1115", f"output: cannot write to {run.folder}: {there} is a file")
+        raise RunError(
+            "LS1115",
+            f"output: cannot write to {run.folder}: {there} is a file, not a folder; choose another output",
+        )
     if not os.access(there, os.W_OK):
-        raise RunError("LS1116", f"output: cannot write to {run.folder}: {there} may not be written by this user")
+        raise RunError(
+            "LS1116",
+            f"output: cannot write to {run.folder}: this user has no permission to write to {there}; choose "
+            "another output",
+        )
 
 
 def keep(run: Run) -> None:

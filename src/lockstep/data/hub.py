@@ -139,8 +139,8 @@ def model_folder(source: str, key: str = "model.source") -> str:
     if not (path / "export" / "config.json").is_file():
         raise RunError(
             "LS2080",
-            f"{key}: the run of {output} is not finished, and has no export; name one of its checkpoints, for example "
-            f"{output}/checkpoints/latest, or finish it",
+            f"{key}: the run of {output} is not finished and has no export; name one of its checkpoints, for "
+            f"example {output}/checkpoints/latest, or finish the run",
         )
     return str(path / "export")
 
@@ -201,8 +201,8 @@ def reading_weights(source: str) -> Iterator[None]:
         text = "a pickle of more than tensors is not loaded, because it may run code" if held else text
         raise RunError(
             "LS2081",
-            f"model.source: the weights of {source} cannot be read: {text}. Fetch them again, or save the model as "
-            "safetensors where it can be trusted",
+            f"model.source: the weights of {source} cannot be read: {text}. Download them again, or, if you "
+            "trust the file, convert it to safetensors elsewhere",
         ) from error
 
 
@@ -258,7 +258,9 @@ def repository(data: DataSection, usual: dict[str, tuple[str, ...]]) -> DataSect
             continue
         if other := next((str(each) for each in files[name] if not str(each).startswith(f"{root}/")), None):
             raise RunError(
-                "LS2085", f"data.stream: {data.source} has its rows elsewhere ({other}); name the shards in data.train"
+                "LS2085",
+                f"data.stream: {data.source} does not hold its rows itself ({other}), so it cannot be streamed "
+                "by name; name the shards in data.train",
             )
         splits[split] = [str(each).removeprefix(f"{root}/") for each in files[name]]
     if "train" not in splits:
@@ -277,5 +279,6 @@ def _commit(repository: str, revision: str | None, what: str) -> str:
     except Exception as error:  # whatever the Hub, the network and the library between raise
         raise RunError(
             "LS2087",
-            f"data.source: {what} is no local file or folder, and the Hub was asked: {explained(error, revision)}",
+            f"data.source: {what} is not a local file or folder, and loading it from the Hub failed: "
+            f"{explained(error, revision)}",
         ) from None

@@ -10,6 +10,7 @@ hands every rank its slice of each leaf, summed in tree order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -127,8 +128,8 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
             names = first_few(sorted(agreed.moved))
             raise RunError(
                 "LS4190",
-                f"strategy.name: the model's forward gives {names} other memory (by `.data =`, or a new parameter), "
-                "and fsdp2 updates the memory that it had. Write into the weight in place "
+                f"strategy.name: the model's forward gives {names} new memory (by `.data =`, or a new "
+                "parameter), but fsdp2 updates the old memory. Write into the weight in place "
                 "(`weight.copy_(...)` under torch.no_grad()), or use strategy.name=ddp",
             )
         return agreed
@@ -469,8 +470,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         if names and (self.world.size == 1 or not self.named.keys().isdisjoint(names)):
             raise RunError(
                 "LS4191",
-                f"strategy.options.gather: FSDP would lose what the model's forward does to {first_few(names)}, "
-                f"since it puts other tensors in the place of weights. Use {fsdp.INSTEAD}",
+                "strategy.options.gather: FSDP replaces weights by other tensors, and would lose what the "
+                f"model's forward does to {first_few(names)}. Use {fsdp.INSTEAD}",
             )
         return super().take_effects(agreed)
 
@@ -531,9 +532,12 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     @classmethod
     def fit_options(cls, run: Run, processes: int) -> Run:
-        """The run with the replicas of its file, or with as many as divide the processes and leave something to
-        shard."""
+        """The run with the tensor ranks and replicas of its file, or with as many as divide the processes: leaves have
+        the same bits on fewer ranks."""
         options, tensor = dict(run.strategy.options), tensor_ranks(run)
+        if run.strategy.exact and tensor > 1:
+            shared = math.gcd(processes, run.strategy.tensor_leaves)
+            tensor = options["tensor_parallel"] = max(n for n in range(1, tensor + 1) if not shared % n)
         able = [n for n in range(1, int(options.get("replicate", 1)) + 1) if not processes % (n * tensor)]
         if "replicate" in options:
             options["replicate"] = max((n for n in able if n == 1 or n * tensor < processes), default=1)

@@ -50,7 +50,11 @@ class AnswerPairOptions(BaseModel):
     @model_validator(mode="after")
     def _spoken(self) -> AnswerPairOptions:
         if self.chat_template is not None and not self.conversations:
-            raise InvalidValue("LS3000", "chat_template is for conversations: true; set that, or leave it out")
+            raise InvalidValue(
+                "LS3000",
+                "chat_template has an effect only with conversations: true; set task.conversations, or remove "
+                "task.chat_template",
+            )
         return self
 
     @property
@@ -196,7 +200,7 @@ def _whole(dataset: Dataset, options: AnswerPairOptions, split: str, name: str, 
                 raise RunError(
                     "LS3003",
                     f"task.rejected: row {row} of the {split} split of {name} has the same answer as chosen and as "
-                    f"rejected, {str(chosen)[:60]!r}: nothing is preferred there; take such rows out of the file",
+                    f"rejected, {str(chosen)[:60]!r}, so it states no preference; remove such rows",
                 )
     return dataset
 
@@ -238,8 +242,8 @@ def _encoder(run: Run, split: str, options: AnswerPairOptions, folder: str) -> t
             if both[0][0] == both[1][0]:
                 raise RunError(
                     "LS3004",
-                    f"task.rejected: the two answers of row {row} of {split} are the same tokens as far as they are "
-                    f"read; raise data.max_length ({run.data.max_length}), or take the row out",
+                    f"task.rejected: the two answers of row {row} of {split} are the same tokens within "
+                    f"data.max_length ({run.data.max_length}); raise data.max_length, or remove the row",
                 )
             for name, parts in (("input_ids", [b[0] for b in both]), ("targets", [b[1] for b in both])):
                 encoded[name].append([token for part in parts for token in part])
@@ -256,8 +260,8 @@ def _cut(ids: list[int], first: int, most: int, split: str, row: int) -> tuple[l
     if first >= most:
         raise RunError(
             "LS3005",
-            f"data.max_length: the prompt of row {row} of {split} fills all {most} tokens, and nothing of an answer is "
-            f"left; raise it to {first + 2} or more, or set data.filter",
+            f"data.max_length: the prompt of row {row} of {split} fills all {most} tokens and leaves none for "
+            f"an answer; raise data.max_length to {first + 2} or more, or set data.filter",
         )
     return ids[:most], ([_IGNORED] * first + ids[first:])[:most], len(ids) > most
 

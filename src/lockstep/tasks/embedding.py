@@ -63,10 +63,10 @@ class EmbeddingOptions(BaseModel):
     def _one_kind(self) -> EmbeddingOptions:
         if self.score is not None and (self.negative is not None or self.negatives is not None):
             raise InvalidValue(
-                "LS3020", "score is of pairs, whose texts are not told apart from others; leave negative out"
+                "LS3020", "score rates pairs of texts, so negative cannot be used with it; remove task.negative"
             )
         if not self.score_range[0] < self.score_range[1]:
-            raise InvalidValue("LS3021", "score_range is the least score and the greatest, in this order")
+            raise InvalidValue("LS3021", "score_range: expected the lowest and the highest score, in this order")
         columns = list(self.columns.values())
         if len(set(columns)) < len(columns):
             raise InvalidValue("LS3022", "anchor, positive and negative must be different columns")
@@ -147,7 +147,9 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
         if model_configs.load_config(data.run).is_encoder_decoder:
             raise RunError(
-                "LS3023", "model: embeddings are made by an encoder or a decoder, and this is both; choose another"
+                "LS3023",
+                "model: embeddings need an encoder or a decoder, and this model is an encoder-decoder; choose "
+                "another model",
             )
         super().check(data, folder, tok)
 

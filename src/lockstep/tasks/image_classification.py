@@ -186,7 +186,7 @@ class ImageClassification(LabelTask):
         if path.is_dir():
             files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in row_files.IMAGES]
             if not files:
-                raise RunError("LS3031", f"predict: {word} holds no images ({', '.join(row_files.IMAGES)})")
+                raise RunError("LS3031", f"predict: {word} contains no images ({', '.join(row_files.IMAGES)})")
             return [(str(file),) for file in files]
         return [(word,)]
 
@@ -245,8 +245,9 @@ def _whole(rows: Dataset, options: ImageClassificationOptions, split: str, name:
         kind = getattr(feature, "dtype", None) or type(feature).__name__
         raise RunError(
             "LS3032",
-            f"task.image: column {options.image!r} of the {split} split of {name} holds {kind}, and images are needed: "
-            "a column of datasets' Image feature, of bytes, or folders of images (data.layout: class_folders)",
+            f"task.image: column {options.image!r} of the {split} split of {name} holds {kind}; expected "
+            "images: a column of datasets' Image feature, of bytes, or folders of images (data.layout: "
+            "class_folders)",
         )
     rows = usable_rows.complete(rows, columns, split, name, drop)
     return labels.readable(rows, options.label)
@@ -273,7 +274,7 @@ def _opened(file: bytes, where: str) -> Any:
         return image.convert("RGB")
     except Exception as error:  # Pillow's readers raise errors of many kinds for files that are none
         said = " ".join(str(error).split()).partition(" <")[0]
-        raise RunError("LS3034", f"task.image: {where} is no image that Pillow can read ({said})") from error
+        raise RunError("LS3034", f"task.image: {where} is not an image that Pillow can read ({said})") from error
 
 
 # -- the image processor ---------------------------------------------------------------------------------------------
@@ -311,7 +312,9 @@ def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
         names: Any = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type, {})
         if (name := names.get("pil")) is None:
             raise RunError(
-                "LS3036", f"model.type: transformers has no image processor of Pillow's for {config.model_type}"
+                "LS3036",
+                f"model.type: transformers has no image processor based on Pillow for {config.model_type}; "
+                "choose another model.type",
             )
         processor = getattr(transformers, name)()
         size = getattr(config, "image_size", None)
@@ -358,7 +361,7 @@ def _shape(run: Run, processor: Any) -> tuple[int, ...]:
         halves = [resized(processor, image) for image in trials]
         if len({half.shape for half in halves}) > 1:
             raise RunError(
-                "LS3039", f"task.processor: {name} does not cut images to one size; give task.processor.size"
+                "LS3039", f"task.processor: {name} does not bring images to one size; set task.processor.size"
             )
         whole = [processor(image, return_tensors="np")["pixel_values"][0] for image in trials]
         both = normalized(processor, halves)
@@ -367,18 +370,23 @@ def _shape(run: Run, processor: Any) -> tuple[int, ...]:
     if halves[0].dtype != np.uint8 or not all(np.array_equal(a, b) for a, b in zip(both, whole, strict=True)):
         raise RunError(
             "LS3041",
-            f"model: {name} does more than to resize, crop, rescale and normalise, which this task does not take apart",
+            f"model: {name} does more than resize, crop, rescale and normalise, which this task does not "
+            "support; choose another model",
         )
     config, shape = model_configs.load_config(run), halves[0].shape
     channels = getattr(config, "num_channels", 3)
     if channels != shape[0]:
-        raise RunError("LS3042", f"model.config.num_channels: {channels}, and images are read in {shape[0]} colours")
+        raise RunError(
+            "LS3042",
+            f"model.config.num_channels: the model has {channels} input channels, but images have {shape[0]}; "
+            f"set it to {shape[0]}",
+        )
     size = getattr(config, "image_size", None)
     size = [size, size] if isinstance(size, int) else size
     if isinstance(size, list | tuple) and list(size) != list(shape[1:]) and config.model_type in _ONE_SIZE:
         raise RunError(
             "LS3043",
-            f"task.processor.size: images of {shape[1]} x {shape[2]}, and the model takes {size[0]} x {size[1]}",
+            f"task.processor.size: images of {shape[1]} x {shape[2]}, but the model expects {size[0]} x {size[1]}",
         )
     return shape
 

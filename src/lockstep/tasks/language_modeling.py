@@ -78,9 +78,11 @@ class LanguageModelingOptions(BaseModel):
     @model_validator(mode="after")
     def _one_kind(self) -> LanguageModelingOptions:
         if (self.prompt is None) != (self.response is None):
-            raise InvalidValue("LS3050", "give prompt and response, or neither")
+            raise InvalidValue("LS3050", "prompt and response belong together; set both or neither")
         if self.prompt is not None and self.messages is not None:
-            raise InvalidValue("LS3051", "give prompt and response, or messages, and not both")
+            raise InvalidValue(
+                "LS3051", "prompt and response cannot be combined with messages; set either the pair or messages"
+            )
         for key, default in (
             ("chat_template", None),
             ("template_arguments", {}),
@@ -88,10 +90,13 @@ class LanguageModelingOptions(BaseModel):
             ("turns", "together"),
         ):
             if getattr(self, key) != default and self.messages is None:
-                raise InvalidValue("LS3052", f"{key} is for messages; name their column")
+                raise InvalidValue(
+                    "LS3052", f"{key} has an effect only with task.messages; set task.messages, or remove task.{key}"
+                )
         if not self.attend_across_documents and not self.packed:
             raise InvalidValue(
-                "LS3053", "attend_across_documents is about packed texts, and these are not packed; leave it out"
+                "LS3053",
+                "attend_across_documents has an effect only on packed texts, and these are not packed; remove it",
             )
         return self
 
@@ -216,8 +221,8 @@ class LanguageModeling(PerToken, Generates):
             discard(Path(file))
             raise RunError(
                 "LS3054",
-                f"task: no token is left to predict in the {split} split of {data.name}: texts of one token, or "
-                f"prompts that fill all {data.options.block_size} tokens of task.block_size",
+                f"task: no token is left to predict in the {split} split of {data.name}: every text has one "
+                f"token only, or every prompt fills all {data.options.block_size} tokens of task.block_size",
             )
         return file, counts
 
@@ -445,5 +450,6 @@ def _check_model(run: Run, options: LanguageModelingOptions) -> None:
     padding.check_foresight(run)
     if not options.attend_across_documents and (why := padding.crosses(run)) is not None:
         raise RunError(
-            "LS3055", f"task.attend_across_documents: false is not for this family of models: {why}; leave it out"
+            "LS3055",
+            f"task.attend_across_documents: false is not supported for this family of models: {why}; remove it",
         )

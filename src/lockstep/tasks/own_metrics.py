@@ -112,7 +112,9 @@ def functions(run: Run) -> dict[str, Metric]:
     metrics: dict[str, Metric] = {}
     for name in run.metrics:
         if "." not in name:
-            raise RunError("LS3300", f"metrics: {name!r} names no file: write my_file.{name} for {name} in my_file.py")
+            raise RunError(
+                "LS3300", f"metrics: {name!r} does not name a file; write my_file.{name} for {name} in my_file.py"
+            )
         try:
             function = plugins.attribute(name)
         except plugins.PluginError as error:
@@ -125,7 +127,7 @@ def functions(run: Run) -> dict[str, Metric]:
             inspect.signature(function).bind(None, None)
         except TypeError as error:
             raise RunError(
-                "LS3303", f"metrics: {name} does not take (predictions, labels), as it is called: {error}"
+                "LS3303", f"metrics: {name} must accept two arguments, (predictions, labels): {error}"
             ) from error
         except ValueError:  # of a built-in one nobody knows what it takes
             pass
@@ -142,7 +144,7 @@ def check(run: Run, prepared: Prepared) -> None:
     if not isinstance(task, GivesPredictions):
         raise RunError(
             "LS3304",
-            f"metrics: the task {run.task.name} gathers no predictions that functions could be given: "
+            f"metrics: the task {run.task.name} collects no predictions that functions could receive: "
             f"{task.no_metric_inputs_reason}",
         )
     scored(run, metrics, task.dummy_predictions(), task.metric_names, " (tried on made-up predictions)")
@@ -170,7 +172,8 @@ def scored(
         for key, value in _by_name(name, result, where).items():
             if key in taken or key in numbers or key in ("examples", "loss", "step", "split"):
                 raise RunError(
-                    "LS3306", f"metrics: {name} gives {key!r}, which another metric is called; give it another name"
+                    "LS3306",
+                    f"metrics: {name} returns {key!r}, which is the name of another metric; choose a different name",
                 )
             numbers[key] = value
     return numbers
@@ -183,14 +186,16 @@ def _by_name(name: str, result: Any, where: str) -> dict[str, float]:
     for key, value in several.items():
         if not isinstance(key, str) or not re.fullmatch(r"\w+", key):
             raise RunError(
-                "LS3307", f"metrics: {name} gives a number called {key!r}{where}; a name is letters, digits and _"
+                "LS3307",
+                f"metrics: {name} returns a number named {key!r}{where}; a name may contain letters, digits and _",
             )
         plain = value.item() if getattr(value, "ndim", None) == 0 else value  # of numpy and torch
         if isinstance(plain, bool) or not isinstance(plain, int | float):
             raise RunError(
                 "LS3308",
-                f"metrics: {name} must give a number, or a mapping of numbers by name{where}; "
-                f"{'it gives' if value is result else f'{key} is'} {type(value).__name__} {str(value)[:40]!r}",
+                f"metrics: {name} must return a number, or a mapping of numbers by name{where}; "
+                f"{'it returned' if value is result else f'{key} is'} {type(value).__name__} "
+                f"{str(value)[:40]!r}",
             )
         numbers[key] = float(plain)
     return numbers

@@ -53,10 +53,10 @@ class PreferenceOptions(AnswerPairOptions):
     @model_validator(mode="after")
     def _fit(self) -> PreferenceOptions:
         if self.label_smoothing and self.loss != "dpo":
-            raise InvalidValue("LS3330", f"label_smoothing is of the loss dpo, not of {self.loss}; leave it out")
+            raise InvalidValue("LS3330", f"label_smoothing applies to the loss dpo, not to {self.loss}; remove it")
         if self.reference_batch_size and self.loss == "simpo":
             raise InvalidValue(
-                "LS3331", "reference_batch_size is of a reference, and simpo asks for none; leave it out"
+                "LS3331", "reference_batch_size applies to a reference model, and simpo uses none; remove it"
             )
         return self
 

@@ -101,7 +101,11 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     @classmethod
     def check(cls, data: TextData, folder: Path, tok: Any) -> None:
         if not tok.is_fast:
-            raise RunError("LS3340", "tokenizer: it does not tell which characters its tokens stand for")
+            raise RunError(
+                "LS3340",
+                "tokenizer: it does not report the characters of its tokens (no fast tokenizer); choose a "
+                "model with a fast tokenizer",
+            )
         super().check(data, folder, tok)
 
     @classmethod

@@ -68,8 +68,8 @@ def _refuse_others(letters: Mapping[str, str], kinds: Mapping[str, str]) -> None
     if others:
         raise RunError(
             "LS3360",
-            f"task.tags: {min(others)!r} begins with a letter of no scheme of tags, and others with letters of one: "
-            "read are B I O E S, B I L O U, B M E S O and B M E W O. Rename such tags",
+            f"task.tags: {min(others)!r} does not begin with a letter of a tagging scheme, but other tags do. "
+            "Supported schemes are B I O E S, B I L O U, B M E S O and B M E W O; rename such tags",
         )
 
 
@@ -158,8 +158,8 @@ class TokenClassification(PerToken):
             if unknown := _tags(rows) - set(data.labels):
                 raise RunError(
                     "LS3361",
-                    f"task.tags: the {split} split of {data.name} has the tag {min(unknown)!r}, which the training "
-                    "split has not",
+                    f"task.tags: the {split} split of {data.name} has the tag {min(unknown)!r}, which is not in the "
+                    "train split; add examples with it to train, or correct the tag",
                 )
 
     @classmethod
@@ -177,8 +177,8 @@ class TokenClassification(PerToken):
         if not (columns := Columns(file)).flat("count")[np.arange(len(columns))].any():
             raise RunError(
                 "LS3362",
-                f"task.words: no word of the {split} split of {data.name} has a token within the "
-                f"{data.run.data.max_length} of data.max_length",
+                f"task.words: no word of the {split} split of {data.name} has a token within data.max_length "
+                f"({data.run.data.max_length}); raise it",
             )
         return file, counts
 
@@ -347,8 +347,8 @@ def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, nam
             ):
                 raise RunError(
                     "LS3363",
-                    f"task.tags: row {row} of the {split} split of {name} must hold as many tags as words, in lists; "
-                    f"it holds {str(said)[:60]} and {str(marked)[:60]}",
+                    f"task.tags: row {row} of the {split} split of {name} must hold as many tags as words, both as "
+                    f"lists, but holds {str(said)[:60]} and {str(marked)[:60]}",
                 )
         wordless = [not said or any(_nothing(word) for word in said) for said, _ in part]
         tagless = [marked is None or any(_nothing(tag, names) for tag in marked) for _, marked in part]
@@ -386,7 +386,11 @@ def _encoder(run: Run, names: list[str], folder: str) -> tuple[Encoder, Features
 
     tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
     if not tok.is_fast:
-        raise RunError("LS3365", "tokenizer: it does not tell which word its tokens belong to")
+        raise RunError(
+            "LS3365",
+            "tokenizer: it does not report the words of its tokens (no fast tokenizer); choose a model with "
+            "a fast tokenizer",
+        )
     place_of = {name: code for code, name in enumerate(names)}
     numbers = datasets.List(datasets.Value("int32"))
     features = datasets.Features({"input_ids": numbers, "targets": numbers, "count": datasets.Value("int64")})

@@ -63,13 +63,15 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
     """Tell. Returns 0 where no step differs, 1 where one does, or a job's own exit status. `look`: compute the step
     again. Errors: `RunError`."""
     if start.joining():
-        raise RunError("LS8150", "lockstep diff starts its processes itself: call it without torchrun and its like")
+        raise RunError("LS8150", "lockstep diff starts its own processes; run it without torchrun or another launcher")
     console, both = Console(True), (a, b)
     written = [list(lines_of(folder / fingerprints.FILE, ("step", "hash"))) for folder in both]
     for folder, lines in zip(both, written, strict=True):
         if not lines:
             raise RunError(
-                "LS8151", f"{folder} has no {fingerprints.FILE}, or nothing in it: which steps differ cannot be told"
+                "LS8151",
+                f"{folder} has no {fingerprints.FILE} or an empty one, so its steps cannot be compared; set "
+                "fingerprints.every when training",
             )
     faulty = [fault for folder, lines in zip(both, written, strict=True) for fault in faults(folder, lines)]
     parting = first_parting(*written)
@@ -304,8 +306,8 @@ def again(output: Path, overrides: Sequence[str] | Mapping[str, Any], strategy: 
     if trained.model.trust_remote_code and "model.trust_remote_code" not in overrides_of(overrides):
         raise RunError(
             "LS8154",
-            f"model.trust_remote_code: {output / 'run.yaml'} asks for it, and code of a folder runs only if you do, "
-            "too: read it, then add model.trust_remote_code=true",
+            f"model.trust_remote_code: {output / 'run.yaml'} sets it, but code from a folder runs only if you "
+            "set it too: read the code, then add model.trust_remote_code=true",
         )
     values: dict[str, Any] = trained.model_dump(mode="json")
     if strategy is None:
@@ -334,7 +336,7 @@ def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Ite
     from lockstep.training.replaying import REPLAY
 
     if step < 1:
-        raise RunError("LS8155", f"--step: {step} is none of this run's steps, which count from 1")
+        raise RunError("LS8155", f"--step: {step} is not a step of this run; steps count from 1")
     folder = Path(tempfile.mkdtemp(prefix="lockstep-replay-"))
     try:
         run = run.model_copy(update={"output": str(folder / "run")})
@@ -366,7 +368,9 @@ def replay(
     from lockstep.training.replaying import REPLAY
 
     if start.joining():
-        raise RunError("LS8156", "lockstep replay starts its processes itself: call it without torchrun and its like")
+        raise RunError(
+            "LS8156", "lockstep replay starts its own processes; run it without torchrun or another launcher"
+        )
     run, console = again(output, overrides, strategy, processes), Console(True)
     if not (output / fingerprints.FILE).is_file():
         console.note(f"{output} has no {fingerprints.FILE}: the step is shown, and compared with nothing")
@@ -496,7 +500,7 @@ def opened(output: Path, step: int, overrides: Mapping[str, Any], processes: int
     run = again(output, overrides, strategy, processes)
     with replayed(run, output, step) as (status, folder):
         if status:
-            raise RunError("LS8157", f"replay of {output}: it ended with status {status}; what it said is above")
+            raise RunError("LS8157", f"replay of {output}: it ended with status {status}; see its output above")
         content = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
         weights, gradients = load_file(folder / WEIGHTS), load_file(folder / GRADIENTS)
     task_class: Any = plugins.find("tasks", run.task.name)

@@ -48,9 +48,12 @@ def doctor(folder: Path, processes: int | None, as_json: bool, device: str = "au
     """The whole command. Under a launcher every rank calls it, and rank 0 speaks."""
     joining = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not folder.is_dir() and not joining:  # a rank that leaves would keep the others waiting
-        raise RunError("LS8170", f"--folder: there is no folder {folder}")
+        raise RunError("LS8170", f"--folder: no such folder: {folder}")
     if joining and processes is not None:
-        raise RunError("LS8171", "--processes: these processes were started by a launcher already; leave it out")
+        raise RunError(
+            "LS8171",
+            "--processes: cannot be used inside of a launcher, which has started the processes already; remove it",
+        )
     speaks = os.environ.get("RANK", "0") == "0"
     report: dict[str, Any] = {}
     if joining:  # first, so that ranks do not wait for the slower look at rank 0's machine
@@ -410,7 +413,7 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
     """The whole command; `names`: of strategies. Returns 0 when each that can run here keeps its promise, else 1.
     Errors: `RunError` when none can run, or the page cannot be written."""
     if not page.absolute().parent.is_dir():
-        raise RunError("LS8172", f"--page: there is no folder {page.absolute().parent}")
+        raise RunError("LS8172", f"--page: no such folder: {page.absolute().parent}")
     console = Console(not as_json)
     count = processes or max(2, gpus_of(run_of("single", "fp32", 1, device)))
     runs = [[run_of(name, precision, count, device) for name in names] for precision in PRECISIONS]
@@ -421,7 +424,7 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
             console.say(f"  {outcome.strategy:14}{outcome.precision:6}{outcome.result}")
             outcomes.append(outcome)
     if all(outcome.result in NOT_RUN for outcome in outcomes):
-        raise RunError("LS8173", f"--selftest: no strategy could run here: {' '.join(outcomes[0].why)}")
+        raise RunError("LS8173", f"--selftest: no strategy can run on this machine: {' '.join(outcomes[0].why)}")
     facts = {name: told for name, told in machine_info.probe(page.absolute().parent).items() if name in _TOLD}
     facts["machine"].pop("host", None)
     wrong = [outcome for outcome in outcomes if outcome.wrong]

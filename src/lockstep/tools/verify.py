@@ -186,7 +186,7 @@ _SHOWN = 12  # keys that differ
 def write(run: Run, steps: int, path: Path) -> int:
     """Record and write down. Returns 0, or the job's own exit status. Errors: `RunError`."""
     if not path.parent.is_dir():
-        raise RunError("LS8390", f"--write: there is no folder {path.parent}")
+        raise RunError("LS8390", f"--write: no such folder: {path.parent}")
     console = Console(True)
     recorded = taken(run, steps, console)
     if isinstance(recorded, int):
@@ -241,7 +241,7 @@ def taken(run: Run, steps: int, console: Console) -> dict[str, Any] | int:
     `RunError` for a strategy that promises no bits."""
     if start.joining():
         raise RunError(
-            "LS8395", "lockstep verify --write and --against start their processes themselves: call it without torchrun"
+            "LS8395", "lockstep verify --write and --against start their own processes; run it without torchrun"
         )
     folder = Path(tempfile.mkdtemp(prefix="lockstep-golden-"))
     try:
@@ -252,8 +252,8 @@ def taken(run: Run, steps: int, console: Console) -> dict[str, Any] | int:
         if not told.bits:
             raise RunError(
                 "LS8396",
-                f"strategy.name: {told.strategy} adds in an order of its own under these options, and promises no bits "
-                "that could be compared; take one that does, such as ddp",
+                f"strategy.name: {told.strategy} sums in its own order with these options, so its result is not "
+                "bitwise reproducible and cannot be compared; use one that is, such as ddp",
             )
         return _described(run, prepared, told) | {"asked": steps, "steps": list(_steps(told))}
     finally:
@@ -279,9 +279,7 @@ def _steps(told: Recording) -> Iterator[dict[str, Any]]:
     for step in told.steps:
         if step.not_finite or not (math.isfinite(step.loss) and math.isfinite(step.norm)):
             what = f"its {step.not_finite[0]}" if step.not_finite else f"loss {step.loss!r} or norm {step.norm!r}"
-            raise RunError(
-                "LS8397", f"step {step.number}: {what} is not finite; such a step proves nothing, and is not compared"
-            )
+            raise RunError("LS8397", f"step {step.number}: {what} is not finite, so the step is not compared")
         yield {"step": step.number, "loss": step.loss.hex(), "grad_norm": step.norm.hex(), "tensors": step.hashes}
 
 

@@ -29,7 +29,9 @@ def match(a: Trace, b: Trace, optimizer: int) -> dict[str, str]:
     pairs |= _by_suffix(left, right, one, other)
     if not pairs:
         lists = "\n".join(f"  {t.folder}: {_few(list(s))}" for t, s in ((a, one), (b, other)))
-        raise TraceError("LS9010", f"the traces have no parameter name in common; are they of one model?\n{lists}")
+        raise TraceError(
+            "LS9010", f"the traces have no parameter name in common; check that both trace the same model:\n{lists}"
+        )
     wrong = [n for n, m in pairs.items() if one[n] != other[m]]
     if wrong:
         n = wrong[0]

@@ -56,7 +56,7 @@ def replay(job: Job, world: World, output: str, wanted: str, begin: str) -> int:
     session = build_session(job, world)
     strategy, feed = session.strategy, session.feed
     if not 1 <= step <= feed.total:
-        raise RunError("LS5120", f"--step: {step} is none of this run's steps, 1 to {feed.total}")
+        raise RunError("LS5120", f"--step: {step} is not a step of this run; expected 1 to {feed.total}")
     trained = run.model_copy(update={"output": output})
     checkpoints = Checkpoints(trained, world, prepared, feed.total)
     ACTIVITY.at("looking for a checkpoint")

@@ -424,7 +424,7 @@ class RanksAmongMachines(Ranks):
         left = [member for member in members if member not in gone]
         there = 1 + len(machines.live())
         if not self.able(left) or there < self._fewest:
-            missing = f"no sign of life from {', '.join(hosts)}" if hosts else "a rank is lost"
+            missing = f"no heartbeat from {', '.join(hosts)}" if hosts else "a rank is lost"
             fewer = f", and {there} machine{'s are' if there > 1 else ' is'} too few"
             roll.give_up(f"{missing}{fewer if there < self._fewest else ''}")
             return

@@ -227,7 +227,7 @@ class Leaving:
         """Errors: `RunError`, if this machine has left the job."""
         if self._call(lambda: self._job.check([f"excluded/{self._node.host}"])):
             raise RunError(
-                "LS7330", f"{self._node.host} was taken out of this job, because it computed wrongly (guard)"
+                "LS7330", f"{self._node.host} was evicted from this job, because it computed wrong values (sdc_check)"
             )
 
     def hold(self, asked: Callable[[], bool]) -> None:
@@ -569,7 +569,7 @@ def serve(host: str, port: int) -> Any:
     `NetworkError`."""
     if not network.holds(host, port):
         raise network.NetworkError(
-            "LS7331", f"{host}:{port} cannot be opened here: not an address of this machine, or in use"
+            "LS7331", f"{host}:{port} cannot be opened: it is not an address of this machine, or it is in use"
         )
     return rendezvous.open_store(host, port, True, 30)
 

@@ -145,13 +145,12 @@ class Lock:
             error(
                 coded(
                     "LS7340",
-                    f"{self.folder} was {what} while it was trained into: what the run had "
-                    "written is not there any more. "
-                    f"The run ends with status 1; {rest}",
+                    f"{self.folder} was {what} during training, so the files of the run are gone. The run ends with "
+                    f"status 1; {rest}",
                 )
             )
         elif state == "gone":
-            error(coded("LS7341", f"{self._path} was deleted while {self.folder} is trained into; it is made anew"))
+            error(coded("LS7341", f"{self._path} was deleted during training in {self.folder}; it is created again"))
         if state == "gone":
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +163,7 @@ class Lock:
             error(
                 coded(
                     "LS7342",
-                    f"{self.folder} belongs to another process now: this one was thought to be gone. It ends here",
+                    f"{self.folder} belongs to another process now, which considered this one dead; this process ends",
                 )
             )
             os._exit(FAILED)
@@ -280,7 +279,7 @@ def now(folder: Path, record: JobRecord | None) -> tuple[JobRecord | None, State
         return record, None
     process = output_state.holder.process
     if output_state.alive is None and output_state.age_s > STALE_S:
-        text = f"{output_state.holder} has given no sign of life for {output_state.age_s:.0f} s"
+        text = f"{output_state.holder} has sent no heartbeat for {output_state.age_s:.0f} s"
         return record, State("gone", text) if record is not None and record.process == process else None
     if record is not None and record.job is not None and record.status is None:
         return record, None  # its scheduler knows
@@ -296,8 +295,8 @@ def taken(folder: Path, state: OutputState) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.holder.since))
         who = f"{state.holder}, since {when}"
     return (
-        f"output: {folder} is being trained already ({who}). `lockstep stop {folder}` ends that, or give another "
-        "output=FOLDER"
+        f"output: {folder} is already in use by a training run ({who}). `lockstep stop {folder}` ends that run; or "
+        "give another output=FOLDER"
     )
 
 
@@ -410,8 +409,8 @@ def check_ours(run: Run) -> None:
         what = f"a link to {os.readlink(export)}" if export.is_symlink() else "a file"
         raise RunError(
             "LS7344",
-            f"output: {export} is {what}, and the model would be written there as a folder: remove it, or give another "
-            "output=FOLDER",
+            f"output: {export} is {what}, but the model is exported to a folder of that name; remove it, or "
+            "give another output=FOLDER",
         )
     try:  # before looking whose they are: another start of this run may be writing its first ones
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
@@ -425,8 +424,8 @@ def check_ours(run: Run) -> None:
         more = f" and {len(strange) - 5} more" if len(strange) > 5 else ""
         raise RunError(
             "LS7346",
-            f"output: {folder} is not empty, and it is no output folder of a run: it holds {', '.join(strange[:5])}"
-            f"{more}. A run would write over run.yaml, export and others there: give another output=FOLDER",
+            f"output: {folder} is not empty and is not the output folder of a run: it contains "
+            f"{', '.join(strange[:5])}{more}. A run could overwrite files there; give another output=FOLDER",
         )
 
 

@@ -78,8 +78,8 @@ def task_of(environ: Mapping[str, str]) -> SlurmTask | None:
     except (KeyError, ValueError, IndexError) as error:
         raise RunError(
             "LS7350",
-            f"this looks like a task of srun, but SLURM's variables cannot be read ({error!r}); outside of a job: "
-            "unset SLURM_STEP_ID",
+            f"this looks like a task of srun, but SLURM's variables cannot be read ({error!r}); if this is "
+            "not a SLURM job, unset SLURM_STEP_ID",
         ) from None
 
 

@@ -200,8 +200,8 @@ def check(run: Run, head: str) -> None:
     if head == "classification" and "problem_type" in (run.model.config or {}):
         raise RunError(
             "LS3110",
-            "model.config.problem_type: the task says what is learned; leave it out, and set task.multi_label: true or "
-            "task.regression: true, or neither for one label a text",
+            "model.config.problem_type: the task decides the problem type; remove it, and set "
+            "task.multi_label: true or task.regression: true, or neither for one label per text",
         )
     without = run.model_copy(update={"model": run.model.model_copy(update={"adapter": {}})})  # adapters add no term
     refusal = padding.kept_trial(without, head, model_configs.load_config(run), auxiliary_term)

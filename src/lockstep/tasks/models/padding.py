@@ -60,7 +60,7 @@ def check_foresight(run: Run) -> None:
     if (instead := foresight(run)) is not None:
         raise RunError(
             "LS3150",
-            f"model: {model_configs.load_config(run).model_type} reads the tokens that it is to predict; {instead}",
+            f"model: {model_configs.load_config(run).model_type} sees the tokens that it has to predict; {instead}",
         )
 
 

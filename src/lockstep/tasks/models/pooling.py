@@ -100,8 +100,8 @@ def _mode(path: Path, source: str) -> str:
     if len(asked) != 1 or asked[0] not in names:
         raise RunError(
             "LS3160",
-            f"task.pooling: {source} pools by {' and '.join(asked) or 'nothing'} ({FOLDER}/config.json), which is not "
-            f"known here; choose one: {', '.join(MODES)}",
+            f"task.pooling: {source} pools by {' and '.join(asked) or 'nothing'} ({FOLDER}/config.json), "
+            f"which is not supported; choose one of {', '.join(MODES)}",
         )
     return names[asked[0]]
 

@@ -34,8 +34,8 @@ def check(run: Run, possible: bool) -> None:
     if not adapter:
         raise RunError(
             "LS3170",
-            "model.quantization: weights in 4 bits cannot be trained, only an adapter beside them: give model.adapter, "
-            "or leave it out",
+            "model.quantization: 4-bit weights cannot be trained, only an adapter on them; set "
+            "model.adapter, or remove model.quantization",
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise RunError(
@@ -45,16 +45,18 @@ def check(run: Run, possible: bool) -> None:
     if kind != "lora" or adapter.get("use_dora"):
         kind = "lora with use_dora" if kind == "lora" else kind
         raise RunError(
-            "LS3172", f"model.quantization: it goes with adapters of type lora, not with {kind}, which reads weights"
+            "LS3172",
+            f"model.quantization: only adapters of type lora are supported, not {kind}, which reads the "
+            "weights; set model.adapter.type: lora",
         )
     if not possible:
         raise RunError(
             "LS3173",
-            f"model.quantization: {run.strategy.name} takes no weights in 4 bits; use strategy.name=ddp, allreduce "
-            "or single",
+            f"model.quantization: {run.strategy.name} does not support 4-bit weights; use strategy.name=ddp, "
+            "allreduce or single",
         )
     if run.model.compile:
-        raise RunError("LS3174", "model.compile: not with model.quantization; set model.compile=false")
+        raise RunError("LS3174", "model.compile: not supported with model.quantization; set model.compile=false")
 
 
 def pack(run: Run, model: nn.Module) -> None:
@@ -64,8 +66,8 @@ def pack(run: Run, model: nn.Module) -> None:
     if not modules:
         raise RunError(
             "LS3175",
-            f"model.quantization: no block of this model has a frozen linear layer whose inputs are a multiple of "
-            f"{BLOCK}; leave it out, and keep them in bfloat16",
+            "model.quantization: no block of this model has a frozen linear layer whose inputs are a "
+            f"multiple of {BLOCK}; remove model.quantization, which keeps the weights in bfloat16",
         )
     for layer in modules:
         _pack(layer, str(run.model.quantization))

@@ -215,7 +215,8 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
     for value in values.values():
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise RunError(
-                "LS3230", f"task.loss: expected a tensor of floats, and it gave {wrapped_module.kind_of(value)}"
+                "LS3230",
+                f"task.loss: expected a tensor of floats, but the function returned {wrapped_module.kind_of(value)}",
             )
     named = trial.run.task.options.get("targets") is not None
     if values["A"].numel() > 1:
@@ -224,23 +225,21 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
         if not named and (ratios or each != int(each)):
             raise RunError(
                 "LS3231",
-                f"task.loss: it gives {values['A'].numel()} numbers for {trial.sizes['A']} examples and "
-                f"{values['B'].numel()} for {trial.sizes['B']}, so it does not say how many targets there are; "
+                f"task.loss: it returns {values['A'].numel()} numbers for {trial.sizes['A']} examples and "
+                f"{values['B'].numel()} for {trial.sizes['B']}, so the number of targets is unknown; "
                 f"{wrapped_module.COUNT}",
             )
         return "each", 1 if named else int(each), []
     numbers = {name: float(value) for name, value in values.items()}
     if not all(map(math.isfinite, numbers.values())):
-        raise RunError(
-            "LS3232", f"task.loss: the loss of the untrained model is {numbers['A']}, which is no finite number"
-        )
+        raise RunError("LS3232", f"task.loss: the loss of the untrained model is {numbers['A']}, which is not finite")
     kind = _kind(numbers)
     if kind is None:
         raise RunError(
             "LS3233",
-            f"task.loss: a batch has the loss {numbers['A']:.6g}, and the same batch twice over {numbers['AA']:.6g}: "
-            "that is neither a sum over targets nor their mean; return a sum, or one number a target "
-            "(reduction='none')",
+            f"task.loss: a batch has the loss {numbers['A']:.6g} and the same batch repeated twice "
+            f"{numbers['AA']:.6g}, which is neither a sum over targets nor their mean; return a sum, or one "
+            "number per target (reduction='none')",
         )
     if kind == "mean" and by_class.seen:
         raise _no_mean(trial, "its cross entropy divides by the weights of the classes that a batch holds")
@@ -263,9 +262,9 @@ def _no_mean(trial: _Trial, seen: str) -> RunError:
     over = "targets" if trial.run.task.options.get("targets") is not None else "examples"
     return RunError(
         "LS3234",
-        f"task.loss: it is a mean, but not over {over}: {seen}. Return a sum (reduction='sum'), or one number a "
-        f"target; {wrapped_module.COUNT}. (Or an example's loss depends on the others: padding without a mask, a "
-        "normalisation over the batch)",
+        f"task.loss: the function returns a mean, but not over {over}: {seen}. Return a sum "
+        f"(reduction='sum'), or one number per target; {wrapped_module.COUNT}. (Or an example's loss depends "
+        "on the others: padding without a mask, a normalisation over the batch)",
     )
 
 
@@ -364,19 +363,20 @@ def _kinds_of_metrics(trial: _Trial) -> dict[str, str]:
         if not isinstance(values, Mapping) or not values:
             raise RunError(
                 "LS3236",
-                f"task.metrics: expected a mapping of names to numbers, it gave {wrapped_module.kind_of(values)}",
+                "task.metrics: expected a mapping of names to numbers, the function returned "
+                f"{wrapped_module.kind_of(values)}",
             )
         for name, value in values.items():
             values_by_name.setdefault(str(name), {})[batch] = value
     if taken := {"loss", "examples"} & values_by_name.keys():
-        raise RunError("LS3237", f"task.metrics: {taken.pop()} is there already; choose another name")
+        raise RunError("LS3237", f"task.metrics: {taken.pop()} is the name of another metric; choose a different name")
     return {name: _kind_of_metric(trial, name, values) for name, values in values_by_name.items()}
 
 
 def _kind_of_metric(trial: _Trial, name: str, values: Mapping[str, Any]) -> str:
     """Errors: `RunError` for one that cannot be put together from batches."""
     if len(values) < len(trial.batches):
-        raise RunError("LS3238", f"task.metrics: {name} is not there for every batch")
+        raise RunError("LS3238", f"task.metrics: {name} is missing for some batches; return it for every batch")
     if isinstance(values["A"], tuple) and len(values["A"]) == 2:
         return "pair"
     if isinstance(values["A"], Tensor) and values["A"].dim() > 0:

@@ -59,8 +59,8 @@ class Calling:
             if len(batch) != 2:
                 raise RunError(
                     "LS3250",
-                    f"task.data: a batch is {len(batch)} things in a row; expected a pair (the model sees the first, "
-                    "the loss the second), a mapping, or one tensor",
+                    f"task.data: a batch is a sequence of {len(batch)} values; expected a pair (the model sees the "
+                    "first, the loss the second), a mapping, or one tensor",
                 )
             batch, seen = batch
         if not isinstance(batch, Mapping):
@@ -69,26 +69,28 @@ class Calling:
         if not given:
             raise RunError(
                 "LS3251",
-                f"task.model: forward takes {', '.join(self.names or ())}, and a batch holds {', '.join(batch)}: what "
-                "is passed to the model goes by these names",
+                f"task.model: forward takes {', '.join(self.names or ())}, but a batch has the keys "
+                f"{', '.join(batch)}; arguments are passed by these names",
             )
         return ((), given), seen
 
     def summed(self, value: Any, bundle: Bundle) -> Tensor:
         """What the user's loss gave, as the sum over targets: float32 scalar. Errors: `RunError`."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise RunError("LS3252", f"task.loss: expected a tensor of floats, and it gave {kind_of(value)}")
+            raise RunError(
+                "LS3252", f"task.loss: expected a tensor of floats, but the function returned {kind_of(value)}"
+            )
         if self.loss_kind == "each":
             if self.run.task.options.get("targets") is None and value.numel() != bundle.targets:
                 raise RunError(
                     "LS3253",
-                    f"task.loss: it gave {value.numel()} numbers for a batch of {bundle.examples} examples, and "
-                    f"{bundle.targets} were expected; {COUNT}",
+                    f"task.loss: it returned {value.numel()} numbers for a batch of {bundle.examples} examples; "
+                    f"expected {bundle.targets}; {COUNT}",
                 )
             loss_total = value.float().sum()
         elif value.numel() != 1:
             raise RunError(
-                "LS3254", f"task.loss: it gave one number for the batches it was tried on, now {kind_of(value)}"
+                "LS3254", f"task.loss: it returned one number for the batches of the trial, and now {kind_of(value)}"
             )
         else:
             loss_total = value.float().reshape(()) * (bundle.targets if self.loss_kind == "mean" else 1)
@@ -101,7 +103,9 @@ class Calling:
         values = self.metrics(outputs, seen)
         if not isinstance(values, Mapping) or {*values} != {*self.metric_kinds}:
             raise RunError(
-                "LS3255", f"task.metrics: expected a mapping with {', '.join(self.metric_kinds)}, it gave {values!r}"
+                "LS3255",
+                f"task.metrics: expected a mapping with {', '.join(self.metric_kinds)}, but the function "
+                f"returned {values!r}",
             )
         numbers: list[Any] = []
         for name, kind in self.metric_kinds.items():
@@ -196,7 +200,7 @@ def adapt(model: nn.Module, calling: Calling) -> nn.Module:
     try:
         model.__class__ = type(kind.__name__, (Adapted, kind), {"__module__": kind.__module__})
     except TypeError as error:
-        raise RunError("LS3256", f"task.model: {kind.__name__} cannot be adapted: {error}") from error
+        raise RunError("LS3256", f"task.model: {kind.__name__} cannot take this adapter: {error}") from error
     model.lockstep_calling = calling  # type: ignore[assignment]
     return model
 
@@ -237,5 +241,5 @@ def fill(model: nn.Module, folder: Path) -> None:
         model.load_state_dict(load_file(folder / WEIGHTS))
     except (OSError, RuntimeError) as error:
         raise RunError(
-            "LS3258", f"{folder / WEIGHTS} is not of this model: {' '.join(str(error).split())[:300]}"
+            "LS3258", f"{folder / WEIGHTS} does not belong to this model: {' '.join(str(error).split())[:300]}"
         ) from error

@@ -48,8 +48,9 @@ class OneLabel(Objective):
         if options.threshold is not None and len(names) != 2:
             raise RunError(
                 "LS3290",
-                f"task.threshold: of two labels the second one's, and there are {len(names)} ({', '.join(names[:5])}"
-                f"{', ...' if len(names) > 5 else ''}); leave it out, or set task.multi_label",
+                "task.threshold: expected exactly two labels (the threshold is for the second), but there are "
+                f"{len(names)} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''}); remove it, or set "
+                "task.multi_label",
             )
 
     # -- before any process ------------------------------------------------------------------------------------------
@@ -82,12 +83,16 @@ class OneLabel(Objective):
         if len(held) == 0 and round(len(of_rows) * share) > 0:
             raise RunError(
                 "LS3291",
-                f"task.label: {len(np.unique(of_rows))} distinct labels in {len(of_rows)} rows: no label has enough of "
-                f"them to cut a share of {share:g} off ({key}). Is task.label the column meant? If so, give "
-                f"data.{key.partition('_')[0]}, or a larger data.{key}",
+                f"task.label: {len(np.unique(of_rows))} distinct labels in {len(of_rows)} rows: no label has "
+                f"enough rows to hold out a share of {share:g} ({key}). Check that task.label names the right "
+                f"column; if so, set data.{key.partition('_')[0]}, or a larger data.{key}",
             )
         if len(held) == 0 or len(rest) == 0:
-            raise RunError("LS3292", f"data.{key}: {share:g} of {len(of_rows)} examples leaves one of the splits empty")
+            raise RunError(
+                "LS3292",
+                f"data.{key}: {share:g} of {len(of_rows)} examples leaves one of the splits empty; give another "
+                "share, or more data",
+            )
         return train.select(rest), train.select(held)
 
     # -- training ----------------------------------------------------------------------------------------------------

@@ -28,12 +28,12 @@ def bench(asked: Bench, path: str | None, overrides: Mapping[str, Any], defaults
     """Measure, and write down after every job. Returns 0, or 1 when no job could be measured. Errors: `RunError`
     before anything starts, for values that make no run file or when nothing at all can run."""
     if start.joining():
-        raise RunError("LS8020", "bench starts the processes of each job itself: call it outside of torchrun and srun")
+        raise RunError("LS8020", "bench starts the processes of each job itself; run it outside of torchrun and srun")
     console = Console(True)
     rows = rows_of(asked, path, overrides, defaults)
     runnable = [row for row in rows if row.reason is None]
     if not runnable:
-        raise RunError("LS8021", f"nothing of this can run; the first of {len(rows)}: {rows[0].reason}")
+        raise RunError("LS8021", f"none of the {len(rows)} jobs can run; the first fails with: {rows[0].reason}")
     count = len(runnable) * asked.rounds
     each = f"{asked.skip} + {asked.steps} steps"
     console.say(f"{len(runnable)} configuration(s), {asked.rounds} round(s) of {each} each -> {asked.folder}")
@@ -99,8 +99,8 @@ def resolved(run: Run) -> Job:
     if launcher.submits or elsewhere:
         raise RunError(
             "LS8022",
-            f"launch.name: bench cannot start the processes of {run.launch.name} on other machines; call it inside "
-            "the job, with a launcher of one machine",
+            f"launch.name: bench cannot start the processes of {run.launch.name} on other machines; run it "
+            "inside the job, with a launcher for one machine",
         )
     return start.resolved(run)[2]
 

@@ -94,9 +94,9 @@ def keys_of(overrides: list[str]) -> dict[str, Any]:
 def free(path: Path, force: bool) -> None:
     """Errors: `RunError` when the run file is there already, or cannot be."""
     if path.exists() and not force:
-        raise RunError("LS8290", f"{path} is there already; choose another name, or replace it with --force")
+        raise RunError("LS8290", f"{path} exists; choose another name, or add --force to replace it")
     if not path.absolute().parent.is_dir():
-        raise RunError("LS8291", f"{path}: there is no folder {path.absolute().parent}")
+        raise RunError("LS8291", f"{path}: no such folder: {path.absolute().parent}")
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def _data(given_source: str | None, given: dict[str, Any], talk: Prompter) -> tu
         talk.console.say(f"reading {given_source or more['train']}")
         return read(given_source)
     if talk.ask is None:
-        raise RunError("LS8293", "give the data: --data FOLDER, FILE, HUB-ID or builtin/emotion")
+        raise RunError("LS8293", "no data given; add --data FOLDER, FILE, HUB-ID or builtin/emotion")
     return talk.answer(f"Data (a folder, a file, a Hub id, or {BUILTIN})", BUILTIN, read)
 
 
@@ -170,13 +170,13 @@ def _task(look: Look, name: str | None, given: dict[str, Any], talk: Prompter) -
             name = talk.answer(f"Task ({', '.join(columns.tasks())})", default, one_of(columns.tasks(), "task"))
     name = name or default
     if name not in columns.tasks() and "." not in name:  # a class of the user's
-        raise RunError("LS8294", f"--task: {name!r} is not one of {', '.join(columns.tasks())}")
+        raise RunError("LS8294", f"--task: invalid value {name!r}; expected one of {', '.join(columns.tasks())}")
     fitted = columns.fit(name, look)
     if fitted is None and not own and talk.ask is None:
         raise RunError(
             "LS8295",
-            f"--task: {look.source} seems to have no columns for {name}; it has {look.described()}. "
-            "Name them: task.text=... task.label=... (see `lockstep schema`)",
+            f"--task: {look.source} has no columns that fit {name}; it has {look.described()}. Name the "
+            "columns: task.text=... task.label=... (see `lockstep schema`)",
         )
     keys = dict(fitted.keys) if fitted else {}
     doubts = fitted.doubts if fitted else dict.fromkeys(_kind(name).column_keys, "")
@@ -280,7 +280,7 @@ def _trial(path: Path, filled: dict[str, Any], look: Look, here: MachineInfo, ta
                 return _prepared(path, small, look, exact)
             else:
                 raise
-    raise RunError("LS8296", f"{look.source}: what training wants of it cannot be found out; write a run file by hand")
+    raise RunError("LS8296", f"{look.source}: the run file cannot be derived from this data; write it by hand")
 
 
 def _is_folder(filled: dict[str, Any]) -> bool:

@@ -160,7 +160,7 @@ def _range(key: str, values: Any) -> Any:
         return Range(low=low, high=high, log=match["log"] is not None)
     except (ValueError, TypeError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise RunError("LS8374", f"{key}: {text!r} is no range such as 1e-5..1e-3:log: {reason}") from None
+        raise RunError("LS8374", f"{key}: {text!r} is not a range such as 1e-5..1e-3:log: {reason}") from None
 
 
 def _check(sweep: Sweep) -> None:
@@ -168,16 +168,14 @@ def _check(sweep: Sweep) -> None:
         raise RunError("LS8375", "nothing to vary: give --over key=value,value, or a sweep file with over or trials")
     ranges = [key for key, values in sweep.over.items() if isinstance(values, Range)]
     if ranges and sweep.search is None:
-        raise RunError("LS8376", f"{ranges[0]}: a range needs a search: --search TRIALS, or give values to try")
+        raise RunError("LS8376", f"{ranges[0]}: a range needs a search; add --search TRIALS, or list the values to try")
     if sweep.search is not None and (sweep.trials or not sweep.over):
-        raise RunError(
-            "LS8377", "search: a search chooses among the values and ranges of over; it takes no list of trials"
-        )
+        raise RunError("LS8377", "search: cannot be combined with trials; list values and ranges under over instead")
     if sweep.parallel < 1:
-        raise RunError("LS8378", f"--parallel: {sweep.parallel} is not a positive number")
+        raise RunError("LS8378", f"--parallel: invalid value {sweep.parallel}; expected an integer >= 1")
     for key in ("output", "name"):
         if key in sweep.over or any(key in keys for keys in sweep.trials):
-            raise RunError("LS8379", f"{key}: every trial has its own; it cannot be varied")
+            raise RunError("LS8379", f"{key}: cannot be varied, because the sweep sets it for every trial")
 
 
 Overrides = dict[str, Any]  # dotted key of the run file -> value
@@ -203,7 +201,7 @@ def parse(words: Sequence[str]) -> dict[str, list[Any]]:
         if not values:
             raise RunError("LS8382", f"--over: {key} has no values; give them as {key}=value,value")
         if key in lists:
-            raise RunError("LS8383", f"--over: {key} is given twice; give all its values in one place")
+            raise RunError("LS8383", f"--over: {key} is given twice; list all its values once")
         lists[key] = values
     return lists
 

@@ -56,6 +56,8 @@ DTENSOR = ("torch.distributed.tensor", "torch.distributed._tensor")  # the secon
 
 
 def is_dtensor(tensor: Any) -> bool:
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
     kinds = (getattr(sys.modules.get(name), "DTensor", None) for name in DTENSOR)
     kind = next((k for k in kinds if k is not None), None)
     return kind is not None and isinstance(tensor, kind)

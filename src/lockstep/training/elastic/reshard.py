@@ -18,6 +18,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.sharded import Incomplete, PeerReader, SliceMap, local
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
+from lockstep.strategies.engines.fsdp import cuts
 from lockstep.strategies.exact.averaging import Averaged
 from lockstep.training.elastic.peer_checkpoints import Key, PeerCheckpoints, Version
 from lockstep.training.errors import TrainingFailed
@@ -89,7 +90,7 @@ class Resharder:
         strategy.load_sharded_state_dict(saved)
         if StateHash(world).of(strategy.sharded_state_dict()) != expected:
             raise TrainingFailed(
-                "LS5040", f"the state after step {key[0]} is not what the ranks that are left have held"
+                "LS5040", f"the restored state after step {key[0]} differs from the state of the surviving ranks"
             )
         _compare(strategy, world)
         assert world.members is not None
@@ -141,7 +142,7 @@ def newest_complete(held: list[list[tuple[Key, list[int], int]]]) -> Key:
             shares.setdefault(key, set()).update(numbers)
             counts[key] = count
     if not counts:
-        raise TrainingFailed("LS5041", "no rank that is left holds the training state")
+        raise TrainingFailed("LS5041", "no surviving rank has the training state")
     able = [key for key, numbers in shares.items() if len(numbers) == counts[key]]
     if able:
         return max(able, key=lambda key: (key[0], key[2] == "live", key[1]))
@@ -149,8 +150,9 @@ def newest_complete(held: list[list[tuple[Key, list[int], int]]]) -> Key:
     gone = sorted(set(range(counts[nearest])) - shares[nearest])
     raise TrainingFailed(
         "LS5042",
-        f"share{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} of {counts[nearest]} of the state "
-        f"{'are' if len(gone) > 1 else 'is'} lost with every rank that held {'them' if len(gone) > 1 else 'it'}",
+        f"shard{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} of {counts[nearest]} of the state "
+        f"{'are' if len(gone) > 1 else 'is'} lost with every rank that held "
+        f"{'them' if len(gone) > 1 else 'it'}",
     )
 
 
@@ -160,11 +162,11 @@ def _compare(strategy: Any, world: World) -> None:
     state = strategy.own_state()
     cut = {place: t for place, t in held_here(state).items() if isinstance(state[place.name], DTensor)}
     every = world.all_gather({place: int(summed(t.detach(), place.whole, place.offsets)) for place, t in cut.items()})
-    copies = world.size // strategy.part_of_state[1]
     for place in {place for each in every for place in each}:
         sums = [each[place] for each in every if place in each]
-        if len(sums) != copies or len(set(sums)) > 1:
-            raise TrainingFailed("LS5043", f"{place.name} was not cut anew as it should be")
+        holders = world.size // cuts(state[place.name])  # tensor ranks hold what they do not share as often as they are
+        if len(sums) != holders or len(set(sums)) > 1:
+            raise TrainingFailed("LS5043", f"internal error: {place.name} was not resharded correctly")
 
 
 def _slices_of(mine: Version | None) -> SliceMap:
@@ -179,7 +181,7 @@ def _hash_of_held(saved: PeerReader, mine: Version | None, session: Session) -> 
     for name, pieces in saved.holders.items():
         for place, rank in pieces.items():
             if any(each.get(place, every[rank][place]) != every[rank][place] for each in every):
-                raise TrainingFailed("LS5044", f"the ranks that are left do not hold the same {name}")
+                raise TrainingFailed("LS5044", f"the surviving ranks have different values of {name}")
             sums[name] = sums.get(name, 0) + every[rank][place]
     layouts = {
         name: (str(next(iter(pieces)).dtype), next(iter(pieces)).whole) for name, pieces in saved.holders.items()
