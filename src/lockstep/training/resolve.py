@@ -219,6 +219,12 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     quantized.check(run, WeightFormats.FOUR_BITS in formats)
     averaging.check(run, strategy.flat_parts)
     strategy.check(run, processes)
+    if run.strategy.exact and (keys := strategy.inexact_options(run)):
+        raise RunError(
+            "LS5138",
+            f"{keys[0]}: it computes in another way than one process does, so that bits depend on the number of "
+            "processes; set strategy.exact=false to have it so, or leave it out",
+        )
     tensor_plans.check(run)
     beside = ["peft"] * bool(run.model.adapter) + ["bitsandbytes"] * bool(run.model.quantization)
     plugins.refuse_old(["torch", "transformers", "tokenizers", *strategy.needs, *beside])
