@@ -309,7 +309,7 @@ def _data(job: Job, data: Run, tell: Tell | None, fresh: bool) -> Job:
     """Data, tokens, and what they and the model decide. `fresh`: the Hub is asked again. Errors: `RunError`."""
     from lockstep.data.prepare import prepare
     from lockstep.tasks import own_metrics
-    from lockstep.tasks.models import padding, unpadded
+    from lockstep.tasks.models import model_configs, padding
     from lockstep.training import model_stats
     from lockstep.training.checkpoint_model import fetch
 
@@ -322,7 +322,7 @@ def _data(job: Job, data: Run, tell: Tell | None, fresh: bool) -> Job:
     own_metrics.check(run, prepared)
     model_stats.check_average(run, prepared)
     why = "the task pads" if task.head is None else padding.unsupported_reason(run, task.head)
-    attention = unpadded.NAME if why is None else run.model.attention or OWN_ATTENTION
+    attention = model_configs.UNPADDED if why is None else run.model.attention or OWN_ATTENTION
     return replace(job, prepared=prepared, padding=why, attention=attention)
 
 
