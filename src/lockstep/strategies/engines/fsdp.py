@@ -145,8 +145,8 @@ def _check_tensor_ranks(run: Run, ranks: int) -> None:
     if run.strategy.exact and leaves % ranks:
         raise RunError(
             "LS4085",
-            f"strategy.tensor_leaves: {leaves}, which {ranks} ranks (strategy.options.tensor_parallel) cannot share; set "
-            f"it to a multiple of {ranks}, the same for every run that is to have the same bits",
+            f"strategy.tensor_leaves: {leaves}, which {ranks} ranks (strategy.options.tensor_parallel) cannot share; "
+            f"set it to a multiple of {ranks}, the same for every run that is to have the same bits",
         )
     if run.strategy.exact:
         tensor_plans.check(run)
