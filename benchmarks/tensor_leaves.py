@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--batches", nargs="+", default=["16x24", "4x128"], help="examples x tokens")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
