@@ -1,8 +1,10 @@
 """Every family of models that transformers knows, tiny, under single, ddp and fsdp2: which train, and with whose bits.
 
-In: heads and families to try (all by default). Out: a line of JSON a family and head in --out, which a later call goes
-on with, and a Markdown table with --table. Ranks are forked once a number of processes and run family after family.
+In: heads and families to try (all by default), other strategies and a precision. Out: a line of JSON a family and head
+in --out, which a later call goes on with, and a Markdown table with --table. Ranks are forked once a number of
+processes and run family after family.
 Example: python benchmarks/families.py --out families.jsonl; then the same with --table
+python benchmarks/families.py --ways zero1:2 zero2:2 zero3:2 --precision bf16 --out zero.jsonl
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "causal": {"name": "language_modeling", "block_size": 16, "samples": 0},
     "seq2seq": {"name": "translation", "source": "en", "target": "de", "samples": 0, "bleu": False},
 }
-WAYS = [("ddp", 2), ("ddp", 3), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3)]
+WAYS = ["ddp:2", "ddp:3", "fsdp2:1", "fsdp2:2", "fsdp2:3"]  # strategies and processes
 # Entries of configs, whatever they are called in a family, and what makes them small.
 SMALL: dict[int, str] = {
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
@@ -168,7 +170,7 @@ def write_data(folder: Path) -> None:
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def run_of(head: str, family: str, folder: Path, strategy: str) -> Run:
+def run_of(head: str, family: str, folder: Path, strategy: str, precision: str = "fp32") -> Run:
     """A run of two steps."""
     values = {
         "name": family,
@@ -181,6 +183,7 @@ def run_of(head: str, family: str, folder: Path, strategy: str) -> Run:
         "micro_batches": 3,
         "optim": {"learning_rate": 1e-3, "max_grad_norm": 0.5},
         "strategy": {"name": strategy},
+        "precision": precision,
         "launch": {"device": "cpu", "threads": 1},
     }
     return load(None, [], values)
@@ -269,20 +272,21 @@ class Ranks:
 
 
 def tried(
-    head: str, family: str, folder: Path, ranks: dict[int, Ranks], timeout_s: float, ways: list[tuple[str, int]]
+    head: str, family: str, folder: Path, ranks: dict[int, Ranks], timeout_s: float, ways: list[str], precision: str
 ) -> dict[str, Any]:
     """One line of the table."""
-    line: dict[str, Any] = {"head": head, "family": family}
+    line: dict[str, Any] = {"head": head, "family": family, "precision": precision}
     try:
-        single = ranks[1].do(run_of(head, family, folder, "single"), timeout_s)
+        single = ranks[1].do(run_of(head, family, folder, "single", precision), timeout_s)
     except Exception as caught:
         return line | {"single": f"not tried: {type(caught).__name__}: {' '.join(str(caught).split())[:200]}"}
     if isinstance(single, str):
         return line | {"single": single}
     line["single"] = "trains" if single["trains"] else "no gradient"
-    for name, count in ways:
-        found = ranks[count].do(run_of(head, family, folder, name), timeout_s)
-        line[f"{name} {count}"] = found if isinstance(found, str) else "bits" if found == single else "other bits"
+    for way in ways:
+        name, count = way.split(":")
+        found = ranks[int(count)].do(run_of(head, family, folder, name, precision), timeout_s)
+        line[way.replace(":", " ")] = found if isinstance(found, str) else "bits" if found == single else "other bits"
     return line
 
 
@@ -310,11 +314,11 @@ def why(said: str) -> str:
 def table(lines: list[dict[str, Any]]) -> str:
     """Markdown: families that train with the same bits everywhere in one list a head, the others a row each."""
     said = []
+    ways = list(dict.fromkeys(key for x in lines for key in x if key.rpartition(" ")[2].isdigit()))
     for head in TASKS:
         ours = sorted((x for x in lines if x["head"] == head), key=lambda x: x["family"])
         if not ours:
             continue
-        ways = [f"{name} {count}" for name, count in WAYS]
         same = [x["family"] for x in ours if all(x.get(way) == "bits" for way in ways)]
         alone = [x["family"] for x in ours if x["single"] == "trains" and ways[0] not in x]
         others = [x for x in ours if x["single"] == "trains" and x["family"] not in same + alone]
@@ -341,6 +345,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", nargs="*", default=list(TASKS))
     parser.add_argument("--families", nargs="*")
+    parser.add_argument("--ways", nargs="*", default=WAYS, metavar="STRATEGY:PROCESSES", help="beside single")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="one for each file of --out")
     parser.add_argument("--out", type=Path, default=Path("families.jsonl"))
     parser.add_argument("--timeout", type=float, default=60, help="seconds for one family under one strategy")
     parser.add_argument("--single", action="store_true", help="only whether one process trains")
@@ -350,17 +356,21 @@ def main() -> None:
     if options.table:
         print(table(known))
         return
+    if any(x.get("precision", "fp32") != options.precision for x in known):
+        parser.error(f"{options.out} is of another --precision")
     done = {(x["head"], x["family"]) for x in known}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "data"
         folder.mkdir()
         write_data(folder)
-        ranks = {count: Ranks(count, run_of("causal", "gpt2", folder, "single")) for count in (1, 2, 3)}
+        counts = {1, *(int(way.split(":")[1]) for way in options.ways)}
+        ranks = {count: Ranks(count, run_of("causal", "gpt2", folder, "single")) for count in counts}
         for head in options.heads:
             for family in options.families or families(head):
                 if (head, family) in done or family not in families(head):
                     continue
-                line = tried(head, family, folder, ranks, options.timeout, [] if options.single else WAYS)
+                ways = [] if options.single else options.ways
+                line = tried(head, family, folder, ranks, options.timeout, ways, options.precision)
                 print(" ".join(f"{k}={v}" for k, v in line.items()), flush=True)
                 with options.out.open("a") as out:
                     out.write(json.dumps(line) + "\n")

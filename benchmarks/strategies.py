@@ -14,15 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from run import processor
 
 from lockstep.config import plugins
 from lockstep.config.run import QUICK_START, Run, RunError, keep, load
 from lockstep.strategies.strategy import strategy_class
-from lockstep.tools.verify import RECORD, Compared, compare, findings, record_alone
+from lockstep.tools.verify import RECORD, compare, findings, record_alone
+from lockstep.trace.compare import Verdict
 from lockstep.training.recording import Recording, read
 
 # (name in the table, strategy.name, strategy.options)
@@ -66,20 +68,13 @@ def record(run: Run, steps: int, timed: int) -> str | None:
     return None if done.returncode == 0 else done.stderr[-2000:]
 
 
-def apart(steps: list[Compared], what: str) -> str:
+def apart(verdict: Verdict, what: str) -> str:
     """The largest difference from `single` over all steps."""
-    from lockstep.tools.verify import relative
-
-    values = {
-        "loss": lambda s: relative(s.step.loss, s.single.loss),
-        "norm": lambda s: relative(s.step.norm, s.single.norm),
-        "gradients": lambda s: s.gradients.largest,
-    }
-    most = max(values[what](s) for s in steps)
+    most = max(getattr(row, what) or 0.0 for row in verdict.rows)
     return "same bits" if most == 0 else f"{most:.0e}"
 
 
-def row(label: str, found: Recording, steps: list[Compared], wrong: list[str], base: Recording) -> list[str]:
+def row(label: str, found: Recording, verdict: Verdict, wrong: list[str], base: Recording) -> list[str]:
     speed = (found.examples_per_s or 0) / (base.examples_per_s or 1)
     mib = [max(h[key] for h in found.held) / 2**20 for key in ("at_rest", "at_update")]
     first = found.steps[0]
@@ -88,7 +83,7 @@ def row(label: str, found: Recording, steps: list[Compared], wrong: list[str], b
         str(found.processes),
         f"{first.loss:.6f}",
         f"{first.norm:.6f}",
-        *(apart(steps, what) for what in ("loss", "norm", "gradients")),
+        *(apart(verdict, what) for what in ("loss", "norm", "gradient")),
         f"{found.examples_per_s:.1f}",
         f"{speed:.2f}",
         *(f"{m:.1f}" for m in mib),
@@ -115,7 +110,8 @@ def main() -> None:
     assert known == set(plugins.names("strategies")), "the table must name every strategy"
     folder = Path(tempfile.mkdtemp(prefix="lockstep-strategies-"))
     single = folder / "single"
-    table, kept = [], []
+    table: list[list[str]] = []
+    kept: list[dict[str, Any]] = []
     try:
         if record_alone(
             run.model_copy(update={"launch": run.launch.model_copy(update={"threads": 1})}),
@@ -139,9 +135,10 @@ def main() -> None:
                 if (failed := record(mine, args.steps, args.timed)) is not None:
                     raise SystemExit(f"{label} at {processes} processes failed:\n{failed}")
                 found = read(mine.folder)
-                steps = compare(mine.folder, single)
-                wrong = findings(found, base, steps)
-                table.append(row(label, found, steps, wrong, base))
+                verdict = compare(mine.folder, single)
+                wrong = findings(found, verdict)
+                table.append(row(label, found, verdict, wrong, base))
+                found = replace(found, steps=[replace(step, hashes={}) for step in found.steps])
                 kept.append({"label": label, "options": options, "wrong": wrong, **asdict(found)})
                 args.out.write_text(json.dumps({"processor": processor(), "runs": kept}, indent=1))
                 print(f"{label} at {processes}: {table[-1][4:]} ({time.perf_counter() - start:.0f} s)", flush=True)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from lockstep.checkpoint.manifest import averaged
 from lockstep.checkpoint.storage import Mean
 from lockstep.cli import main
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, load
 from lockstep.distributed.sharded import Given
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.averaging import Averaged
@@ -71,21 +71,18 @@ def test_which_checkpoints_are_averaged_does_not_depend_on_stops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "wanted"),
+    ("overrides", "code"),
     [
-        ([EMA, "optim.name=schedule_free"], "schedule_free evaluates and exports an average of its own"),
-        (["average.last=2", "optim.name=schedule_free"], "schedule_free evaluates and exports an average of its own"),
-        ([EMA, "strategy.name=zero2"], "average.ema: DeepSpeed keeps the weights"),
-        (
-            [EMA, "model.dtype=bfloat16", "precision=bf16", "optim.master_weights=false"],
-            "no float32 weights to average",
-        ),
+        ([EMA, "optim.name=schedule_free"], "LS4150"),
+        (["average.last=2", "optim.name=schedule_free"], "LS4150"),
+        ([EMA, "strategy.name=zero2"], "LS4151"),
+        ([EMA, "model.dtype=bfloat16", "precision=bf16", "optim.master_weights=false"], "LS4152"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused(overrides: list[str], wanted: str) -> None:
+def test_what_cannot_be_averaged_is_refused(overrides: list[str], code: str) -> None:
     if "zero" in overrides[-1]:
         pytest.importorskip("deepspeed")
-    with pytest.raises(RunError, match=wanted):
+    with raises(code):
         resolve_strategy(tiny(*overrides), 2)
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lockstep.cli import main
-from lockstep.config.run import RunError, load
+from lockstep.config.run import load
 from lockstep.distributed import job_record
 from lockstep.launchers import start
 from lockstep.tools.commands import while_it_runs as logs_command
@@ -21,7 +21,7 @@ from lockstep_clouds.sagemaker import Sagemaker
 from lockstep_clouds.sagemaker_job import STOPPED, fetch, new_lines, state_from
 from lockstep_clouds.sagemaker_request import check_request, name_of
 from support.golden import compare
-from support.messages import mentions
+from support.messages import mentions, raises
 from support.sagemaker import LAUNCH, RUN, cloud, here, needs, request, run_of
 
 __all__ = ["cloud", "here"]  # fixtures
@@ -138,14 +138,14 @@ def test_local_data_models_and_modules_travel(here: Path) -> None:
     ("launch", "message"),
     [
         ({"role": None}, "launch.role: missing"),
-        ({"role": "lockstep"}, "no ARN of a role"),
+        ({"role": "lockstep"}, "not the ARN of a role"),
         ({"s3": None}, "launch.s3: missing"),
-        ({"s3": "lockstep-tests"}, "no address of S3"),
+        ({"s3": "lockstep-tests"}, "not an S3 address"),
         ({"instance": None}, "launch.instance: missing"),
         ({"region": "eu-west-9"}, "did you mean eu-west-"),
-        ({"region": None}, "launch.region: which AWS region"),
-        ({"pytorch": "1.13"}, "no container of AWS is known for PyTorch '1.13'"),
-        ({"processes": "auto"}, "launch.processes: how many on each machine"),
+        ({"region": None}, "launch.region: missing"),
+        ({"pytorch": "1.13"}, "no AWS container for PyTorch '1.13'"),
+        ({"processes": "auto"}, "launch.processes: auto cannot count"),
         ({"processes": 5}, "2 x 5 processes cannot share 8 micro-batches"),
         ({"device": "cuda"}, "ml.m5.xlarge has no GPU"),
         ({"secrets": ["HF_TOKEN"]}, "launch.secrets: 'HF_TOKEN' is not VARIABLE=NAME"),
@@ -172,7 +172,7 @@ def test_an_instance_that_does_not_exist(cloud: Any, capsys: pytest.CaptureFixtu
 def test_no_credentials(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needs("boto3")
     assert main(["train", "run.yaml"]) == 2
-    assert "sagemaker needs credentials of AWS" in capsys.readouterr().err
+    assert "sagemaker needs AWS credentials" in capsys.readouterr().err
 
 
 def test_without_boto3(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +234,7 @@ def test_a_model_that_leads_out_of_its_folder_is_not_unpacked(cloud: Any, here: 
         tar.addfile(tarfile.TarInfo("../../evil"), io.BytesIO())
     s3 = cloud.client("s3")
     s3.put_object(Bucket="lockstep-tests", Key="model.tar.gz", Body=model.getvalue())
-    with pytest.raises(RunError, match="cannot be fetched"):
+    with raises("LS7262"):
         fetch(s3, "s3://lockstep-tests/model.tar.gz", here / "out")
     assert not (here.parent / "evil").exists()
     assert not (here / "out/export").exists()
@@ -315,13 +315,13 @@ def test_stop_asks_aws(cloud: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         stub.add_response("stop_training_job", {}, {"TrainingJobName": "job"})
         assert "AWS was asked to stop training job job" in Sagemaker().stop(run_of(), record)
         stub.add_client_error("stop_training_job", "ValidationException", "The request was rejected because it is done")
-        with pytest.raises(RunError, match="because it is done"):
+        with raises("LS7374", "because it is done"):
             Sagemaker().stop(run_of(), record)
 
 
 def test_verify_stays_here(cloud: Any) -> None:
     run = run_of()
-    with pytest.raises(RunError, match=r"use launch\.name=local"):
+    with raises("LS7383", "launch.name=local"):
         Sagemaker().start(run, Sagemaker().plan(run), ("lockstep.training.recording.record", "5"))
 
 

@@ -16,11 +16,11 @@ import pytest
 import lockstep
 from lockstep.cli import main
 from lockstep.config import entry_points, plugins, user_code
-from lockstep.config.errors import RunError
 from lockstep.config.run import load
 from lockstep.tools import commands
 from lockstep.tools.commands.before_a_run import listed
 from support.contributed import distribution, example
+from support.messages import raises
 
 
 def installed(site: Path, name: str, entries: dict[str, dict[str, str]], version: str = "1.0") -> None:
@@ -119,14 +119,18 @@ def test_options_of_another_distribution(site: Path, capsys: pytest.CaptureFixtu
         (
             [("a", "single")],
             "single",
-            "strategy 'single' is one of lockstep's own, and a name in a 1.0: uninstall that",
+            "strategy 'single' is built into lockstep, and a 1.0 registers the same name; uninstall that",
         ),
-        ([("a", "mine"), ("b", "mine")], "mine", "strategy 'mine' is a name in a 1.0 and b 1.0: uninstall all but one"),
+        (
+            [("a", "mine"), ("b", "mine")],
+            "mine",
+            "strategy 'mine' is registered by a 1.0 and b 1.0; uninstall all but one",
+        ),
         ([("a", "mine")], "mine", "strategy 'mine' of a 1.0 cannot be loaded: No module named 'a_plugin'"),
         (
             [("json", "mine")],
             "mine",
-            "of json 1.0 is json_plugin:Mine, which is no class that inherits from lockstep's",
+            "of json 1.0 is json_plugin:Mine, which does not inherit from lockstep's class",
         ),
         ([("broken", "mine")], "mine", "strategy 'mine' of broken 1.0 cannot be loaded: division by zero"),
         ([("a", "mine")], "mien", "unknown strategy 'mien'; did you mean 'mine'? known are"),
@@ -150,7 +154,7 @@ def test_what_is_not_one_plug_in_is_refused(
 def test_one_that_cannot_be_loaded_hides_no_message(site: Path) -> None:
     """Keys of all plug-ins are looked through where one is unknown."""
     installed(site, "broken", {f"lockstep.{kind}": {"mine": "not_there:Mine"} for kind in ("tasks", "launchers")})
-    with pytest.raises(RunError, match=r"unknown key \'launch\.machnes\'"):
+    with raises("LS1000", "launch.machnes"):
         load(None, ["launch.machnes=2"], {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}})
 
 

@@ -29,7 +29,7 @@ def test_every_name_is_a_plug_in_and_no_base_is_one(kind: str) -> None:
 
 def test_a_base_says_so_itself() -> None:
     assert {"plugin"} <= vars(Native).keys() & vars(Strategy).keys()
-    with pytest.raises(plugins.PluginError, match="did you mean 'ddp'"):
+    with raises("LS1098", "'ddp'", error=plugins.PluginError):
         plugins.find("strategies", "dpd")
 
 

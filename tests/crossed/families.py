@@ -117,6 +117,8 @@ def make_model(folder: Path, head: str, family: str, entries: dict[str, Any], to
     config = transformers.CONFIG_MAPPING[family](**entries)
     for part in texts(config):
         part.vocab_size = len(tokens)
+        if hasattr(part, "decoder_vocab_size"):
+            part.decoder_vocab_size = len(tokens)
         for name in ("pad", "bos", "eos"):
             setattr(part, f"{name}_token_id", getattr(tokens, f"{name}_token_id"))
     if head == "seq2seq":

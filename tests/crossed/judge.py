@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import traceback
@@ -135,6 +136,7 @@ def checked(overrides: list[str], which: str) -> None:
     if status != 2 or "Traceback" in err.getvalue() or not said:
         raise Finding("what cannot be is refused with a message", f"{which}: status {status}: {err.getvalue()}")
     head, *more = text.splitlines()
+    head = re.sub(r" \[LS\d+\]$", "", head)
     if more and not (head.endswith(":") and all(line.startswith("  ") for line in more)):  # else a list of keys
         raise Finding("a refusal is one line", f"{which}: {text}")
     raise Refused(f"{which}: {text.removeprefix('lockstep: ')}")

@@ -13,12 +13,12 @@ import pytest
 from lockstep.checkpoint import remote_sync as mirrors
 from lockstep.checkpoint.manifest import FILE
 from lockstep.config.data_sources import Address, address_of
-from lockstep.config.run import RunError
 from lockstep.data import arrow_cache as shard_index
 from lockstep.data import object_store
 from lockstep.data.object_store import Bucket, Patience, StoreError, download
 from support.azure_server import Azure
 from support.harness import digest
+from support.messages import raises
 from support.mirrors import always, copied, once
 from support.saving import Job, here, run_in
 from support.store_server import BUCKET, Proxy, Store
@@ -86,12 +86,12 @@ def test_objects_are_written_listed_read_and_removed(place: Address, tmp_path: P
     assert found is not None
     assert download(bucket, found, tmp_path / "back.bin") == sha256
     bucket.write(place.below("large.bin"), b"other")
-    with pytest.raises(StoreError, match="was changed while it was read"):
+    with raises("LS2148", error=StoreError):
         download(bucket, found, tmp_path / "again.bin")
     bucket.remove(place.below("y.txt"))
     bucket.remove(place.below("y.txt"))
     assert bucket.find(place.below("y.txt")) is None
-    with pytest.raises(StoreError, match=f"there is nothing at {place}/y.txt"):
+    with raises("LS2145", f"{place}/y.txt", error=StoreError):
         bucket.read(place.below("y.txt"))
 
 
@@ -115,7 +115,7 @@ def test_faults_that_stay_are_one_message(store: Proxy, place: Address) -> None:
     assert caught.value.again
     assert "503" in str(caught.value)
     store.fault = always(403, method="GET")
-    with pytest.raises(StoreError, match=r"refuses access .*check the credentials"):
+    with raises("LS2147", "credentials", error=StoreError):
         bucket.read(place.below("x"))
     store.fault = lambda asked: None
     other = Address(place.scheme, "no-such-bucket", "x")
@@ -156,5 +156,5 @@ def test_data_and_streams_are_read_from_there(
             store.fault = once(503, "cut", on="train-", method="GET")
             found = batches(feed_of(streamed(folder, *here, data=data)))
             assert found == wanted.setdefault(stream, found)
-    with pytest.raises(RunError, match="there is nothing at"):
+    with raises("LS2176", "nowhere"):
         feed_of(streamed(folder, *here, data=SMALL | {"source": f"{place}/nowhere"}))

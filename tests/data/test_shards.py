@@ -17,6 +17,7 @@ from lockstep.data import arrow_cache, cache, labels, lm_documents, usable_rows
 from lockstep.data.arrow_cache import Columns, Prepared
 from support.caches import held, own_cache, prepared
 from support.harness import tiny
+from support.messages import raises
 from support.task_runs import TASKS, make
 
 __all__ = ["own_cache"]  # fixtures
@@ -97,7 +98,7 @@ def test_after_a_kill_it_goes_on_with_the_shards_that_are_there(
         try:
             prepared(tiny())
         except RunError as error:
-            os._exit(7 if "data was killed, perhaps for want of memory" in str(error) else 1)
+            os._exit(7 if "data was killed, perhaps because memory ran out" in str(error) else 1)
         os._exit(0)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert ended == (7 if processes == 2 and who is os.getpid else -signal.SIGKILL)
@@ -132,7 +133,7 @@ def test_an_error_in_a_process_is_told_as_it_is(own_cache: Path, small: Callable
     run = make(tmp_path, "messages", "task.chat_template='{{ raise_exception(1) }}'")
     for processes in (1, 2):
         small(7, processes)
-        with pytest.raises(RunError, match=r"task.messages: the chat template cannot be used on row 0: 1"):
+        with raises("LS2042", "task.messages: ", "row 0: 1"):
             prepared(run)
 
 

@@ -21,6 +21,7 @@ from lockstep.data.prepare import prepare
 from lockstep.data.streamed import Streamed, Unreadable
 from lockstep.tasks.classification import Classification
 from support.harness import TINY, run_on
+from support.messages import raises
 from support.stream_runs import LM, batches, changed, content, examples_of, feed_of, rows_of, task_of, trained, write
 from support.web_server import Served, web
 
@@ -246,7 +247,7 @@ def test_sources_here_and_elsewhere_are_mixed(web: Served, tmp_path: Path, monke
     elsewhere = run.model_copy(update={"data": run.data.model_copy(update={"sources": sources})})
     assert batches(feed_of(elsewhere)) == wanted
     room = 3 * max(map(len, web.files.values())) / 1e9
-    with pytest.raises(RunError, match="have no room for two shards of each of 3 sources"):
+    with raises("LS2171", "3 sources"):
         task_of(elsewhere.model_copy(update={"data": elsewhere.data.model_copy(update={"stream_cache_gb": room})}))
 
 
@@ -263,10 +264,10 @@ def said(run: Run) -> str:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"layout": "class_folders"}, "sources: x: layout does not go with data.stream"),
-        ({"columns": ["text", "label"]}, "sources: x: columns does not go with data.stream"),
-        ({"filter": {"text": {"min_tokens": 3}}}, "sources: x: filter: text: tokens are not counted in a stream"),
-        ({"weight": 0}, "x: weight: invalid value 0; it must be more than 0"),
+        ({"layout": "class_folders"}, "sources: x: layout cannot be combined with data.stream"),
+        ({"columns": ["text", "label"]}, "sources: x: columns cannot be combined with data.stream"),
+        ({"filter": {"text": {"min_tokens": 3}}}, "sources: x: filter: text: the tokens of a stream cannot be counted"),
+        ({"weight": 0}, "x: weight: invalid value 0; expected a number > 0"),
     ],
 )
 def test_keys_of_a_source_that_do_not_go_with_a_stream_are_refused(given: dict[str, Any], told: str) -> None:
@@ -304,11 +305,11 @@ def test_a_shard_that_changes_is_told_with_its_source(tmp_path: Path) -> None:
             feed.make(step)
 
     changed(tmp_path / "chat.txt", "other")
-    with pytest.raises(Unreadable, match=r"data.sources: chat: data.train: .*chat.txt, rows .* not what they were"):
+    with raises("LS2280", "data.sources: chat: data.train: ", "chat.txt, rows ", error=Unreadable):
         go()
     for path in tmp_path.glob("web-*"):
         path.unlink()
     assert isinstance(feed.columns, Streamed)
     feed.columns.hold([])
-    with pytest.raises(Unreadable, match=r"data.sources: web: data.train: .* is gone; row "):
+    with raises("LS2222", "data.sources: web: data.train: ", error=Unreadable):
         go()

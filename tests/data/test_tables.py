@@ -13,7 +13,7 @@ from lockstep.config import plugins
 from lockstep.config.run import DataSection, Run, RunError, load
 from lockstep.data import file_formats, prepare, row_files, source
 from support.init_runs import here, written
-from support.messages import mentions
+from support.messages import mentions, raises
 
 __all__ = ["here"]  # fixtures
 
@@ -157,16 +157,20 @@ def many(rows: int) -> str:
         ("text,label\na,1,\nb,0,\n", {}, "It ends with a separator and the header does not"),
         ("text,label\na,1\n# made by hand\nb,0\n", {}, "line 3: the row has 1 column(s)"),
         ("text,label\na,1\n# made by hand\nb,0\n", {}, "Take comments out"),
-        ("sep=,\ntext,label\na,1\n", {}, "line 1: 'sep=,' is for Excel; take it out, and set data.separator"),
+        (
+            "sep=,\ntext,label\na,1\n",
+            {},
+            "line 1: 'sep=,' is an instruction for Excel; remove the line, and set data.separator",
+        ),
         ("# by hand\ntext,label\na,1\n", {}, "The first line seems to be a comment, '# by hand': take it out"),
-        ("text,label,text\na,1,b\n", {}, "columns 1 and 3 are both called 'text'; give each a name of its own"),
+        ("text,label,text\na,1,b\n", {}, "columns 1 and 3 are both named 'text'; give each column a different name"),
         (
             'text,label\n"fine",0\n"b",0\n"never ends,1\n',
             {},
             'line 4: a cell begins with " there and does not end before',
         ),
         ('text,label\n"ends" early, really,1\n', {}, 'line 2: something stands between the " at the end of a cell'),
-        ("text,label\na\0b,1\n", {}, "line 2: a zero byte stands in the row"),
+        ("text,label\na\0b,1\n", {}, "line 2: the row contains a zero byte"),
         ("a,1\nb,0,2\n", {"columns": ["text", "label"]}, "line 2: the row has 3 column(s), and data.columns names 2"),
         ('text,label\n"Oh" he said,1\nb,0\nlate, and wide,1\n', {}, "line 4: the row has 3 column(s)"),
         ('text,label\n"a \\"b\\" c, d",1\n', {}, "line 2: something stands between"),
@@ -324,7 +328,7 @@ def test_predict_and_mixtures_read_tables_alike(here: Path) -> None:
         "train": 40,
         "test": 1,
     }
-    with pytest.raises(ValueError, match="separator does not go with"):
+    with raises("LS1040", "data.stream", error=ValueError):
         DataSection.model_validate(keys | {"stream": True})
 
 

@@ -69,18 +69,18 @@ def test_a_stranger_s_pickle_is_not_loaded(tmp_path: Path, key: str, how: Any) -
     (tmp_path / "ran").rmdir()
     stranger = stores.connect_store("127.0.0.1", first.port, 5, 5)
     everywhere(stranger, first, how(attack))
-    with pytest.raises(RendezvousStateError, match="bears no seal of this job"):
+    with raises("LS7028", error=RendezvousStateError):
         first.next_rendezvous()
-    with pytest.raises(RendezvousStateError, match="bears no seal of this job"):
+    with raises("LS7028", error=RendezvousStateError):
         rendezvous(first.port, False, key).next_rendezvous()
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_seal_without_the_secret_opens_nothing_of_a_job_that_has_one() -> None:
     first = rendezvous()
-    with pytest.raises(RendezvousStateError, match="LOCKSTEP_SECRET is not the same on every machine"):
+    with raises("LS7028", "LOCKSTEP_SECRET is not the same on every machine", error=RendezvousStateError):
         rendezvous(first.port, False, "another secret of a stranger")
-    with pytest.raises(RendezvousStateError, match="another machine has a LOCKSTEP_SECRET and this one has none"):
+    with raises("LS7028", "this one has none", error=RendezvousStateError):
         rendezvous(first.port, False, "")
 
 
@@ -132,7 +132,7 @@ def test_a_forged_end_is_one_message() -> None:
     end = first.ended()
     assert end is not None
     assert end.status == 1
-    assert "'end' in the store bears no seal" in end.text.replace(f"{first.get_run_id()}/", "")
+    assert "'end' in the store is not signed" in end.text.replace(f"{first.get_run_id()}/", "")
 
 
 def state(**values: Any) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def test_whatever_torch_elastic_makes_of_what_was_written_is_one_error() -> None
     "text", [b"", b"[", b"3", b"{}", b'{"over": 0}', b'{"over": false}', b"[" * 100_000, b'{"over": true, "pid": 1}']
 )
 def test_a_sign_of_life_that_no_rank_gives_is_told(text: bytes) -> None:
-    with pytest.raises(RendezvousStateError, match="is no sign of life"):
+    with pytest.raises(RendezvousStateError, match="is not a heartbeat"):
         watchdog.parsed(text)
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from lockstep import __version__
 from lockstep.cli import main
-from lockstep.config.run import RunError
 from lockstep.distributed import job_record
 from lockstep.launchers import slurm
 from lockstep.launchers.processes import srun
@@ -78,7 +77,7 @@ def test_an_array_over_run_files(here: Path) -> None:
     (text,) = plan.files.values()
     compare("slurm-array.sbatch", text, here)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    with pytest.raises(RunError, match="at least one"):
+    with raises("LS7385"):
         array_plan(tiny(launch=PLAIN), [], Path("trials"))
 
 
@@ -108,7 +107,7 @@ def test_times(text: str, minutes: int) -> None:
 
 @pytest.mark.parametrize("text", ["soon", "4 hours", "1:2:3:4", "0", "", "-1"])
 def test_no_times(text: str) -> None:
-    with pytest.raises(ValueError, match="time"):
+    with raises("LS7397" if text == "0" else "LS7396", repr(text), error=ValueError):
         slurm.minutes_of(text)
 
 
@@ -197,7 +196,10 @@ def test_a_job_is_submitted_followed_and_stopped(
     assert record is not None
     assert (record.launcher, record.job, record.processes) == ("slurm", "7", 2)
     assert main(["train", "run.yaml", "--detach"]) == 2
-    assert "is being trained already (waiting: pending (Priority), restarted 1 time(s))" in capsys.readouterr().err
+    assert (
+        "is already in use by a training run (waiting: pending (Priority), restarted 1 time(s))"
+        in capsys.readouterr().err
+    )
 
     (here / "asked").unlink()
     assert main(["stop", "out", "--wait", "0"]) == 0  # one that waits is cancelled

@@ -19,6 +19,7 @@ import torch
 import transformers
 
 import lockstep.plain
+from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.plain import rows
@@ -43,14 +44,18 @@ from lockstep.training.resolve import for_rank
 from support.harness import run_on, tiny
 from support.own_modules import MEAN, NET, NET_FUNCTIONS, job
 from support.stream_runs import LM, shards, streamed
-from support.task_runs import TASKS, make, sentence, write
+from support.task_runs import MARIAN, TASKS, make, sentence, write
 
 FILES = sorted(Path(lockstep.plain.__file__).parent.glob("**/*.py"))
 ALLOWED = {"torch", "transformers", "peft", "numpy", "pyarrow", "datasets", "trl", "sentence_transformers", "sacrebleu"}
 ALLOWED |= {"PIL", "sklearn", "scipy", "seqeval", "rouge_score", "torchmetrics"}
 MOST = {"rows.py": 160, "scores.py": 105}  # logical lines that read rows, and that score an evaluation
 MOST_OF_REST = 600  # for the examples, losses and steps of all tasks
-OTHERS = ("allreduce", "fsdp2", "zero2", "pipeline", "hf_accelerate", "hf_trainer")
+OTHERS: dict[str, tuple[str, ...]] = {  # every strategy but single and ddp, and the engines that stand behind one name
+    **dict.fromkeys(("allreduce", "fsdp2", "zero1", "zero2", "zero3", "pipeline", "hf_accelerate", "hf_trainer"), ()),
+    "hf_accelerate fsdp": ("strategy.options={fsdp: {}}",),
+    "hf_accelerate zero3": ("strategy.options={deepspeed: {zero_stage: 3}}",),
+}
 QUICK = ("classification", "prompts", "pairs")  # the others are slow
 
 
@@ -127,6 +132,13 @@ def test_an_fsmt_learns_its_targets_from_their_end_token(folder: Path, monkeypat
     assert against_plain.differences(run).differences
 
 
+def test_a_decoder_by_itself_has_a_logit_for_each_token(folder: Path) -> None:
+    """A Marian counts the tokens of its decoder in an entry of its own, whose default is a vocabulary of 58,101."""
+    run = run_of("prompts", folder, f"model={json.dumps(MARIAN)}")
+    found = against_plain.differences(run)
+    assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
+
+
 def verified(run: Run, ranks: int) -> tuple[int, dict[str, Any]]:
     """The exit status and the verdict on a job of so many processes."""
     assert run_on(ranks, recorded, run, run=run, joined=False) == [0] * ranks
@@ -143,8 +155,12 @@ def recorded(world: World, run: Run) -> int:
 @pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(s, marks=pytest.mark.slow) for s in OTHERS)])
 def test_ranks_train_what_plain_computes(strategy: str, tmp_path: Path) -> None:
     """After steps with dropout, whose optimizer state plain takes over."""
-    run = tiny(f"strategy.name={strategy}", output=str(tmp_path))
+    run = tiny(f"strategy.name={strategy.split()[0]}", *OTHERS.get(strategy, ()), output=str(tmp_path))
     assert verified(run, 2) == (0, {"differences": [], "not_covered": None})
+
+
+def test_every_strategy_is_among_them() -> None:
+    assert {"single", "ddp", *(name.split()[0] for name in OTHERS)} == {*plugins.names("strategies")}
 
 
 @pytest.mark.processes
@@ -248,6 +264,22 @@ def test_the_same_rows_are_read(keys: dict[str, Any], tmp_path: Path) -> None:
     run = tiny(data=keys | {"source": str(tmp_path / keys["source"])}, output=str(tmp_path / "out"))
     found = against_plain.differences(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
+
+
+def test_a_label_of_rows_that_are_left_out_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of train that validation has too is the only one of its label, and the model has a logit for it."""
+    draw = random.Random(7)
+    texts = [sentence(draw) for _ in range(40)]
+    train = [{"text": text, "label": 3 if text == texts[0] else at % 3} for at, text in enumerate(texts)]
+    write(tmp_path / "train.jsonl", train)
+    write(tmp_path / "validation.jsonl", [row | {"label": 0} for row in train[:8]])
+    data = {"source": str(tmp_path), "max_length": 32, "decontaminate": True}
+    run = tiny(data=data, output=str(tmp_path / "out"))
+    found = against_plain.differences(run)
+    assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
+    monkeypatch.setattr("lockstep.plain.job.WHOLE", "")
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        against_plain.differences(run)
 
 
 def mixture(folder: Path, task: str) -> Run:

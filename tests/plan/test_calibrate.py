@@ -20,6 +20,7 @@ from lockstep_plan.simulated import Product, Products
 from support.command import LOCKSTEP, ended, start_anew, write
 from support.harness import run_on, tiny
 from support.marks import long
+from support.messages import raises
 from support.planned_memory import simulated
 
 SIZES, MESSAGES = (2**12, 2**18), (2**10, 2**14, 2**16)  # bytes
@@ -112,7 +113,7 @@ def test_what_a_calibration_writes_is_read_back(tmp_path: Path) -> None:
     alone = calibrate.shape_of([{1: measured(1)}])
     calibrate.write(alone, tmp_path / "alone.yaml")
     assert devices.load(str(tmp_path / "alone.yaml")).links.shared == {}
-    with pytest.raises(ValueError, match="crowding"):
+    with raises("LS8310", "crowding", error=ValueError):
         Device.model_validate(device().model_dump() | {"crowding": {1: 0.0}})
 
 
@@ -164,7 +165,7 @@ def test_a_stage_that_waits_leaves_its_core_to_others() -> None:
     [
         (["--processes", "9"], "9 cannot share 4 micro-batches"),
         (["--processes", "0"], "--processes: 0"),
-        (["--strategies", "ddp"], "--strategies: --calibrate measures one run"),
+        (["--strategies", "ddp"], "--strategies: not supported with --calibrate"),
         (["--weak"], "--weak"),
         (["model.compile=true"], "model.compile"),
     ],

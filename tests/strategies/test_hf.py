@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import layers
 from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import strategy_class as class_of
 from lockstep.training.data_loader import StepLoader
 from support.harness import build, digest, run_on, tiny
+from support.messages import raises
 
 # Trainer draws dropout from one stream for a whole run; without dropout both see the same network.
 CALM = ("model.config.resid_pdrop=0", "model.config.embd_pdrop=0", "model.config.attn_pdrop=0")
@@ -172,25 +173,30 @@ def test_embeddings_that_two_modules_hold_are_known(family: str, shared: bool) -
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("name", "option", "said"),
+    ("name", "option", "code", "value"),
     [
-        ("hf_accelerate", "bucket=1", "hf_accelerate has no option bucket"),
-        ("hf_trainer", "learning_rate=1", "strategy.options.learning_rate: is said by other keys"),
-        ("hf_trainer", "lerning_rate=1", "is no TrainingArgument"),
-        ("hf_accelerate", "fsdp={version: 1}", "strategy.options.fsdp: Accelerate's plug-in for FSDP2 has no option"),
-        ("hf_accelerate", "fsdp=1", "is not a mapping"),
-        ("hf_accelerate", "deepspeed={zero_stage: 4}", "strategy.options.deepspeed.zero_stage"),
-        ("hf_accelerate", "deepspeed={zero_stage: 2, optimizer: {type: Lamb}}", "strategy.options.deepspeed.optimizer"),
+        ("hf_accelerate", "bucket=1", "LS4200", "bucket"),
+        ("hf_trainer", "learning_rate=1", "LS4210", "strategy.options.learning_rate: is said by other keys"),
+        ("hf_trainer", "lerning_rate=1", "LS4210", "strategy.options.lerning_rate: is no TrainingArgument"),
+        ("hf_accelerate", "fsdp={version: 1}", "LS4031", "strategy.options.fsdp: "),
+        ("hf_accelerate", "fsdp=1", "LS4020", "strategy.options.fsdp: 1"),
+        ("hf_accelerate", "deepspeed={zero_stage: 4}", "LS4034", "strategy.options.deepspeed.zero_stage: "),
+        (
+            "hf_accelerate",
+            "deepspeed={zero_stage: 2, optimizer: {type: Lamb}}",
+            "LS4131",
+            "options.deepspeed.optimizer: ",
+        ),
     ],
 )
-def test_unknown_options_are_refused(name: str, option: str, said: str) -> None:
+def test_unknown_options_are_refused(name: str, option: str, code: str, value: str) -> None:
     run = tiny(f"strategy.name={name}", f"strategy.options.{option}")
-    with pytest.raises(RunError, match=said):
+    with raises(code, value):
         class_of(run).check(run, 2)
 
 
 def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "accelerate" else find_spec(name))
     run = tiny("strategy.name=hf_trainer")
-    with pytest.raises(RunError, match=r"needs accelerate.*pip install 'lockstep-train\[accelerate\]'"):
+    with raises("LS1120", "accelerate", "pip install 'lockstep-train[accelerate]'"):
         class_of(run).check(run, 2)

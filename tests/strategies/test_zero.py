@@ -11,9 +11,10 @@ import pytest
 import torch
 import yaml
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.strategies.engines.zero import Zero, own_activations
+from lockstep.strategies.engines.zero import Zero
+from lockstep.strategies.engines.zero_partition import own_activations
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import strategy_class as class_of
@@ -21,6 +22,7 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from support.harness import build, digest, run_on, tiny
 from support.marks import slow
+from support.messages import raises
 
 pytestmark = [
     pytest.mark.processes,
@@ -336,27 +338,24 @@ def test_a_state_travels_between_strategies_and_numbers_of_processes(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "key", "value"),
     [
-        ("{gradient_clipping: 1.0}", "strategy.options.gradient_clipping: .*optim.max_grad_norm"),
-        ("{train_batch_size: 8}", "strategy.options.train_batch_size: .*batch_size"),
-        ("{optimizer: {type: Adam}}", "strategy.options.optimizer: .*optim"),
-        ("{fp16: {enabled: true}}", "strategy.options.fp16: .*precision"),
-        ("{bf16: {enabled: true}}", "strategy.options.bf16: .*precision=bf16"),
-        ("{zero_optimization: {stage: 3}}", "strategy.options.zero_optimization.stage: .*strategy.name"),
-        ("{zero_optimization: {round_robin_gradients: true}}", "round_robin_gradients: .*another order"),
-        ("{zero_optimization: true}", "strategy.options.zero_optimization: True is not a mapping"),
-        ("{zero_optimization: {overlap_com: true}}", "zero_optimization.overlap_com: DeepSpeed has no such option"),
-        (
-            "{zero_optimization: {reduce_bucket_size: many}}",
-            "zero_optimization.reduce_bucket_size: invalid value 'many'",
-        ),
-        ("{comunication_data_type: fp32}", "did you mean communication_data_type"),  # DeepSpeed itself would ignore it
+        ("{gradient_clipping: 1.0}", "gradient_clipping", "optim.max_grad_norm"),
+        ("{train_batch_size: 8}", "train_batch_size", "batch_size, and"),
+        ("{optimizer: {type: Adam}}", "optimizer", "key optim"),
+        ("{fp16: {enabled: true}}", "fp16", "precision"),
+        ("{bf16: {enabled: true}}", "bf16", "precision=bf16"),
+        ("{zero_optimization: {stage: 3}}", "zero_optimization.stage", "strategy.name"),
+        ("{zero_optimization: {round_robin_gradients: true}}", "zero_optimization.round_robin_gradients", "order"),
+        ("{zero_optimization: true}", "zero_optimization", "True"),
+        ("{zero_optimization: {overlap_com: true}}", "zero_optimization.overlap_com", "no such option"),
+        ("{zero_optimization: {reduce_bucket_size: many}}", "zero_optimization.reduce_bucket_size", "'many'"),
+        ("{comunication_data_type: fp32}", "comunication_data_type", "communication_data_type"),  # DeepSpeed ignores it
     ],
 )
-def test_what_deepspeed_would_ignore_or_the_run_file_says_is_refused(options: str, said: str) -> None:
+def test_what_deepspeed_would_ignore_or_the_run_file_says_is_refused(options: str, key: str, value: str) -> None:
     run = tiny("strategy.name=zero2", f"strategy.options={options}")
-    with pytest.raises(RunError, match=said):
+    with raises("LS4131", f"strategy.options.{key}: ", value):
         class_of(run).check(run, 2)
 
 
@@ -369,7 +368,7 @@ def test_weights_that_are_used_within_are_not_computed_with_again(name: str, opt
     """DeepSpeed ends in a traceback there."""
     model = {"type": "falcon_h1", "config": {"num_hidden_layers": 1}, "checkpoint_activations": True}
     run = tiny(model=model, strategy={"name": name, "options": options})
-    with pytest.raises(RunError, match=r"model\.checkpoint_activations: under ZeRO-3 a falcon_h1 cannot"):
+    with raises("LS4105", "model.checkpoint_activations: ", "falcon_h1"):
         class_of(run).check(run, 2)
 
 

@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
-from lockstep.config.errors import CodedError, RunError, codes, uncoded
+from lockstep.config.errors import RunError, codes, uncoded
 
 
 @contextmanager
-def raises(code: str, *values: str, error: type[CodedError] = RunError) -> Iterator[pytest.ExceptionInfo[CodedError]]:
-    """The block raises an error with this code, whose message holds all these values."""
+def raises(code: str, *values: str, error: type[Exception] = RunError) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """The block raises an error with this code, whose message holds all these values. `error`: another one, such
+    as pydantic or `run_on` makes of it."""
     with pytest.raises(error) as caught:
         yield caught
     assert mentions(str(caught.value), code, *values)

@@ -156,7 +156,7 @@ def test_parquet_holds_the_same_images(kind: str, folders: Path, tmp_path: Path)
         (["data.stream=true"], "data.stream"),
         (["task.text=text"], "task.text"),
         (["task.processor={wide: 3}"], "'wide'"),
-        (["task.processor={size: {height: 64, width: 64}}"], "64 x 64, and the model takes 32 x 32"),
+        (["task.processor={size: {height: 64, width: 64}}"], "64 x 64, but the model expects 32 x 32"),
         (["model.type=gpt2", "model.config={}"], "gpt2"),
         (["task.class_weights={dog: 2.0}"], "dog"),
     ],
@@ -277,7 +277,7 @@ def test_the_export_is_one_of_transformers(folders: Path, tmp_path: Path) -> Non
     assert [Path(row[0]).name for row in task.input_rows(run, str(folders / "validation" / "bar"))] == [
         "0.png", "1.png", "2.png"
     ]  # fmt: skip
-    with pytest.raises(RunError, match="cannot be read"):
+    with raises("LS3033", "no-such.png"):
         list(predictions(run.folder, ["no-such.png"], []))
 
 

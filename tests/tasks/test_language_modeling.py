@@ -24,6 +24,7 @@ from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models.inference import Decoding, by_forward
 from lockstep.training.evaluation import evaluate
 from support.harness import build, run_on
+from support.messages import raises
 from support.task_runs import GPT2, make, sentence
 
 
@@ -245,9 +246,9 @@ def test_greedy_by_forward_is_greedy_by_transformers(tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "no such column": ({"text": "txt"}, [], ["task.text", "'txt'", "it has text"]),
-    "a prompt without a response": ({"prompt": "text"}, [], ["give prompt and response"]),
+    "a prompt without a response": ({"prompt": "text"}, [], ["prompt and response"]),
     "prompts and messages": ({"prompt": "a", "response": "b", "messages": "c"}, [], ["and not both"]),
-    "a template for nothing": ({"chat_template": "x"}, [], ["chat_template is for messages"]),
+    "a template for nothing": ({"chat_template": "x"}, [], ["chat_template has an effect only with task.messages"]),
     "no such column of messages": ({"messages": "chat"}, [], ["task.messages", "'chat'"]),
     "texts are no messages": ({"messages": "text"}, [], ["lists of role and content", "row 0"]),
     "a block longer than the positions": ({"block_size": 64}, [], ["task.block_size", "positions for 48"]),
@@ -270,11 +271,11 @@ def test_bad_input_is_refused_with_one_message(case: str, tmp_path: Path) -> Non
 
 
 def test_messages_need_a_template_that_fits(tmp_path: Path) -> None:
-    for template, wanted in (
-        ("null", "no chat template"),
-        ("'{{ messages | length }}'", r"row 0, message 1 .*asks for a turn with"),
+    for template, code, value in (
+        ("null", "LS3351", "task.chat_template"),
+        ("'{{ messages | length }}'", "LS2044", "row 0, message 1 "),
     ):
-        with pytest.raises(RunError, match=wanted):
+        with raises(code, value):
             task_of(make(tmp_path, "messages", f"task.chat_template={template}"))
 
 

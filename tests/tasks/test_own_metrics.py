@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep.config import plugins
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks import own_metrics
@@ -20,6 +20,7 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate, evaluate_with_tables
 from support import own_scores
 from support.harness import TINY, build, run_on
+from support.messages import raises
 from support.own_modules import TOY, job
 from support.task_runs import BERT, MARIAN, TASKS, make, rows_of, write
 
@@ -234,11 +235,7 @@ def test_what_has_no_predictions_says_so(folder: Path, tmp_path: Path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     of_chunks = run_of(folder, "packed", "task.loss_chunk=8")
     own = job(tmp_path, TOY.replace("LOSS", "((outputs - answers) ** 2).sum()"), "metrics=[support.own_scores.rewards]")
-    told = {
-        r"metrics: with task\.loss_chunk no logits are kept": of_chunks,
-        r"metrics: the task module gathers no predictions .*: they are your model's outputs; task\.metrics names": own,
-    }
-    for said, run in told.items():
+    for code, value, run in (("LS3320", "task.loss_chunk", of_chunks), ("LS3304", "task.metrics", own)):
         task_class: Any = plugins.find("tasks", run.task.name)
-        with pytest.raises(RunError, match=said):
+        with raises(code, "metrics: ", value):
             own_metrics.check(run, prepare(run, task_class))

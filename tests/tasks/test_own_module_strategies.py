@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lockstep.config.run import RunError
 from lockstep.data.prepare import prepare
 from lockstep.strategies.engines import layers
 from lockstep.tasks.module import Module
 from lockstep.training.resolve import resolve_strategy
 from support.harness import run_on, works
 from support.marks import slow
+from support.messages import raises
 from support.own_modules import MEAN, NET, NET_FUNCTIONS, job
 
 pytestmark = pytest.mark.processes
@@ -104,9 +104,9 @@ def test_a_stopped_run_goes_on_under_other_strategies(here: Path) -> None:
 def test_a_pipeline_cuts_a_row_of_modules(here: Path) -> None:
     alone = trained(here, MEAN, "single", 1)
     assert same(trained(here, MEAN, "pipeline", 2), alone)
-    with pytest.raises(RunError, match=r"is an nn\.Sequential, and Net is none"):
+    with raises("LS4062", "Net"):
         resolve_strategy(job(here, NET, strategy={"name": "pipeline"}), 2)
-    with pytest.raises(RunError, match="2 layers"):
+    with raises("LS4245", "2 layers"):
         resolve_strategy(job(here, MEAN, strategy={"name": "pipeline"}), 3)
 
 
@@ -118,7 +118,7 @@ def test_blocks_are_found_by_size_or_named(here: Path) -> None:
     row.lockstep_called_once = ["0", "1", "2", "4", "5", "6"]
     assert layers.blocks(row) == [row[i] for i in (0, 1, 2, 4, 5)]  # the last one is small
     assert layers.named_blocks(model, ["blocks.*.0", "head"]) == [*(block[0] for block in model.blocks), model.head]
-    with pytest.raises(RunError, match="no module 'blockz'; at its top it has blocks, head"):
+    with raises("LS4101", "'blockz'", "blocks, head"):
         layers.named_blocks(model, ["blockz"])
-    with pytest.raises(RunError, match=r"blocks\.0 is inside of blocks"):
+    with raises("LS4102", "blocks.0"):
         layers.named_blocks(model, ["blocks", "blocks.0"])

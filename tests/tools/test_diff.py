@@ -38,7 +38,12 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("OtherDropout", STEP, f"micro-batch {MICRO_BATCH}: what transformer.drop gives in forward", "dropout"),
         ("WrongLeaf", STEP, f"micro-batch {MICRO_BATCH}: the gradient of {WEIGHT}", "how its weight's gradient"),
-        ("WrongSum", STEP, f"the gradient of {WEIGHT}, summed over micro-batches", f"only {WEIGHT}"),
+        (
+            "WrongSum",
+            STEP,
+            f"the gradient of {WEIGHT}, summed over micro-batches",
+            f"a part of the parameters ({WEIGHT})",
+        ),
         ("AllTwice", STEP, "summed over micro-batches", "every gradient is 2 times"),
         ("WrongRate", STEP + 1, "the update:", "clipping, weight decay, or the optimizer"),
     ],

@@ -12,6 +12,7 @@ import pytest
 from lockstep.config import plugins
 from lockstep.tools import commands
 from lockstep.tools.commands import before_a_run, json_output
+from support.messages import raises
 
 TEXT = {"yaml", "pydantic", "rich"}  # what reading a run file takes
 ARRAYS = {"numpy", "pyarrow"}
@@ -61,9 +62,9 @@ def test_a_plug_in_is_described_as_it_is(kind: str) -> None:
 
 
 def test_an_attribute_that_is_no_literal_is_refused() -> None:
-    with pytest.raises(plugins.PluginError, match="cannot be read"):
+    with raises("LS1097", "ddp.py", error=plugins.PluginError):
         plugins.described("strategies", "ddp", "weight_formats")
-    with pytest.raises(plugins.PluginError, match="has no nothing"):
+    with raises("LS1097", "DDP has no nothing", error=plugins.PluginError):
         plugins.described("strategies", "ddp", "nothing")
 
 

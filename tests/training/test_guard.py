@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from lockstep.training.resolve import resolve_strategy
 from lockstep.training.sdc_check import SdcCheck, drawn
 from support.guarded import STEPS, Fault, Planted, Wrong, flipped, guarded, wrong_gradient
 from support.harness import TINY, build, digest, run_on, tiny
+from support.marks import slow
 from support.messages import raises
 
 # -- no false alarm --------------------------------------------------------------------------------------------------
@@ -61,9 +63,9 @@ def test_a_bit_is_found_in_the_steps_in_which_its_micro_batch_is_drawn(wrong: Wr
     for rank in results:
         assert set(rank["found"]) == {step for step, each in sampled.items() if each == micro_batch}
         told = rank["found"][2]
-        assert f"step 3: the gradient of micro-batch {micro_batch} is not the same" in told
+        assert f"computed different gradients for micro-batch {micro_batch}" in told
         owner = next(r for r in range(ranks) if micro_batch in range(r * 8 // ranks, (r + 1) * 8 // ranks))
-        assert f"a third computation says that rank {owner} on" in told
+        assert f"a third computation shows that rank {owner} on" in told
     assert results[0]["digest"] is not None
 
 
@@ -108,7 +110,40 @@ def test_a_witness_that_is_wrong_is_named() -> None:
     for rank in run_on(3, guarded, run, WrongWitness(), run=run):
         assert set(rank["found"]) == {step for step, owner in owners.items() if owner in (1, 2)}
         for told in rank["found"].values():
-            assert "a third computation says that rank 2 on" in told
+            assert "a third computation shows that rank 2 on" in told
+
+
+class WrongRank:
+    """Rank 2 changes a bit of every gradient of a weight, whether it computes for the first time or the second."""
+
+    def __call__(self, strategy: Any, world: World, step: int) -> None:
+        if world.rank == 2 and step == 0:
+            weight = dict(strategy.model.named_parameters())["transformer.h.1.mlp.c_fc.weight"]
+            weight.register_hook(flipped)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
+@pytest.mark.parametrize("more", [(), slow(("precision=bf16",))])
+@pytest.mark.parametrize("name", [slow("zero1"), slow("zero2"), "zero3"])
+def test_zero_finds_a_rank_that_computes_wrongly_and_nothing_where_none_does(name: str, more: tuple[str, ...]) -> None:
+    """Its ranks compute the micro-batch together. Steps whose owner and witness are the other two pass: a third
+    computation is made, and looked at, only where they differ."""
+    words = (f"strategy.name={name}", "sdc_check.every=1", *more)
+    run, single = tiny(*words), tiny("strategy.name=single", *more)
+    alone = run_on(1, guarded, single, run=single)[0]["digest"]
+    first, *_ = results = run_on(3, guarded, run, run=run)
+    assert [rank["found"] for rank in results] == [{}] * 3
+    assert first["digest"] == alone
+    turns = name != "zero1"
+    owners = {
+        step: m % 3 if turns else next(r for r in range(3) if m in range(r * 8 // 3, (r + 1) * 8 // 3))
+        for step, m in ((step, drawn(run, step)) for step in range(STEPS))
+    }
+    for rank in run_on(3, guarded, run, WrongRank(), run=run):
+        assert set(rank["found"]) == {step for step, owner in owners.items() if 2 in (owner, (owner + 1) % 3)}
+        for told in rank["found"].values():
+            assert "a third computation shows that rank 2 on" in told
 
 
 class WrongMessage:
@@ -138,7 +173,7 @@ def test_a_rank_that_drifts_is_named_before_the_next_step(fault: Fault) -> None:
     run = tiny("strategy.name=allreduce", "sdc_check.every=1")
     for rank in run_on(3, guarded, run, fault, run=run):
         assert set(rank["found"]) == {4}
-        assert "before step 5 the ranks do not hold the same weights: those of rank 1 on" in rank["found"][4]
+        assert "before step 5 the ranks hold different weights: rank 1 on" in rank["found"][4]
 
 
 # -- in a run --------------------------------------------------------------------------------------------------------
@@ -166,8 +201,8 @@ def test_a_run_ends_before_the_update_and_goes_on_from_there(
     status, output = trained(tmp_path, "strategy.name=support.planted.BitFlip", "sdc_check.every=1")
     assert status == 1
     said = " ".join(capfd.readouterr().err.split())
-    assert "guard: step 6: the gradient of micro-batch" in said
-    assert "Nothing was updated" in said
+    assert "sdc_check: step 6: rank" in said
+    assert "No weight was updated" in said
     assert json.loads((output / "checkpoints/latest/manifest.json").read_text())["step"] == 5
     assert "guard" in (output / "events.jsonl").read_text()
     assert trained(tmp_path, "strategy.name=allreduce", "sdc_check.every=1")[0] == 0
@@ -186,7 +221,8 @@ def test_what_happened_once_is_computed_once_more(untouched: bytes, tmp_path: Pa
 @pytest.mark.parametrize(
     "words",
     [
-        ["strategy.name=zero2"],
+        ["strategy.name=zero2", "strategy.exact=false"],
+        ["strategy.name=zero3", "precision=bf16", "strategy.options={bf16: {enabled: true}}"],
         ["strategy.name=pipeline"],
         ["strategy.name=fsdp2", "strategy.options.gather=micro_batch"],
     ],

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from lockstep.checkpoint.manifest import Progress, best_first, score_of
 from lockstep.config import plugins
@@ -20,11 +19,12 @@ from lockstep.strategies.strategy import NotFinite, strategy_class
 from lockstep.tools import attest, diff, verify
 from lockstep.tools.sweep import sweep
 from lockstep.tools.sweep.sweep_file import read as read_sweep
+from lockstep.trace.step_writer import RankStep, StepWriter, WholeStep
 from lockstep.track.best import Best
 from lockstep.track.console import Console
 from lockstep.training import fingerprints
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.recording import RecordedStep, Recording
+from lockstep.training.recording import TRACE, Recording, _recorded
 from lockstep.training.recording import read as read_recording
 from lockstep.training.throughput import Spikes
 from lockstep_plan import calibrate
@@ -78,7 +78,7 @@ def test_memory_that_does_not_suffice_is_told_before_the_first_step(tmp_path: Pa
     options = ["strategy.name=support.misbehaving.NoMemory", "launch.max_restarts=3"]
     status, _, err = train(tmp_path, cache, *options, PYTHONPATH=TESTS_PATH)
     assert status == 2
-    assert err.count("memory does not suffice for the longest examples") == 1
+    assert err.count("out of memory on the longest examples") == 1
     assert "more micro_batches" in err
     assert "restarting" not in err
     assert lines(tmp_path) == []
@@ -199,12 +199,14 @@ def test_a_jump_is_told_from_a_wander() -> None:
 def recording(folder: Path, weight: float, loss: float = 1.0, buffer: float = 0.0) -> Path:
     """What a job of one step wrote down for `lockstep verify`, whose last weight, loss and buffer are these."""
     folder.mkdir()
-    step = RecordedStep(0, loss, 1.0, 8.0, 8.0)
+    gradients, weights = {"w": torch.ones(2)}, {"w": torch.tensor([1.0, weight]), "b": torch.tensor([buffer])}
+    step = _recorded(0, (loss, 1.0), (8.0, 8.0), gradients, weights)
     found = Recording("ddp", 2, True, 0.0, {"loss": 1.0, "r2": math.nan}, [step], {}, None, None, [])
     (folder / "recording.json").write_text(json.dumps(asdict(found)))
-    weights = {"weight.w": torch.tensor([1.0, weight]), "weight.b": torch.tensor([buffer])}
-    save_file({"weight.w": torch.ones(2), "weight.b": torch.zeros(1)}, folder / "start.safetensors")
-    save_file(weights | {"gradient.w": torch.ones(2)}, folder / "step-0.safetensors")
+    before = {"w": torch.ones(2), "b": torch.zeros(1)}
+    writer = StepWriter(folder / TRACE, before, "adamw", {"command": [], "scores": found.probe})
+    writer.step(WholeStep(0, loss, gradients, weights, {"lr": 0.1}, (1.0, 1.0), [RankStep()], 8.0))
+    writer.close()
     return folder
 
 
@@ -231,12 +233,12 @@ def test_what_is_not_finite_passes_nowhere(
         assert verify.tell(console, *folders) == 1, values
         assert "All is as promised" not in (said := capsys.readouterr().out)
         assert "not finite" in said
-    hashed = list(verify._steps(verified[0], read_recording(verified[0])))
+    hashed = list(verify._steps(read_recording(verified[0])))
     assert len(hashed[0]["tensors"]) == 3
     with raises("LS8397"):
-        list(verify._steps(tmp_path / "1-0", read_recording(tmp_path / "1-0")))
+        list(verify._steps(read_recording(tmp_path / "1-0")))
     with raises("LS8397"):
-        list(verify._steps(tmp_path / "2-0", read_recording(tmp_path / "2-0")))
+        list(verify._steps(read_recording(tmp_path / "2-0")))
 
     a, b = (output(tmp_path / name, 1.0, bad) for name in "ab")
     assert diff.diff(a, b, [], look=False) == 1

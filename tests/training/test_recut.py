@@ -101,7 +101,7 @@ def test_one_that_is_alone_keeps_a_copy_before_another_comes_in(torn: bool) -> N
     session: Any = SimpleNamespace(
         run=load(None, ["model.type=gpt2", "data.source=builtin/emotion", "launch.replicate_every=1", *ZERO]),
         world=world,
-        strategy=SimpleNamespace(update_incomplete=torn, sharded_state_dict=lambda: state),
+        strategy=SimpleNamespace(state_needs_all_ranks=torn, sharded_state_dict=lambda: state),
     )
     copies, state_of_training = PeerCheckpoints(session), TrainState(session.run, 20, step=9)
     copies.form(session, state_of_training)

@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.engines.side_effects import SideEffects
 from lockstep.training.data_loader import StepLoader
 from support import side_effect_modules as modules
 from support.harness import build, digest, run_on, works
+from support.messages import raises
 
 NONE = ["Plain", "FrozenRows", "SwitchedLate", "Queue", "Functional"]
 SEEN = {  # module -> what is seen of its forward, by field
@@ -110,23 +111,23 @@ def test_a_trial_step_leaves_no_trace(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "code", "value"),
     [
-        ("FrozenRows", r"would lose the hook on the gradient of words\.weight"),
-        ("Keeps", "would lose held: a tensor that a module holds"),
-        ("KeepsInList", "would lose held: a tensor that a module holds"),
-        ("KeepsInFunction", "would lose held: a tensor that a module holds"),
-        ("Clamped", r"would lose what the model's forward does to second\.weight"),
-        ("ClampedElsewhere", r"would lose what the model's forward does to second\.weight"),
-        ("LateHook", r"would lose what the model's forward does to second\.weight"),
-        ("Evaluated", r"would lose what the model's forward does to second\.weight"),
-        ("Replaced", r"puts another parameter in the place of second\.weight"),
-        ("HookAfter", "would see the sum of several micro-batches"),
+        ("FrozenRows", "LS4110", "words.weight"),
+        ("Keeps", "LS4111", "held"),
+        ("KeepsInList", "LS4111", "held"),
+        ("KeepsInFunction", "LS4111", "held"),
+        ("Clamped", "LS4191", "second.weight"),
+        ("ClampedElsewhere", "LS4191", "second.weight"),
+        ("LateHook", "LS4191", "second.weight"),
+        ("Evaluated", "LS4191", "second.weight"),
+        ("Replaced", "LS4181", "second.weight"),
+        ("HookAfter", "LS4175", "words.weight"),
     ],
 )
-def test_what_fsdp_would_lose_is_refused(name: str, said: str, tmp_path: Path) -> None:
+def test_what_fsdp_would_lose_is_refused(name: str, code: str, value: str, tmp_path: Path) -> None:
     run = run_of(name, tmp_path, "fsdp2", gather="micro_batch")
-    with pytest.raises(RunError, match=said):
+    with raises(code, value):
         after_steps(run, tried=True)
 
 
@@ -149,7 +150,7 @@ def test_what_is_cut_up_would_lose_what_forward_writes(
     if lost is None:
         assert run_on(2, builds, run, run=run) == [True, True]
         return
-    with pytest.raises(AssertionError, match=f"would lose what the model's forward writes to {lost}, which is trained"):
+    with raises("LS4112", lost, error=AssertionError):
         run_on(2, builds, run, run=run)
 
 
@@ -159,9 +160,9 @@ def test_calls_with_other_tensors_have_the_bits_of_single(gather: str, tmp_path:
     assert after_steps(run_of("Functional", tmp_path, "fsdp2", gather=gather), tried=True) == wanted
 
 
-@pytest.mark.parametrize("name", ["Replaced", "HookAfter"])
-def test_what_no_strategy_can_keep_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"model\(\): "):
+@pytest.mark.parametrize(("name", "code"), [("Replaced", "LS4181"), ("HookAfter", "LS4175")])
+def test_what_no_strategy_can_keep_is_refused(name: str, code: str, tmp_path: Path) -> None:
+    with raises(code, "model(): "):
         after_steps(run_of(name, tmp_path, "single"), tried=True)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.plain import module
 from lockstep.plain.examples import encode_rows, values_of_labels
-from lockstep.plain.rows import NotCovered, Row, read_splits
+from lockstep.plain.rows import WHOLE, NotCovered, Row, read_splits
 
 
 class Plain:
@@ -47,7 +47,7 @@ class Plain:
     @cached_property
     def labels(self) -> list[Any]:
         """The values of labels, in the order of their codes."""
-        return values_of_labels(self.run, self.splits["train"])
+        return values_of_labels(self.run, self.splits.get(WHOLE, self.splits["train"]))
 
     @cached_property
     def class_weights(self) -> list[float] | None:

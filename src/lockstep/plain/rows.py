@@ -29,6 +29,7 @@ TASKS: dict[str, tuple[str, str, str | None]] = {
 USUAL = {"train": ["train", "training"], "validation": ["validation", "valid", "val", "dev"], "test": ["test"]}
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 SOURCE = "number of its source"  # a column of rows that are of a mixture
+WHOLE = "train before any is left out"  # the rows that show which labels there are
 
 
 class NotCovered(Exception):
@@ -40,6 +41,7 @@ def read_splits(run: dict, tokenizer: Any = None) -> Splits:
     `tokenizer`: counts tokens for `data.filter`. Errors: `NotCovered`."""
     data, (texts, labels), first = run["data"], columns(run["task"]), dict[str, Row]()
     sources = [read_source(data | each, run["task"], tokenizer) for each in data["sources"] or [{}]]
+    whole = [row for rows in sources for row in rows["train"]]
     for rows in sources:
         if data["deduplicate"]:
             rows["train"] = [row for row in rows["train"] if first.setdefault(same(row, texts + labels), row) is row]
@@ -55,7 +57,7 @@ def read_splits(run: dict, tokenizer: Any = None) -> Splits:
     if data["decontaminate"]:
         elsewhere = {same(row, texts) for row in splits["validation"] + splits["test"]}
         splits["train"] = [row for row in splits["train"] if same(row, texts) not in elsewhere]
-    return splits
+    return splits | {WHOLE: whole}
 
 
 def read_source(data: dict, task: dict, tokenizer: Any) -> Splits:

@@ -30,6 +30,7 @@ class StepRecord:
     """What one step did."""
 
     loss: float  # mean over the targets of the step
+    targets: float
     norm: float  # 2-norm of the whole gradient, before clipping
     gradients: dict[str, Tensor]  # by parameter, before clipping
     changes: dict[str, Tensor]  # of each trained parameter by the update; empty where torch has no such optimizer
@@ -85,7 +86,13 @@ def _config(job: Plain, head: str) -> Any:
                 entries[name] = dict(within.init_kwargs or {}) | entries[name]
         config = kind(**entries)
         for part in parts(config) if tokenizer is not None else ():
-            part.vocab_size = entries.get("vocab_size", len(tokenizer))
+            part.update(
+                {
+                    name: entries.get("vocab_size", len(tokenizer))
+                    for name in ("vocab_size", "decoder_vocab_size")
+                    if hasattr(part, name)
+                }
+            )
             for name in ("bos_token_id", "eos_token_id"):
                 with suppress(Exception):  # a family that cannot be without one keeps its own
                     setattr(part, name, getattr(tokenizer, name))
@@ -141,10 +148,13 @@ def train_steps(
     total: int,
     numbers: Sequence[int],
     state: dict[str, Tensor] | None = None,
+    divisors: Iterable[float] | None = None,
 ) -> Iterator[StepRecord]:
     """Train `model`. `steps`: of each step its micro-batches, of each its examples. `numbers`: which of the `total`
-    steps of the run these are. `state`: the optimizer's before the first step, as KEY.PARAMETER. Errors: `NotCovered`;
-    for an optimizer that torch has not, after the first step."""
+    steps of the run these are. `state`: the optimizer's before the first step, as KEY.PARAMETER. `divisors`: of each
+    step how many targets it has, where that is known: losses are divided before backward then, as half precision rounds
+    a gradient and its third in other places. Errors: `NotCovered`; for an optimizer that torch has not, after the first
+    step."""
     run = job.run
     if run["precision"] == "fp16":
         raise NotCovered("precision: fp16 scales the loss, and skips steps")
@@ -152,16 +162,16 @@ def train_steps(
     optimizers = optimizers_of(run, model, trained, state or {})
     rates = rates_of(run["optim"], total, max(numbers) + 1)
     model.train()
-    for number, micro_batches in zip(numbers, steps, strict=True):
+    for number, micro_batches, divisor in zip(numbers, steps, divisors or [1.0] * len(numbers), strict=True):
         loss, count = 0.0, 0.0
         model.zero_grad()
         for examples in micro_batches:
             with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, run["precision"] == "bf16"):
                 sum_of_losses, targets = batch_loss(job, model, examples)
-            sum_of_losses.backward()
+            (sum_of_losses / divisor).backward()
             loss, count = loss + float(sum_of_losses.detach()), count + targets
         for p in trained.values():
-            p.grad = None if p.grad is None else p.grad / count
+            p.grad = None if p.grad is None else p.grad / (count / divisor)
         before = {name: p.detach().clone() for name, p in trained.items()}
         gradients = {name: p.grad.cpu().clone() for name, p in trained.items() if p.grad is not None}
         # in float64: on a CPU a float32 sum of the squares of large embeddings is off by 1e-5, and so is the clip
@@ -172,7 +182,7 @@ def train_steps(
                 group["lr"] = rates[number] * group["scale"]
             optimizer.step()
         changes = {name: (p.detach() - before[name]).cpu() for name, p in trained.items() if optimizers}
-        yield StepRecord(loss / count, float(norm), gradients, changes)
+        yield StepRecord(loss / count, count, float(norm), gradients, changes)
         if not optimizers:
             raise NotCovered("optim.name, optim.layerwise_lr_decay: plain compares its losses and gradients alone")
 

@@ -6,6 +6,7 @@ In: the class of a strategy, or a strategy. Out: whether it chooses by memory, o
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lockstep.config.run import Run
+from lockstep.data.batch import MicroBatch
 from lockstep.strategies.exact.update import GradientUpdate
 from lockstep.strategies.strategy import Strategy
 
@@ -35,6 +37,31 @@ class ChoosesByMemory(Strategy):
         return run
 
 
+class Recomputes(GradientUpdate):
+    """A rank can compute any micro-batch of a step once more, with the bits of the step's own: `sdc_check`."""
+
+    plugin = "strategies"  # a base: it has no name in a run file
+    recomputes_together: ClassVar[bool] = False  # whether `recompute` is collective
+
+    @classmethod
+    def recomputes(cls, run: Run) -> bool:
+        """Whether it can under these options."""
+        return True
+
+    @abstractmethod
+    def recompute(self, step: int, micro: MicroBatch, targets: float) -> None:
+        """Compute a micro-batch once more beside its step, on any rank, while no parameter has a `.grad`. The observer
+        hears of its gradient, which nothing keeps."""
+
+    @abstractmethod
+    def replicated_weights(self) -> list[Tensor]:
+        """The weights of which every rank holds a copy."""
+
+    @abstractmethod
+    def replicated_state(self) -> list[Tensor]:
+        """All of the state of which every rank holds a copy. Collective."""
+
+
 class ShardedRecovery(GradientUpdate):
     """Ranks share the state out, and those that are left after a failure cut it anew: `launch.on_rank_failure:
     continue`. It says what this rank holds of a step that was broken off, and whether that is the state before the
@@ -45,6 +72,7 @@ class ShardedRecovery(GradientUpdate):
 
     plugin = "strategies"  # a base: it has no name in a run file
     supports_reshard: ClassVar[bool] = True  # False where an engine cannot be built a second time in a process
+    state_needs_all_ranks: ClassVar[bool] = False  # whether a rank can read what it holds with the others' help only
     build_empty = False  # whether it is built without weights, which are about to be read
     deferred_update: Callable[[], Any] | None = None  # makes an update that was broken off before; not collective
     update_incomplete = False  # whether an update was broken off while it was made

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
-from lockstep.distributed.sharded import Saved
+from lockstep.distributed.sharded import Saved, local
+from lockstep.strategies.abilities import Recomputes
 from lockstep.strategies.engines import blocks, layers, side_effects
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
@@ -27,7 +28,6 @@ from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.exact.reduction import most_held
 from lockstep.strategies.exact.rows import DenseRows, row_sparse
 from lockstep.strategies.exact.statistics import SourceSums, Statistics
-from lockstep.strategies.exact.update import GradientUpdate
 from lockstep.strategies.observer import observing
 from lockstep.strategies.strategy import DataParallel, WeightFormats
 from lockstep.tasks.models import inference
@@ -35,7 +35,7 @@ from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
 
 
-class Native(GradientUpdate):
+class Native(Recomputes):
     """A whole copy of model and optimizer on every rank."""
 
     plugin = "strategies"  # a base: it has no name in a run file
@@ -136,6 +136,23 @@ class Native(GradientUpdate):
         with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
             self.scaled(loss / divisor).backward()
         return loss.detach()
+
+    def recompute(self, step: int, micro: MicroBatch, targets: float) -> None:
+        def backward() -> Tensor:
+            loss = self.loss_sum(self.model(**micro.inputs), micro)
+            with self.autocast(False):
+                torch.autograd.grad(self.scaled(loss / targets), self.parameters, allow_unused=True)
+            return loss.detach()
+
+        with self.autocast(), self.sources.preserved():
+            self.compute(step, micro, backward)
+
+    def replicated_weights(self) -> list[Tensor]:
+        return [p.detach() for p in self.parameters]
+
+    def replicated_state(self) -> list[Tensor]:
+        state = sorted(self.sharded_state_dict().items())
+        return [tensor.detach() for _, tensor in state if local(tensor) is tensor]
 
     @abstractmethod
     def reduce(self) -> list[Tensor]:

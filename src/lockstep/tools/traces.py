@@ -8,32 +8,19 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.run import RunError
+from lockstep.tools.verdicts import finding_lines, lines_of, page, refusing, say_numbers
 from lockstep.trace.alignment import window
 from lockstep.trace.compare import Verdict, compare
 from lockstep.trace.errors import TraceError
-from lockstep.trace.findings import Finding, findings
+from lockstep.trace.findings import findings
 from lockstep.trace.matching import match
 from lockstep.trace.read import Trace, is_trace, read
 from lockstep.trace.run import run
 from lockstep.track.console import Console
-
-COLUMNS = ["step", "loss", "gradients", "changes"]
-ROWS = 12  # of a table
-
-
-@contextmanager
-def refusing() -> Iterator[None]:
-    """`TraceError` as `RunError`."""
-    try:
-        yield
-    except TraceError as error:
-        raise RunError(error.code, error.message) from None
 
 
 def record(command: Sequence[str], folder: Path, options: Mapping[str, Any]) -> int:
@@ -57,17 +44,9 @@ def summary(folder: Path) -> list[str]:
     if trace.others:
         lines.append(f"{trace.others} other processes trained, too, as another job; they are not looked at")
     lines += [f"rank {r.number}: an error of the tracer's own: {e['text']}" for r in trace.ranks for e in r.errors[:1]]
-    return lines + finding_lines(findings(trace))
-
-
-def finding_lines(found: Sequence[Finding]) -> list[str]:
-    """A line for each finding and one for what to change."""
-    if not found:
-        return ["no finding"]
-    lines = [f"{len(found)} finding{'s' if len(found) > 1 else ''}"]
-    for each in found:
-        lines += [f"[{each.code}] {each.what}", f"    {each.cause}"]
-    return lines
+    finding_list = findings(trace)
+    count = f"{len(finding_list)} finding{'s' if len(finding_list) > 1 else ''}" if finding_list else "no finding"
+    return [*lines, count, *finding_lines(finding_list)]
 
 
 def _optimizer(trace: Trace, number: int) -> str:
@@ -79,6 +58,11 @@ def diff(a: Path, b: Path, exact: bool = False, perturbed: Path | None = None, a
     """Compare two traces. `align`: where their steps see other examples, also over the first steps in which both have
     seen the same. Returns 0 where nothing differs beyond rounding (`exact`: at all), else 1. Errors:
     `RunError`."""
+    return int(any(v.first is not None for v in compared(a, b, exact, perturbed, align)))
+
+
+def compared(a: Path, b: Path, exact: bool, perturbed: Path | None, align: bool = False) -> list[Verdict]:
+    """Of each optimizer, as they were told. Errors: `RunError`."""
     with refusing():
         one, other = read(a), read(b)
         third = read(perturbed) if perturbed is not None else None
@@ -89,48 +73,31 @@ def diff(a: Path, b: Path, exact: bool = False, perturbed: Path | None = None, a
         if align and verdict.first == "examples":
             console.say(_aligned(one, other, verdict.optimizer))
     for trace in (one, other):
-        found = findings(trace)
-        if found:
+        if lines := finding_lines(findings(trace)):
             console.say(f"in {trace.folder} by itself:")
-            for line in finding_lines(found)[1:]:
+            for line in lines:
                 console.say(f"  {line}")
-    return 0 if all(v.first is None for v in verdicts) else 1
+    return verdicts
 
 
 def _aligned(one: Trace, other: Trace, optimizer: int) -> str:
-    found = window(one, other, optimizer, match(one, other, optimizer))
-    if found is None:
+    aligned = window(one, other, optimizer, match(one, other, optimizer))
+    if aligned is None:
         return "--align: there is no step up to which both have seen the same examples"
-    losses = "" if found.losses is None else f"; mean loss {found.losses[0]:.6g} and {found.losses[1]:.6g}"
-    change = "" if found.change is None else f"; the change of the weights differs by {found.change:.2g}"
-    steps = f"after {found.a} and {found.b} steps both have seen the same {found.examples} examples"
+    losses = "" if aligned.losses is None else f"; mean loss {aligned.losses[0]:.6g} and {aligned.losses[1]:.6g}"
+    change = "" if aligned.change is None else f"; the change of the weights differs by {aligned.change:.2g}"
+    steps = f"after {aligned.a} and {aligned.b} steps both have seen the same {aligned.examples} examples"
     return f"--align: {steps}{losses}{change}"
 
 
 def _say(console: Console, verdict: Verdict, name: str) -> None:
-    rows = verdict.rows
-    shown = rows if len(rows) <= ROWS else (*rows[: ROWS // 2], *rows[-ROWS // 2 :])
-    if shown:
-        console.table(
-            "",
-            COLUMNS,
-            [[str(r.step), *(_number(x) for x in (r.loss, r.gradient, r.update))] for r in shown],
-            key="steps",
-        )
+    say_numbers(console, verdict)
     console.say(f"{name}tolerance: {verdict.tolerance}")
     if verdict.first is None:
         how = "the same bits" if verdict.exact else "the same training, to rounding"
-        console.say(f"{name}{how} in all {len(rows)} steps that both have")
-        return
-    at = "before the first step" if verdict.step is None else f"in step {verdict.step}"
-    console.say(f"{name}they part {at}, in the {verdict.first}:")
-    for line in verdict.lines:
-        console.say(f"  {line}")
-    console.say(f"  likely: {verdict.cause}")
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else "same" if value == 0 else f"{value:.1e}"
+        console.say(f"{name}{how} in all {len(verdict.rows)} steps that both have")
+    for i, line in enumerate(lines_of(verdict)):
+        console.say(line if i else f"{name}{line}")
 
 
 def verify(
@@ -156,26 +123,13 @@ def verify(
             if status:
                 console.say(f"{name}: the command ended with status {status}")
                 return status
-        result = diff(root / "reference", root / "job", exact, None if exact else root / "perturbed")
+        verdicts = compared(root / "reference", root / "job", exact, None if exact else root / "perturbed")
         if keep:
-            console.say(str(page(root / "job", root / "reference", None if exact else root / "perturbed", exact)))
-        return result
+            console.say(str(page(root / "job", root / "reference", verdicts[0])))
+        return int(any(v.first is not None for v in verdicts))
     finally:
         if not keep:
             shutil.rmtree(root, ignore_errors=True)
-
-
-def page(folder: Path, reference: Path | None = None, perturbed: Path | None = None, exact: bool = False) -> Path:
-    """Write `report.html` of a trace, beside a reference where there is one, with the tolerance of `diff`. Errors:
-    `RunError`."""
-    from lockstep.trace.page import values_of
-    from lockstep.track.report.report import write_page
-
-    with refusing():
-        trace = read(folder)
-        beside = read(reference) if reference is not None else None
-        values = values_of(trace, beside, read(perturbed) if perturbed is not None else None, exact)
-    return write_page(folder / "report.html", "trace.html.jinja", **values)
 
 
 __all__ = ["diff", "is_trace", "page", "record", "verify"]

@@ -28,6 +28,13 @@ CLIPPED_ELSEWHERE = (
     "before they are "
     "reduced; or clipping is called another number of times"
 )
+LEFT_OUT = "a part of the step's examples was left out, or went through the model twice"
+NORM = "the gradients agree and their norm does not: it is not taken over all of them, or not over all ranks"
+NOT_FINITE = "numbers that are not finite prove nothing, also where both hold the same ones: look at the loss"
+RANDOM = (
+    "random numbers (dropout, augmentation) differ between the runs, or the loss function, or inputs that no hash "
+    "sees, such as a mask"
+)
 LENGTHS = (
     "one run made more steps: count the batches of an epoch, the accumulation steps and how the "
     "last, smaller batch is treated"
@@ -50,6 +57,12 @@ def of_start(apart: int, among: int, ranks_apart: Sequence[int]) -> str:
         "the models are drawn from different random numbers or loaded from different files: set the "
         "seed before the model is made"
     )
+
+
+def of_scores(one: float, other: float) -> str:
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return NOT_FINITE
+    return "the models are not the same, or evaluation changes them"
 
 
 def of_names(tied: Sequence[str]) -> str:
@@ -98,8 +111,20 @@ def of_examples(trace: Trace, optimizer: int, step: int, one: Counter[str], othe
     return "the step is cut elsewhere: compare batch size, the last, smaller batch (drop_last) and the sampler"
 
 
-def of_loss(one: Losses, other: Losses, ours: Sequence[Step], theirs: Sequence[Step], stochastic: bool = True) -> str:
-    """`stochastic`: a model has modules of dropout."""
+def of_loss(
+    one: Losses,
+    other: Losses,
+    ours: Sequence[Step],
+    theirs: Sequence[Step],
+    stochastic: bool = True,
+    micro_batches: Sequence[tuple[int, int, float, float]] | None = None,
+) -> str:
+    """`stochastic`: a model has modules of dropout. `micro_batches`: those whose losses differ (number, rank, loss of
+    the reference, loss); None: not known."""
+    if not (math.isfinite(one.summed) and math.isfinite(other.summed)):
+        return NOT_FINITE
+    if micro_batches is not None:
+        return _of_micro_batches(micro_batches, stochastic)
     modes = {s.training for s in ours} | {s.training for s in theirs}
     if modes >= {True, False}:
         side = "here" if any(s.training is False for s in theirs) else "in the reference"
@@ -109,7 +134,7 @@ def of_loss(one: Losses, other: Losses, ours: Sequence[Step], theirs: Sequence[S
         return f"the loss of rank {silent[0]} is 0: its examples are masked, or it skips the loss"
     if (left := _left_out(theirs)) and not _left_out(ours):
         return f"backward is not called for {left} of the micro-batches that went through the model"
-    targets = [_targets(records) for records in (ours, theirs)]
+    targets = [targets_of(records) for records in (ours, theirs)]
     if None not in targets and targets[0] != targets[1]:
         return (
             f"the step has {targets[1]} targets here and {targets[0]} in the reference: padding counts as a "
@@ -144,10 +169,23 @@ def of_loss(one: Losses, other: Losses, ours: Sequence[Step], theirs: Sequence[S
             "the loss function or its options differ (label smoothing, weights, reduction), or inputs that no hash "
             "sees, such as a mask; the model has no dropout"
         )
-    return (
-        "random numbers (dropout, augmentation) differ between the runs, or the loss function, or inputs that no hash "
-        "sees, such as a mask"
-    )
+    return RANDOM
+
+
+def _of_micro_batches(apart: Sequence[tuple[int, int, float, float]], stochastic: bool) -> str:
+    if not apart:
+        return (
+            "the loss of each micro-batch agrees, and their sum does not: some are missing from it or counted twice, "
+            "or means over unequal numbers of targets are averaged"
+        )
+    if all(loss == 0 for *_, loss in apart):
+        number, rank = apart[0][:2]
+        return f"the loss of micro-batch {number} on rank {rank} is 0: its examples are masked, or it is left out"
+    if not stochastic:
+        return "the loss function or its options differ, or the code of the model depends on the rank"
+    if all(rank for _, rank, *_ in apart):
+        return "random numbers (dropout, augmentation) depend on the rank: seed them by the example, or by its place"
+    return RANDOM
 
 
 def _divided(targets: int | None, examples: int, ratio: float) -> tuple[int, int] | None:
@@ -167,7 +205,7 @@ def _left_out(records: Sequence[Step]) -> int:
     return sum(max((s.forwards or 0) - (s.backwards or 0), 0) for s in records if s.backwards)
 
 
-def _targets(records: Sequence[Step]) -> int | None:
+def targets_of(records: Sequence[Step]) -> int | None:
     counts = [n for s in records for n in s.targets or [None]]
     return None if None in counts else sum(n for n in counts if n is not None)
 
@@ -177,7 +215,7 @@ def _batch_norm(records: Sequence[Step]) -> bool:
 
 
 def _factors(world: int, micro: int, reference_micro: int) -> list[tuple[float, str]]:
-    found: list[tuple[float, str]] = []
+    factors: list[tuple[float, str]] = []
     for value, name in (
         (world, f"{world} (the number of ranks)"),
         (1 / world, f"1/{world} (ranks)"),
@@ -188,8 +226,8 @@ def _factors(world: int, micro: int, reference_micro: int) -> list[tuple[float, 
         (1 / (world * micro), f"1/{world * micro} (ranks times micro-batches)"),
     ):
         if value != 1:
-            found.append((float(value), name))
-    return found
+            factors.append((float(value), name))
+    return factors
 
 
 def _why_factor(value: float, world: int, micro: int) -> str:
@@ -212,44 +250,64 @@ def of_gradient(
     trace: Trace,
     optimizer: int,
     step: int,
-    found: tuple[Mapping[str, float], Mapping[str, float], Mapping[str, tuple[float, float]]],
+    sides: tuple[Mapping[str, float], Mapping[str, float], Mapping[str, tuple[float, float]]],
     split: set[str],
     losses: tuple[Losses, Losses, str] | None,
 ) -> str:
     """`found`: differences beyond the limit, all differences, (factor, cosine) of those beyond; `split`: parameters
     whose gradient is not the same on all ranks."""
-    wrong, every, factors = found
+    wrong, every, factors = sides
+    if any(math.isnan(d) for d in wrong.values()):
+        return NOT_FINITE
     ranks = data_ranks(trace, optimizer)
     if split:
         return _not_reduced(split, len(every))
     records = [r.steps[optimizer][step] for r in ranks if step in r.steps[optimizer]]
-    pure = [f for f, cosine in factors.values() if cosine > COSINE]
-    common = (
-        len(pure) >= 0.9 * len(factors) and pure and max(pure) / min(pure) - 1 < 2 * NEAR
-        if all(f > 0 for f in pure)
-        else False
-    )
-    micro = losses[1].micro_batches if losses else 1
-    reference = losses[0].micro_batches if losses else 1
-    if common:
-        return _of_factor(pure[len(pure) // 2], len(wrong), len(every), (len(ranks), micro, reference), records)
     if any("not zeroed" in note for r in records for note in r.notes or []):
         return "gradients of the step before were not zeroed: call optimizer.zero_grad() in each step"
-    if losses and not (losses[0].equal_counts and losses[1].equal_counts):
+    micro = (losses[1].micro_batches, losses[0].micro_batches) if losses else (1, 1)
+    unequal = losses is not None and not (losses[0].equal_counts and losses[1].equal_counts)
+    pure = [f for f, cosine in factors.values() if cosine > COSINE]
+    scale = next((s.scale for s in records if s.scale), None)
+    return of_sums(
+        list(wrong), len(every), pure if len(pure) >= 0.9 * len(factors) else [], (len(ranks), *micro), unequal, scale
+    )
+
+
+def of_sums(
+    wrong: Sequence[str],
+    among: int,
+    factors: Sequence[float],
+    sizes: tuple[int, int, int] = (1, 1, 1),
+    unequal: bool = False,
+    scale: float | None = None,
+) -> str:
+    """Sums over micro-batches and ranks that differ. `factors`: by which each differs; empty where it is no factor.
+    `sizes`: ranks, micro-batches of a rank, and of the reference's. `unequal`: their losses have unequal numbers of
+    targets. `scale`: of the loss."""
+    if factors and min(factors) > 0 and max(factors) / min(factors) - 1 < 2 * NEAR:
+        middle = sorted(factors)[len(factors) // 2]
+        if abs(middle - 1) > NEAR / 10:
+            return _of_factor(middle, wrong, among, sizes, scale)
+    if len(wrong) <= among / 2:
+        also = "they may not be reduced over all ranks, or look" if sizes[0] > 1 else "look"
         return (
-            "a mean of means: losses of ranks or micro-batches with unequal numbers of targets are "
-            "averaged; divide their sum by "
-            "the number of all targets"
+            f"only a part of the parameters ({_few(wrong)}): {also} at what computes these gradients (checkpointing, a "
+            "layer, a hook)"
         )
-    if len(wrong) <= len(every) / 2:
+    if unequal:
         return (
-            "only a part of the parameters: look at what computes these gradients (checkpointing, a "
-            "custom layer, a hook)"
+            "a mean of means: losses of ranks or micro-batches with unequal numbers of targets are averaged; divide "
+            "their sum by the number of all targets"
         )
     return (
         "gradients point elsewhere though the losses agree: a part of them was left out or counted "
         "twice, or a gradient was changed"
     )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _not_reduced(split: set[str], among: int) -> str:
@@ -266,16 +324,14 @@ def _not_reduced(split: set[str], among: int) -> str:
     )
 
 
-def _of_factor(f: float, wrong: int, among: int, sizes: tuple[int, int, int], records: Sequence[Step]) -> str:
+def _of_factor(f: float, wrong: Sequence[str], among: int, sizes: tuple[int, int, int], scale: float | None) -> str:
     world, micro, reference = sizes
-    if wrong <= 0.9 * among:
+    if len(wrong) <= 0.9 * among:
         return (
-            f"only a part of the parameters, by the factor {f:.4g}: look at what computes these gradients "
-            "(a custom function, "
-            "a hook, a layer that is used twice)"
+            f"only a part of the parameters ({_few(wrong)}), by the factor {f:.4g}: look at what computes these "
+            "gradients (a custom function, a hook, a layer that is used twice), and at how they are reduced"
         )
     which = "every gradient is"
-    scale = next((s.scale for s in records if s.scale), None)
     if scale and abs(f / scale - 1) < NEAR:
         return f"{which} multiplied by the loss scale {scale:g}: the gradients were not unscaled"
     for value, name in _factors(world, micro, reference):
@@ -331,6 +387,8 @@ def of_rate(key: str, x: Any, y: Any, trace: Trace, ours: Sequence[Step], theirs
 
 
 def of_update(factors: Mapping[str, tuple[float, float]], ours: Sequence[Step], theirs: Sequence[Step]) -> str:
+    if any(not math.isfinite(v.square) for s in (*ours, *theirs) for v in s.updates.values()):
+        return NOT_FINITE
     kinds = ours[0].layout.optimizer, theirs[0].layout.optimizer
     still = [n for n, (f, _) in factors.items() if math.isnan(f) or f == 0]
     if still and len(still) == len(factors):

@@ -1,8 +1,8 @@
 """Two traces compared: the first step and, in causal order, the first thing in which they part.
 
-In: a reference trace, another, and, where there is one, the reference traced again with weights perturbed in their last
-bit. Out: `Verdict`. Order: start weights, examples, loss, gradient, clipping, learning rate, update, buffers. What
-follows from the first difference is not looked at.
+In: a reference trace and another, of any command or of a run's own steps (tools/verify.py), and what may differ. Out:
+`Verdict`. Order: start weights, scores before training, examples, loss, gradient, clipping, learning rate, update,
+buffers. What follows from the first difference is not looked at.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,10 @@ from lockstep.trace.merge import Whole, difference, merged, merged_buffers, merg
 from lockstep.trace.ranks import data_ranks, examples_of
 from lockstep.trace.read import Trace
 
-ORDER = ("start weights", "examples", "loss", "gradient", "clipping", "learning rate", "update", "buffers")
+ORDER = ("start weights", "scores", "examples", "loss", "gradient", "clipping", "learning rate", "update", "buffers")
 SAFETY = 10  # times what a perturbed last bit changes
 SMALL = 1e-3  # of the whole gradient's norm: a smaller gradient holds the rounding of larger numbers
+NOTHING = 1e-5  # of the whole gradient's norm: Adam makes whole steps of a gradient that is nothing but rounding
 FLOORS = {"loss": 1e-6, "gradient": 4e-6, "update": 1e-3, "buffers": 1e-5}
 FLOORS_HALF = {  # products round to this, wherever the batch is cut, and last bits of float32 weights do not show it
     "bfloat16": {"loss": 4e-3, "gradient": 4e-2, "update": 0.2, "buffers": 1e-2},
@@ -40,18 +40,23 @@ WITHOUT_REFERENCE = {
 
 @dataclass(frozen=True)
 class Row:
-    """What a step's comparison came to: the largest relative difference of each kind; None: not compared."""
+    """What a step's comparison came to, up to the first difference: the reference's loss and gradient norm, and the
+    largest relative difference of each kind with the parameter that has it; None: not compared."""
 
     step: int
-    loss: float | None
-    gradient: float | None
-    update: float | None
-    cells: Mapping[str, float] = field(default_factory=dict)  # gradient, by parameter
+    losses: float | None = None  # the reference's
+    loss: float | None = None
+    norms: float | None = None  # the reference's
+    norm: float | None = None
+    gradient: float | None = None
+    gradient_of: str = ""
+    update: float | None = None
+    update_of: str = ""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`first`: of `ORDER`, None where nothing differs beyond rounding. `lines`: what differs. `cause`: one sentence."""
+    """`first`: of `ORDER`, None where nothing differs beyond what may. `lines`: what differs. `cause`: one sentence."""
 
     optimizer: int
     first: str | None
@@ -59,16 +64,18 @@ class Verdict:
     lines: tuple[str, ...]
     cause: str
     rows: tuple[Row, ...]
-    exact: bool  # every fingerprint is the same
     tolerance: str
-    parameters: tuple[str, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether every number that was compared has the same bits."""
+        return self.first is None and all(not (r.loss or r.gradient or r.update) for r in self.rows)
 
 
-@dataclass(frozen=True)
 class _Parted(Exception):
-    first: str
-    lines: tuple[str, ...]
-    cause: str
+    def __init__(self, first: str, lines: Sequence[str], cause: str) -> None:
+        super().__init__(first)
+        self.first, self.lines, self.cause = first, tuple(lines), cause
 
 
 @dataclass(frozen=True)
@@ -86,36 +93,37 @@ class Tolerance:
 EXACT = Tolerance({}, dict.fromkeys(FLOORS, 0.0), "the same bits (--exact)")
 
 
-def compare(a: Trace, b: Trace, perturbed: Trace | None = None, exact: bool = False, optimizer: int = 0) -> Verdict:
-    """`a`: the reference. Errors: `TraceError` where they share no parameter name or no step."""
+def compare(
+    a: Trace,
+    b: Trace,
+    perturbed: Trace | None = None,
+    exact: bool = False,
+    optimizer: int = 0,
+    tolerance: Tolerance | None = None,
+) -> Verdict:
+    """`a`: the reference. `perturbed`: the reference again with weights that differ in their last bit, which says what
+    rounding comes to. `tolerance`: what may differ, where it is known. Errors: `TraceError` where they share no
+    parameter name or no step."""
     names = match(a, b, optimizer)
     steps = [s for s in a.steps(optimizer) if s in set(b.steps(optimizer))]
     if not steps:
         raise TraceError("LS9000", f"{a.folder} and {b.folder} have no step in common")
-    tolerance = EXACT if exact else _tolerance(a, perturbed, optimizer)
+    tolerance = tolerance or (EXACT if exact else _tolerance(a, perturbed, optimizer))
     rows: list[Row] = []
+    at: int | None = None
     try:
-        _start(a, b, optimizer, names, exact)
-        for step in steps:
-            rows.append(_step(_Pair(a, b, optimizer, step, names), tolerance.at(step), rows))
+        _start(a, b, optimizer, names, tolerance.at(steps[0]))
+        _scores(a, b, tolerance.at(steps[0])["loss"])
+        for at in steps:
+            numbers: dict[str, Any] = {}
+            try:
+                _step(_Pair(a, b, optimizer, at, names), tolerance.at(at), numbers)
+            finally:
+                rows.append(Row(at, **numbers))
         _lengths(a, b, optimizer)
     except _Parted as parted:
-        step_of = (
-            None if parted.first == "start weights" else (steps[len(rows)] if len(rows) < len(steps) else steps[-1])
-        )
-        return Verdict(
-            optimizer,
-            parted.first,
-            step_of,
-            parted.lines,
-            parted.cause,
-            tuple(rows),
-            False,
-            tolerance.words,
-            tuple(names),
-        )
-    same = all(not (r.loss or r.gradient or r.update) for r in rows)
-    return Verdict(optimizer, None, None, (), "", tuple(rows), same, tolerance.words, tuple(names))
+        return Verdict(optimizer, parted.first, at, parted.lines, parted.cause, tuple(rows), tolerance.words)
+    return Verdict(optimizer, None, None, (), "", tuple(rows), tolerance.words)
 
 
 def gradient_differences(a: Trace, b: Trace, optimizer: int, step: int) -> dict[str, float]:
@@ -153,7 +161,7 @@ def _tolerance(a: Trace, perturbed: Trace | None, optimizer: int) -> Tolerance:
     if perturbed is None:
         return Tolerance({}, default, f"of {half or 'float32'}, without a perturbed reference")
     names = {n: n for n in merged_start(a, optimizer)}
-    found: dict[int, dict[str, float]] = {}
+    tolerances: dict[int, dict[str, float]] = {}
     largest = dict(FLOORS_HALF.get(half or "", FLOORS))
     for step in (s for s in a.steps(optimizer) if s in set(perturbed.steps(optimizer))):
         pair = _Pair(a, perturbed, optimizer, step, names)
@@ -162,9 +170,9 @@ def _tolerance(a: Trace, perturbed: Trace | None, optimizer: int) -> Tolerance:
         for kind, value in now.items():
             if value is not None and math.isfinite(value):
                 largest[kind] = max(largest[kind], min(SAFETY * value, 0.9))
-        found[step] = dict(largest)
+        tolerances[step] = dict(largest)
     words = f"{SAFETY} times what the last bit of the weights changes; gradients {largest['gradient']:.1e} at the end"
-    return Tolerance(found, largest if found else default, words)
+    return Tolerance(tolerances, largest if tolerances else default, words)
 
 
 def _loss_difference(pair: _Pair) -> float | None:
@@ -174,7 +182,7 @@ def _loss_difference(pair: _Pair) -> float | None:
 
 def _measured(pair: _Pair) -> tuple[float | None, float | None, float | None]:
     gradient = _differences(*pair.both("unclipped"), pair.names, SMALL)
-    update = _differences(*pair.both("updates"), pair.names, None)
+    update = _differences(*pair.both("updates"), pair.names, None, whole=True)
     buffers = _buffer_differences(pair)
     return tuple(max(d.values(), default=None) for d in (gradient, update, buffers))  # type: ignore[return-value]
 
@@ -182,7 +190,7 @@ def _measured(pair: _Pair) -> tuple[float | None, float | None, float | None]:
 # -- one thing after another -----------------------------------------------------------------------------------------
 
 
-def _start(a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], exact: bool) -> None:
+def _start(a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], limits: Mapping[str, float]) -> None:
     one, other = merged_start(a, optimizer), merged_start(b, optimizer)
     lonely = [n for n in one if n not in names], [m for m in other if m not in set(names.values())]
     if any(lonely):
@@ -194,12 +202,25 @@ def _start(a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], exact: 
             if each
         ]
         raise _Parted("start weights", tuple(lines), causes.of_names(tied))
-    found = _differences(one, other, names, None)
-    apart = {n: d for n, d in found.items() if d > (0 if exact else 1e-6)}
+    differences = _differences(one, other, names, None)
+    limit = limits.get("start weights", 1e-6 if any(limits.values()) else 0.0)
+    apart = {n: d for n, d in differences.items() if d > limit or math.isnan(d)}
     if apart:
         lines = [f"the weights differ before the first step: {_listed(apart)}"]
         split = sorted({rank for w in other.values() for rank in w.apart})
-        raise _Parted("start weights", tuple(lines), causes.of_start(len(apart), len(found), split))
+        raise _Parted("start weights", tuple(lines), causes.of_start(len(apart), len(differences), split))
+
+
+def _scores(a: Trace, b: Trace, limit: float) -> None:
+    """Of the model before its first step, without dropout, where both were evaluated."""
+    one, other = (t.about.get("scores") or {} for t in (a, b))
+    for name in (n for n in one if n in other):
+        x, y = one[name], other[name]
+        if name != "loss" and (limit > 0 or (math.isnan(x) and math.isnan(y))):
+            continue
+        if not _relative(x, y) <= limit:
+            text = f"before training, {name} without dropout: {x!r} in the reference, {y!r} here"
+            raise _Parted("scores", (text,), causes.of_scores(x, y))
 
 
 def _ties(trace: Trace, optimizer: int) -> set[str]:
@@ -208,24 +229,26 @@ def _ties(trace: Trace, optimizer: int) -> set[str]:
     return {name for step in steps for names in step.layout.ties for name in names}
 
 
-def _step(pair: _Pair, limits: Mapping[str, float], before: Sequence[Row]) -> Row:
+def _step(pair: _Pair, limits: Mapping[str, float], numbers: dict[str, Any]) -> None:
+    """`numbers`: of a `Row`, as far as the step is compared."""
     _examples(pair)
-    loss, losses = _loss(pair, limits["loss"])
-    gradient = update = None
-    cells: dict[str, float] = {}
-    records = pair.records()
-    if all(s.measured for side in records for s in side):
-        cells = _gradient(pair, limits["gradient"], losses)
-        gradient = max(cells.values(), default=None)
+    losses = _loss(pair, limits["loss"], numbers)
+    measured = all(s.measured for side in pair.records() for s in side)
+    if measured:
+        _gradient(pair, limits["gradient"], losses, numbers)
         _clipping(pair, limits["gradient"])
     _rates(pair)
-    if all(s.measured for side in records for s in side):
-        update = _update(pair, limits["update"])
+    if measured:
+        _update(pair, limits, numbers)
         _buffers(pair, limits["buffers"])
-    return Row(pair.step, loss, gradient, update, cells)
 
 
 def _examples(pair: _Pair) -> None:
+    for side, records in zip(("in the reference", "here"), pair.records(), strict=True):
+        expected, targets = next((s.raw.get("targets_of_step") for s in records), None), causes.targets_of(records)
+        if expected is not None and targets is not None and targets != expected:
+            text = f"{targets:.10g} of the step's {expected:.10g} targets went through the model {side}"
+            raise _Parted("examples", (text,), causes.LEFT_OUT)
     one, other = (Counter(examples_of(t, pair.optimizer, pair.step)) for t in (pair.a, pair.b))
     if not one or not other or one == other:
         return
@@ -234,19 +257,39 @@ def _examples(pair: _Pair) -> None:
     raise _Parted("examples", (text,), causes.of_examples(pair.b, pair.optimizer, pair.step, one, other))
 
 
-def _loss(pair: _Pair, limit: float) -> tuple[float | None, tuple[Losses, Losses, str] | None]:
+def _loss(pair: _Pair, limit: float, numbers: dict[str, Any]) -> tuple[Losses, Losses, str] | None:
     one, other = losses_of(pair.a, pair.optimizer, pair.step), losses_of(pair.b, pair.optimizer, pair.step)
     if one is None or other is None:
-        return None, None
+        return None
     how, apart = agreeing(one, other, limit)
+    numbers |= {"losses": one.summed, "loss": apart}
     if how is None:
         text = f"the loss: {one.summed:.8g} in the reference, {other.summed:.8g} here"
+        where = _micro_batches(pair, limit)
+        lines = [
+            f"micro-batch {i}, on rank {rank}: {x:.8g} in the reference, {y:.8g} here" for i, rank, x, y in where or ()
+        ]
         raise _Parted(
             "loss",
-            (text, *_first_module(pair, limit, "modules", "whose output differs")),
-            causes.of_loss(one, other, *pair.records(), stochastic=_stochastic(pair)),
+            (text, *lines[:3], *_first_module(pair, limit, "modules", "whose output differs")),
+            causes.of_loss(one, other, *pair.records(), stochastic=_stochastic(pair), micro_batches=where),
         )
-    return apart, (one, other, how)
+    return one, other, how
+
+
+def _micro_batches(pair: _Pair, limit: float) -> list[tuple[int, int, float, float]] | None:
+    """(number, rank, loss of the reference, loss) of micro-batches whose losses differ; None where it is not known that
+    both cut a step in the same way."""
+    sides = []
+    for trace in (pair.a, pair.b):
+        losses: dict[int, tuple[int, float]] = {}
+        for rank, step in trace.at(pair.optimizer, pair.step):
+            losses |= {int(i): (rank.number, x) for i, x in (step.raw.get("micro_batches") or {}).items()}
+        sides.append(losses)
+    if not sides[0] or sides[0].keys() != sides[1].keys():
+        return None
+    rows = [(i, sides[1][i][0], sides[0][i][1], sides[1][i][1]) for i in sorted(sides[0])]
+    return [row for row in rows if not _relative(row[2], row[3]) <= max(limit, 1e-6)]
 
 
 def _first_module(pair: _Pair, limit: float, kind: str, what: str) -> list[str]:
@@ -272,7 +315,7 @@ def _stochastic(pair: _Pair) -> bool:
     return any(m["stochastic"] for trace in (pair.a, pair.b) for rank in trace.ranks for m in rank.models)
 
 
-def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | None) -> dict[str, float]:
+def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | None, numbers: dict[str, Any]) -> None:
     one, other = pair.both("unclipped")
     absent = [n for n, m in pair.names.items() if (n in one) != (m in other)]
     real = [n for n in absent if (one.get(n) or other[pair.names[n]]).value.square > 0]
@@ -280,8 +323,15 @@ def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | No
         text = f"{_few(real)}: a gradient on one side alone"
         raise _Parted("gradient", (text,), causes.MISSING_GRADIENT)
     split = {n: w for n, w in other.items() if w.apart}
-    found = _differences(one, other, pair.names, SMALL)
-    wrong = {n: d for n, d in found.items() if d > limit or math.isnan(d)}
+    differences = _differences(one, other, pair.names, SMALL)
+    norms = [_norm(side) for side in (one, other)]
+    numbers |= {
+        "norms": norms[0],
+        "norm": _relative(*norms),
+        "gradient": _largest(differences),
+        "gradient_of": _worst(differences),
+    }
+    wrong = {n: d for n, d in differences.items() if d > limit or math.isnan(d)}
     if wrong:
         factors = {n: factor(one[n], other[pair.names[n]]) for n in wrong}
         counts = [len(side[0].clips or ()) for side in pair.records()]
@@ -291,10 +341,9 @@ def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | No
                 f"differ: {_listed(wrong)}"
             )
             raise _Parted("clipping", (text,), causes.CLIPPED_ELSEWHERE)
-        cause = causes.of_gradient(pair.b, pair.optimizer, pair.step, (wrong, found, factors), set(split), losses)
+        cause = causes.of_gradient(pair.b, pair.optimizer, pair.step, (wrong, differences, factors), set(split), losses)
         where = _first_module(pair, limit, "returned", "in backward whose output gets another gradient")
         raise _Parted("gradient", (f"gradients differ: {_listed(wrong)}", *where), cause)
-    return found
 
 
 def _clipping(pair: _Pair, limit: float) -> None:
@@ -304,11 +353,15 @@ def _clipping(pair: _Pair, limit: float) -> None:
         words = [", ".join(f"{how}({limit})" for how, limit in side) or "none" for side in limits]
         text = f"clipping: {words[0]} in the reference, {words[1]} here"
         raise _Parted("clipping", (text,), causes.of_clip_limits(sides[0], sides[1]))
+    norms = [[c["norm"] for c in side if c.get("whole")] for side in sides]  # as it was reported
+    if norms[0] and norms[1] and not _relative(norms[0][0], norms[1][0]) <= limit:
+        text = f"the gradient norm: {norms[0][0]!r} in the reference, {norms[1][0]!r} here; the gradients agree"
+        raise _Parted("clipping", (text,), causes.NORM)
     if any(c.get("unseen") for side in sides for c in side):
         return  # an engine clips inside of its step
     one, other = pair.both("grads")
-    found = _differences(one, other, pair.names, SMALL)
-    wrong = {n: d for n, d in found.items() if d > 2 * limit}
+    differences = _differences(one, other, pair.names, SMALL)
+    wrong = {n: d for n, d in differences.items() if d > 2 * limit}
     if wrong:
         factors = {n: factor(one[n], other[pair.names[n]]) for n in wrong}
         text = f"gradients agree before clipping and differ after it: {_listed(wrong)}"
@@ -337,24 +390,29 @@ def _close(x: Any, y: Any) -> bool:
     return bool(x == y) or x is None or y is None
 
 
-def _update(pair: _Pair, limit: float) -> float | None:
+def _update(pair: _Pair, limits: Mapping[str, float], numbers: dict[str, Any]) -> None:
     one, other = pair.both("updates")
-    found = _differences(one, other, pair.names, None, whole=True)
-    wrong = {n: d for n, d in found.items() if d > limit or math.isnan(d)}
+    differences = _differences(one, other, pair.names, None, whole=True)
+    numbers |= {"update": _largest(differences), "update_of": _worst(differences)}
+    wrong = {n: d for n, d in differences.items() if d > limits["update"] or math.isnan(d)}
+    if wrong and any(limits.values()):
+        gradients = pair.both("unclipped")[0]
+        least = NOTHING * _norm(gradients)
+        wrong = {n: d for n, d in wrong.items() if n not in gradients or not gradients[n].value.norm <= least}
     if wrong:
         factors = {n: factor(one[n], other[pair.names[n]]) for n in wrong}
         text = f"the change of weights differs: {_listed(wrong)}"
         raise _Parted("update", (text,), causes.of_update(factors, *pair.records()))
-    return max(found.values(), default=None)
 
 
 def _buffer_differences(pair: _Pair) -> dict[str, float]:
     one, other = (merged_buffers(t, pair.optimizer, pair.step) for t in (pair.a, pair.b))
-    return _differences(one, other, {n: n for n in one if n in other and one[n].shape == other[n].shape}, None)
+    names = {n: n for n in one if n in other and one[n].shape == other[n].shape}
+    return _differences(one, other, names, None, infinite=True)
 
 
 def _buffers(pair: _Pair, limit: float) -> None:
-    wrong = {n: d for n, d in _buffer_differences(pair).items() if d > limit}
+    wrong = {n: d for n, d in _buffer_differences(pair).items() if d > limit or math.isnan(d)}
     if wrong:
         raise _Parted("buffers", (f"buffers differ after the step: {_listed(wrong)}",), causes.of_buffers(list(wrong)))
 
@@ -376,26 +434,44 @@ def _differences(
     names: Mapping[str, str],
     small: float | None,
     whole: bool = False,
+    infinite: bool = False,
 ) -> dict[str, float]:
-    """Of each tensor the 2-norm of the difference, relative to its own norm. `small`: which counts as at least so much
-    of the norm of all. `whole`: relative to the norm of all, as changes are."""
+    """Of each tensor the 2-norm of the difference, relative to its own norm; NaN where a number is not finite. `small`:
+    which counts as at least so much of the norm of all. `whole`: relative to the norm of all, as changes are.
+    `infinite`: infinities that both hold, as masks do, are no difference."""
     pairs = [(n, one[n].value, other[m].value) for n, m in names.items() if n in one and m in other]
     total = math.sqrt(sum(v.square for _, v, _ in pairs if math.isfinite(v.square)))
-    found = {}
+    differences = {}
     for name, x, y in pairs:
-        if x.print == y.print:
-            found[name] = 0.0
-            continue
+        same = x.print == y.print
         if not (math.isfinite(x.square) and math.isfinite(y.square)):
-            found[name] = 0.0 if repr(x.square) == repr(y.square) else math.nan
+            differences[name] = 0.0 if same and infinite and math.isinf(x.square) else math.nan
+            continue
+        if same:
+            differences[name] = 0.0
             continue
         if x.sketch is None or y.sketch is None:
             distance = abs(x.norm - y.norm)
         else:
             distance = float(np.linalg.norm(x.sketch - y.sketch))
         scale = total if whole else max(x.norm, y.norm, (small or 0.0) * total)
-        found[name] = distance / scale if scale > 0 else 0.0
-    return found
+        differences[name] = distance / scale if scale > 0 else 0.0
+    return differences
+
+
+def _norm(tensors: Mapping[str, Whole]) -> float:
+    return math.sqrt(sum(w.value.square for w in tensors.values()))
+
+
+def _worst(differences: Mapping[str, float]) -> str:
+    """The name that is furthest apart; empty where nothing is."""
+    name = max(differences, key=lambda n: math.inf if math.isnan(differences[n]) else differences[n], default="")
+    return name if name and differences[name] else ""
+
+
+def _largest(differences: Mapping[str, float]) -> float | None:
+    name = _worst(differences)
+    return differences[name] if name else 0.0 if differences else None
 
 
 def factor(one: Whole, other: Whole) -> tuple[float, float]:
@@ -408,31 +484,23 @@ def factor(one: Whole, other: Whole) -> tuple[float, float]:
 
 
 def _relative(x: float, y: float) -> float:
+    """NaN where a number is not finite."""
+    if not (math.isfinite(x) and math.isfinite(y)):
+        return math.nan
     scale = max(abs(x), abs(y))
     return abs(x - y) / scale if scale > 0 else 0.0
 
 
-def _listed(found: Mapping[str, float]) -> str:
-    worst = sorted(found, key=lambda n: -found[n] if not math.isnan(found[n]) else -math.inf)[:3]
-    text = ", ".join(f"{n} by {found[n]:.2g}" for n in worst)
-    return f"{len(found)} of them, furthest {text}" if len(found) > 3 else text
+def _listed(differences: Mapping[str, float]) -> str:
+    worst = sorted(differences, key=lambda n: -differences[n] if not math.isnan(differences[n]) else -math.inf)[:3]
+    text = ", ".join(
+        f"{n} is not finite" if math.isnan(differences[n]) else f"{n} by {differences[n]:.2g}" for n in worst
+    )
+    return f"{len(differences)} of them, furthest {text}" if len(differences) > 3 else text
 
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def table(verdict: Verdict) -> list[tuple[str, ...]]:
-    """Rows for a table: step, loss, gradient, update."""
-    return [(str(r.step), *(_number(x) for x in (r.loss, r.gradient, r.update))) for r in verdict.rows]
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else "same" if value == 0 else f"{value:.1e}"
-
-
-def folder_name(path: Path) -> str:
-    return path.name or str(path)
 
 
 __all__ = [
@@ -444,5 +512,4 @@ __all__ = [
     "data_ranks",
     "factor",
     "gradient_differences",
-    "table",
 ]

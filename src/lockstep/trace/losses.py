@@ -6,6 +6,7 @@ follow where ranks are averaged), the mean of all, and the mean weighted with ta
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lockstep.trace.ranks import data_ranks
@@ -14,14 +15,18 @@ from lockstep.trace.read import Trace
 
 @dataclass(frozen=True)
 class Losses:
-    """`counts`: targets, else examples, of each loss; empty where they are not known."""
+    """`counts`: targets, else examples, of each loss; empty where they are not known. `reported`: what a program says
+    that the step's loss is; then nothing else is compared."""
 
     each: tuple[tuple[float, ...], ...]  # by rank
     counts: tuple[tuple[int, ...], ...]
+    reported: float | None = None
 
     @property
     def summed(self) -> float:
         """The mean over ranks of the sum over micro-batches."""
+        if self.reported is not None:
+            return self.reported
         return sum(sum(own) for own in self.each) / len(self.each)
 
     @property
@@ -53,15 +58,16 @@ class Losses:
 
 def losses_of(trace: Trace, optimizer: int, step: int) -> Losses | None:
     """None where no rank called `backward` on one number."""
-    each, counts = [], []
+    each, counts, reported = [], [], None
     for rank in _with_loss(trace, optimizer, step):
         record = rank.steps[optimizer][step]
         own = tuple(v / (s or 1.0) for v, s in record.losses if v is not None)
         targets = record.targets or []
         sizes = [t if t is not None else n for t, n in zip(targets, record.micro or [], strict=False)]
+        reported = record.raw.get("loss", reported)
         each.append(own)
         counts.append(tuple(sizes) if len(sizes) == len(own) else (0,) * len(own))
-    return Losses(tuple(each), tuple(counts)) if each else None
+    return Losses(tuple(each), tuple(counts), reported) if each else None
 
 
 def _with_loss(trace: Trace, optimizer: int, step: int):  # type: ignore[no-untyped-def]
@@ -75,7 +81,7 @@ def _with_loss(trace: Trace, optimizer: int, step: int):  # type: ignore[no-unty
 def agreeing(one: Losses, other: Losses, limit: float) -> tuple[str | None, float]:
     """In which way both agree ("as summed", else which means do), and the relative difference; (None, ...): in none."""
     ways = [("as summed", one.summed, other.summed)]
-    for x in (one.summed, one.mean, one.weighted):
+    for x in (one.summed, one.mean, one.weighted) if one.reported is None or other.reported is None else ():
         for name, y in (
             ("mean", other.mean),
             ("weighted", other.weighted),
@@ -84,5 +90,8 @@ def agreeing(one: Losses, other: Losses, limit: float) -> tuple[str | None, floa
         ):
             if x is not None and y is not None:
                 ways.append((name, x, y))
-    apart = [(name, abs(x - y) / max(abs(x), abs(y), 1e-30)) for name, x, y in ways]
+    apart = [
+        (name, abs(x - y) / max(abs(x), abs(y), 1e-30) if math.isfinite(x) and math.isfinite(y) else math.nan)
+        for name, x, y in ways
+    ]
     return next(((n, d) for n, d in apart if d <= limit), (None, apart[0][1]))

@@ -1,18 +1,19 @@
 """A record of a few steps of a job: loss, gradient norm, every parameter's gradient and the weights after.
 
-In: a run, in every rank of the job. Out: a folder with `recording.json` and a file of tensors a step, which
-`verify.py` compares with another job's.
+In: a run, in every rank of the job. Out: a folder with `recording.json` and, in `trace`, a trace of these steps as
+`lockstep trace` writes them, which `verify.py` compares with another job's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.data.batch import StepBatch
@@ -20,25 +21,36 @@ from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.system_metrics import measured
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
+from lockstep.strategies.exact.update import GradientUpdate
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
+from lockstep.trace.step_writer import RankStep, StepWriter, WholeStep
+from lockstep.trace.tracer.inputs import seen
+from lockstep.trace.tracer.placement import has_stochastic
+from lockstep.trace.tracer.recorder import hexed
 from lockstep.training import plain_sides
 from lockstep.training.beginning import try_a_step
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import Job
 from lockstep.training.session import Session, build_session, join_ranks
 
+TRACE = "trace"  # in the folder: gradients, weights, losses and examples of each step
+
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One recorded step; its gradients and the weights after it are in a file beside."""
+    """One recorded step."""
 
     number: int  # of the run's steps, from 0
     loss: float
     norm: float  # of the gradient before clipping
     seen: float  # targets that went through the model, over all ranks
     targets: float  # that the step has
+    hashes: dict[str, str] = field(
+        default_factory=dict
+    )  # of gradients and weights after it, by `gradient.` or `weight.`
+    not_finite: tuple[str, ...] = ()  # names of those that hold numbers which are not; weights may be infinite
 
 
 @dataclass(frozen=True)
@@ -77,14 +89,15 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
     try_a_step(session)
     numbers = numbers_of(feed.total, feed.order.steps_per_epoch, int(steps))
     probe = evaluate(run, world, task, strategy, feed.columns, feed.make(numbers[0]).ids, texts=False)
-    writer = _Writer(run.folder, world, task, strategy)
-    for place, number in enumerate(numbers):
+    writer = _Writer(job, world, task, strategy, probe)
+    for number in numbers:
         batch = feed.make(number).to(world.device)
-        result = strategy.train_step(batch, optim.learning_rate(run.optim, number, feed.total))
-        writer.step(place, number, batch, float(result.loss), float(result.grad_norm))
+        learning_rate = optim.learning_rate(run.optim, number, feed.total)
+        result = strategy.train_step(batch, learning_rate)
+        writer.step(number, batch, float(result.loss), float(result.grad_norm), learning_rate)
     strategy.observer = None
     dtypes = writer.dtypes()
-    writer.recorder.gradients.clear()
+    writer.close()
     if int(plain):
         plain_sides.record_session(session, int(plain))
     seconds, held = _cost(session, int(timed))
@@ -110,31 +123,79 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
     return 0
 
 
-class _Writer:
-    """Writes gradients, and weights after each step, on rank 0."""
+class _Recorder(GradientRecorder):
+    """Keeps the losses of this rank's micro-batches, too."""
 
-    def __init__(self, folder: Path, world: World, task: Task, strategy: Strategy) -> None:
-        self.folder, self.world, self.task, self.strategy = folder, world, task, strategy
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.losses: dict[int, Tensor] = {}  # by micro-batch
+
+    def loss(self, index: int, loss: Tensor) -> None:
+        self.losses[index] = loss.detach()
+
+
+class _Writer:
+    """Writes what a step came to, on rank 0."""
+
+    def __init__(self, job: Job, world: World, task: Task, strategy: Strategy, probe: Mapping[str, float]) -> None:
+        self.run, self.world, self.task, self.strategy = job.run, world, task, strategy
         self.steps: list[RecordedStep] = []
-        strategy.observer = self.recorder = GradientRecorder(world)
-        self.save("start", self.weights())
+        strategy.observer = self.recorder = _Recorder(world)
+        weights = self.weights()
+        self.stochastic = has_stochastic(strategy.model)
+        about = {"command": ["lockstep", "verify", f"strategy.name={job.run.strategy.name}"], "scores": dict(probe)}
+        self.trace = None
+        if world.is_main:
+            self.trace = StepWriter(job.run.folder / TRACE, weights, job.run.optim.name, about)
 
     def weights(self) -> dict[str, Tensor]:
         """Whole, on rank 0's host. Collective."""
         state = {k: v for k, v in self.strategy.state_dict().items() if k.startswith("model.")}
-        return {f"weight.{k.removeprefix('model.')}": v.detach().cpu().clone() for k, v in state.items()}
+        return {k.removeprefix("model."): v.detach().cpu().clone() for k, v in state.items()}
 
-    def step(self, place: int, number: int, batch: StepBatch, loss: float, norm: float) -> None:
-        seen = sum(float(self.task.targets_in_batch(m.targets)) for m in batch.micro_batches)
-        total = float(self.strategy.data_parallel.sum(torch.tensor(seen, dtype=torch.float64)))
-        self.steps.append(RecordedStep(number, loss, norm, total, batch.targets))
-        gradients = {f"gradient.{name}": tensor for name, tensor in self.recorder.gradients.items()}
-        self.save(f"step-{place}", gradients | self.weights())
+    def step(self, number: int, batch: StepBatch, loss: float, norm: float, rate: float) -> None:
+        """Collective."""
+        own = self.seen(batch)
+        targets = float(self.strategy.data_parallel.sum(torch.tensor(sum(own.targets), dtype=torch.float64)))
+        ranks, weights = self.world.all_gather((self.strategy.data_parallel.rank, own)), self.weights()
+        self.recorder.losses.clear()
+        if self.trace is None:
+            return
+        gradients = self.recorder.gradients
+        self.steps.append(_recorded(number, (loss, norm), (targets, batch.targets), gradients, weights))
+        self.trace.step(
+            WholeStep(
+                number,
+                loss,
+                gradients,
+                weights,
+                {"lr": self.rate(rate), "weight_decay": self.run.optim.weight_decay},
+                (self.run.optim.max_grad_norm, norm),
+                _of_data(ranks),
+                batch.targets,
+                "bfloat16" if self.run.precision == "bf16" else "",
+            ),
+            self.stochastic,
+        )
 
-    def save(self, name: str, tensors: dict[str, Tensor]) -> None:
-        if self.world.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            save_file({k: v.contiguous() for k, v in tensors.items()}, self.folder / f"{name}.safetensors")
+    def seen(self, batch: StepBatch) -> RankStep:
+        """What this rank saw of a step."""
+        counts = [float(self.task.targets_in_batch(m.targets)) for m in batch.micro_batches]
+        inputs = [seen((), m.inputs) for m in batch.micro_batches]
+        hashes = [each.hashes for each in inputs if each is not None]
+        losses = {index: float(loss) for index, loss in sorted(self.recorder.losses.items())}
+        return RankStep(losses, counts, [len(h) for h in hashes], hexed(hashes))
+
+    def rate(self, rate: float) -> float:
+        """The learning rate that the optimizer was given; `rate` where it is an engine's own affair."""
+        if isinstance(self.strategy, GradientUpdate) and (groups := self.strategy.optimizer.param_groups):
+            return float(groups[0]["lr"]) / float(groups[0].get("scale", 1.0))
+        return rate
+
+    def close(self) -> None:
+        self.recorder.gradients.clear()
+        if self.trace is not None:
+            self.trace.close()
 
     def dtypes(self) -> dict[str, list[str]]:
         """The dtypes of weights, gradients and optimizer state: tests assert them, users read them."""
@@ -145,6 +206,38 @@ class _Writer:
             "gradients": sorted({str(g.dtype) for g in self.recorder.gradients.values()}),
             "optimizer": sorted(moments),
         }
+
+
+def _of_data(ranks: list[tuple[int, RankStep]]) -> list[RankStep]:
+    """By data-parallel rank. Several ranks that work on the same examples are one; the last stage knows the losses."""
+    steps: dict[int, RankStep] = {}
+    for number, step in ranks:
+        if number not in steps or (step.micro_batches and not steps[number].micro_batches):
+            steps[number] = step
+    return [steps[number] for number in sorted(steps)]
+
+
+def _recorded(
+    number: int,
+    numbers: tuple[float, float],
+    targets: tuple[float, float],
+    gradients: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+) -> RecordedStep:
+    tensors = {f"gradient.{n}": t for n, t in gradients.items()} | {f"weight.{n}": t for n, t in weights.items()}
+    bad = tuple(n.partition(".")[2] for n, t in tensors.items() if _not_finite(n, t))
+    return RecordedStep(number, *numbers, *targets, {n: _hash(tensors[n]) for n in sorted(tensors)}, bad)
+
+
+def _not_finite(name: str, tensor: Tensor) -> bool:
+    """Of gradients every number has to be finite; weights may be masks, in which infinities are meant."""
+    right = torch.isfinite(tensor) if name.startswith("gradient.") else ~torch.isnan(tensor)
+    return not bool(right.all())
+
+
+def _hash(tensor: Tensor) -> str:
+    about = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
+    return hashlib.sha256(about + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def _cost(session: Session, timed: int) -> tuple[float | None, list[dict[str, int]]]:

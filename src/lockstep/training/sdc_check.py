@@ -7,8 +7,8 @@ At every `sdc_check.every`-th step one micro-batch, drawn from seed and step, is
 is, as part of the step, and by the next one (where there is one rank, by itself). Their gradients must have the same
 bits; no tolerance is needed, because a micro-batch has the same bits wherever it runs. A third computation decides who
 was wrong. At these steps the weights of all ranks are compared, too; before every checkpoint the weights and, where all
-hold it, the state of the optimizer: what a run goes on from is what its ranks agreed on. It takes strategies that hold
-a whole copy of the model.
+hold it, the state of the optimizer: what a run goes on from is what its ranks agreed on. It takes strategies that can
+compute a micro-batch again (`Recomputes`).
 
 It takes three to tell who is wrong: three machines where machines leave (torchrun with `launch.machines` as
 fewest:most), three ranks on one machine (`launch.on_rank_failure: continue`). With two, the one that is wrong every
@@ -23,22 +23,19 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lockstep.checkpoint.storage import summed
 from lockstep.config.errors import EXCLUDED, FAILED, HALTED
 from lockstep.config.run import Run, RunError
-from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import launched_by
-from lockstep.distributed.sharded import local
-from lockstep.strategies.exact.reduction import even
-from lockstep.strategies.native import Native
+from lockstep.strategies.abilities import Recomputes
 from lockstep.strategies.observer import StepObserver, WholeGradient, listening
 from lockstep.training.errors import CorruptionDetected, Regroup, TrainingFailed
-from lockstep.training.resolve import WHOLE_COPIES, launcher_class
+from lockstep.training.resolve import RECOMPUTES, launcher_class
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
 
@@ -50,16 +47,15 @@ class SdcCheck:
         """Errors: `RunError` for what cannot be guarded. Collective."""
         self._run, self._world, self._feed = session.run, session.world, session.feed
         self._session, self.retried = session, 0  # steps that were computed once more
-        if not isinstance(session.strategy, Native):
-            raise RunError(
-                "LS5150", f"sdc_check.every: {self._run.strategy.name} takes parts of this model; {WHOLE_COPIES}"
-            )
-        self._strategy = session.strategy
-        if self._strategy.statistics.names:
+        strategy: Any = session.strategy
+        if not isinstance(strategy, Recomputes) or not strategy.recomputes(self._run):
+            raise RunError("LS5150", f"sdc_check.every: {self._run.strategy.name} shards this model; {RECOMPUTES}")
+        self._strategy = strategy
+        if names := () if strategy.statistics is None else strategy.statistics.names:
             raise RunError(
                 "LS5151",
-                f"sdc_check.every: the model keeps running statistics ({self._strategy.statistics.names[0]}), which a "
-                "second computation would change; leave it out",
+                f"sdc_check.every: the model keeps running statistics ({names[0]}), which a second computation "
+                "would change; remove it",
             )
 
     def train_step(self, batch: StepBatch, rate: float) -> StepResult:
@@ -78,13 +74,12 @@ class SdcCheck:
         return self._checked_step(batch, rate)
 
     def _checked_step(self, batch: StepBatch, rate: float) -> StepResult:
-        self._agree(f"before step {batch.step + 1}", [p.detach() for p in self._strategy.parameters])
+        self._agree(f"before step {batch.step + 1}", self._strategy.replicated_weights())
         world, strategy = self._world, self._strategy
         chosen = drawn(self._run, batch.step)
-        shares = batch.shares or even(self._run.micro_batches, world.size)
-        owner = next(rank for rank, each in enumerate(shares) if chosen in each)
+        owner = world.all_gather(any(micro.index == chosen for micro in batch.micro_batches)).index(True)
         witness = (owner + 1) % world.size
-        theirs = self._recompute(batch, chosen) if world.rank == witness else None
+        theirs = self._recompute(batch, chosen, witness)
 
         def compare(mine: str) -> None:
             hashes = world.all_gather((mine, theirs))
@@ -99,39 +94,41 @@ class SdcCheck:
         """Let a third rank compute the micro-batch too. Collective. Errors: `CorruptionDetected`."""
         world, hosts = self._world, self._world.hosts
         third = third_of(owner, witness, hosts)
-        decided = world.all_gather(self._recompute(batch, chosen) if world.rank == third else None)[third]
-        who = {witness: f"rank {witness} on {hosts[witness]}", owner: f"rank {owner} on {hosts[owner]}, whose it is,"}
-        second = "it did so again" if owner == witness else f"{who[witness]} did"
+        decided = world.all_gather(self._recompute(batch, chosen, third))[third]
+        who = {witness: f"rank {witness} on {hosts[witness]}", owner: f"rank {owner} on {hosts[owner]}, its owner,"}
+        second = "its own second computation" if owner == witness else who[witness]
         wrong = [witness] if decided == hashes[0] else [owner] if decided == hashes[1] else []
         verdict = (
-            f"a third computation says that {who[wrong[0]]} was wrong"
+            f"a third computation shows that {who[wrong[0]]} was wrong"
             if wrong
-            else "and a third computation came to another one"
+            else "a third computation gave yet another gradient"
         )
         then, leaves = decide_eviction(self._run, hosts, wrong, (owner, witness, third))
         raise CorruptionDetected(
             "LS5152",
-            f"guard: step {batch.step + 1}: the gradient of micro-batch {chosen} is not the same where {who[owner]} "
-            f"computed it and where {second}; {verdict}. Nothing was updated. A processor, memory or driver that "
-            f"changes bits is the likely cause: {then}",
+            f"sdc_check: step {batch.step + 1}: {who[owner]} and {second} computed different gradients for micro-batch "
+            f"{chosen}; {verdict}. No weight was updated. A faulty processor, memory or driver is the likely cause: "
+            f"{then}",
             True,
             leaves,
         )
 
-    def _recompute(self, batch: StepBatch, chosen: int) -> str:
-        """The hash of a micro-batch's gradient, computed beside the step."""
+    def _recompute(self, batch: StepBatch, chosen: int, rank: int) -> str | None:
+        """The hash of a micro-batch's gradient, which `rank` computes beside the step, and the others where they have
+        to; None elsewhere. Collective."""
+        if self._world.rank != rank and not self._strategy.recomputes_together:
+            return None
         micro = self._feed.one(batch.step, chosen).to(self._world.device)
         gradient = GradientHash(chosen)
         ACTIVITY.at(f"guard: micro-batch {chosen} of step {batch.step + 1} once more")
         with listening(self._strategy, gradient):
-            recompute(self._strategy, batch.step, micro, batch.targets)
+            self._strategy.recompute(batch.step, micro, batch.targets)
         return gradient.hash()
 
     def agree(self, step: int) -> None:
         """After `step` updates, whether all ranks hold the same weights and, where each has all of it, optimizer.
         Collective. Errors: `CorruptionDetected`."""
-        state = sorted(self._strategy.sharded_state_dict().items())
-        self._agree(f"after step {step}", [each.detach() for _, each in state if local(each) is each])
+        self._agree(f"after step {step}", self._strategy.replicated_state())
 
     def agrees(self, step: int) -> bool:
         """`agree` as an answer. Collective."""
@@ -153,30 +150,15 @@ class SdcCheck:
         (usual, most), *_ = counts.most_common()
         wrong = [rank for rank, each in enumerate(hashes) if each != usual] if most > len(hashes) / 2 else []
         others = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in wrong)
-        message = f"those of {others} are other ones" if wrong else "no majority has the same"
+        message = f"{others} differs from the majority" if wrong else "no majority agrees"
         then, leaves = decide_eviction(self._run, world.hosts, wrong, range(world.size))
         raise CorruptionDetected(
             "LS5153",
-            f"sdc_check: {when} the ranks do not hold the same weights: {message}. What changed them came after the "
-            "last "
-            f"checkpoint, before which they were compared; {then}",
+            f"sdc_check: {when} the ranks hold different weights: {message}. They were equal at the last checkpoint; "
+            f"{then}",
             False,
             leaves,
         )
-
-
-def recompute(strategy: Native, step: int, micro: MicroBatch, targets: float) -> None:
-    """Compute a micro-batch once more beside its step, on any rank. Its gradient has the bits of the step's own; the
-    observer hears of it, and no `.grad` is touched. Not collective."""
-
-    def backward() -> Tensor:
-        loss = strategy.loss_sum(strategy.model(**micro.inputs), micro)
-        with strategy.autocast(False):
-            torch.autograd.grad(strategy.scaled(loss / targets), strategy.parameters, allow_unused=True)
-        return loss.detach()
-
-    with strategy.autocast(), strategy.sources.preserved():
-        strategy.compute(step, micro, backward)
 
 
 def third_of(owner: int, witness: int, hosts: Sequence[str]) -> int:
@@ -229,7 +211,7 @@ def decide_eviction(
     """Decide which ranks to evict. `wrong`: ranks that were outvoted (empty if undecided); `voters`: ranks that
     computed; `hosts`: those of all ranks. Returns a message and the ranks to evict."""
     if run.sdc_check.on_difference != "evict":
-        return "take that machine out", []
+        return "remove that machine from the job", []
     least, kind = launcher_class(run).fewest_machines(run.launch), "machines"
     places: Sequence[object] = hosts
     if least is None:
@@ -237,11 +219,11 @@ def decide_eviction(
     out = {places[rank] for rank in wrong}
     names = ", ".join(sorted(hosts[rank] if kind == "machines" else f"rank {rank}" for rank in wrong))
     if not out or len({places[rank] for rank in voters}) < 3:
-        return f"nobody is taken out: it takes computations by three {kind} to tell which of them is wrong", []
+        return f"nothing is evicted: computations by three {kind} are needed to identify the wrong one", []
     if len(set(places)) - len(out) < least:
-        return f"{names} is not taken out, because launch.machines wants at least {least}", []
+        return f"{names} is not evicted, because launch.machines needs at least {least}", []
     return (
-        f"{names} is taken out, and the job goes on without it",
+        f"{names} is evicted, and the job continues without it",
         [rank for rank in range(len(hosts)) if places[rank] in out],
     )
 
@@ -253,15 +235,12 @@ def check_eviction(run: Run, why: str | None) -> None:
         return
     how = launched_by(run)
     if launcher_class(run).fewest_machines(run.launch) is None and why is not None:
-        raise RunError(
-            "LS5154", f"sdc_check.on_difference: evict cannot take a rank out here ({why}); take stop or retry"
-        )
+        raise RunError("LS5154", f"sdc_check.on_difference: evict cannot remove a rank here ({why}); use stop or retry")
     if how != f"launcher {run.launch.name}":
         raise RunError(
             "LS5155",
-            f"sdc_check.on_difference: evict takes lockstep's own launcher, and this job was started by {how}; take "
-            "stop "
-            "or retry, or start it as `lockstep train`",
+            "sdc_check.on_difference: evict needs lockstep's own launcher, and this job was started by "
+            f"{how}; use stop or retry, or start it with `lockstep train`",
         )
 
 

@@ -9,8 +9,6 @@ rounding. `zero1.py` to `zero3.py` say what a stage shards, `zero_config.py` wha
 
 from __future__ import annotations
 
-import copy
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,10 +26,11 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.world import World
-from lockstep.strategies.abilities import ShardedRecovery
+from lockstep.strategies.abilities import Recomputes, ShardedRecovery
 from lockstep.strategies.engines import blocks, layers, zero_config, zero_graph
-from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
+from lockstep.strategies.engines.side_effects import refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
+from lockstep.strategies.engines.zero_partition import join_group, own_activations, partition
 from lockstep.strategies.engines.zero_sums import CutGradient, HeldCuts, LocalSums, Owned, OwnedRange, TurnSums
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.gradient import Part
@@ -54,14 +53,15 @@ class EngineGradient:
         return self.gather()
 
 
-class Sharded(ShardedRecovery):
+class Sharded(ShardedRecovery, Recomputes):
     """A DeepSpeed engine, whoever made it. Where ranks are lost, another one is made for those that are left, of copies
     of the state in memory."""
 
     needs = ("deepspeed",)
     exact = True
     flat_parts = True
-    update_incomplete = True  # what a rank holds can be read with the others' help only
+    recomputes_together = True  # whoever computes has weights gathered
+    state_needs_all_ranks = True  # its flat cuts are no slices of tensors
     stage: int  # of ZeRO
     statistics: Statistics
     waits_inside: ClassVar[tuple[str, ...]] = ("forward", "backward", "reduction", "optimizer")
@@ -75,10 +75,6 @@ class Sharded(ShardedRecovery):
     @classmethod
     def gives_bits(cls, run: Run) -> bool:
         options = run.strategy.options.get("deepspeed", run.strategy.options)
-        if (
-            run.launch.on_rank_failure == "continue"
-        ):  # an engine that is made anew was tried with its own reduction only
-            return False
         return run.strategy.exact and not zero_config.other_arithmetic(options)
 
     @classmethod
@@ -97,6 +93,10 @@ class Sharded(ShardedRecovery):
     @classmethod
     def survives_rank_failure(cls, run: Run) -> bool:
         return True  # each part is on one rank only
+
+    @classmethod
+    def recomputes(cls, run: Run) -> bool:
+        return cls.gives_bits(run)
 
     @classmethod
     def stage_of(cls, run: Run) -> int:
@@ -142,7 +142,8 @@ class Sharded(ShardedRecovery):
             call = partial(call_on_cpu, self.model, task)
             refuse_writes(self.model, self.world, call, "strategy.name: zero3", "zero2 or ddp")
             own_activations(self.model)
-            self._shard()
+            dtype = torch.bfloat16 if self.low_precision else torch.float32
+            partition(self.model, self.world, self.config, dtype)
         else:
             self.model.to(self.world.device)
         blocks.prepare(self.run, self.model)
@@ -236,30 +237,6 @@ class Sharded(ShardedRecovery):
                     module._parameters[name] = by_identity[id(theirs)]
         return own
 
-    def _shard(self) -> None:
-        """Partition the model module by module: rank 0 gives, the others never hold more than one module whole."""
-        from deepspeed import zero
-
-        refuse_own_tensors(self.model, "strategy.name: zero3", "zero2 or ddp")
-        made: dict[int, nn.Parameter] = {}  # tied weights stay tied
-        device = self.world.device
-        dtype = torch.bfloat16 if self.low_precision else torch.float32
-        for module in reversed(list(self.model.modules())):  # inner modules before those that hold them
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.is_meta:
-                    if id(parameter) not in made:
-                        real = torch.empty(parameter.shape, dtype=dtype, device=device)
-                        made[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
-                    module._parameters[name] = made[id(parameter)]
-                elif not hasattr(parameter, "ds_id"):
-                    parameter.data = parameter.data.to(dtype)
-            for name, buffer in module.named_buffers(recurse=False):
-                real = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-                dist.broadcast(real, src=0)
-                module._buffers[name] = real
-            if next(module.parameters(), None) is not None:
-                zero.Init(module=module, config_dict_or_path=self.config, dtype=dtype)
-
     @property
     def parameter_count(self) -> int:
         return sum(shape.numel() for shape in self.shapes.values())
@@ -287,7 +264,7 @@ class Sharded(ShardedRecovery):
             self.sums.begin(micro.index)
             seed_everything(self.run.seed, batch.step, micro.index)
             with observing(self.observer, micro.index, self.model):
-                losses[micro.index] = self._run_micro_batch(micro, batch.targets)
+                losses[micro.index] = self.run_micro_batch(micro, batch.targets)
             self.sums.end()
             self.statistics.take(micro)
         if len(batch.micro_batches) < -(-batch.count // self.world.size) and self.stage > 1:
@@ -310,9 +287,22 @@ class Sharded(ShardedRecovery):
         self.sums.begin(None)
         if self.stage == 3:
             with listening(self, None), self.sources.preserved():
-                self._run_micro_batch(batch.micro_batches[-1].blank(), batch.targets)
+                self.run_micro_batch(batch.micro_batches[-1].blank(), batch.targets)
             self.statistics.reset()
         self.sums.end()
+
+    def recompute(self, step: int, micro: MicroBatch, targets: float) -> None:
+        with self.sums.aside(), self.sources.preserved():
+            seed_everything(self.run.seed, step, micro.index)
+            with observing(self.observer, micro.index, self.model):
+                self.run_micro_batch(micro, targets)
+
+    def replicated_weights(self) -> list[Tensor]:
+        """Those that DeepSpeed has not cut."""
+        return [p.detach() for p in self.model.parameters() if self.stage < 3 and p.requires_grad]
+
+    def replicated_state(self) -> list[Tensor]:
+        return [*self.replicated_weights(), *self.model.buffers()]
 
     def weights_changed(self) -> None:
         super().weights_changed()
@@ -329,7 +319,7 @@ class Sharded(ShardedRecovery):
             seed_everything(self.run.seed, batch.step, micro.index)
             self.engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
             with observing(self.observer, micro.index, self.model) if self.counting else listening(self, None):
-                losses[micro.index] += self._run_micro_batch(micro, batch.targets)
+                losses[micro.index] += self.run_micro_batch(micro, batch.targets)
             if i < len(batch.micro_batches):
                 self.statistics.take(micro)
             else:
@@ -353,7 +343,7 @@ class Sharded(ShardedRecovery):
         self.statistics.finish(self.data_parallel.sum)
         return StepResult(losses.sum() / batch.targets, norm, loss_sums_of=self.sources.of_step)
 
-    def _run_micro_batch(self, micro: MicroBatch, targets: float) -> Tensor:
+    def run_micro_batch(self, micro: MicroBatch, targets: float) -> Tensor:
         with self.phases("forward"), self.autocast(not self.low_precision), self.saving:
             loss = self.loss_sum(self._run(micro.inputs), micro)
         with self.phases("backward"):
@@ -379,8 +369,9 @@ class Sharded(ShardedRecovery):
         if name is not None and self.world.size > 1:
             raise RunError(
                 "LS4120",
-                f"strategy.name: DeepSpeed needs every micro-batch to use the same weights, and {counts[name]} of "
-                f"{micro_batches} used {name}; nothing was updated. Use strategy.name=ddp or fsdp2",
+                "strategy.name: DeepSpeed needs every micro-batch of a step to use the same weights, but only "
+                f"{counts[name]} of {micro_batches} used {name}; no weight was updated. Use strategy.name=ddp "
+                "or fsdp2",
             )
 
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
@@ -644,46 +635,3 @@ def _fragment(held: Any) -> tuple[OwnedRange, int, int] | None:
         return None
     whole, flat = held.lp_fragment_address, held.hp_fragment_address
     return OwnedRange(whole.start, whole.numel), held.param_group_index, flat.start
-
-
-def join_group(world: World) -> None:
-    """Let DeepSpeed use the process group that is there; a job of one process has none yet. Collective."""
-    import deepspeed
-    from deepspeed.utils import groups
-
-    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # DeepSpeed insists, in a job of one too
-    cuda = world.device.type == "cuda"
-    if not dist.is_initialized():
-        store = dist.HashStore()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=0, world_size=1)
-    deepspeed.init_distributed("nccl" if cuda else "gloo")
-    if world.members is not None:
-        _forget()
-        with world.forming():
-            groups._WORLD_GROUP = world.group(range(world.size))
-
-
-def _forget() -> None:
-    """What DeepSpeed keeps for as long as the process lives, and what is of an engine and a group that are gone: groups
-    of its own (that of all ranks is formed above instead, so that nobody waits long there for a rank that is lost
-    meanwhile); the modules in whose forward a rank was lost; the numbers of modules and weights, which stage 3 compares
-    with rank 0's: a rank that comes in has counted none yet."""
-    from deepspeed.runtime.zero import parameter_offload, partition_parameters
-    from deepspeed.utils import groups
-
-    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    parameter_offload.FWD_MODULE_STACK.clear()
-    partition_parameters.Init.param_id = 0
-    parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
-
-
-def own_activations(model: nn.Module) -> None:
-    """Give the model activations of its own. Families such as Flaubert hold those of `transformers.activations`, which
-    every model of the process has: DeepSpeed hooks each module of the model, and would see another model's forward."""
-    from transformers import activations
-
-    common = {id(value) for value in vars(activations).values() if isinstance(value, nn.Module)}
-    for module in model.modules():
-        for name, child in module.named_children():
-            if id(child) in common:
-                setattr(module, name, copy.deepcopy(child))

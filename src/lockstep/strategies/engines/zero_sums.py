@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -106,8 +107,9 @@ class CutSums(ABC):
         backwards = list(reversed(range(len(like))))  # about as backward meets them
         self.buckets = [[backwards[j] for j in b] for b in buckets([like[i] for i in backwards], bucket)]
         self.owned = [[sum(of_rank[i].length for i in b) for b in self.buckets] for of_rank in cuts]  # by rank, bucket
+        self._aside = False
         for i, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._note, i))
+            parameter.register_post_accumulate_grad_hook(partial(self._take, i))
 
     @property
     @abstractmethod
@@ -126,6 +128,19 @@ class CutSums(ABC):
     @abstractmethod
     def end(self) -> None:
         """After its backward. Collective in a turn."""
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """In here a micro-batch runs, while no parameter has a gradient, that no sum hears of."""
+        self._aside = True
+        yield
+        self._aside = False
+
+    def _take(self, position: int, parameter: Tensor) -> None:
+        if self._aside:
+            parameter.grad = None
+        else:
+            self._note(position, parameter)
 
     @abstractmethod
     def _note(self, position: int, parameter: Tensor) -> None:

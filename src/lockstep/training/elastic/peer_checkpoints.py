@@ -104,7 +104,7 @@ class PeerCheckpoints:
         """Others are to come in: where a rank's part can be read with all ranks of this group only, a copy of the
         present step, once it has arrived. Collective. Errors: as `after_step`."""
         strategy: Any = self._session.strategy
-        if self.every and strategy.update_incomplete:
+        if self.every and strategy.state_needs_all_ranks:
             self._take(state)
             self._land()
 
