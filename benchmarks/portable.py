@@ -47,7 +47,7 @@ def emulated(cpu: str) -> list[str]:
 def train(folder: Path, cpu: str, family: str, precision: str, steps: int, exact: str) -> str:
     """The hash of the export, or how the run ended."""
     run = {
-        "data": {"train": str(folder / "rows.csv"), "validation": 0.1, "max_length": 40},
+        "data": {"train": str(folder / "rows.csv"), "validation": str(folder / "rows.csv"), "max_length": 40},
         "model": {"type": family, "config": FAMILIES[family]},
         "tokenizer": {"train": "bpe", "vocab_size": 200},
         "precision": precision,
@@ -55,7 +55,7 @@ def train(folder: Path, cpu: str, family: str, precision: str, steps: int, exact
         "batch_size": 16,
         "micro_batches": 2,
         "strategy": {"name": "single", "exact": exact},
-        "task": {"name": "sequence_classification", "samples": 0},
+        "task": {"name": "classification", "samples": 0},
         "verify": {"plain": False},
         "output": str(folder / f"{cpu}-{family}-{precision}-{steps}-{exact}"),
     }
