@@ -17,6 +17,7 @@ from lockstep.trace.read import Step, Trace
 
 COSINE = 0.99  # below it a factor means nothing
 NEAR = 0.01  # relative: a factor is this number
+ROUGHLY = 0.1  # relative: a factor is about this number, where means over unequal numbers are added
 
 MISSING_GRADIENT = (
     "these parameters take part in the computation on one side only: a branch that depends on the rank, or parameters "
@@ -164,10 +165,17 @@ def of_loss(
         )
     if {s.autocast for s in ours} != {s.autocast for s in theirs}:
         return "products are computed in another precision on one side: compare autocast and the model's dtype"
+    for way, name in _factors(len(other.each), other.micro_batches, one.micro_batches):
+        if math.isfinite(ratio) and abs(ratio / way - 1) < ROUGHLY:
+            return (
+                f"the loss is about {name} times what it should be: "
+                f"{_why_factor(way, len(other.each), other.micro_batches)}, and numbers of targets are unequal"
+            )
     if not stochastic:
+        term = ", an auxiliary term that is multiplied by the ranks" if len(theirs) != len(ours) else ""
         return (
-            "the loss function or its options differ (label smoothing, weights, reduction), or inputs that no hash "
-            "sees, such as a mask; the model has no dropout"
+            f"the loss function or its options differ (label smoothing, weights, reduction{term}), or inputs that no "
+            "hash sees, such as a mask; the model has no dropout"
         )
     return RANDOM
 
@@ -353,6 +361,17 @@ def of_clip_limits(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str
     if kinds[0] != kinds[1]:
         return f"gradients are clipped in another way: {', '.join(kinds[0])} and {', '.join(kinds[1])}"
     return "another limit of the gradient norm"
+
+
+def own_norms(scales: Mapping[int, float]) -> str | None:
+    """`scales`: by which the ranks' clipping scaled their shards. None: by one number."""
+    low, high = min(scales, key=lambda r: scales[r]), max(scales, key=lambda r: scales[r])
+    if scales[high] <= (1 + NEAR) * scales[low]:
+        return None
+    return (
+        f"each rank clips by the norm of its own shards (rank {low} scales by {scales[low]:.3g}, rank {high} by "
+        f"{scales[high]:.3g}): the norm has to be that of the gradient over all ranks"
+    )
 
 
 def of_clipping(factors: Mapping[str, tuple[float, float]]) -> str:

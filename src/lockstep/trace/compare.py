@@ -20,7 +20,7 @@ from lockstep.trace.errors import TraceError
 from lockstep.trace.losses import Losses, agreeing, losses_of
 from lockstep.trace.matching import match
 from lockstep.trace.merge import Whole, difference, merged, merged_buffers, merged_start
-from lockstep.trace.ranks import data_ranks, examples_of
+from lockstep.trace.ranks import data_ranks, examples_of, scales_of_clipping
 from lockstep.trace.read import Trace
 
 ORDER = ("start weights", "scores", "examples", "loss", "gradient", "clipping", "learning rate", "update", "buffers")
@@ -360,7 +360,9 @@ def _clipping(pair: _Pair, limit: float) -> None:
     if wrong:
         factors = {n: factor(one[n], other[pair.names[n]]) for n in wrong}
         text = f"gradients agree before clipping and differ after it: {_listed(wrong)}"
-        raise _Parted("clipping", (text,), causes.of_clipping(factors))
+        scales = scales_of_clipping(pair.b.at(pair.optimizer, pair.step))
+        own = causes.own_norms(scales) if scales else None
+        raise _Parted("clipping", (text,), own or causes.of_clipping(factors))
 
 
 def _rates(pair: _Pair) -> None:

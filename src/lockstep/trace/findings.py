@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.trace import epochs
+from lockstep.trace import causes, epochs
 from lockstep.trace.merge import Whole, merged, merged_start
-from lockstep.trace.ranks import data_ranks, model_parallel, pipelined
+from lockstep.trace.ranks import data_ranks, model_parallel, pipelined, scales_of_clipping
 from lockstep.trace.read import Step, Trace, Value
 
 PATIENCE = 3  # steps in which something is so before it is a finding
@@ -315,6 +315,11 @@ def _clipping(trace: Trace, optimizer: int) -> Iterator[Finding]:
         yield Finding(
             "clip-before-unscale", f"step {found[1]}: gradients are clipped while they are scaled", cause, found[1]
         )
+    for step in trace.steps(optimizer):
+        scales = scales_of_clipping(trace.at(optimizer, step))
+        if scales and (own := causes.own_norms(scales)) is not None:
+            yield Finding("clip-own-shards", f"step {step}: ranks clip by different norms", own, step)
+            break
     early = _first(trace, optimizer, lambda s: any(c.get("early") for c in s.clips or ()))
     if early:
         cause = "clip once, after the last backward of the step"
