@@ -11,15 +11,19 @@ lockstep.
 Judges:
   tests   the files of tests that concern the faulty one, as `near` of the list says: of `make test` those that start no
           processes, then its kernel; then, of `.ci/run`, the others that start processes. The first that fails ends it.
-  verify  `lockstep verify` on `RUNS`, two steps on two processes: against one process of the same lockstep.
+  verify  `lockstep verify --no-plain` on `RUNS`, two steps on two processes: against one process of the same lockstep.
   plain   what `lockstep verify --plain` compares, of `BESIDE`: three steps against transformers and torch.
   train   `lockstep train` of the same, two steps: stopped by what is compared before the first step, or of the export.
   crossed tests/crossed/test_crossed.py: the runs of the generator that every CI job draws; once there are some.
+
+Of the last four only those runs are asked that execute a line of the faulty statement where nothing is planted
+(`Reach`): in all others the fault does nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import json
 import multiprocessing
@@ -29,7 +33,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,12 +46,17 @@ QUICK = "not slow and not long and not gpu and not cluster and not extras"
 LIMIT_S = 1800  # a judge that takes longer has found that something hangs
 APART = ("repo/test_mutations.py",)  # the list itself is tested there: it finds every fault
 
-# Of tests/support/task_runs.py, or TINY of tests/support/harness.py: what each crosses with the others' features.
-RUNS: dict[str, list[str]] = {
-    "documents": ["strategy.name=ddp", "average.ema=0.9", "data.group_by_length=2"],
-    "tiny": ["strategy.name=fsdp2", "task.class_weights=balanced", "optim.layerwise_lr_decay=0.9"],
-    "prompts": ["strategy.name=pipeline", "task.samples=0"],
+# name -> a run of tests/support/task_runs.py, or TINY of tests/support/harness.py, and what it crosses with the others'
+# features.
+RUNS: dict[str, tuple[str, list[str]]] = {
+    "ddp": ("documents", ["strategy.name=ddp", "average.ema=0.9", "data.group_by_length=2"]),
+    "fsdp2": ("tiny", ["strategy.name=fsdp2", "task.class_weights=balanced", "optim.layerwise_lr_decay=0.9"]),
+    "pipeline": ("prompts", ["strategy.name=pipeline", "task.samples=0"]),
+    "zero1": ("tiny", ["strategy.name=zero1"]),
+    "zero2": ("tiny", ["strategy.name=zero2"]),
+    "zero3": ("prompts", ["strategy.name=zero3", "precision=bf16", "task.samples=0"]),
 }
+OF_RANKS = ("strategies", "distributed")  # rooms whose faults each of `RUNS` is asked about; others ask the first
 # The same for the plain reference, under `single`: a fault is held against `USUAL`, but for those of a task.
 BESIDE: dict[str, list[str]] = {
     "tiny": ["task.class_weights=balanced", "task.label_smoothing=0.1"],
@@ -223,23 +231,26 @@ def quick_tests(copy: Copy, fault: Fault, parts: list[str]) -> dict[str, Any]:
     return {"found": False, "by": "", "seconds": round(total, 1), "part": parts[-1]}
 
 
-def by_verify(copy: Copy) -> Verdict:
-    """The first of `RUNS` that `lockstep verify` does not pass."""
+def by_verify(copy: Copy, names: tuple[str, ...]) -> Verdict:
+    """The first of these of `RUNS` that `lockstep verify` does not pass."""
     from lockstep.cli import main
     from support import forked, task_runs
     from support.harness import tiny
 
     multiprocessing.util.spawnv_passfds = forked._forked_server  # type: ignore[attr-defined]
+    forked._imported_with.update(os.environ)
+    subprocess._fork_exec = forked._forked_module  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
-        for name, overrides in RUNS.items():
+        for name in names:
+            kind, overrides = RUNS[name]
             more = ["launch.processes=2", *overrides]
             try:
                 run = (
-                    tiny(*more, output=f"{folder}/out") if name == "tiny" else task_runs.make(Path(folder), name, *more)
+                    tiny(*more, output=f"{folder}/out") if kind == "tiny" else task_runs.make(Path(folder), kind, *more)
                 )
                 path = Path(folder, f"{name}.yaml")
                 path.write_text(run.dump())
-                status = main(["verify", str(path), "--steps", "2"])
+                status = main(["verify", str(path), "--steps", "2", "--no-plain"])
             except Exception as caught:
                 return True, f"{name}: {type(caught).__name__}: {' '.join(str(caught).split())[:200]}"
             if status:
@@ -257,7 +268,7 @@ JUDGES = (
 )
 
 
-def by_plain(copy: Copy, names: tuple[str, ...] = USUAL) -> Verdict:
+def by_plain(copy: Copy, names: tuple[str, ...]) -> Verdict:
     """The first of these of `BESIDE` that differs from the plain reference."""
     from lockstep.tools.against_plain import differences
     from support import task_runs
@@ -298,33 +309,87 @@ def by_training(copy: Copy, names: tuple[str, ...]) -> Verdict:
     return False, ""
 
 
-def beside(fault: Fault | None) -> tuple[str, ...]:
-    """The runs that a fault is held against."""
+BY: dict[str, Callable[..., Verdict]] = {"plain": by_plain, "train": by_training, "verify": by_verify}
+
+
+def concerned(judge: str, fault: Fault | None) -> tuple[str, ...]:
+    """The runs of a judge that a fault is held against, if they reach it."""
+    if judge == "verify":
+        return tuple(RUNS)
     return tuple(BESIDE) if fault is None else tuple(listed()["beside"].get(fault.file, USUAL))
 
 
-def reached(copy: Copy, judge: Callable[[Copy], Verdict]) -> Verdict:
-    """Which lines of files that hold faults a judge runs in its own process, as JSON: file -> lines. It says nothing of
-    what the ranks run that it starts."""
-    files = {str(copy.source / fault.file): fault.file for fault in faults()}
-    seen: dict[str, set[int]] = {name: set() for name in files.values()}
+PROBE = """import os
 
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        name = files.get(frame.f_code.co_filename)
-        if name is None:
-            return None
-        seen[name].add(frame.f_lineno)
-        return trace
-
-    threading.settrace(trace)
-    sys.settrace(trace)
-    found, by = judge(copy)
-    sys.settrace(None)
-    assert not found, by
-    return False, json.dumps({name: sorted(lines) for name, lines in seen.items()})
+_seen = set()
 
 
-def judged(copy: Copy, fault: Fault | None, judge: str, parts: list[str]) -> dict[str, Any]:
+def reached(name):
+    if name not in _seen:
+        _seen.add(name)
+        with open(os.environ["MUTATIONS_REACHED"], "a") as log:
+            log.write(name + "\\n")
+"""
+
+
+def probed(text: str, some: list[Fault]) -> str:
+    """The text of a file in which a line before the statement of each fault tells that it is executed."""
+    lines = text.splitlines(keepends=True)
+    statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    probes: dict[int, list[str]] = {}  # line, from 0 -> names
+    for fault in some:
+        first, begins = fault.lines(text).start, [0]
+        for node in statements:
+            line = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) - 1
+            whole = not lines[node.lineno - 1][: node.col_offset].strip()  # nothing stands before it in its line
+            if whole and line < first <= (node.end_lineno or 0) and not lines[line].lstrip().startswith("elif "):
+                begins.append(line)
+        probes.setdefault(max(begins), []).append(fault.name)
+    for at in sorted(probes, reverse=True):
+        indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+        lines[at:at] = [f'{indent}__import__("mutations_probe").reached("{name}")\n' for name in probes[at]]
+    return "".join(lines)
+
+
+class Reach:
+    """Which faults' statements a run of a judge executes, in any of its processes, found out when it is first asked
+    for: in a copy of its own, whose statements tell."""
+
+    def __init__(self, folder: Path) -> None:
+        self.copy = Copy(folder)
+        (folder / "src" / "mutations_probe.py").write_text(PROBE, encoding="utf-8")
+        for file in {fault.file for fault in faults()}:
+            path = self.copy.source / file
+            text = path.read_text(encoding="utf-8")
+            path.write_text(probed(text, [fault for fault in faults() if fault.file == file]), encoding="utf-8")
+        self._names: dict[tuple[str, str], set[str]] = {}
+
+    def runs(self, judge: str, fault: Fault) -> tuple[str, ...]:
+        """Those that execute the faulty statement; of a fault that is not of ranks `verify` is asked once."""
+        names = [name for name in concerned(judge, fault) if fault.name in self._of(judge, name)]
+        alone = judge == "verify" and fault.file.partition("/")[0] not in OF_RANKS
+        return tuple(names[:1] if alone else names)
+
+    def _of(self, judge: str, name: str) -> set[str]:
+        if (judge, name) not in self._names:
+            log = self.copy.folder.parent / f"reached-{judge}-{name}"
+            before = os.environ["LOCKSTEP_CACHE"]
+            os.environ["MUTATIONS_REACHED"] = str(log)
+            os.environ["LOCKSTEP_CACHE"] = f"{self.copy.folder.parent}/cache-{judge}-{name}"  # empty: all is made anew
+            verdict = asked(BY[judge], self.copy, (name,))
+            os.environ["LOCKSTEP_CACHE"] = before
+            if verdict["found"]:
+                raise SystemExit(f"{judge} {name} of the tree as it is: {verdict['by']}")
+            self._names[judge, name] = {*log.read_text(encoding="utf-8").split()} if log.exists() else set()
+        return self._names[judge, name]
+
+
+def judged(copy: Copy, fault: Fault | None, judge: str, parts: list[str], reach: Reach) -> dict[str, Any]:
+    names: tuple[str, ...] = ()
+    if judge in BY:
+        names = concerned(judge, None) if fault is None else reach.runs(judge, fault)
+        if not names:
+            return {"found": False, "by": "it runs none of these lines", "seconds": 0.0}
     with copy.holding(fault):
         if judge == "tests":
             if fault is None:
@@ -334,9 +399,7 @@ def judged(copy: Copy, fault: Fault | None, judge: str, parts: list[str]) -> dic
             return quick_tests(copy, fault, parts)
         if judge == "crossed":
             return asked(by_tests, copy, ["crossed/test_crossed.py"], QUICK)
-        if judge in ("plain", "train"):
-            return asked(by_plain if judge == "plain" else by_training, copy, beside(fault))
-        return asked(by_verify, copy)
+        return asked(BY[judge], copy, names) | {"runs": list(names)}
 
 
 # -- commands --------------------------------------------------------------------------------------------------------
@@ -345,6 +408,11 @@ def judged(copy: Copy, fault: Fault | None, judge: str, parts: list[str]) -> dic
 def preload() -> None:
     """What every judge imports, but for lockstep itself."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    os.environ["DS_ACCELERATOR"] = "cpu"  # which deepspeed reads when it is imported
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # images of Python set it; the copy is compiled once
+    sys.dont_write_bytecode = False
+    import accelerate
+    import deepspeed
     import numpy
     import pyarrow
     import pytest
@@ -355,7 +423,7 @@ def preload() -> None:
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.marian.modeling_marian
 
-    assert all((numpy, pyarrow, pytest, tokenizers, torch, transformers))
+    assert all((accelerate, deepspeed, numpy, pyarrow, pytest, tokenizers, torch, transformers))
     assert "lockstep" not in sys.modules, "lockstep is the copy's"
 
 
@@ -371,7 +439,7 @@ def run(names: list[str], judges: list[str], parts: list[str], done: Iterable[Ma
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/datasets"
         os.environ["LOCKSTEP_CACHE"] = f"{folder}/cache"
         copy = Copy(Path(folder, "tree"))
-        runs = json.loads(asked(reached, copy, by_plain)["by"]) if "plain" in judges else {}
+        reach = Reach(Path(folder, "probed"))
         for fault in some:
             for judge in judges:
                 name = fault.name if fault else "none"
@@ -380,16 +448,7 @@ def run(names: list[str], judges: list[str], parts: list[str], done: Iterable[Ma
                         os.environ["LOCKSTEP_CACHE"] = f"{folder}/cache-{fault.name}"
                     else:
                         os.environ["LOCKSTEP_CACHE"] = f"{folder}/cache"
-                    text = (copy.source / fault.file).read_text(encoding="utf-8") if fault else ""
-                    if (
-                        judge == "plain"
-                        and fault
-                        and beside(fault) == USUAL
-                        and not {*fault.lines(text)} & {*runs[fault.file]}
-                    ):
-                        found: dict[str, Any] = {"found": False, "by": "it runs none of these lines", "seconds": 0.0}
-                    else:
-                        found = judged(copy, fault, judge, parts)
+                    found = judged(copy, fault, judge, parts, reach)
                     found = {"name": name, "judge": judge} | found
                     print(json.dumps(found), flush=True)
 

@@ -158,10 +158,10 @@ def evaluate(
     """
     _begins()
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        found = Path(folder) / "scores.json"
-        words = [str(found), str(_folder(output)), json.dumps(split), json.dumps(overrides_of(overrides or {}))]
+        scores_path = Path(folder) / "scores.json"
+        words = [str(scores_path), str(_folder(output)), json.dumps(split), json.dumps(overrides_of(overrides or {}))]
         _job("lockstep.api._evaluate", words, None)
-        return json.loads(found.read_text(encoding="utf-8"))
+        return json.loads(scores_path.read_text(encoding="utf-8"))
 
 
 def predict(
@@ -178,11 +178,11 @@ def predict(
     _begins()
     listed = [texts] if isinstance(texts, str) else list(texts)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        asked, found = Path(folder) / "texts.json", Path(folder) / "found.json"
+        asked, answers_path = Path(folder) / "texts.json", Path(folder) / "answers.json"
         asked.write_text(json.dumps(listed), encoding="utf-8")
-        words = [str(found), str(_folder(output)), str(asked), json.dumps(overrides_of(overrides or {}))]
+        words = [str(answers_path), str(_folder(output)), str(asked), json.dumps(overrides_of(overrides or {}))]
         _job("lockstep.api._predict", words, None)
-        return json.loads(found.read_text(encoding="utf-8"))
+        return json.loads(answers_path.read_text(encoding="utf-8"))
 
 
 def verify(run: Run, steps: int = 5, show: Callable[[str], object] | None = print) -> Verdict:
@@ -191,15 +191,15 @@ def verify(run: Run, steps: int = 5, show: Callable[[str], object] | None = prin
     Errors: `RunError`, `JobFailed`.
     """
     if steps < 1:
-        raise RunError("LS0002", f"steps: {steps} is not a positive number of steps")
+        raise RunError("LS0002", f"steps: invalid value {steps}; expected an integer >= 1")
     _begins()
     _importable(run)
     with _written(run) as path:
-        found = path.with_name("verdict.json")
-        _job("lockstep.api._verify", [str(found), str(path), str(steps)], show, (0, 1))
-        if not found.exists():
+        verdict_path = path.with_name("verdict.json")
+        _job("lockstep.api._verify", [str(verdict_path), str(path), str(steps)], show, (0, 1))
+        if not verdict_path.exists():
             raise JobFailed("verify found nothing to compare")
-        values = json.loads(found.read_text(encoding="utf-8"))
+        values = json.loads(verdict_path.read_text(encoding="utf-8"))
     return Verdict(values["agrees"], values["promise"], tuple(values["differences"]))
 
 
@@ -239,8 +239,8 @@ def _importable(run: Run) -> None:
         if name.startswith("__main__."):
             raise RunError(
                 "LS0001",
-                f"{key}: {name} is defined in this session, and other processes cannot import it: put the class in a "
-                "file, my_module.py, and write my_module.Class",
+                f"{key}: {name} is defined in this session, so other processes cannot import it; put the class "
+                "in a file, my_module.py, and give my_module.Class",
             )
 
 
@@ -303,7 +303,7 @@ def _result(folder: Path, status: int) -> Result:
         metrics[line["split"]] = {k: v for k, v in line.items() if k != "split" and isinstance(v, int | float)}
     done = status == 0 and export.is_dir()
     if done and (scores := history.scores_of(folder)):
-        metrics |= {split: {"step": scores["step"], **found} for split, found in scores["splits"].items()}
+        metrics |= {split: {"step": scores["step"], **split_scores} for split, split_scores in scores["splits"].items()}
     state: Literal["done", "stopped", "submitted"] = "done" if done else "stopped" if status == STOPPED else "submitted"
     return Result(state, folder, metrics, export if done else None)
 
@@ -314,24 +314,24 @@ def _result(folder: Path, status: int) -> Result:
 def _evaluate(words: list[str]) -> int:
     from lockstep.training.exported_model import scores
 
-    found, output, split, overrides = words
+    result_path, output, split, overrides = words
     _, values = scores(Path(output), json.loads(split), json.loads(overrides))
-    Path(found).write_text(json.dumps(values), encoding="utf-8")
+    Path(result_path).write_text(json.dumps(values), encoding="utf-8")
     return 0
 
 
 def _predict(words: list[str]) -> int:
     from lockstep.training.predicting import predictions
 
-    found, output, asked, overrides = words
+    answers_path, output, asked, overrides = words
     texts = json.loads(Path(asked).read_text(encoding="utf-8"))
     answers = list(predictions(Path(output), texts, json.loads(overrides)))
-    Path(found).write_text(json.dumps(answers), encoding="utf-8")
+    Path(answers_path).write_text(json.dumps(answers), encoding="utf-8")
     return 0
 
 
 def _verify(words: list[str]) -> int:
     from lockstep.tools.verify import verify
 
-    found, path, steps = words
-    return verify(Run.load(path), int(steps), Path(found))
+    verdict_path, path, steps = words
+    return verify(Run.load(path), int(steps), Path(verdict_path))

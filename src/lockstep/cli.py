@@ -108,7 +108,8 @@ def _command(name: str, words: list[str]) -> int:
         error(
             coded(
                 "LS0011",
-                f"{str(caught.filename)[:40]!r}... has {len(str(caught.filename)):,} characters; no path is that long",
+                f"{str(caught.filename)[:40]!r}... has {len(str(caught.filename)):,} characters; a path cannot be "
+                "that long",
             )
         )
         return 2

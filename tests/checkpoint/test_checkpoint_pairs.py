@@ -160,14 +160,21 @@ def test_fsdp2_in_other_arrangements(option: str, tmp_path: Path, saved_by: Save
 
 @pytest.mark.processes
 def test_shards_of_two_kinds_are_whole_again(tmp_path: Path) -> None:
-    """Tensor parallelism cuts what FSDP cuts once more."""
-    strategy = {"name": "fsdp2", "options": {"tensor_parallel": 2}}
-    run = tiny(model=LLAMA, output=str(tmp_path), strategy=strategy)
+    """Tensor parallelism cuts what FSDP cuts once more. What goes on from there has the bits of one process."""
+
+    def of(name: str, **options: Any) -> Run:
+        strategy = {"name": name, "tensor_leaves": 2, "options": options}
+        return tiny(model=LLAMA, output=str(tmp_path), strategy=strategy)
+
+    run = of("fsdp2", tensor_parallel=2)
     state = run_on(4, saved, run, run=run)[0]
     assert digest_of(tmp_path / "checkpoints" / "step-000002") == state
-    single = tiny("strategy.name=single", model=LLAMA, output=str(tmp_path))
-    for ranks, there in ((1, single), (4, run)):
-        assert run_on(ranks, gone_on_with, there, [tmp_path], run=there)[0][0]["loaded"] == state
+    straight, *others = [
+        run_on(ranks, gone_on_with, there, [tmp_path], run=there)[0][0]
+        for ranks, there in ((1, of("single")), (4, run), (2, run), (2, of("ddp")), (3, of("fsdp2", gather="step")))
+    ]
+    assert straight["loaded"] == state
+    assert all(other == straight for other in others)
 
 
 # -- machines that do not share OUTPUT -------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_a_disk_that_is_full_once_the_last_checkpoint_is_there(tmp_path: Path, w
             status, said = trained(run)
         is_consistent(run, status, said)
         assert status == 1
-        assert "the same command writes it from step-000006, once there is room" in said
+        assert "which writes it from step-000006" in said
         assert not (tmp_path / "rescue").exists()
         (tmp_path / "disk/ballast").unlink()
         status, said = trained(run)

@@ -85,7 +85,7 @@ def test_a_store_that_refuses_costs_no_training(tmp_path: Path, cache: Path, sto
     store.fault = lambda asked: 403 if asked.method == "PUT" and "shard" in asked.key else None
     status, out, err = train(tmp_path, cache, **store.environment)
     assert status == 1
-    assert f"is not whole in {MIRROR}: s3://{BUCKET} refuses access (403)" in err  # `out` has it where training goes on
+    assert f"remote_dir: {MIRROR} does not have a complete copy of out: s3://{BUCKET} refuses access (403)" in err
     assert (tmp_path / "out/export/model.safetensors").exists()
     store.fault = lambda asked: None
     status, out, err = train(tmp_path, cache, **store.environment)
@@ -124,6 +124,7 @@ def test_plan_refuses_what_train_would(tmp_path: Path, cache: Path, store: Store
         status, _, err = ended(job)
         assert (status, err.strip()) == (
             2,
-            "lockstep: remote_dir: there is no bucket no-such-bucket: make it, or correct the address [LS2144]",
+            "lockstep: remote_dir: the bucket no-such-bucket does not exist; create it, or correct the address "
+            "[LS2144]",
         )
     shutil.rmtree(tmp_path / "out", ignore_errors=True)

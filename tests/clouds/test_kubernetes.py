@@ -160,12 +160,12 @@ def test_the_container_takes_the_command_and_the_probes_work(here: Path) -> None
     [
         ({"image": None}, "launch.image: missing"),
         ({"pvc": None}, "launch.pvc: missing"),
-        ({"processes": "auto"}, "auto counts launch.gpus, and there are none"),
+        ({"processes": "auto"}, "auto counts launch.gpus, which is 0"),
         ({"processes": 5}, "2 pods of 5 processes cannot share 8 micro-batches"),
-        ({"device": "cuda"}, "launch.gpus (a pod) is 0"),
-        ({"gpus": 1, "processes": 2}, "launch.processes: 2 a pod, but launch.gpus is 1"),
-        ({"volumes": ["data=relative"]}, "the path in the pods begins with /"),
-        ({"secrets": ["HF_TOKEN=hub"]}, "is not VARIABLE=SECRET/KEY"),
+        ({"device": "cuda"}, "launch.gpus is 0"),
+        ({"gpus": 1, "processes": 2}, "launch.processes: 2 per pod, but launch.gpus is 1 per pod; make them equal"),
+        ({"volumes": ["data=relative"]}, "the path in the pods must begin with /"),
+        ({"secrets": ["HF_TOKEN=hub"]}, "expected VARIABLE=SECRET/KEY"),
         ({"environment": ["HF_TOKEN=hf_" + "x" * 30]}, "looks like a secret"),
         ({"memory": "much"}, "launch.memory"),
         ({"namespace": "Not A Name"}, "launch.namespace"),
@@ -318,8 +318,8 @@ def test_staying_until_the_end(cluster: Cluster, here: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ((1, "no\n", ""), "you may not create jobs.batch in default"),
-        ((1, "", "The connection to the server localhost:8080 was refused"), "no cluster answers to kubectl"),
+        ((1, "no\n", ""), "you have no permission to create jobs.batch in default"),
+        ((1, "", "The connection to the server localhost:8080 was refused"), "kubectl reaches no cluster"),
     ],
 )
 def test_a_cluster_that_says_no(

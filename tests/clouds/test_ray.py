@@ -65,7 +65,7 @@ def test_no_cluster_at_the_address(tmp_path: Path, cache: Path) -> None:
     status, out, err = train(tmp_path, cache)
     assert status == 2
     assert all(line.startswith(("lockstep  ", "preparing  ")) for line in out.splitlines()), out
-    assert "launch.address: no Ray cluster answers at 127.0.0.1:1: 127.0.0.1:1 could not be reached from" in err
+    assert "launch.address: no Ray cluster answers at 127.0.0.1:1: 127.0.0.1:1 is not reachable from" in err
     assert "Connection refused" in err
 
 

@@ -138,14 +138,14 @@ def test_local_data_models_and_modules_travel(here: Path) -> None:
     ("launch", "message"),
     [
         ({"role": None}, "launch.role: missing"),
-        ({"role": "lockstep"}, "no ARN of a role"),
+        ({"role": "lockstep"}, "not the ARN of a role"),
         ({"s3": None}, "launch.s3: missing"),
-        ({"s3": "lockstep-tests"}, "no address of S3"),
+        ({"s3": "lockstep-tests"}, "not an S3 address"),
         ({"instance": None}, "launch.instance: missing"),
         ({"region": "eu-west-9"}, "did you mean eu-west-"),
-        ({"region": None}, "launch.region: which AWS region"),
-        ({"pytorch": "1.13"}, "no container of AWS is known for PyTorch '1.13'"),
-        ({"processes": "auto"}, "launch.processes: how many on each machine"),
+        ({"region": None}, "launch.region: missing"),
+        ({"pytorch": "1.13"}, "no AWS container for PyTorch '1.13'"),
+        ({"processes": "auto"}, "launch.processes: auto cannot count"),
         ({"processes": 5}, "2 x 5 processes cannot share 8 micro-batches"),
         ({"device": "cuda"}, "ml.m5.xlarge has no GPU"),
         ({"secrets": ["HF_TOKEN"]}, "launch.secrets: 'HF_TOKEN' is not VARIABLE=NAME"),
@@ -172,7 +172,7 @@ def test_an_instance_that_does_not_exist(cloud: Any, capsys: pytest.CaptureFixtu
 def test_no_credentials(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needs("boto3")
     assert main(["train", "run.yaml"]) == 2
-    assert "sagemaker needs credentials of AWS" in capsys.readouterr().err
+    assert "sagemaker needs AWS credentials" in capsys.readouterr().err
 
 
 def test_without_boto3(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,7 +190,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         jsonl("train.jsonl", [row | {"label": "joy"} for row in EMOTION]),
         {"data": OWN},
         [],
-        ["task.label", "one label only", "'joy'"],
+        ["task.label", "a single label", "'joy'"],
     ),
     "several labels a text": (
         jsonl("train.jsonl", [row | {"label": [i % 3, 1]} for i, row in enumerate(EMOTION)]),
@@ -208,13 +208,13 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         jsonl("train.jsonl", [row | {"label": ["a", "b"] if i != 5 else "a"} for i, row in enumerate(EMOTION)]),
         {"data": OWN},
         ["task.multi_label=true"],
-        ["task.label", "list of labels in every row", "row 5 holds 'a'", "[] where a text has none"],
+        ["task.label", "list of labels in every row", "row 5 holds 'a'", "[] for a text without labels"],
     ),
     "labels, and lists are asked for": (
         jsonl("train.jsonl", EMOTION),
         {"data": OWN},
         ["task.multi_label=true"],
-        ["task.label", "list of labels in every row", "row 0 holds", "leave task.multi_label out"],
+        ["task.label", "list of labels in every row", "row 0 holds", "remove task.multi_label"],
     ),
     "a list with nothing in it": (
         jsonl("train.jsonl", [row | {"label": ["a", "b"] if i != 5 else ["a", None]} for i, row in enumerate(EMOTION)]),
@@ -229,7 +229,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         ),
         {"data": OWN | {"validation": "v.jsonl"}},
         ["task.multi_label=true"],
-        ["task.label", "validation split", "'c' (row 1)", "known are 'a', 'b'"],
+        ["task.label", "validation split", "'c' (row 1)", "the train split has 'a', 'b'"],
     ),
     "a mark that is none": (
         jsonl("train.jsonl", [row | {"a": i % 2, "b": i // 2 % 2 if i != 5 else 2} for i, row in enumerate(EMOTION)]),
@@ -243,7 +243,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         ),
         {"data": OWN | {"source": "train.csv"}},
         ["task.regression=true"],
-        ["task.label", "not finite", "row 5 holds inf", "mend it"],
+        ["task.label", "all of them finite", "row 5 holds inf", "mend it"],
     ),
     "a number that is none": (
         lambda folder: (folder / "train.csv").write_text(
@@ -269,13 +269,13 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         jsonl("train.jsonl", [row | {"label": 0.5} for row in EMOTION]),
         {"data": OWN},
         ["task.regression=true"],
-        ["task.label", "the same in every row", "nothing can be learned"],
+        ["task.label", "the same value in every row", "nothing can be learned"],
     ),
     "a weight of no label": (
         jsonl("train.jsonl", EMOTION),
         {"data": OWN},
         ["task.class_weights={joy: 2}"],
-        ["task.class_weights", "no label 'joy'", "known are '0', '1', '2'"],
+        ["task.class_weights", "unknown label 'joy'", "known are '0', '1', '2'"],
     ),
     "a threshold of many labels": (
         jsonl("train.jsonl", EMOTION),
@@ -287,7 +287,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         jsonl("train.jsonl", [{"text": f"word {i}", "label": f"id{i}"} for i in range(600)]),
         {"data": OWN},
         [],
-        ["task.label: 600 distinct labels in 600 rows", "the column meant", "data.validation"],
+        ["task.label: 600 distinct labels in 600 rows", "the right column", "data.validation"],
     ),
     "integers and strings": (
         jsonl("train.jsonl", rows(label="x")),
@@ -299,9 +299,9 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         jsonl("train.jsonl", EMOTION),
         {"data": OWN},
         ["task.label_names=[a, b]"],
-        ["task.label_names", "2 names for 3 labels"],
+        ["task.label_names", "2 names given for 3 labels"],
     ),
-    "too few to cut from": (
+    "too few to hold out": (
         jsonl("train.jsonl", EMOTION[:3]),
         {"data": OWN},
         [],

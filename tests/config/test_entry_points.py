@@ -119,14 +119,18 @@ def test_options_of_another_distribution(site: Path, capsys: pytest.CaptureFixtu
         (
             [("a", "single")],
             "single",
-            "strategy 'single' is one of lockstep's own, and a name in a 1.0: uninstall that",
+            "strategy 'single' is built into lockstep, and a 1.0 registers the same name; uninstall that",
         ),
-        ([("a", "mine"), ("b", "mine")], "mine", "strategy 'mine' is a name in a 1.0 and b 1.0: uninstall all but one"),
+        (
+            [("a", "mine"), ("b", "mine")],
+            "mine",
+            "strategy 'mine' is registered by a 1.0 and b 1.0; uninstall all but one",
+        ),
         ([("a", "mine")], "mine", "strategy 'mine' of a 1.0 cannot be loaded: No module named 'a_plugin'"),
         (
             [("json", "mine")],
             "mine",
-            "of json 1.0 is json_plugin:Mine, which is no class that inherits from lockstep's",
+            "of json 1.0 is json_plugin:Mine, which does not inherit from lockstep's class",
         ),
         ([("broken", "mine")], "mine", "strategy 'mine' of broken 1.0 cannot be loaded: division by zero"),
         ([("a", "mine")], "mien", "unknown strategy 'mien'; did you mean 'mine'? known are"),

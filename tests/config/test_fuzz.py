@@ -84,11 +84,11 @@ ONCE = {
     "a source of 5,000 characters": (
         {"sub/run.yaml": yaml.safe_dump(RUN | {"data": {"source": "a" * 5000}})},
         ["sub/run.yaml"],
-        "data.source: 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa'... has 5,000 characters; no path or name is that long",
+        "data.source: 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa'... has 5,000 characters; a path or name cannot",
     ),
     "a name of 300": ({}, ["data.train=" + "a" * 300], "data.train"),
     "an output of 5,000": ({}, ["output=" + "a" * 5000], "output: "),
-    "half a character": ({}, ['model.source="\\ud800"'], "model.source: '\\ud800' is not UTF-8"),
+    "half a character": ({}, ['model.source="\\ud800"'], "model.source: '\\ud800' is not valid UTF-8"),
 }
 
 

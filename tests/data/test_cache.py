@@ -183,7 +183,7 @@ def test_two_users_share_a_cache_without_trusting_each_other(monkeypatch: pytest
                     with cache.locked("anything"):
                         status = 0
                 except RunError as error:
-                    status = 2 if "can be written by others" in str(error) else 3
+                    status = 2 if "is writable by other users" in str(error) else 3
                 finally:
                     os._exit(status)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == wanted

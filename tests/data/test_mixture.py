@@ -129,9 +129,12 @@ def test_by_length_a_window_has_the_examples_that_its_steps_would_have(
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("[]", "expected a list of sources, such as"),
-        ("[{source: a.jsonl, weight: 0}]", "a: weight: invalid value 0; it must be more than 0"),
-        ("[{source: a.jsonl, weight: -1}, b.csv]", "b has no weight, and others have: give one to every source"),
+        ("[]", "invalid value []; expected a list of sources, such as"),
+        ("[{source: a.jsonl, weight: 0}]", "a: weight: invalid value 0; expected a number > 0"),
+        (
+            "[{source: a.jsonl, weight: -1}, b.csv]",
+            "b has no weight but other sources have one; give a weight to every source",
+        ),
         ("[{source: a.jsonl, weight: 2}, {name: web, source: b, weight: -1}]", "web: weight: invalid value -1"),
         ("[{source: a.jsonl, weight: [[0, 1], [9, 0]]}]", "a: weight: invalid value 0"),
         ("[{source: a.jsonl, weight: [[5, 1]]}]", "a: weight: invalid value [[5, 1.0]]; expected [[0, weight], [step"),
@@ -141,9 +144,12 @@ def test_by_length_a_window_has_the_examples_that_its_steps_would_have(
         ),
         ("[{source: a.jsonl, wieght: 1}]", "a: unknown key 'wieght'; did you mean weight? known are name, weight"),
         ("[{source: a.jsonl, weight: much}]", "a: weight: invalid value 'much'; share of the examples of a step"),
-        ("[{source: x/a.jsonl}, {source: y/a.jsonl}]", "two sources are called a: give each a name of its own"),
-        ("[{weight: 1}]", "source_1: give source (a Hub id, a folder or a file) or train (files)"),
-        ("[{source: a, filter: {b: {}}}]", "a: filter: b: {} is no condition"),
+        (
+            "[{source: x/a.jsonl}, {source: y/a.jsonl}]",
+            "two sources have the name a; give each source a different name",
+        ),
+        ("[{weight: 1}]", "source_1: no data given; set source (a Hub id, a folder or a file) or train (files)"),
+        ("[{source: a, filter: {b: {}}}]", "a: filter: b: the condition is empty"),
     ],
 )
 def test_sources_that_make_no_sense_are_named(given: str, told: str) -> None:

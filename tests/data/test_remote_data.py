@@ -46,7 +46,7 @@ def refused(**data: Any) -> str:
         ("s3a://bucket/train.jsonl", "unknown scheme s3a://; did you mean s3://? known are s3://, gs://, az://, https"),
         ("file:///data/train.jsonl", "a file of this machine is named by its path alone"),
         ("s3://", "expected s3://BUCKET/path"),
-        ("s3://bucket/../other/train.jsonl", ". and .. mean nothing in an address"),
+        ("s3://bucket/../other/train.jsonl", "an address cannot contain . or .."),
         ("https://host/train.jsonl?download=1", "an address with ? or # cannot be used"),
         ("hf://models/user/repo/train.jsonl", "expected hf://datasets/USER/REPO/path"),
     ],
@@ -60,9 +60,9 @@ def test_an_address_that_is_none_is_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("remote_dir", "message"),
     [
-        ("bucket/run", "'bucket/run' is no address"),
-        ("https://host/run", "https:// can be read from and not written to"),
-        ("s3://bucket", "is a whole bucket: give a folder of this run in it, such as s3://bucket/runs/emotion"),
+        ("bucket/run", "'bucket/run' is not an address"),
+        ("https://host/run", "https:// can be read but not written"),
+        ("s3://bucket", "names a whole bucket; name a folder in the bucket, such as s3://bucket/runs/emotion"),
         ("gcs://bucket/run", "unknown scheme gcs://; did you mean gs://?"),
     ],
 )
@@ -133,7 +133,10 @@ def test_files_of_a_web_server(web: str, tmp_path: Path) -> None:
     (tmp_path / "served/train.jsonl").write_bytes(ROWS)
     found = read(train=f"{web}/train.jsonl", validation=[f"{web}/train.jsonl"])
     assert {split: len(rows) for split, rows in found.splits.items()} == {"train": 20_000, "validation": 20_000}
-    assert uncoded(refused(train=f"{web}/other.jsonl")) == f"data.train: there is nothing at {web}/other.jsonl"
+    assert (
+        uncoded(refused(train=f"{web}/other.jsonl"))
+        == f"data.train: {web}/other.jsonl does not exist; correct the address"
+    )
     assert "cannot be listed; name each file" in refused(train=f"{web}/*.jsonl")
     (tmp_path / "served/bad.jsonl").write_bytes(b'{"text": "a"}\n{"text"')
     assert f"{web}/bad.jsonl, line 2" in refused(train=f"{web}/bad.jsonl")
@@ -211,9 +214,14 @@ def test_files_folders_and_patterns(store: Store) -> None:
     assert read(source=at).name == at
     assert len(read(train=f"{at}/*.jsonl").splits["train"]) == 40_000
     assert store.sent("README", "GET") == 0  # nothing but what is used
-    assert uncoded(refused(train=f"{at}/*.csv")) == f"data.train: there is nothing at {at}/*.csv"
-    assert uncoded(refused(source=f"s3://{BUCKET}/none")) == f"data.source: there is nothing at s3://{BUCKET}/none"
-    assert refused(train="s3://no-such-bucket/a.jsonl").startswith("data.train: there is no bucket no-such-bucket")
+    assert uncoded(refused(train=f"{at}/*.csv")) == f"data.train: {at}/*.csv does not exist; correct the address"
+    assert (
+        uncoded(refused(source=f"s3://{BUCKET}/none"))
+        == f"data.source: s3://{BUCKET}/none does not exist; correct the address"
+    )
+    assert refused(train="s3://no-such-bucket/a.jsonl").startswith(
+        "data.train: the bucket no-such-bucket does not exist"
+    )
 
 
 @pytest.mark.extras

@@ -51,7 +51,7 @@ FILES: dict[str, tuple[str, list[dict[str, Any]] | str]] = {
     "old-mac.txt": ("a;x\rb; c;y\r", AB),
     "unicode.txt": ("a;x\n\u00a0\n\x0c\nb; c;y\n", AB),
     "separators.txt": ("a\u2028b\x0cc;x\n", [{"text": "a\u2028b\x0cc", "label": "x"}]),
-    "no-label.txt": ("a;x\n\nb c\n", "line 3: expected 'text;label', there is no semicolon"),
+    "no-label.txt": ("a;x\n\nb c\n", "line 3: expected 'text;label', but the line has no semicolon"),
 }
 
 
@@ -122,16 +122,16 @@ def test_files_that_are_none_are_told_alike(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a", "b"]}), path)
     path.write_bytes(path.read_bytes()[:-9])
     assert whole(path) == streamed(path)
-    assert "it is cut off or damaged" in str(whole(path))
+    assert "the file is truncated, damaged" in str(whole(path))
     path = tmp_path / "a.jsonl"
     path.write_bytes(gzip.compress(LINES.encode()))
     assert whole(path) == streamed(path)
-    assert "is compressed (gzip), whatever its name says" in str(whole(path))
+    assert "is compressed (gzip), although its name ends differently" in str(whole(path))
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "b.parquet")
     for name, content in (("a.jsonl", ""), ("b.jsonl", "\n \n"), ("b.parquet", None)):
         if content is not None:
             (tmp_path / name).write_text(content)
         assert (
             whole(tmp_path / name)
-            == f"data.train: {tmp_path / name} holds no example: it is empty, or has a header alone"
+            == f"data.train: {tmp_path / name} holds no example: the file is empty or has a header only"
         )

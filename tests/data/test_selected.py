@@ -91,7 +91,7 @@ def test_rows_for_which_all_conditions_hold_are_used(wanted: dict, rows: list[in
         ({"nope": 3}, "data.filter: the train split of {0} has no column 'nope'; it has text, label"),
         (
             {"label": "joy", "year": {"max": 1990}},
-            "data.filter: no row of the train split of {0} is left; of 5: 'joy' of 'label' in 2, {{max: 1990}} of "
+            "data.filter: no row of the train split of {0} is left of 5: 'joy' of 'label' in 2, {{max: 1990}} of "
             "'year' in 0",
         ),
     ],
@@ -112,13 +112,19 @@ def test_labels_are_asked_for_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("[a]", "expected a mapping of columns, such as {language: en}, and not ['a']"),
-        ("{a: null}", "a: None is no condition; it is a value, a list of values, or a mapping with some of min, max"),
-        ("{a: {mni: 3}}", "a: there is no condition 'mni'; it is a value"),
+        ("[a]", "invalid value ['a']; expected a mapping of columns to conditions, such as {language: en}"),
+        (
+            "{a: null}",
+            "a: None is not a condition; a condition is a value, a list of values, or a mapping with some of min, max",
+        ),
+        ("{a: {mni: 3}}", "a: unknown condition 'mni'; a condition is a value"),
         ("{a: {min: x}}", "a: min: invalid value 'x'; the least that a number may be"),
-        ("{a: {}}", "a: {} is no condition"),
-        ("{a: []}", "a: [] is no condition"),
-        ("{a: {min_words: 9, max_words: 3}}", "a: min_words (9) is more than max_words (3): no row would be left"),
+        ("{a: {}}", "a: the condition is empty"),
+        ("{a: []}", "a: [] is not a condition"),
+        (
+            "{a: {min_words: 9, max_words: 3}}",
+            "a: min_words (9) is more than max_words (3): no row can match; exchange or correct the two values",
+        ),
     ],
 )
 def test_a_filter_that_is_none_is_told(given: str, told: str) -> None:

@@ -98,7 +98,7 @@ def test_after_a_kill_it_goes_on_with_the_shards_that_are_there(
         try:
             prepared(tiny())
         except RunError as error:
-            os._exit(7 if "data was killed, perhaps for want of memory" in str(error) else 1)
+            os._exit(7 if "data was killed, perhaps because memory ran out" in str(error) else 1)
         os._exit(0)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert ended == (7 if processes == 2 and who is os.getpid else -signal.SIGKILL)

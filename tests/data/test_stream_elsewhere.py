@@ -171,8 +171,8 @@ def test_a_shard_that_changed_there_is_refused_by_its_address(how: str, web: Ser
     web.files["train-00.jsonl.gz"] = b"what is this"
     with pytest.raises(Unreadable) as caught:
         batches(feed)
-    said = "there is nothing at" if how == "gone" else "was changed while it was read"
-    assert said in str(caught.value) or "there is nothing at" in str(caught.value)
+    said = "does not exist" if how == "gone" else "changed while it was being read"
+    assert said in str(caught.value) or "does not exist" in str(caught.value)
     assert f"{web.address}/train-0" in str(caught.value)
     assert str(cache_folder()) not in str(caught.value)
     assert "Put it back as it was" in str(caught.value)
@@ -185,14 +185,12 @@ def test_bad_rows_and_shards_are_named_by_their_address(web: Served, folder: Pat
     web.files["train-03.jsonl.gz"] = b""
     assert f"{web.address}/train-03.jsonl.gz" in told(run)
     del web.files["train-03.jsonl.gz"]
-    assert told(run).startswith(f"data.train: there is nothing at {web.address}/train-03.jsonl.gz [LS")
+    assert told(run).startswith(f"data.train: {web.address}/train-03.jsonl.gz does not exist; correct the address [LS")
 
 
 def test_what_cannot_be_streamed_from_there_is_refused(web: Served, folder: Path) -> None:
     run = on_web(web, folder, "data.stream_cache_gb=1e-6")
-    assert told(run).startswith(
-        "data.stream_cache_gb: 1e-06 GB have no room for two shards, of which the largest, http"
-    )
+    assert told(run).startswith("data.stream_cache_gb: 1e-06 GB cannot hold two shards; the largest, http")
     run = on_web(web, folder)
     train = [*run.data.train[:1], str(folder / "train-01.jsonl.gz")]  # type: ignore[index]
     assert mentions(told(streamed(folder, data={"source": None, "train": train})), "LS2178")

@@ -44,21 +44,30 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("data.deduplicate=true", "deduplicate does not go with data.stream: it needs all rows of train at once"),
-        ("data.validation_fraction=0.2", "validation_fraction does not go with data.stream: to cut it off needs all"),
-        ("data.test_fraction=0.1", "test_fraction does not go with data.stream: to cut it off needs all rows"),
-        ("data.split_column=split", "split_column does not go with data.stream"),
-        ("data.group_by_length=5", "group_by_length does not go with data.stream: it sorts examples of many steps"),
+        (
+            "data.deduplicate=true",
+            "deduplicate cannot be combined with data.stream: it needs all rows of train at once",
+        ),
+        (
+            "data.validation_fraction=0.2",
+            "validation_fraction cannot be combined with data.stream: to cut it off needs all",
+        ),
+        ("data.test_fraction=0.1", "test_fraction cannot be combined with data.stream: to cut it off needs all rows"),
+        ("data.split_column=split", "split_column cannot be combined with data.stream"),
+        (
+            "data.group_by_length=5",
+            "group_by_length cannot be combined with data.stream: it sorts examples of many steps",
+        ),
         (
             "data.filter={text: {min_tokens: 3}}",
-            "filter: text: tokens are not counted in a stream before it is encoded",
+            "filter: text: the tokens of a stream cannot be counted before it is encoded",
         ),
-        ("data.limit=10", "limit does not go with data.stream: name fewer shards in data.train"),
-        ("data.layout=parallel", "layout does not go with data.stream"),
-        ("data.columns=[text]", "columns does not go with data.stream: a stream reads no .csv"),
-        ("data.encoding=latin-1", "encoding does not go with data.stream: a stream reads UTF-8 only"),
+        ("data.limit=10", "limit cannot be combined with data.stream: name fewer shards in data.train"),
+        ("data.layout=parallel", "layout cannot be combined with data.stream"),
+        ("data.columns=[text]", "columns cannot be combined with data.stream: a stream reads no .csv"),
+        ("data.encoding=latin-1", "encoding cannot be combined with data.stream: a stream reads UTF-8 only"),
         ("model.compile=true", "model.compile: it looks for the shortest of all examples first"),
-        ("data.stream=false", "stream_window is about a stream: set data.stream=true"),
+        ("data.stream=false", "stream_window has an effect only with data.stream; set data.stream=true"),
         ("data.stream_window=0", "data.stream_window"),
     ],
 )
@@ -91,7 +100,7 @@ def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
     for name in ("rows.csv", "rows.json", "rows.tsv.gz"):
         (tmp_path / name).write_text("a")
         told = said(tmp_path, f"data.train={tmp_path / name}")
-        assert told.startswith(f"data.train: {tmp_path / name} cannot be streamed, since nothing tells where its rows")
+        assert told.startswith(f"data.train: {tmp_path / name} cannot be streamed, because the start of its rows")
     (tmp_path / "rows.txt").write_text("some text\n")
     told = said(tmp_path, f"data.train={tmp_path / 'rows.txt'}", **LM)
     assert mentions(told, "LS2221")
@@ -139,7 +148,7 @@ def test_a_shard_that_is_cut_off_is_named_with_the_row(packed: str, tmp_path: Pa
     path.write_bytes(path.read_bytes()[:-200])
     told = said(folder)
     assert told.startswith(f"data.train: cannot unpack {path} from row ")
-    assert "it is cut off or damaged" in told
+    assert "the file is truncated, damaged" in told
     assert 0 <= int(told.partition("from row ")[2].partition(" ")[0].replace(",", "")) < 3000
     path.write_bytes(b"")
     assert f"cannot unpack {path} from row 0 on (it has no bytes)" in said(folder)
@@ -184,10 +193,10 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
     assert "in 1 of 10 (row 5 holds None)" in said(folder)
     assert uncoded(said(folder)).endswith(where)
     told = with_row('{"text": 7, "label": "joy"}')
-    assert "data.train: columns of train-02.jsonl hold values of several kinds: 'text' holds '" in told
+    assert "data.train: columns of train-02.jsonl mix values of different types: 'text' holds '" in told
     assert "', and in row 5 7 (rows are counted" in told
     assert uncoded(told).endswith(where)
-    assert "hold values of several kinds" in with_row('{"text": "a", "label": ["joy"]}')
+    assert "mix values of different types" in with_row('{"text": "a", "label": ["joy"]}')
     path.write_bytes("\n".join(good).encode()[:-10] + b"\xff\xfe\n")
     assert f"{path} is not text in UTF-8 (line {len(good)}: invalid start byte)" in said(folder)
     path.write_text("\n".join(good).replace('"text"', '"body"'))
@@ -202,9 +211,9 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("gone", "is gone; row "),
+        ("gone", "no longer exists, and row "),
         ("cut", "bytes now, and had "),
-        ("unlike", "a label that it had not before: 'fun'"),
+        ("unlike", "a label that it did not have when training began: 'fun'"),
         ("other", "they are not what they were when the shards were counted"),
     ],
 )

@@ -264,10 +264,10 @@ def said(run: Run) -> str:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"layout": "class_folders"}, "sources: x: layout does not go with data.stream"),
-        ({"columns": ["text", "label"]}, "sources: x: columns does not go with data.stream"),
-        ({"filter": {"text": {"min_tokens": 3}}}, "sources: x: filter: text: tokens are not counted in a stream"),
-        ({"weight": 0}, "x: weight: invalid value 0; it must be more than 0"),
+        ({"layout": "class_folders"}, "sources: x: layout cannot be combined with data.stream"),
+        ({"columns": ["text", "label"]}, "sources: x: columns cannot be combined with data.stream"),
+        ({"filter": {"text": {"min_tokens": 3}}}, "sources: x: filter: text: the tokens of a stream cannot be counted"),
+        ({"weight": 0}, "x: weight: invalid value 0; expected a number > 0"),
     ],
 )
 def test_keys_of_a_source_that_do_not_go_with_a_stream_are_refused(given: dict[str, Any], told: str) -> None:

@@ -132,7 +132,7 @@ def test_a_forged_end_is_one_message() -> None:
     end = first.ended()
     assert end is not None
     assert end.status == 1
-    assert "'end' in the store bears no seal" in end.text.replace(f"{first.get_run_id()}/", "")
+    assert "'end' in the store is not signed" in end.text.replace(f"{first.get_run_id()}/", "")
 
 
 def state(**values: Any) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def test_whatever_torch_elastic_makes_of_what_was_written_is_one_error() -> None
     "text", [b"", b"[", b"3", b"{}", b'{"over": 0}', b'{"over": false}', b"[" * 100_000, b'{"over": true, "pid": 1}']
 )
 def test_a_sign_of_life_that_no_rank_gives_is_told(text: bytes) -> None:
-    with pytest.raises(RendezvousStateError, match="is no sign of life"):
+    with pytest.raises(RendezvousStateError, match="is not a heartbeat"):
         watchdog.parsed(text)
 
 

@@ -45,7 +45,7 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on(rank: int, tmp_path: Path, c
     (tmp_path / "go").touch()
     status, out, err = ended(process)
     assert status == 0, err
-    assert err.count(f"no sign of life for {HANG_S} s") == 1
+    assert err.count(f"no heartbeat for {HANG_S} s") == 1
     assert f"rank {rank} (pid {frozen})" in err
     assert re.search(r"on \S+, (step|saving after step) \d+\.", err)  # where it was
     assert "restarting from the last checkpoint" in err
@@ -105,4 +105,4 @@ def test_the_verdict_names_who_is_behind() -> None:
     assert "waiting for it: rank 0" in said
     said = verdict({0: beat(4, waiting), 1: beat(4, busy)}, [], 9)
     assert said.index("rank 1") < said.index("waiting for it: rank 0")
-    assert "no sign of life for 9 s from rank 1" in verdict({0: beat(4), 1: beat(4)}, [1], 9)
+    assert "no heartbeat for 9 s from rank 1" in verdict({0: beat(4), 1: beat(4)}, [1], 9)

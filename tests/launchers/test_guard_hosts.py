@@ -40,10 +40,11 @@ def test_a_machine_that_computes_wrongly_is_taken_out(
     jobs = [started(three, host, strategy, shared) for host in range(3)]
     for host, job in enumerate(jobs):
         assert job.ended() == (EXCLUDED if host == wrong else 0), job.out + job.err
-    assert f"host-{wrong} computed wrongly (guard) and is taken out; the others go on without it" in jobs[wrong].err
+    said = f"host-{wrong} computed wrong values (sdc_check) and is evicted; the other machines continue without it"
+    assert said in jobs[wrong].err
     for job in jobs:  # each machine says it
         told = " ".join(job.err.split())
-        assert f"host-{wrong} is taken out, and the job goes on without it" in told
+        assert f"host-{wrong} is evicted, and the job continues without it" in told
     left = [host for host in range(3) if host != wrong]
     met = f"machines   2 at {three.address(0)}:29400: host-{left[0]} (rank 0), host-{left[1]} (rank 1)"
     assert met in jobs[left[0]].out
@@ -54,8 +55,9 @@ def test_a_machine_that_computes_wrongly_is_taken_out(
 
     again = started(three, wrong, strategy, shared)
     assert again.ended() == 2
-    assert f"host-{wrong} was taken out of this run, because it computed wrongly (guard)" in " ".join(again.err.split())
+    said = f"host-{wrong} was evicted from this run, because it computed wrong values (sdc_check)"
+    assert said in " ".join(again.err.split())
     assert json.loads((shared / f"out/excluded-host-{wrong}.json").read_text())["host"] == f"host-{wrong}"
     assert main(["status", str(shared / "out")]) == 0
-    assert f"taken out  host-{wrong}, which computed wrongly in step" in capsys.readouterr().out
+    assert f"taken out  host-{wrong}, which computed wrong values in step" in capsys.readouterr().out
     assert f"host-{wrong} computed wrongly and left" in (shared / "out/report.html").read_text()

@@ -166,7 +166,7 @@ def test_a_host_is_lost_and_comes_back(two: Hosts, tmp_path: Path, alone: str, n
     until(lambda: again.when("machines   2"), again)
     release(shared)
     assert (first.ended(), again.ended()) == (0, 0), first.err + again.err
-    assert "lost contact with another rank" in first.err or "no sign of life from host-1" in first.err
+    assert "lost contact with another rank" in first.err or "no heartbeat from host-1" in first.err
     assert there >= 6
     assert first.when(f"resuming after step {there} of 24", since=killed), first.out
     assert bits(shared) == alone
@@ -220,9 +220,9 @@ def test_a_cut_link_is_noticed(two: Hosts, tmp_path: Path, alone: str, note: Cal
     cut = time.monotonic()
     two.cut(1)
     release(shared)
-    told = first.says(f"no sign of life from host-1 for {LOST_S} s")
+    told = first.says(f"no heartbeat from host-1 for {LOST_S} s")
     formed = first.says("machines   1 at", since=cut)
-    other = second.says(f"host-1 lost the machine at {two.address(0)}:{PORT}")
+    other = second.says(f"host-1 lost contact with the rendezvous of this job at {two.address(0)}:{PORT}")
     assert second.ended() == 1
     assert not two.pids(1)  # no rank goes on by itself
     assert first.ended() == 0, first.err
@@ -263,7 +263,7 @@ def test_the_host_of_the_rendezvous_is_lost(two: Hosts, alone: str, note: Callab
     killed = time.monotonic()
     two.kill(0)
     release(*folders)
-    told = second.says(f"host-1 lost the machine at {two.address(0)}:{PORT}")
+    told = second.says(f"host-1 lost contact with the rendezvous of this job at {two.address(0)}:{PORT}")
     assert second.ended() == 1
     assert "start the same command again" in " ".join(second.err.split())
     jobs = go()

@@ -88,7 +88,7 @@ def test_too_few_machines(two: Hosts) -> None:
     write(two.folder(0))
     job = torchrun(two, 0, "launch.join_timeout_s=8")
     assert job.ended() == 1
-    assert f"not enough machines came to {two.address(0)}:{PORT} within 8 s: expected 2" in job.err
+    assert f"too few machines joined at {two.address(0)}:{PORT} within 8 s: expected 2" in job.err
 
 
 def test_an_address_that_nobody_answers(two: Hosts) -> None:
@@ -101,7 +101,7 @@ def test_an_address_that_nobody_answers(two: Hosts) -> None:
         [*LOCKSTEP, "train", "run.yaml", "launch.name=tcp", f"launch.init_method=tcp://{nobody}", *by_hand],
     )
     assert job.ended() == 2
-    assert f"launch.rendezvous: {nobody} could not be reached from host-1 ({two.address(1)}) within 4 s" in job.err
+    assert f"launch.rendezvous: {nobody} is not reachable from host-1 ({two.address(1)}) within 4 s" in job.err
     assert other.ended() == 1
     assert f"rank 1 of 2 on host-1 did not meet the other ranks at {nobody} within 4 s" in other.err
     assert f"through eth0 ({two.address(1)})" in other.err

@@ -282,7 +282,7 @@ def test_a_lock_that_is_deleted_alone_is_made_anew(tmp_path: Path, capfd: pytest
     with raises(HELD):
         take(tmp_path / "out", nothing)
     said = capfd.readouterr().err
-    assert said.count(".lock was deleted while") == 2
+    assert said.count(".lock was deleted during training") == 2
     assert "moved away" not in said
     lock.release()
     assert not (tmp_path / "out" / FILE).exists()

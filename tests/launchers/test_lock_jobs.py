@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.usefixtures("nobody_is_left"),
     pytest.mark.slow,
 ]
-HELD = "is being trained already"
+HELD = "is already in use by a training run"
 
 
 def test_the_same_command_twice_at_once(tmp_path: Path, cache: Path, untouched: Path) -> None:
@@ -111,7 +111,7 @@ def test_output_that_a_link_replaces_in_training_promises_nothing(tmp_path: Path
     (tmp_path / "out").symlink_to(theirs)
     status, out, err = ended(process)
     assert status == 1, (out, err)
-    assert err.count(f"out was replaced by a link to {theirs} while it was trained into") == 1
+    assert err.count(f"out was replaced by a link to {theirs} during training") == 1
     said = " ".join(out.split())
     assert "the checkpoint of step 20 is where that folder was moved to" in said
     assert "the same command goes on" not in said

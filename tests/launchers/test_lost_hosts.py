@@ -43,11 +43,11 @@ def test_a_rank_and_then_its_host_are_lost_and_come_back(two: Hosts, tmp_path: P
     first, second = begun(two, shared := write(tmp_path / "shared"))
     before = len(regrouped(shared))
     os.kill(max(two.pids(1)), signal.SIGKILL)  # the youngest process is the rank
-    second.says("rank process 0 of host-1 was killed by SIGKILL; the others go on; another takes its place (3")
+    second.says("rank process 0 of host-1 was killed by SIGKILL; the other ranks continue; another takes its place (3")
     until(lambda: regrouped(shared)[before:] == ["rank 1 was lost", BACK], first)
     hold(step_of(shared) + 1, shared)
     two.kill(1)
-    first.says(f"no sign of life from host-1 for {LOST_S} s; the others go on")
+    first.says(f"no heartbeat from host-1 for {LOST_S} s; the other machines continue")
     until(lambda: regrouped(shared)[before + 2 :] == ["rank 1 was lost"], first)
     again = torchrun(two, 1, *CONTINUE, folder=shared, machines="1:2")
     again.says("comes into the job")
@@ -63,8 +63,8 @@ def test_the_side_of_a_cut_link_that_has_the_store_goes_on(two: Hosts, tmp_path:
     first, second = begun(two, shared := write(tmp_path / "shared"))
     two.cut(1)
     release(shared)
-    first.says(f"no sign of life from host-1 for {LOST_S} s; the others go on")
-    second.says(f"host-1 lost the machine at {two.address(0)}:{PORT}")
+    first.says(f"no heartbeat from host-1 for {LOST_S} s; the other machines continue")
+    second.says(f"host-1 lost contact with the rendezvous of this job at {two.address(0)}:{PORT}")
     assert second.ended() == 1
     assert not two.pids(1)  # no rank goes on by itself
     assert first.ended() == 0, first.err
@@ -81,8 +81,8 @@ def test_a_link_that_comes_back_after_its_side_has_ended(two: Hosts, tmp_path: P
     before = len(regrouped(shared))
     two.cut(1)
     hold(10, shared)  # in the middle of a step
-    first.says(f"no sign of life from host-1 for {LOST_S} s; the others go on")
-    second.says(f"host-1 lost the machine at {two.address(0)}:{PORT}")
+    first.says(f"no heartbeat from host-1 for {LOST_S} s; the other machines continue")
+    second.says(f"host-1 lost contact with the rendezvous of this job at {two.address(0)}:{PORT}")
     assert second.ended() == 1
     until(lambda: regrouped(shared)[before:] == ["rank 1 was lost"] and step_of(shared) >= 10, first)
     two.heal(1)
@@ -109,7 +109,7 @@ def test_a_link_that_comes_back_to_one_that_still_waits(cut: int, three: Hosts, 
     three.cut(cut)
     hold(10, shared)
     left, alive = jobs[cut], jobs[1 - cut]
-    alive.says(f"no sign of life from host-{cut} for {LOST_S} s; the others go on")
+    alive.says(f"no heartbeat from host-{cut} for {LOST_S} s; the other machines continue")
     until(lambda: regrouped(shared)[before:] == [f"rank {cut} was lost"] and step_of(shared) >= 10, alive)
     assert left.process.poll() is None
     three.heal(cut)
@@ -135,7 +135,7 @@ def test_the_host_of_rank_0_is_lost_where_another_one_has_the_store(three: Hosts
     jobs = begun(three, *folders, at=2)
     three.kill(0)
     release(*folders)
-    jobs[1].says(f"no sign of life from host-0 for {LOST_S} s; the others go on")
+    jobs[1].says(f"no heartbeat from host-0 for {LOST_S} s; the other machines continue")
     assert jobs[1].ended() == 0, jobs[1].err
     assert bits(folders[1]) == alone
     assert regrouped(folders[1]) == ["rank 0 was lost"]
@@ -171,7 +171,7 @@ def test_a_machine_that_comes_late_costs_no_restart(two: Hosts, tmp_path: Path, 
     hold(step := step_of(shared) + 2, shared)
     until(lambda: step_of(shared) >= step, first)
     os.kill(max(two.pids(1)), signal.SIGSTOP)
-    second.says("rank process 0 of host-1 was killed by SIGKILL; the others go on")
+    second.says("rank process 0 of host-1 was killed by SIGKILL; the other ranks continue")
     until(lambda: regrouped(shared)[1:2] == ["rank 1 was lost"], first)
     release(shared)
     assert (first.ended(), second.ended()) == (0, 0), first.err + second.err
@@ -184,7 +184,7 @@ def test_a_machine_that_comes_late_costs_no_restart(two: Hosts, tmp_path: Path, 
 def test_with_fewer_machines_than_wanted_the_job_waits(two: Hosts, tmp_path: Path, alone: str) -> None:
     first, _ = begun(two, shared := write(tmp_path / "shared"), machines="2")
     two.kill(1)
-    first.says("no sign of life from host-1, and 1 machine is too few; restarting from the last checkpoint")
+    first.says("no heartbeat from host-1, and 1 machine is too few; restarting from the last checkpoint")
     release(shared)
     again = torchrun(two, 1, *CONTINUE, folder=shared)
     assert (first.ended(), again.ended()) == (0, 0), first.err + again.err

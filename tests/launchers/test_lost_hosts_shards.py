@@ -58,12 +58,12 @@ def test_a_rank_and_then_its_host_are_lost_and_come_back(
 
     before = len(regrouped(shared))
     os.kill(max(two.pids(1)), signal.SIGKILL)  # the youngest process is a rank
-    second.says("was killed by SIGKILL; the others go on; another takes its place (3")
+    second.says("was killed by SIGKILL; the other ranks continue; another takes its place (3")
     until(lambda: came(before), first)
     hold(step_of(shared) + 3, shared)
     before = len(regrouped(shared))
     two.kill(1)
-    first.says(f"no sign of life from host-1 for {LOST_S} s; the others go on")
+    first.says(f"no heartbeat from host-1 for {LOST_S} s; the other machines continue")
     until(lambda: len(regrouped(shared)) > before, first)
     assert regrouped(shared)[before].startswith("ranks 2, 3 were lost")
     again = torchrun(two, 1, *every, folder=shared, machines="1:2")

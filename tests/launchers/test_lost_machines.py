@@ -143,7 +143,7 @@ def test_a_silent_machine_is_lost_and_the_next_one_decides(store: Any, clock: Cl
 def test_too_few_machines_start_again(store: Any, clock: Clock) -> None:
     job = Job(store, 2, fewest=2)
     job.pass_by(clock, LOST_S + 2, 0)
-    assert job.machines[0].why == "no sign of life from host-1, and 1 machine is too few"
+    assert job.machines[0].why == "no heartbeat from host-1, and 1 machine is too few"
     assert job.machines[0].roll.newest.number == 0
     assert job.machines[1].wait() is not None  # wherever it was
 

@@ -207,7 +207,8 @@ def test_a_rank_that_takes_all_memory(goes_on: bool, small: Path, tmp_path: Path
     assert status == 0, err
     assert "was killed by SIGKILL (the kernel killed it because memory ran out; it held " in err
     assert " of 1.95 GiB that there are for all ranks of this machine. Use more micro_batches" in err
-    then = "the others go on" if goes_on else "there is no checkpoint yet; restarting from the beginning (1 restart(s)"
+    restarts = "there is no checkpoint yet; restarting from the beginning (1 restart(s)"
+    then = "the other ranks continue" if goes_on else restarts
     assert f"); {then}" in err
     assert "from the last checkpoint" not in err
     assert (tmp_path / "ate").exists()

@@ -196,7 +196,10 @@ def test_a_job_is_submitted_followed_and_stopped(
     assert record is not None
     assert (record.launcher, record.job, record.processes) == ("slurm", "7", 2)
     assert main(["train", "run.yaml", "--detach"]) == 2
-    assert "is being trained already (waiting: pending (Priority), restarted 1 time(s))" in capsys.readouterr().err
+    assert (
+        "is already in use by a training run (waiting: pending (Priority), restarted 1 time(s))"
+        in capsys.readouterr().err
+    )
 
     (here / "asked").unlink()
     assert main(["stop", "out", "--wait", "0"]) == 0  # one that waits is cancelled

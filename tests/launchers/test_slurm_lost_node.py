@@ -71,7 +71,7 @@ def test_a_rank_and_then_a_node_are_lost(
     assert cluster.field(number, "Restarts") == "0"
     said = (tmp_path / f"out/slurm-{number}.out").read_text()
     assert "resuming after step" not in said
-    assert "the others go on" in said
+    assert "the other ranks continue" in said
     assert (tmp_path / "out/events.jsonl").read_text().count('"event": "start"') == 1
     assert bits(tmp_path) == bits(untouched)
     each_step_once(tmp_path, untouched)

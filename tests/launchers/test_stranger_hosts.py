@@ -76,7 +76,7 @@ def test_what_is_written_where_machines_meet(three: Hosts, how: str, given: bool
     assert listening(three, 0)[PORT] == three.address(0)
     job.says("meeting at")
     stranger(three, PORT, how, marker := tmp_path / "ran")
-    one_message(job, "the machines cannot meet at")
+    one_message(job, "the rendezvous at")
     assert not marker.exists()
 
 
@@ -108,7 +108,7 @@ def test_what_is_written_where_ranks_beat(three: Hosts, how: str, tmp_path: Path
     assert "lockstep-watch/0" in keys
     for job in jobs:
         clean(job, 1)
-    said = [job.err.count("cannot read what the others say") for job in jobs]
+    said = [job.err.count("invalid heartbeat from another rank") for job in jobs]
     assert sum(said) >= 1, [job.err for job in jobs]  # whoever reads it first; the other one's launcher may end it
     assert max(said) == 1
     assert not marker.exists()
@@ -120,9 +120,7 @@ def test_a_listener_that_says_nothing_where_machines_meet(three: Hosts) -> None:
     silent = "import socket, sys, time; s = socket.create_server((sys.argv[1], int(sys.argv[2]))); time.sleep(600)"
     mute = three.start(0, [sys.executable, "-c", silent, three.address(0), str(PORT)])
     until(lambda: PORT in listening(three, 0), mute)
-    one_message(
-        start(three, 1, ["launch.join_timeout_s=5"]), f"{three.address(0)}:{PORT} and has said nothing for 5 s", 2
-    )
+    one_message(start(three, 1, ["launch.join_timeout_s=5"]), f"{three.address(0)}:{PORT} did not answer within 5 s", 2)
 
 
 def start(made: Hosts, host: int, words: list[str]) -> Job:

@@ -343,7 +343,7 @@ def test_accelerate_s_own_command(tmp_path: Path, cache: Path, untouched: Path) 
     own = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
     status, out, err = ended(start([*own, "-m", "lockstep", "train", "run.yaml", "output=two"], tmp_path, cache))
     assert status != 0
-    assert "was asked for several processes, and started this one as if it were alone" in err
+    assert "was given several processes but started this one as a single process" in err
     assert not (tmp_path / "two/metrics.jsonl").exists()
 
 

@@ -19,6 +19,7 @@ import torch
 import transformers
 
 import lockstep.plain
+from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.plain import rows
@@ -50,7 +51,11 @@ ALLOWED = {"torch", "transformers", "peft", "numpy", "pyarrow", "datasets", "trl
 ALLOWED |= {"PIL", "sklearn", "scipy", "seqeval", "rouge_score", "torchmetrics"}
 MOST = {"rows.py": 160, "scores.py": 105}  # logical lines that read rows, and that score an evaluation
 MOST_OF_REST = 600  # for the examples, losses and steps of all tasks
-OTHERS = ("allreduce", "fsdp2", "zero2", "pipeline", "hf_accelerate", "hf_trainer")
+OTHERS: dict[str, tuple[str, ...]] = {  # every strategy but single and ddp, and the engines that stand behind one name
+    **dict.fromkeys(("allreduce", "fsdp2", "zero1", "zero2", "zero3", "pipeline", "hf_accelerate", "hf_trainer"), ()),
+    "hf_accelerate fsdp": ("strategy.options={fsdp: {}}",),
+    "hf_accelerate zero3": ("strategy.options={deepspeed: {zero_stage: 3}}",),
+}
 QUICK = ("classification", "prompts", "pairs")  # the others are slow
 
 
@@ -150,8 +155,12 @@ def recorded(world: World, run: Run) -> int:
 @pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(s, marks=pytest.mark.slow) for s in OTHERS)])
 def test_ranks_train_what_plain_computes(strategy: str, tmp_path: Path) -> None:
     """After steps with dropout, whose optimizer state plain takes over."""
-    run = tiny(f"strategy.name={strategy}", output=str(tmp_path))
+    run = tiny(f"strategy.name={strategy.split()[0]}", *OTHERS.get(strategy, ()), output=str(tmp_path))
     assert verified(run, 2) == (0, {"differences": [], "not_covered": None})
+
+
+def test_every_strategy_is_among_them() -> None:
+    assert {"single", "ddp", *(name.split()[0] for name in OTHERS)} == {*plugins.names("strategies")}
 
 
 @pytest.mark.processes

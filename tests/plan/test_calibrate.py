@@ -165,7 +165,7 @@ def test_a_stage_that_waits_leaves_its_core_to_others() -> None:
     [
         (["--processes", "9"], "9 cannot share 4 micro-batches"),
         (["--processes", "0"], "--processes: 0"),
-        (["--strategies", "ddp"], "--strategies: --calibrate measures one run"),
+        (["--strategies", "ddp"], "--strategies: not supported with --calibrate"),
         (["--weak"], "--weak"),
         (["model.compile=true"], "model.compile"),
     ],

@@ -146,14 +146,14 @@ def test_what_fits_comes_first_then_what_is_quick() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--simulate", "--processes", "6"], "they need micro_batches=8 or more, and 16 leave room"),
+        (["--simulate", "--processes", "6"], "set micro_batches=8 or more, or 16 to allow"),
         (["--simulate", "--device", "h900"], "'h900' is none of a100, h100, and no file"),
         (["--simulate", "--processes", "0"], "--processes: 0"),
         (["--simulate", "--price", "-1"], "--price: -1"),
         (["--simulate", "--out", "page"], "--out: page"),
         (["--processes", "4"], "--processes: says something to --simulate only"),
-        (["--suggest", "--processes", "64"], "64 micro-batches or more, and a step has batch_size=22"),
-        (["--simulate", "--processes", "2", "strategy=single"], "single runs one process"),
+        (["--suggest", "--processes", "64"], "64 micro-batches or more, but a step has batch_size=22"),
+        (["--simulate", "--processes", "2", "strategy=single"], "single supports one process only"),
         (["--simulate", "model.compile=true", "strategy=ddp", "--processes", "2"], "cannot be simulated"),
     ],
 )

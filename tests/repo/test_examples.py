@@ -1,7 +1,6 @@
 """The scripts in examples/, as a reader runs them."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ def test_every_example_is_run() -> None:
 @pytest.mark.parametrize("name", sorted(WANTED))
 def test_an_example_ends_well_and_says_so(name: str, tmp_path: Path, cache: Path) -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "examples" / name],
+        ["python", ROOT / "examples" / name],
         cwd=tmp_path,
         env=environment(tmp_path, cache),
         capture_output=True,

@@ -220,6 +220,7 @@ OTHERS: dict[str, str | tuple[str, ...]] = {
     "tasks/models/chunked_loss.py": ("from torch.utils._python_dispatch", "torch.ops.aten._local_scalar_dense"),
     "tasks/models/storage_dtype.py": "getattr(base, '_keep_in_fp32_modules'",  # what transformers itself loads in fp32
     "tasks/translation.py": "metric._",  # sacrebleu's sums, without which BLEU of parts cannot be added up
+    "trace/tracer/hooks.py": "self._scale",  # the loss scale on its device: GradScaler.get_scale waits for it
     "trace/tracer/late_imports.py": "getattr(getattr(module, '__spec__', None), '_initializing'",  # importlib's
     "trace/tracer/recorder.py": "getattr(tensor, '_version'",  # torch's count of writes
     "track/trackio.py": "self._trackio._next_step",

@@ -16,7 +16,7 @@ import lockstep
 ROOT = Path(lockstep.__file__).parent
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 RIDDLES = re.compile(r"(The same\b|As above\b|As `|What becomes of\b)")
-LIMITS = {"found": 322, "told": 2, "riddles": 0, "classes": 6}
+LIMITS = {"found": 0, "told": 0, "riddles": 0, "classes": 6}
 
 
 def bound(tree: ast.Module, name: str) -> int:

@@ -90,10 +90,10 @@ def test_replicas_of_unequal_shares_keep_the_bits() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("ranks", "extra"), [(2, ()), (4, ())])
-def test_tensor_parallelism_is_equal_to_rounding(ranks: int, extra: tuple) -> None:
+def test_the_engine_s_own_tensor_parallelism_is_equal_to_rounding(ranks: int, extra: tuple) -> None:
     sgd = {"optim": {"name": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.5}, "model": LLAMA}
     alone = of(1, "strategy.name=single", **sgd)
-    found = of(ranks, strategy={"name": "fsdp2", "options": {"tensor_parallel": 2}}, **sgd)
+    found = of(ranks, strategy={"name": "fsdp2", "exact": False, "options": {"tensor_parallel": 2}}, **sgd)
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert found["norm"] == pytest.approx(alone["norm"], rel=2e-6)
     for key, weight in alone["weights"].items():
@@ -170,7 +170,7 @@ def test_the_control_fsdp_s_own_sums_have_other_bits(single: dict) -> None:
         ({"replicate": 0}, 2, ("LS4076",)),
         ({"param_dtype": "fp8"}, 2, ("LS4080", "strategy.options.param_dtype")),
         ({"reshard_after_forward": "no"}, 2, ("LS4079",)),
-        ({"tensor_parallel": 2}, 2, ("LS4103", "gpt2")),
+        ({"tensor_parallel": 2}, 2, ("LS4085", "strategy.tensor_leaves", "2")),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict, ranks: int, said: tuple[str, ...]) -> None:
@@ -178,6 +178,11 @@ def test_what_cannot_work_is_refused(options: dict, ranks: int, said: tuple[str,
         FSDP2.check(tiny(strategy={"name": "fsdp2", "options": options}), ranks)
 
 
-def test_heads_that_cannot_be_shared_are_refused() -> None:
-    with raises("LS4104", "2", "num_key_value_heads"):
-        FSDP2.check(tiny(model=LLAMA, strategy={"name": "fsdp2", "options": {"tensor_parallel": 4}}), 4)
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [({"model": LLAMA}, ("LS4104", "2", "num_key_value_heads")), ({}, ("LS4103", "gpt2"))],
+)
+def test_what_the_engine_s_own_tensor_parallelism_cannot_share_is_refused(model: dict, said: tuple[str, ...]) -> None:
+    strategy = {"name": "fsdp2", "exact": False, "options": {"tensor_parallel": 4}}
+    with raises(*said):
+        FSDP2.check(tiny(strategy=strategy, **model), 4)

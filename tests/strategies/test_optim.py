@@ -73,12 +73,12 @@ def test_rates_fall_from_layer_to_layer(bert: torch.nn.Module) -> None:
     ("words", "said"),
     [
         (["optim.groups=[{match: 'clasifier.*'}]"], "optim.groups: no weight that is trained is called 'clasifier"),
-        (["optim.groups=[{match: '*'}, {match: 'bert.*'}]"], "all weights of 'bert.*' are in a group before it"),
+        (["optim.groups=[{match: '*'}, {match: 'bert.*'}]"], "all weights of 'bert.*' are in an earlier group"),
         (
             ["model.freeze=['layer.0.*']"],
             "model.freeze: no weight that is trained is called 'layer.0.*'; there are bert",
         ),
-        (["model.freeze=['*']"], "model.freeze: no weight is left to train"),
+        (["model.freeze=['*']"], "model.freeze: every weight is frozen, so nothing is left to train; freeze fewer"),
         (["model.freeze=['bert.*']", "optim.groups=[{match: 'bert.pooler.*'}]"], "optim.groups: no weight that is"),
     ],
 )
@@ -317,14 +317,14 @@ def test_the_control_a_bare_kernel_hangs_on_the_cut() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["optim=muon", "strategy=zero2"], "optim.name: muon updates whole tensors, and zero2 has DeepSpeed hold"),
+        (["optim=muon", "strategy=zero2"], "optim.name: muon updates whole tensors, but under zero2 DeepSpeed holds"),
         (["optim=adafactor", "strategy=zero3"], "strategy.name=fsdp2, or optim.name=adamw, lion or sgd"),
         (
             ["optim=muon", "strategy=hf_accelerate", "strategy.options={deepspeed: {zero_stage: 2}}"],
             "optim.name: muon updates whole tensors",
         ),
         (["optim=schedule_free", "strategy=zero1"], "optim.name: schedule_free exports an average of weights"),
-        (["optim=schedule_free", "optim.schedule=linear"], "optim.schedule: schedule_free has none, its average takes"),
+        (["optim=schedule_free", "optim.schedule=linear"], "optim.schedule: schedule_free uses an average instead"),
         (
             ["optim=muon", "strategy=fsdp2", "strategy.options={cpu_offload: true}", "launch.device=auto"],
             "strategy.options.cpu_offload: muon updates whole tensors",
@@ -347,7 +347,10 @@ def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytes
     ("word", "said"),
     [
         ("optim=adamm", "optim.name: unknown optimizer 'adamm'; did you mean 'adamw'?"),
-        ("optim=torch.optim.NAdam", "optim.name: torch.optim.NAdam is no optimizer of lockstep's; CONTRIBUTING.md"),
+        (
+            "optim=torch.optim.NAdam",
+            "optim.name: torch.optim.NAdam is an optimizer of torch, not of lockstep; CONTRIBUTING.md",
+        ),
         ("optim.momentum=0.8", "unknown key 'optim.momentum': it is 'optim.momentum' with optim.name: muon, sgd"),
         ("optim.groups=[{match: x, lr: 3}]", "optim.groups: group 1: unknown key 'lr'; known are match, learning_rate"),
         ("optim.groups=[{learning_rate: 3}]", "optim.groups: group 1: match is missing"),

@@ -152,7 +152,7 @@ def test_weights_of_another_precision_are_refused() -> None:
 @pytest.mark.processes
 def test_weights_that_some_pieces_use_are_an_error_of_deepspeed_s_own_reduction() -> None:
     said = failed("zero1", 2, "Task", "strategy.exact=false")
-    assert "DeepSpeed needs every micro-batch to use the same weights" in said
+    assert "DeepSpeed needs every micro-batch of a step to use the same weights" in said
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "pipeline"])

@@ -3,30 +3,38 @@
 In: words of a command line, a folder, a cache, variables. Out: what looks like `subprocess.Popen`. Only the imports
 and the seed of hashes are not the command's own: working directory, session, environment, handlers of signals,
 descriptors, limits, and how it ends are those of a new process. The server that its ranks are forked from is forked
-from the command, where a new one would import everything again, and so are the processes of `MODULES` that it starts:
-trials of a sweep, ranks of torchrun. What an import reads cannot be given afterwards: `can_fork` says
-whether a command needs a new interpreter.
+from the command, where a new one would import everything again, and so are the processes of `MODULES` and of scripts
+that it starts: trials of a sweep, ranks of torchrun. What an import reads cannot be given afterwards: `can_fork` says
+whether a command needs a new interpreter. `programs` are `python`, `lockstep` and `torchrun` for a shell, which ask for
+such a process (`warm_python.py`).
 """
 
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread
 import contextlib
 import ctypes
+import functools
 import gc
+import json
 import logging
 import multiprocessing.context
 import multiprocessing.process
 import os
 import resource
 import runpy
+import select
+import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker, util
@@ -37,9 +45,11 @@ from typing import IO, Any
 
 import numpy
 import torch.distributed.run  # noqa: F401
+from tqdm import tqdm
 
 from lockstep.distributed.signals import STOP_SIGNALS
 from lockstep.launchers.processes import elastic  # noqa: F401
+from lockstep.trace.run import INJECT
 from support.places import TESTS_PATH
 
 # Variables that libraries read while they are imported; PYTHONPATH is seen to.
@@ -77,8 +87,10 @@ _imported_with: dict[str, str] = {}  # in the process of a command: what it bega
 
 
 def can_fork(environment: dict[str, str], server: dict[str, str]) -> bool:
-    """Whether no import would read in `environment` what it did not read in the server's."""
-    return not read_differently(environment, server)
+    """Whether no import would read in `environment` what it did not read in the server's, and nothing is to be traced
+    from its first import on."""
+    traced = any(Path(folder).name == INJECT for folder in environment.get("PYTHONPATH", "").split(os.pathsep))
+    return not traced and not read_differently(environment, server)
 
 
 def read_differently(one: dict[str, str], other: dict[str, str]) -> list[str]:
@@ -89,11 +101,14 @@ def read_differently(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 def words_of(command: Sequence[str]) -> list[str] | None:
-    """The module and its words of a `python -m` that can be forked, or `-c` with its code; None for other commands."""
+    """The module and its words of a `python -m` that can be forked, a script and its words, or `-c` with its code; None
+    for other commands."""
     words = [word for word in command[1:3] if word != "-u"] + list(command[3:])  # torchrun's: output without a buffer
-    if command[0] != sys.executable or words[:1] not in (["-m"], ["-c"]):
+    if command[0] != sys.executable or not words:
         return None
-    return words if words[0] == "-c" else words[1:] if words[1] in MODULES else None
+    if words[0] == "-m":
+        return words[1:] if words[1:2] and words[1] in MODULES else None
+    return words if words[0] == "-c" or words[0].endswith(".py") else None
 
 
 class Forked:
@@ -177,6 +192,88 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+@functools.cache
+def address() -> str:
+    """Where `warm_python.py` asks for processes."""
+    from support.harness import server_environment
+
+    variables = server_environment()
+    room = tempfile.TemporaryDirectory(prefix="lockstep-warm-")
+    atexit.register(room.cleanup)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{room.name}/socket")
+    listener.listen(64)
+    server = multiprocessing.get_context("forkserver").Process(target=_serve, args=(listener, variables), daemon=True)
+    server.start()
+    listener.close()
+    return f"{room.name}/socket"
+
+
+def programs(folder: Path) -> Path:
+    """`python`, `lockstep` and `torchrun` in `folder`: programs that are this interpreter's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    client = shlex.join([sys.executable, "-I", "-S", f"{TESTS_PATH}/support/warm_python.py", address()])
+    for name, module in {"lockstep": "-m lockstep ", "python": "", "torchrun": "-m torch.distributed.run "}.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {client} {module}"$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+# -- in a process that hands out others ----------------------------------------------------------------------------
+
+
+def _serve(listener: socket.socket, variables: dict[str, str]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            try:
+                _stand_in(connection, variables)
+            finally:
+                os._exit(1)
+        connection.close()
+
+
+def _stand_in(connection: socket.socket, variables: dict[str, str]) -> None:
+    """Begin the process that was asked for, pass on signals, and say how it ended. It is killed if its client is."""
+    head, descriptors, *_ = socket.recv_fds(connection, 4, 3)
+    (size,), body = struct.unpack("I", head), b""
+    while len(body) < size:
+        body += connection.recv(size - len(body))
+    asked, folder, environment, ignored = json.loads(body)
+    words = words_of([sys.executable, *asked])
+    if words is None or not can_fork(environment, variables):
+        connection.sendall(b"n")  # a new interpreter is needed
+        os._exit(0)
+    connection.sendall(b"y")
+    if (pid := os.fork()) == 0:
+        os.setsid()
+        os.chdir(folder)
+        for place, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, place)
+        numpy.random.seed()
+        _no_handlers()
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+        _interruptible()
+        _close_all_but({0, 1, 2})
+        _run(words, environment)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    ended, poll = os.pidfd_open(pid), select.poll()
+    for place in (ended, connection.fileno()):
+        poll.register(place, select.POLLIN)
+    while ended not in [place for place, _ in poll.poll()]:
+        for number in connection.recv(64) or [signal.SIGKILL]:
+            os.kill(pid, number)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(OSError):
+        connection.sendall(struct.pack("i", status))
+    os._exit(0)
+
+
 # -- in the process of the command -----------------------------------------------------------------------------------
 
 
@@ -219,18 +316,23 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
     """What a new interpreter does in this folder, with these handlers and descriptors. Never returns."""
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    _path(os.getcwd(), environment.get("PYTHONPATH", ""))
+    script = words[0].endswith(".py")
+    _path(os.path.dirname(os.path.abspath(words[0])) if script else os.getcwd(), environment.get("PYTHONPATH", ""))
     sys.argv = list(words)
     os.environ.clear()
     os.environ.update(environment)
     _imported_with.clear()
     _imported_with.update(environment)
     tempfile.tempdir = None
+    if environment.get("TQDM_DISABLE"):  # which tqdm has read
+        tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)  # type: ignore[method-assign]
     _alone()
     if words[0] == "-c":
         code, main = compile(words[1], "<string>", "exec"), ModuleType("__main__")
         sys.argv[1:2], sys.modules["__main__"] = [], main
         _end(lambda: exec(code, main.__dict__))
+    if script:
+        _end(lambda: runpy.run_path(words[0], run_name="__main__"))
     package = hasattr(sys.modules.get(words[0]), "__path__")
     sys.modules.pop(f"{words[0]}.__main__" if package else words[0], None)  # or Python warns that it is run twice
     _end(lambda: runpy.run_module(words[0], run_name="__main__", alter_sys=True))
@@ -274,6 +376,7 @@ def _alone() -> None:
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
     util.spawnv_passfds = _forked_server  # type: ignore[attr-defined]
     subprocess._fork_exec = _forked_module  # type: ignore[attr-defined]
+    concurrent.futures.thread._threads_queues.clear()  # of pools, one of whose threads may have forked this process
     # what the process before registered for its own end, such as to remove its temporary folders
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
@@ -375,5 +478,7 @@ def _forked_module(
         _interruptible()
         os.chdir(folder or ".")
         _run(words, environment)
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(1)

@@ -176,6 +176,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "strategy.name": Tried("strategy.name=ddp", "nothing"),
     "strategy.exact": Elsewhere("weights", "strategies/test_strategies.py", "several processes"),
     "strategy.all_reduce": Tried("strategy.all_reduce=hierarchical", "nothing"),
+    "strategy.tensor_leaves": Tried("strategy.tensor_leaves=2", "weights"),
     "strategy.options": Elsewhere("weights", "strategies/test_fsdp2.py", "the engine of each strategy"),
     "launch.name": Elsewhere("job", "launchers/test_accelerate_config.py", "each launcher"),
     "launch.processes": Elsewhere("nothing", "strategies/test_strategies.py", "several processes"),

@@ -202,7 +202,13 @@ MISTAKES = [
     ),
     Mistake("a push to the Hub without a token", "LS6015", "HF_TOKEN", "train run.yaml hub.push_to=me/model"),
     Mistake("an output folder with other files", "LS7346", "thesis.txt", "train run.yaml", inside("out", "thesis.txt")),
-    Mistake("an output folder that is a file", "LS1115", "out", "train run.yaml", text("out", "mine")),
+    Mistake(
+        "an output folder that is a file",
+        "LS1115",
+        "out",
+        "train run.yaml",
+        text("out", "mine"),
+    ),
     Mistake("a report of no run", "LS1123", "run.yaml", "report model", inside("model", "config.json")),
     Mistake("a prediction from a folder that is not there", "LS1122", "outputs/rum", "predict outputs/rum hello"),
     Mistake(

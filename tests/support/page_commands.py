@@ -42,6 +42,7 @@ from lockstep.cli import takes_run_file
 from lockstep.config.run import Run, RunError, load
 from lockstep.tools import commands
 from lockstep.tools.commands import run_file
+from support.forked import programs
 from support.hub_server import Hub
 from support.places import ROOT, TESTS_PATH
 
@@ -272,9 +273,7 @@ def _run(
             wanted = int(next((w[7:] for w in block.note.split() if w.startswith("status=")), "0"))
             script = folder / f".block-{at}.{'py' if block.language == 'python' else 'sh'}"
             script.write_text(block.code, encoding="utf-8")
-            command = (
-                [sys.executable, script] if block.language == "python" else ["bash", "-e", "-o", "pipefail", script]
-            )
+            command = ["python", script] if block.language == "python" else ["bash", "-e", "-o", "pipefail", script]
             done = _ended(
                 command,
                 cwd=folder,
@@ -342,14 +341,9 @@ def _shortened(printed: str, before: str) -> str:
 
 def environment(folder: Path, cache: Path) -> dict[str, str]:
     """Variables of commands of a page: `lockstep`, `python` and `torchrun` are those of this interpreter."""
-    programs = cache / "programs"
-    programs.mkdir(parents=True, exist_ok=True)
-    for name, module in {"lockstep": "-m lockstep ", "python": "", "torchrun": "-m torch.distributed.run "}.items():
-        (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module}"$@"\n')
-        (programs / name).chmod(0o755)
     return {
         **os.environ,
-        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{programs(cache / 'programs')}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), TESTS_PATH]),
         "LOCKSTEP_CACHE": str(cache),
         "OMP_NUM_THREADS": "1",

@@ -193,7 +193,9 @@ class Job:
         status, out, err = ended(
             Forked(["lockstep", "train", "run.yaml"], self.folder, environment_of(self.cache)), LIMIT_S
         )
-        assert status == 0 or (status == 2 and "is being trained already" in err), "\n".join([*self.story, out, err])
+        assert status == 0 or (status == 2 and "is already in use by a training run" in err), "\n".join(
+            [*self.story, out, err]
+        )
         self.done("a second start")
 
     # -- while nothing runs ------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ BAD = {
     "no such kind": (["model.adapter.type=lorra"], ["model.adapter.type", "'lorra'", "lora"]),
     "no such option": (["model.adapter.rr=4"], ["model.adapter", "'rr'", "did you mean 'r'"]),
     "no such export": (["model.adapter.export=zip"], ["model.adapter.export", "merged, adapter"]),
-    "from scratch": (["model={type: gpt2, adapter: {r: 4}}", "tokenizer={train: bpe}"], ["give model.source"]),
+    "from scratch": (["model={type: gpt2, adapter: {r: 4}}", "tokenizer={train: bpe}"], ["set model.source"]),
     "no such modules": (["model.adapter.target_modules=[nowhere]"], ["model.adapter", "nowhere"]),
 }
 

@@ -286,9 +286,12 @@ def test_a_row_s_texts_are_laid_side_by_side(tmp_path: Path) -> None:
 BAD = {
     "no such column": (["task={name: embedding, anchor: question}"], ["task.anchor", "'question'", "it has anchor"]),
     "twice the same column": (["task={name: embedding, positive: anchor}"], ["must be different columns"]),
-    "a score and negatives": (["task={name: embedding, score: score, negatives: 3}"], ["leave negative out"]),
+    "a score and negatives": (["task={name: embedding, score: score, negatives: 3}"], ["remove task.negative"]),
     "scores beyond": (["task={name: embedding, score: score}"], ["task.score: row", "task.score_range=[0,5]"]),
-    "words for scores": (["task={name: embedding, score: negative}"], ["task.score: row 0", "no number from 0 to 1"]),
+    "words for scores": (
+        ["task={name: embedding, score: negative}"],
+        ["task.score: row 0", "not a number from 0 to 1"],
+    ),
     "an encoder and decoder": (["model={type: t5}"], ["an encoder or a decoder"]),
 }
 

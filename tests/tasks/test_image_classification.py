@@ -156,7 +156,7 @@ def test_parquet_holds_the_same_images(kind: str, folders: Path, tmp_path: Path)
         (["data.stream=true"], "data.stream"),
         (["task.text=text"], "task.text"),
         (["task.processor={wide: 3}"], "'wide'"),
-        (["task.processor={size: {height: 64, width: 64}}"], "64 x 64, and the model takes 32 x 32"),
+        (["task.processor={size: {height: 64, width: 64}}"], "64 x 64, but the model expects 32 x 32"),
         (["model.type=gpt2", "model.config={}"], "gpt2"),
         (["task.class_weights={dog: 2.0}"], "dog"),
     ],

@@ -98,14 +98,14 @@ def test_all_rows_are_given_once_and_in_order(alone: dict) -> None:
 WRONG = {
     "support.own_scores.nobody": "has no attribute 'nobody'",
     "no_such_module.f": "No module named 'no_such_module'",
-    "accuracy": "names no file: write my_file.accuracy",
+    "accuracy": "does not name a file; write my_file.accuracy",
     "support.own_scores.number": "support.own_scores.number is a int; expected a function",
-    "support.own_scores.of_one": "does not take (predictions, labels)",
+    "support.own_scores.of_one": "must accept two arguments, (predictions, labels)",
     "support.own_scores.failing": r"support.own_scores.failing failed (tried on made-up predictions): IndexError",
-    "support.own_scores.telling": "must give a number, or a mapping of numbers by name (tried on made-up predictions)",
-    "support.own_scores.accuracy": "gives 'accuracy', which another metric is called",
-    "support.own_scores.named_badly": "gives a number called 'top 5'",
-    "support.own_scores.truth": "must give a number",
+    "support.own_scores.telling": "a mapping of numbers by name (tried on made-up predictions)",
+    "support.own_scores.accuracy": "returns 'accuracy', which is the name of another metric",
+    "support.own_scores.named_badly": "returns a number named 'top 5'",
+    "support.own_scores.truth": "must return a number",
 }
 
 

@@ -45,8 +45,8 @@ def test_what_a_loss_is_is_found_out(loss: str, kind: str, each: int, here: Path
         ("outputs.sum() * 0", "neither a sum"),
         ("(outputs ** 2).sum() / (answers ** 2).sum()", "a mean, but not over examples"),
         ("(outputs * float('nan')).sum()", "no finite number"),
-        ("float(outputs.sum())", "expected a tensor of floats, and it gave a float"),
-        ("outputs.flatten()[: len(outputs) + 1] ** 2", "does not say how many targets"),
+        ("float(outputs.sum())", "expected a tensor of floats, but the function returned a float"),
+        ("outputs.flatten()[: len(outputs) + 1] ** 2", "number of targets is unknown"),
         ("outputs.missing", "task.loss: TOY.loss failed: AttributeError: 'Tensor' object has no attribute 'missing' "),
     ],
 )
@@ -99,7 +99,7 @@ METRICS = {
     "{'a': outputs.median()}": "a is neither a sum over examples nor their mean; return one number an example",
     "{'a': outputs.sum() * 0}": "a is 0 for the items it was tried on",
     "{'loss': outputs.sum()}": "loss is there already",
-    "outputs": "expected a mapping of names to numbers, it gave a tensor of shape",
+    "outputs": "expected a mapping of names to numbers, but the function returned a tensor of shape",
 }
 
 

@@ -57,15 +57,15 @@ def test_data_sets_by_split(data: str, sizes: dict[str, int], here: Path) -> Non
 
 
 REFUSED = {
-    "(x for x in [1])": "is a generator, which can only be gone through from its beginning",
-    "torch.utils.data.DataLoader([1])": "is a DataLoader; give its data set",
+    "(x for x in [1])": "is a generator, which can only be iterated from its start",
+    "torch.utils.data.DataLoader([1])": "is a DataLoader; return its data set",
     "[]": "is empty",
-    "{'trian': [1]}": "gives a split 'trian'; known are train,",
-    "{'test': [1]}": "gives no split train, only test",
+    "{'trian': [1]}": "returns an unknown split 'trian'; known are train,",
+    "{'test': [1]}": "returns no train split, only test",
     "[1 / 0]": "failed: ZeroDivisionError: division by zero (mine_",
     "[torch.randn(i + 1) for i in range(30)]": "default_collate cannot make a batch of these items",
-    "[(torch.randn(3), 1, 2)] * 30": "a batch is 3 things in a row",
-    "[{'x': torch.randn(3)}] * 30": "forward takes input, and a batch holds x",
+    "[(torch.randn(3), 1, 2)] * 30": "a batch is a sequence of 3 values",
+    "[{'x': torch.randn(3)}] * 30": "forward takes input, but a batch has the keys x",
 }
 
 
@@ -252,7 +252,7 @@ def test_the_export_is_loaded_again_by_its_import_path(here: Path) -> None:
         ("model.type=gpt2", "model: of no use with task module, where task.model makes the model (on the command"),
         ("data.source=x", "data.source: of no use with task module, where task.data makes the data sets"),
         ("task.loss=null", "task.loss: "),
-        ("task.metrics=metrics", "task.metrics: 'metrics' names no file: write my_file.metrics"),
+        ("task.metrics=metrics", "task.metrics: 'metrics' does not name a file; write my_file.metrics"),
         ("task.metrics=nowhere.metrics", "task.metrics: cannot import 'nowhere.metrics'"),
     ],
 )

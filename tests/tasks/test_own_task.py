@@ -122,7 +122,7 @@ def test_a_mistake_that_shows_at_the_end_costs_no_training(mistake: str, here: P
 
 def test_a_metric_that_the_task_does_not_have_is_told_before_training(here: Path) -> None:
     run = job(here, RATING, strategy={"name": "single"}, evaluate={"every": 2}, checkpoint={"best": "bleu"})
-    with pytest.raises(AssertionError, match="'bleu' is no metric of this task"):
+    with pytest.raises(AssertionError, match="'bleu' is not a metric of this task"):
         run_on(1, works, run, run=run, joined=False)
     assert not (run.folder / "metrics.jsonl").exists()
 

@@ -95,7 +95,7 @@ def test_what_cannot_be_asked_is_refused(output: Path, tmp_path: Path, capfd: py
     for name, wanted in (
         ("a.csv", "a.csv, row 0 has no column 'text', which this model reads; it has body, id"),
         ("b.jsonl", "b.jsonl"),
-        ("c.pdf", "its name must end in .jsonl"),
+        ("c.pdf", "supported are .jsonl"),
         ("d.txt", "d.txt cannot be read as utf-8"),
     ):
         assert main(["predict", str(output), str(tmp_path / name)]) == 2
@@ -104,7 +104,10 @@ def test_what_cannot_be_asked_is_refused(output: Path, tmp_path: Path, capfd: py
         assert len(said.err.splitlines()) == 1
         assert not said.out
     for name, wanted in (
-        ("nosuchfile.csv", "nosuchfile.csv looks like a file, and there is none. To ask for it as a text, add --texts"),
+        (
+            "nosuchfile.csv",
+            "nosuchfile.csv looks like a file, and there is none. To predict this text itself, add --texts",
+        ),
         (f"{tmp_path}/no.jsonl.gz", "no.jsonl.gz looks like a file, and there is none"),
         (f"{tmp_path}/*.txt", "*.txt looks like a file, and there is none"),
         (str(tmp_path), f"{tmp_path} is a folder; name its files"),

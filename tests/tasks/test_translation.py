@@ -257,7 +257,7 @@ def test_a_model_with_two_tokenizers_is_trained_on_with_both(tmp_path: Path, cap
     capfd.readouterr()
     assert main(["train", str(tmp_path / "two.yaml"), f"output={tmp_path}/three"]) == 2
     said = capfd.readouterr().err
-    assert "has a vocabulary of its own for targets, and no tokenizer for it was found in target/" in said
+    assert "has a separate vocabulary for targets, but no tokenizer for it in target/" in said
 
 
 def test_two_plain_columns(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_two_plain_columns(tmp_path: Path) -> None:
 BART = {k: v for k, v in MARIAN["config"].items() if k != "dropout"}
 BAD: dict[str, tuple[list[str], list[str]]] = {
     "no such language": (["task.target=fr"], ["task.target", "'fr'", "it has en, de"]),
-    "twice the same": (["task.target=en"], ["task.target", "source already"]),
+    "twice the same": (["task.target=en"], ["task.target", "also task.source"]),
     "smoothing of all": (["task.label_smoothing=1"], ["task.label_smoothing"]),
     "no such tokenizer of sacrebleu": (["task.bleu_tokenizer=14a"], ["task.bleu_tokenizer", "'14a'", "13a"]),
     "a model that has no encoder": (["model={type: gpt2}"], ["no encoder-decoder model", "gpt2"]),

@@ -78,7 +78,7 @@ def test_steps_after_the_checkpoint_are_computed_again_and_compared(
     lines[6]["hash"] = "0" * 16  # of step 7
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert branched(tmp_path, "wrong", 8, "steps=14") == 1
-    assert "step 7 was computed again, and did not come to" in capfd.readouterr().err
+    assert "step 7 was recomputed and differs from" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_steps_after_the_checkpoint_are_computed_again_and_compared(
         (6, "optim.schedule=[[0, 0], [2, 5.0e-3], [3, 1.0e-3]]", "first@3 can be"),
         (9, "steps=14", "steps: the learning rate of step 9 is"),
         (12, "steps=10", "one of the runs ends there (10 steps there, 10 here)"),
-        (3, "steps=14", "no checkpoint of at most 3 steps is kept there (there are 6, 10)"),
+        (3, "steps=14", "no checkpoint of at most 3 steps is kept (kept are 6, 10)"),
         (6, "strategy.exact=false", "strategy.exact is True there and False here"),
         (6, "optim.groups=[{match: '*', learning_rate: 1.0e-3}]", "optim.groups: the rates of optim.groups"),
         (6, "average.last=3", "branch at 4 or before"),
@@ -118,7 +118,7 @@ def test_bad_words(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with raises("LS1123"):
         parsed(f"{folder}@3")
     assert main(["branch", f"{folder / 'first'}@6", str(folder / "first.yaml")]) == 2
-    assert "is the run that is branched from" in capfd.readouterr().err
+    assert "is the output of the original run" in capfd.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_not_begun_with(

@@ -84,7 +84,7 @@ def test_a_column_that_says_more_than_splits_is_noted_and_not_used(
         (
             "a.jsonl",
             lines([*LABELLED, {"text": 5, "label": "joy"}]),
-            "data.train: column 'text' of a.jsonl holds texts, but row 120 holds '5': make it a text, or take the row",
+            "data.train: column 'text' of a.jsonl holds texts, but row 120 holds '5': make it a text, or remove",
         ),
         (
             "a.csv",

@@ -146,7 +146,7 @@ REFUSED = {
     ),
     "texts of which any might be meant": (
         [{"left": f"some words {i}", "right": f"other words {i}"} for i in range(50)],
-        "cannot be told from its columns",
+        "do not determine a task",
     ),
     "as many numbers as rows": ([{"text": f"t {i}", "label": i} for i in range(50)], "nearly as many as rows"),
 }

@@ -346,8 +346,8 @@ def test_a_value_that_will_not_do_is_listed(here: Path, capsys: pytest.CaptureFi
     [
         ("training_args.bin", "x", "to_json_string"),
         ("a.json", "{", "line 1"),
-        ("a.json", "[1]", "must hold a mapping"),
-        ("a.yaml", "hello: 1\n", "no key by which it would be known"),
+        ("a.json", "[1]", "must contain a mapping"),
+        ("a.yaml", "hello: 1\n", "no key that identifies it"),
         ("a.py", "x = (", "line 1"),
         ("a.py", "x = 1", "no Trainer of transformers"),
         ("a.py", "TrainingArguments()\nTrainingArguments()", "on lines 1, 2; leave one"),

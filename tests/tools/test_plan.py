@@ -142,7 +142,7 @@ def test_plan_says_how_fsdp2_gathers_here(here: Path, capsys: pytest.CaptureFixt
     [
         (["data.source=./texts"], "data.source"),
         (["data={train: nothing.csv}"], "nothing.csv"),
-        (["model.type=gtp2"], "transformers knows no type 'gtp2'"),
+        (["model.type=gtp2"], "unknown type 'gtp2'"),
         (["model.config.n_lyer=2"], "has no entry 'n_lyer'"),
         (["task.label=nothing"], "nothing"),
         (["strategy.options={bucket_cap: 3}"], "bucket_cap"),

@@ -88,10 +88,13 @@ def test_gpus_that_are_fewer_are_shared(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--selftest", "--page", "/no/such/folder/page.html"], "--page: there is no folder /no/such/folder"),
+        (
+            ["--selftest", "--page", "/no/such/folder/page.html"],
+            "--page: no such folder: /no/such/folder",
+        ),
         (["--selftest", "--processes", "0"], "--processes: 0 is not"),
         (["--selftest", "--strategies", "dpd"], "known are allreduce, ddp"),
-        (["--page", "page.html"], "--page: belongs to --selftest"),
+        (["--page", "page.html"], "--page: has an effect only with --selftest"),
     ],
 )
 def test_what_cannot_be(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ def test_a_trial_that_fails_is_a_line_with_its_reason(tmp_path: Path, cache: Pat
         (["--over", "optim.learning_rate=1e-5..1e-3"], "needs a search"),
         (["--over", "optim.learning_rate=1e-3..1e-5", "--search", "3"], "must be below"),
         (["--over", "optim.learning_rate=0..1:log", "--search", "3"], "above 0"),
-        (["--over", "output=a,b"], "every trial has its own"),
+        (["--over", "output=a,b"], "sets it for every trial"),
         (["--over", "seed=1,2", "--over", "seed=3"], "given twice"),
         (["--over", "seed=1,2", "--parallel", "0"], "--parallel"),
     ],
@@ -217,7 +217,7 @@ def test_under_slurm_it_is_one_array_job(
     assert not script.exists()
     assert capsys.readouterr().out.count("waiting") == 3
     assert main([*words, "--over", "launch.threads=1,2"]) == 2
-    assert "it cannot be varied" in capsys.readouterr().err
+    assert "cannot be varied" in capsys.readouterr().err
 
 
 def test_a_search_depends_on_its_seed_and_on_what_was_found() -> None:

@@ -34,6 +34,7 @@ LAUNCHERS = {
 def traced(folder: Path, command: list[str], variables: dict[str, str] | None = None) -> None:
     environment = lockstep_environment(folder.parent / "cache") | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     environment |= {"ACCELERATE_USE_CPU": "1", "DS_ACCELERATOR": "cpu", "RAY_AUTH_MODE": "disabled"} | (variables or {})
+    environment["RAY_worker_niceness"] = "0"  # 15 without it: on a busy machine its workers import torch for minutes
     words = [PYTHON, "-m", "lockstep", "trace", "-o", str(folder), "--", *command, str(free_port())]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]

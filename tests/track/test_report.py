@@ -157,7 +157,7 @@ def test_the_report_command_writes_a_page_each_and_one_for_all(tmp_path: Path, c
         (["nothing"], "nothing: no such folder"),
         (["a", "nothing"], "nothing: no such folder"),
         (["a", "a"], "a is given twice"),
-        (["a", "--to", "x.html"], "--to: a comparison needs two"),
+        (["a", "--to", "x.html"], "--to: writes a comparison, which needs two"),
     ],
 )
 def test_what_cannot_be_compared(

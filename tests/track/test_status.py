@@ -53,7 +53,7 @@ def test_a_run_in_another_terminal(
     assert found["metrics"]["train"]["step"] == 25
     status, _, err = train(tmp_path, cache)
     assert status == 2
-    assert "is being trained already" in err
+    assert "is already in use by a training run" in err
 
     following = start([*LOCKSTEP, "logs", "out", "--follow"], tmp_path, cache)
     assert main(["stop", str(tmp_path / "out")]) == 0

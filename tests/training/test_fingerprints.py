@@ -222,8 +222,8 @@ def test_from_python_a_step_can_be_computed_by_hand(output: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--step", "13"], "--step: 13 is none of this run's steps, 1 to 12"),
-        (["--step", "0"], "--step: 0 is none of this run's steps"),
+        (["--step", "13"], "--step: 13 is not a step of this run; expected 1 to 12"),
+        (["--step", "0"], "--step: 0 is not a step of this run"),
         (["--step", "3", "--processes", "0"], "--processes: 0"),
         (["--step", "3", "--strategy", "fsdp3"], "unknown strategy 'fsdp3'"),
         (["--step", "3", "nonsense=1"], "nonsense"),

@@ -110,7 +110,7 @@ def test_a_rank_that_is_stopped_is_waited_for_and_then_left(
     os.kill(frozen, signal.SIGSTOP)
     status, out, err = ended(process)
     assert status == 0, err
-    assert err.count(f"no sign of life for {HANG_S} s") == 1
+    assert err.count(f"no heartbeat for {HANG_S} s") == 1
     assert f"note: rank {rank if rank == 0 else 1} was lost; 2 ranks go on from step" in out
     assert "resuming after step" not in out
     assert bits(tmp_path) == bits(untouched)

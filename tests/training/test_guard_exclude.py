@@ -81,15 +81,15 @@ def test_the_third_computation_is_made_on_a_third_machine() -> None:
 @pytest.mark.parametrize(
     ("more", "hosts", "wrong", "told", "said", "out"),
     [
-        (MACHINES, "abc", [1], [0, 1, 2], "b is taken out, and the job goes on without it", [1]),
-        (MACHINES, "aabbcc", [2], [1, 2, 4], "b is taken out", [2, 3]),
-        (MACHINES, "abc", [], [0, 1, 2], "nobody is taken out: it takes computations by three machines", []),
-        (MACHINES, "ab", [1], [0, 1, 0], "nobody is taken out: it takes computations by three machines", []),
-        (MACHINES, "aab", [1], [0, 1, 2], "nobody is taken out: it takes computations by three machines", []),
-        (("launch.machines=3:4",), "abc", [1], [0, 1, 2], "b is not taken out, because launch.machines wants at", []),
-        (RANKS, "aaa", [1], [0, 1, 2], "rank 1 is taken out", [1]),
-        (RANKS, "aa", [1], [0, 1, 0], "nobody is taken out: it takes computations by three ranks", []),
-        (("sdc_check.on_difference=stop",), "abc", [1], [0, 1, 2], "take that machine out", []),
+        (MACHINES, "abc", [1], [0, 1, 2], "b is evicted, and the job continues without it", [1]),
+        (MACHINES, "aabbcc", [2], [1, 2, 4], "b is evicted", [2, 3]),
+        (MACHINES, "abc", [], [0, 1, 2], "nothing is evicted: computations by three machines", []),
+        (MACHINES, "ab", [1], [0, 1, 0], "nothing is evicted: computations by three machines", []),
+        (MACHINES, "aab", [1], [0, 1, 2], "nothing is evicted: computations by three machines", []),
+        (("launch.machines=3:4",), "abc", [1], [0, 1, 2], "b is not evicted, because launch.machines needs at", []),
+        (RANKS, "aaa", [1], [0, 1, 2], "rank 1 is evicted", [1]),
+        (RANKS, "aa", [1], [0, 1, 0], "nothing is evicted: computations by three ranks", []),
+        (("sdc_check.on_difference=stop",), "abc", [1], [0, 1, 2], "remove that machine from the job", []),
     ],
 )
 def test_who_leaves(
@@ -116,8 +116,8 @@ def test_a_machine_that_was_taken_out_is_not_let_in_by_a_later_start(
     job_record.note_eviction(folder, host, 9)
     (folder / "excluded-torn.json").write_text('{"host"')
     assert [str(each) for each in job_record.evictions_of(folder)] == [
-        "other, which computed wrongly in step 3 (guard)",
-        f"{host}, which computed wrongly in step 9 (guard)",
+        "other, which computed wrong values in step 3 (sdc_check)",
+        f"{host}, which computed wrong values in step 9 (sdc_check)",
     ]
     assert main(["train", str(tmp_path / "run.yaml")]) == 2
     said = " ".join(capfd.readouterr().err.split())
@@ -157,7 +157,7 @@ def test_what_stops_is_not_started_again_by_itself(tmp_path: Path, cache: Path) 
     ]
     status, _, err = ended(start([*LOCKSTEP, "train", "run.yaml", *words], tmp_path, cache, PYTHONPATH=TESTS_PATH), 600)
     assert status == 1
-    assert "guard: step 6: the gradient of micro-batch" in err
+    assert "sdc_check: step 6: rank" in err
     assert "restarting" not in err
     assert json.loads((tmp_path / "out/checkpoints/latest/manifest.json").read_text())["step"] == 5
     assert json.loads((tmp_path / "out/launch.json").read_text())["status"] == 1
@@ -174,9 +174,9 @@ def test_a_rank_that_computes_wrongly_is_taken_out(strategy: str, tmp_path: Path
     rank = {"WrongRank": 1, "WrongFirstRank": 0, "WrongWeightOfRank": 2}[strategy]
     status, _, err = guarded(tmp_path, cache, strategy, "launch.max_restarts=3")
     assert status == 0, err
-    assert f"rank process {rank} of {socket.gethostname()} computed wrongly (guard) and is taken out" in err
+    assert f"rank process {rank} of {socket.gethostname()} computed wrong values (sdc_check) and is evicted" in err
     log = " ".join((tmp_path / "out/log.txt").read_text().split())
-    assert f"rank {rank} is taken out, and the job goes on without it" in log
+    assert f"rank {rank} is evicted, and the job continues without it" in log
     assert f"rank {rank} was lost; 2 ranks go on from step" in log
     assert "came in, with the state of the others" not in log
     assert "resuming after step" not in log

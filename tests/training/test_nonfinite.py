@@ -78,7 +78,7 @@ def test_memory_that_does_not_suffice_is_told_before_the_first_step(tmp_path: Pa
     options = ["strategy.name=support.misbehaving.NoMemory", "launch.max_restarts=3"]
     status, _, err = train(tmp_path, cache, *options, PYTHONPATH=TESTS_PATH)
     assert status == 2
-    assert err.count("memory does not suffice for the longest examples") == 1
+    assert err.count("out of memory on the longest examples") == 1
     assert "more micro_batches" in err
     assert "restarting" not in err
     assert lines(tmp_path) == []

@@ -203,7 +203,9 @@ class Checkpoints:
         owed = broken > (self.newest or 0)
         if owed and broken < step and (self.run.checkpoint.best or self.run.average.last is not None):
             raise CheckpointError(
-                "LS6001", f"the checkpoint of step {broken} was broken off by the loss of a rank, and is needed"
+                "LS6001",
+                f"the checkpoint of step {broken} is incomplete because a rank failed while it was written, and "
+                "it is needed",
             )
         return owed
 
@@ -223,8 +225,8 @@ class Checkpoints:
         if self.run.checkpoint.best and self.run.checkpoint.best.removeprefix("-") not in scores:
             raise RunError(
                 "LS6002",
-                f"checkpoint.best: {self.run.checkpoint.best!r} is no metric of this task; it has "
-                f"{', '.join(sorted(scores))} (with a minus where less is better)",
+                f"checkpoint.best: {self.run.checkpoint.best!r} is not a metric of this task; expected one of "
+                f"{', '.join(sorted(scores))} (with a minus if lower is better)",
             )
         return score is not None and (self.best is None or score > self.best)
 
@@ -384,8 +386,8 @@ class Checkpoints:
             if fault is not None:
                 raise CheckpointError(
                     "LS6003",
-                    f"average.last: the mean is of the checkpoints of steps {', '.join(map(str, steps))}, and {name} "
-                    f"cannot be used: {fault}. With average.last=null the last model is exported",
+                    f"average.last: it needs the checkpoints of steps {', '.join(map(str, steps))}, and {name} "
+                    f"cannot be used: {fault}. Set average.last=null to export the last model",
                 )
         strategy.load_sharded_state_dict(Mean(saved))
         return steps

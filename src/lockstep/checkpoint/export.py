@@ -121,10 +121,10 @@ def check_card(text: str, path: Path) -> None:
         missing = [name for name in ("library_name", "pipeline_tag") if not head.get(name)]
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise RunError(
-            "LS6010", f"{path}: the head of the model card is not valid: {' '.join(str(error).split())}"
+            "LS6010", f"{path}: the YAML header of the model card is not valid: {' '.join(str(error).split())}"
         ) from error
     if missing:
-        raise RunError("LS6011", f"{path}: the head of the model card says nothing of {', '.join(missing)}")
+        raise RunError("LS6011", f"{path}: the YAML header of the model card lacks {', '.join(missing)}")
 
 
 def hub_model(run: Run) -> str | None:
@@ -366,14 +366,16 @@ def check(run: Run, timeout_s: float = 10.0) -> list[str]:
     role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
         raise RunError(
-            "LS6013", f"hub.push_to: HF_TOKEN may only read; pushing to {repository} needs a token that may write"
+            "LS6013",
+            f"hub.push_to: HF_TOKEN is a read-only token; pushing to {repository} needs a token with write access",
         )
     places = [str(account.get("name")), *(str(each.get("name")) for each in account.get("orgs") or [])]
     user = repository.partition("/")[0]
     if "orgs" in account and user.lower() not in [place.lower() for place in places]:
         raise RunError(
             "LS6014",
-            f"hub.push_to: HF_TOKEN belongs to {places[0]}, who cannot push to {user}; known are {', '.join(places)}",
+            f"hub.push_to: HF_TOKEN belongs to {places[0]}, who cannot push to {user}; it can push to "
+            f"{', '.join(places)}",
         )
     return []
 
@@ -384,7 +386,7 @@ def _token(repository: str) -> str:
     if not token or not token.strip():
         raise RunError(
             "LS6015",
-            f"hub.push_to: there is no token to push to {repository} with. Make one that may write at "
+            f"hub.push_to: no token to push to {repository}. Create one with write access at "
             "https://huggingface.co/settings/tokens and set it in the environment: export HF_TOKEN=...",
         )
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -426,10 +428,13 @@ def push(
     folder, patience = output / "export", patience or PushPatience()
     if not (folder / "README.md").is_file():
         raise RunError(
-            "LS6017", f"{output} has no export to push: its run is not finished; lockstep train goes on with it"
+            "LS6017",
+            f"{output} has no export to push, because its run is not finished; run lockstep train again to finish it",
         )
     if link := next((path for path in (folder, *sorted(folder.rglob("*"))) if path.is_symlink()), None):
-        raise RunError("LS6018", f"{link} is a link; what it leads to is not pushed. Put a copy there, or remove it")
+        raise RunError(
+            "LS6018", f"{link} is a link, and the file behind a link is not pushed; replace it by a copy, or remove it"
+        )
     token = _token(repository)
     check_card((folder / "README.md").read_text(encoding="utf-8"), folder / "README.md")
     for attempt in range(1, patience.tries + 1):
@@ -446,9 +451,9 @@ def push(
             if attempt == patience.tries:
                 raise PushFailed(
                     "LS6020",
-                    f"pushing {folder} to {repository} failed {attempt} times, at last because {explained(error)}\n"
-                    f"The export is there; go on with: lockstep push {output} {repository}"
-                    f"{'' if private else ' --public'}",
+                    f"pushing {folder} to {repository} failed {attempt} times; the last error was: "
+                    f"{explained(error)}\nThe export is complete; push it again with: lockstep push {output} "
+                    f"{repository}{'' if private else ' --public'}",
                 ) from error
             wait = patience.wait_s * 2 ** (attempt - 1)
             say(
@@ -475,8 +480,9 @@ def _once(folder: Path, repository: str, private: bool, token: str) -> Pushed:
     if private and about.private is False:
         raise RunError(
             "LS6021",
-            f"hub.private: {repository} is there and public, and the run asks for a private one. Nothing was pushed; "
-            "make it private on its page, or push with hub.private=false (lockstep push --public)",
+            f"hub.private: {repository} exists and is public, but the run asks for a private one. Nothing was "
+            "pushed; make the repository private on its page, or push with hub.private=false (lockstep push "
+            "--public)",
         )
     files: dict[str, Any] = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
     text = (folder / "README.md").read_text(encoding="utf-8")

@@ -125,8 +125,8 @@ class DiskSpace:
             if rescue is None or (free_bytes(Path(rescue).expanduser()) or 0) < self.export:
                 raise RunError(
                     "LS6030",
-                    f"{fault}. Make room, or give another output=FOLDER; to train all the same, "
-                    "checkpoint.rescue=FOLDER on another disk, which has room for the export",
+                    f"{fault}. Free disk space, or give another output=FOLDER. To train anyway, set "
+                    "checkpoint.rescue=FOLDER on another disk with enough space for the export",
                 )
             return [f"{fault}. What has no room there at the end goes to {rescue}"]
         if free < wanted:

@@ -471,9 +471,9 @@ def none_usable(run: Run, reasons: Iterable[str]) -> RunError:
     also, then = (f" or {run.remote_dir}", ", and give another mirror") if run.remote_dir else ("", "")
     return RunError(
         "LS6050",
-        f"{folder_of(run)}{also} holds checkpoints, and none of them can be used:\n{rows}\nNone of them was touched. "
-        "Make one readable (permissions, a disk that is not mounted, the version of lockstep that wrote it), or "
-        f"give another output=FOLDER; to begin from the start, move {run.folder} away{then}",
+        f"{folder_of(run)}{also} has checkpoints, but none of them can be used:\n{rows}\nNone of them was "
+        "changed. Make one readable (permissions, a disk that is not mounted, the version of lockstep that "
+        f"wrote it), or give another output=FOLDER; to train from the start, move {run.folder} away{then}",
     )
 
 

@@ -77,7 +77,11 @@ class CheckpointCatalog:
             return here, []
         there, fault = self._by_main(lambda: self.mirror.list_checkpoints() if self.mirror else [])
         if fault is not None and not here:
-            raise RunError("LS6040", f"remote_dir: {fault}; without it nobody can tell whether there are checkpoints")
+            raise RunError(
+                "LS6040",
+                f"remote_dir: {fault}, so the checkpoints there cannot be listed; make it reachable, or remove "
+                "remote_dir",
+            )
         notes = [f"{fault}; only the checkpoints in {folder_of(self.run)} are looked at"] if fault else []
         every = here + [(name, manifest, True) for name, manifest in there or []]
         return sorted(every, key=lambda each: (-len(each[0]), *(-ord(c) for c in each[0]))), notes

@@ -52,7 +52,9 @@ def _one(value: str) -> str:
     """Errors: `ValueError`."""
     if len(value) != 1 or value in "\r\n\"'" or value.isalnum():
         raise InvalidValue(
-            "LS1010", f"expected one character that is no letter, digit or quote, or a name such as tab, not {value!r}"
+            "LS1010",
+            f"invalid value {value!r}; expected one character that is not a letter, digit or quote, or a name "
+            "such as tab",
         )
     return value
 
@@ -115,24 +117,26 @@ def address_of(text: str) -> Address:
         wanted = "hf://datasets/USER/REPO/path" if scheme == "hf" else f"{scheme}://BUCKET/path"
         raise InvalidValue("LS1013", f"{text}: expected {wanted}")
     if ".." in parts or "." in parts:
-        raise InvalidValue("LS1014", f"{text}: . and .. mean nothing in an address")
+        raise InvalidValue("LS1014", f"{text}: an address cannot contain . or ..; write the full path")
     return Address(scheme, "/".join(parts[:count]), "/".join(parts[count:]))
 
 
 def _of_mirror(text: str) -> str:
     """Errors: `ValueError`."""
     if not is_address(text):
-        raise InvalidValue("LS1015", f"{text!r} is no address; expected one such as s3://bucket/runs/emotion")
+        raise InvalidValue(
+            "LS1015", f"{text!r} is not an address; expected an address such as s3://bucket/runs/emotion"
+        )
     address = address_of(text)
     if address.scheme not in STORES:
         raise InvalidValue(
             "LS1016",
-            f"{address.scheme}:// can be read from and not written to; known are "
+            f"{address.scheme}:// can be read but not written; use one of "
             f"{', '.join(f'{s}://' for s in STORES)} (hub.push_to uploads the export to the Hub)",
         )
     if not address.path:
         raise InvalidValue(
-            "LS1017", f"{text} is a whole bucket: give a folder of this run in it, such as {address}/runs/emotion"
+            "LS1017", f"{text} names a whole bucket; name a folder in the bucket, such as {address}/runs/emotion"
         )
     return str(address)
 
@@ -145,11 +149,15 @@ def _path(text: str) -> str:
     try:
         content = text.encode()
     except UnicodeError:
-        raise InvalidValue("LS1018", f"{text[:60]!r} is not UTF-8") from None
+        raise InvalidValue(
+            "LS1018", f"{text[:60]!r} is not valid UTF-8; rename the file, or correct the value"
+        ) from None
     if b"\0" in content:
-        raise InvalidValue("LS1019", f"{text[:60]!r} holds a zero character, as no path does")
+        raise InvalidValue("LS1019", f"{text[:60]!r} contains a zero byte, which a path cannot contain")
     if "://" not in text and (len(content) > 4000 or any(len(part) > 255 for part in content.split(b"/"))):
-        raise InvalidValue("LS1020", f"{text[:40]!r}... has {len(text):,} characters; no path or name is that long")
+        raise InvalidValue(
+            "LS1020", f"{text[:40]!r}... has {len(text):,} characters; a path or name cannot be that long"
+        )
     return text
 
 
@@ -185,7 +193,7 @@ class Condition(BaseModel):
         return self.min_tokens is not None or self.max_tokens is not None
 
     @property
-    def given(self) -> dict[str, Any]:
+    def conditions(self) -> dict[str, Any]:
         """Its keys that say something."""
         return self.model_dump()
 
@@ -193,7 +201,9 @@ class Condition(BaseModel):
 def _explained(values: Any) -> Any:
     """Errors: `ValueError`, in words that pydantic has not for a choice of types."""
     if not isinstance(values, Mapping):
-        raise InvalidValue("LS1021", f"expected a mapping of columns, such as {{language: en}}, and not {values!r}")
+        raise InvalidValue(
+            "LS1021", f"invalid value {values!r}; expected a mapping of columns to conditions, such as {{language: en}}"
+        )
     allowed = f"{_MAY_BE} {', '.join(Condition.model_fields)}"
     for column, value in values.items():
         if isinstance(value, Condition):
@@ -202,27 +212,29 @@ def _explained(values: Any) -> Any:
         if isinstance(value, Mapping):
             _check(column, value, allowed)
         elif not listed or not all(isinstance(each, Scalar) for each in listed):
-            raise InvalidValue("LS1022", f"{column}: {value!r} is no condition; it is {allowed}")
+            raise InvalidValue("LS1022", f"{column}: {value!r} is not a condition; a condition is {allowed}")
     return values
 
 
 def _check(column: Any, value: Mapping[str, Any], allowed: str) -> None:
     """Errors: `ValueError`."""
     try:
-        given = Condition.model_validate(value).given
+        given = Condition.model_validate(value).conditions
     except ValidationError as error:
         wrong = ".".join(str(part) for part in error.errors()[0]["loc"][:1])
         if wrong not in Condition.model_fields:
-            raise InvalidValue("LS1023", f"{column}: there is no condition {wrong!r}; it is {allowed}") from None
+            raise InvalidValue("LS1023", f"{column}: unknown condition {wrong!r}; a condition is {allowed}") from None
         about = Condition.model_fields[wrong].description
         raise InvalidValue("LS1024", f"{column}: {wrong}: invalid value {value[wrong]!r}; {about}") from None
     if not given:
-        raise InvalidValue("LS1025", f"{column}: {{}} is no condition; it is {allowed}")
+        raise InvalidValue("LS1025", f"{column}: the condition is empty; a condition is {allowed}")
     for what in ("", "_characters", "_words", "_tokens"):
         low, high = given.get(f"min{what}"), given.get(f"max{what}")
         if low is not None and high is not None and low > high:
             raise InvalidValue(
-                "LS1026", f"{column}: min{what} ({low}) is more than max{what} ({high}): no row would be left"
+                "LS1026",
+                f"{column}: min{what} ({low}) is more than max{what} ({high}): no row can match; exchange or "
+                "correct the two values",
             )
 
 
@@ -281,21 +293,24 @@ def _explained_mixture(values: Any) -> Any:
     """Errors: `ValueError`, which names the source."""
     if not isinstance(values, list) or not values:
         raise InvalidValue(
-            "LS1027", f"expected a list of sources, such as [{{source: web.jsonl, weight: 2}}], and not {values!r}"
+            "LS1027",
+            f"invalid value {values!r}; expected a list of sources, such as [{{source: web.jsonl, weight: 2}}]",
         )
-    found = [_named(value, place) for place, value in enumerate(values)]
-    entries = [value if isinstance(value, OneSource) else _entry(value) for value in found]
+    named_sources = [_named(value, place) for place, value in enumerate(values)]
+    entries = [value if isinstance(value, OneSource) else _entry(value) for value in named_sources]
     names = Counter(entry.name for entry in entries)
     if (twice := names.most_common(1)[0])[1] > 1:
-        raise InvalidValue("LS1028", f"two sources are called {twice[0]}: give each a name of its own")
+        raise InvalidValue("LS1028", f"two sources have the name {twice[0]}; give each source a different name")
     if "scale" in names:
         raise InvalidValue(
-            "LS1029", "a source may not be called scale: metrics have a loss_scale already; give it another name"
+            "LS1029",
+            "a source cannot have the name scale, because its loss would be logged as loss_scale, which is "
+            "another metric; choose a different name",
         )
     without = [entry.name for entry in entries if entry.weight is None]
     if 0 < len(without) < len(entries):
         raise InvalidValue(
-            "LS1030", f"{without[0]} has no weight, and others have: give one to every source, or to none"
+            "LS1030", f"{without[0]} has no weight but other sources have one; give a weight to every source or to none"
         )
     for entry in entries:
         _check_weight(entry)
@@ -308,7 +323,7 @@ def _named(value: Any, place: int) -> Any:
         return value
     value = {"source": value} if isinstance(value, str) else value
     if not isinstance(value, Mapping):
-        raise InvalidValue("LS1031", f"source {place + 1}: expected a mapping of keys, and not {value!r}")
+        raise InvalidValue("LS1031", f"source {place + 1}: invalid value {value!r}; expected a mapping of keys")
     if value.get("name") is None:
         train = value.get("train")
         given = str(value.get("source") or (train[0] if isinstance(train, list) and train else train) or "")
@@ -337,7 +352,9 @@ def _entry(value: Mapping[str, Any]) -> OneSource:
         about = OneSource.model_fields[key].description
         raise InvalidValue("LS1034", f"{name}: {key}: invalid value {value.get(key)!r}; {about}") from None
     if entry.source is None and entry.train is None:
-        raise InvalidValue("LS1035", f"{name}: give source (a Hub id, a folder or a file) or train (files)")
+        raise InvalidValue(
+            "LS1035", f"{name}: no data given; set source (a Hub id, a folder or a file) or train (files)"
+        )
     return entry
 
 
@@ -347,11 +364,11 @@ def _check_weight(entry: OneSource) -> None:
         if not 0 < weight < float("inf"):
             raise InvalidValue(
                 "LS1036",
-                f"{entry.name}: weight: invalid value {weight:g}; it must be more than 0; leave a source out "
-                "that is not to be used",
+                f"{entry.name}: weight: invalid value {weight:g}; expected a number > 0; to leave a source "
+                "unused, remove it from data.sources",
             )
         if step < 0:
-            raise InvalidValue("LS1037", f"{entry.name}: weight: step {step} is before the first, 0")
+            raise InvalidValue("LS1037", f"{entry.name}: weight: invalid step {step}; expected a step >= 0")
     steps = [step for step, _ in entry.schedule]
     if entry.weight is not None and (not steps or steps[0] != 0 or steps != sorted(set(steps))):
         raise InvalidValue(
@@ -405,17 +422,19 @@ class Streaming(BaseModel):
         if not self.stream:
             for key, default in (("stream_window", WINDOW), ("stream_cache_gb", CACHE_GB)):
                 if getattr(self, key) != default:
-                    raise InvalidValue("LS1039", f"{key} is about a stream: set data.stream=true, or leave it out")
+                    raise InvalidValue(
+                        "LS1039", f"{key} has an effect only with data.stream; set data.stream=true, or remove {key}"
+                    )
             return self
         for key, why in _REFUSED.items():
             if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
-                raise InvalidValue("LS1040", f"{key} does not go with data.stream: {why}")
+                raise InvalidValue("LS1040", f"{key} cannot be combined with data.stream: {why}")
         _check_filter(self, "")
         for entry in getattr(self, "sources", None) or []:
             for key in [key for key in _REFUSED if key in type(entry).model_fields]:
                 if getattr(entry, key) != type(entry).model_fields[key].get_default(call_default_factory=True):
                     raise InvalidValue(
-                        "LS1041", f"sources: {entry.name}: {key} does not go with data.stream: {_REFUSED[key]}"
+                        "LS1041", f"sources: {entry.name}: {key} cannot be combined with data.stream: {_REFUSED[key]}"
                     )
             _check_filter(entry, f"sources: {entry.name}: ")
         return self
@@ -427,6 +446,6 @@ def _check_filter(given: Any, where: str) -> None:
         if isinstance(wanted, Condition) and wanted.counts_tokens:
             raise InvalidValue(
                 "LS1042",
-                f"{where}filter: {column}: tokens are not counted in a stream before it is encoded; give min_words, "
-                "max_words",
+                f"{where}filter: {column}: the tokens of a stream cannot be counted before it is encoded; use "
+                "min_words and max_words instead",
             )

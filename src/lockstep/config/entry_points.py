@@ -59,7 +59,7 @@ def one(kind: str, name: str, called: str) -> EntryPoint | None:
     entries = named(kind).get(name, [])
     if len(entries) > 1:
         owners = " and ".join(map(origin, entries))
-        raise PluginError("LS1140", f"{called} {name!r} is a name in {owners}: uninstall all but one of them")
+        raise PluginError("LS1140", f"{called} {name!r} is registered by {owners}; uninstall all but one of them")
     return entries[0] if entries else None
 
 

@@ -45,15 +45,15 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Every value of nested lists and mappings, with the key that it, or the list around it, has: also of what YAML and
     Python have besides (sets, bytes, paths). What follows `--name` in a list is the value of that name."""
     if isinstance(value, Mapping):
-        for inner, found in value.items():
-            yield from _leaves(str(inner), found)
+        for inner, inner_value in value.items():
+            yield from _leaves(str(inner), inner_value)
     elif isinstance(value, list | tuple | set | frozenset):
         before = ""
-        for found in value:
-            yield from _leaves(key, found)
-            if isinstance(found, str | int | float):
-                yield before, found
-            before = found if isinstance(found, str) and found.startswith("--") else ""
+        for inner_value in value:
+            yield from _leaves(key, inner_value)
+            if isinstance(inner_value, str | int | float):
+                yield before, inner_value
+            before = inner_value if isinstance(inner_value, str) and inner_value.startswith("--") else ""
     elif isinstance(value, bytes):
         yield key, value.decode("latin-1")
     else:
@@ -169,10 +169,10 @@ def _wanted(item: dict[str, Any], field: FieldInfo | None) -> str:
             f"expected {'a number' if field is None else _KINDS.get(_plain(field), 'a number')} "
             + (str(item["msg"]).partition("should be ")[2])
         )
-    found = _KINDS.get(kind.partition("_")[0])
+    kind_words = _KINDS.get(kind.partition("_")[0])
     if any(str(part).startswith("list[") for part in item["loc"]):  # the member of a union that was tried
-        found = "a list of texts"
-    return f"expected {found}" if found is not None else str(item["msg"])[:1].lower() + str(item["msg"])[1:]
+        kind_words = "a list of texts"
+    return f"expected {kind_words}" if kind_words is not None else str(item["msg"])[:1].lower() + str(item["msg"])[1:]
 
 
 def _plain(field: FieldInfo) -> str:
@@ -181,25 +181,25 @@ def _plain(field: FieldInfo) -> str:
 
 def _described(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     """Dotted key -> its field, sections' inner ones among them."""
-    found: dict[str, FieldInfo] = {}
+    fields: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
-        found[f"{prefix}{name}"] = field
+        fields[f"{prefix}{name}"] = field
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found |= _described(field.annotation, f"{prefix}{name}.")
-    return found
+            fields |= _described(field.annotation, f"{prefix}{name}.")
+    return fields
 
 
 def _fields(model: type[BaseModel], prefix: str = "") -> dict[str, type[BaseModel] | None]:
-    found: dict[str, type[BaseModel] | None] = {}
+    sections: dict[str, type[BaseModel] | None] = {}
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         section = (
             field.annotation if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else None
         )
-        found[key] = section
+        sections[key] = section
         if section is not None:
-            found |= _fields(section, f"{key}.")
-    return found
+            sections |= _fields(section, f"{key}.")
+    return sections
 
 
 _SECTIONS = {"tasks": "task", "launchers": "launch", "optimizers": "optim"}
@@ -208,14 +208,14 @@ _SECTIONS = {"tasks": "task", "launchers": "launch", "optimizers": "optim"}
 def keys_of(model: type[BaseModel]) -> dict[str, str]:
     """Every dotted key of a run file, those of plug-ins among them -> when it is one: "" for always. Imports tasks,
     launchers and optimizers, which need no torch for it."""
-    found = dict.fromkeys(_described(model), "")
+    keys = dict.fromkeys(_described(model), "")
     for kind, section in _SECTIONS.items():
         for name, plugin in plugins.loadable(kind):
             for option in plugin.Options.model_fields:  # type: ignore[attr-defined]
                 key = f"{section}.{option}"
-                if key not in found or found[key]:
-                    found[key] = f"{found[key]}, {name}" if key in found else f"with {section}.name: {name}"
-    return found
+                if key not in keys or keys[key]:
+                    keys[key] = f"{keys[key]}, {name}" if key in keys else f"with {section}.name: {name}"
+    return keys
 
 
 def _siblings(model: type[BaseModel], parent: str) -> list[str]:
@@ -321,8 +321,8 @@ def read_yaml(text: str) -> Any:
 
 _INT = "tag:yaml.org,2002:int"
 Yaml.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in found if tag != _INT]
-    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 Yaml.add_implicit_resolver(
     _INT,
@@ -343,14 +343,14 @@ def read_yaml_with_lines(text: str) -> tuple[Any, dict[str, int]]:
 
 
 def _lines(root: yaml.Node | None) -> dict[str, int]:
-    found: dict[str, int] = {}
+    line_numbers: dict[str, int] = {}
 
     def walk(node: yaml.Node | None, prefix: str) -> None:
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 path = f"{prefix}.{key.value}" if prefix else str(key.value)
-                found[path] = key.start_mark.line + 1
+                line_numbers[path] = key.start_mark.line + 1
                 walk(value, path)
 
     walk(root, "")
-    return found
+    return line_numbers

@@ -59,13 +59,13 @@ def place(key: str, ours: Mapping[str, str]) -> str | None:
 def near(key: str, value: Any, siblings: Sequence[str], ours: Mapping[str, str]) -> str:
     """Explain an unknown key, by its exact name or by a guess: a key beside it, the names inside it if it is a
     mapping, a key elsewhere; else the keys that are known there."""
-    if (found := place(key, ours)) is not None:
-        return found
+    if (home := place(key, ours)) is not None:
+        return home
     last = key.rpartition(".")[2]
     if close := difflib.get_close_matches(last, siblings, 1, cutoff=CLOSE):
         return f"did you mean {close[0]!r}?"
     if isinstance(value, Mapping):
-        inner = [f"{name!r}: {found}" for name in map(str, value) if (found := place(name, ours)) is not None]
+        inner = [f"{name!r}: {home}" for name in map(str, value) if (home := place(name, ours)) is not None]
         if inner:
             return f"there is no such section; of what stands in it, {'; '.join(inner)}"
     places = {mine.rpartition(".")[2]: mine for mine in reversed(list(ours))}  # of equal ones the first
@@ -134,7 +134,7 @@ def translate(section: str, values: Any, known: Mapping[str, Any]) -> Any:
             if name in values:
                 raise InvalidValue(
                     "LS1050",
-                    f"{prefix}{key} is the former name of {prefix}{name}, and both are given; leave {prefix}{key} out",
+                    f"{prefix}{key} is the former name of {prefix}{name}, and both are set; remove {prefix}{key}",
                 )
             _note(f"{prefix}{key} is called {prefix}{name} now; the former name is read for one release")
         present[name] = _present_value(f"{prefix}{name}", value) if name in known else value

@@ -42,7 +42,8 @@ class EvaluateSection(Section):
     def _delta_of_something(self) -> EvaluateSection:
         if self.min_delta and self.patience is None:
             raise InvalidValue(
-                "LS1060", "min_delta is of patience, which is not given: set evaluate.patience, or leave it out"
+                "LS1060",
+                "min_delta has an effect only with evaluate.patience; set evaluate.patience, or remove min_delta",
             )
         return self
 
@@ -65,9 +66,11 @@ class AverageSection(Section):
     @model_validator(mode="after")
     def _one_average(self) -> AverageSection:
         if self.ema is not None and self.last is not None:
-            raise InvalidValue("LS1061", "give ema or last, and not both")
+            raise InvalidValue("LS1061", "ema and last are both set; remove one of them")
         if not self.ema_warmup and self.ema is None:
-            raise InvalidValue("LS1062", "ema_warmup is of ema, which is not given: set average.ema, or leave it out")
+            raise InvalidValue(
+                "LS1062", "ema_warmup has an effect only with average.ema; set average.ema, or remove ema_warmup"
+            )
         return self
 
     @property
@@ -86,8 +89,8 @@ class AverageSection(Section):
 def choose_best(values: dict[str, Any]) -> None:
     """Fill in which model is exported, and by which metric the best one is found, in a run file's top level."""
     given = {key: values.get(key) or {} for key in ("evaluate", "checkpoint", "average")}
-    given = {key: found.model_dump() if isinstance(found, Section) else found for key, found in given.items()}
-    if not all(isinstance(found, dict) for found in given.values()):
+    given = {key: entry.model_dump() if isinstance(entry, Section) else entry for key, entry in given.items()}
+    if not all(isinstance(entry, dict) for entry in given.values()):
         return  # a mistake that validation tells of
     asked = given["checkpoint"].get("best") is not None or given["evaluate"].get("patience") is not None
     if values.get("export") is None:
@@ -101,22 +104,26 @@ def check(best: str | None, evaluated: bool, every: Any, average: AverageSection
     not go together. Errors: `ValueError`."""
     if best is not None and not evaluated:
         raise InvalidValue(
-            "LS1063", "the best model is chosen from evaluations: set evaluate.every to steps, or to epoch"
+            "LS1063",
+            "the best model is chosen by evaluations during training, and there are none; set evaluate.every "
+            "to a number of steps, or to epoch",
         )
     if best is not None and (_LESS if best[0] != "-" else _MORE).fullmatch(name := best.removeprefix("-")):
         less = best[0] != "-"
         raise InvalidValue(
             "LS1064",
-            f"checkpoint.best: of {name} {'less' if less else 'more'} is better, and {best!r} would choose the "
-            f"{'highest' if less else 'lowest'}; write {'-' * less}{name}",
+            f"checkpoint.best: {best!r} selects the {'highest' if less else 'lowest'} {name}, but "
+            f"{'lower' if less else 'higher'} is better; write {'-' * less}{name}",
         )
     if average.last is not None and export == "best":
         raise InvalidValue(
             "LS1065",
-            "average.last exports the mean of the last checkpoints, and export: best one of "
-            "them; leave one of both out",
+            "average.last exports the mean of the last checkpoints, but export: best exports a single "
+            "checkpoint; remove one of the two",
         )
     if average.last is not None and not every:
         raise InvalidValue(
-            "LS1066", "average.last is the mean of checkpoints on the way: set checkpoint.every to steps, or epoch"
+            "LS1066",
+            "average.last is the mean of checkpoints written during training, and there are none; set "
+            "checkpoint.every to a number of steps, or to epoch",
         )

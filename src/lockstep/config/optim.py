@@ -53,7 +53,7 @@ def _schedule(value: Any) -> Any:
         raise InvalidValue("LS1073", f"invalid value {value!r}; {told}")
     if not all(0 <= rate < math.inf for _, rate in points) or not any(rate for _, rate in points):
         raise InvalidValue(
-            "LS1074", f"invalid value {value!r}; rates are finite and not negative, and one of them is more than 0"
+            "LS1074", f"invalid value {value!r}; every rate must be finite and >= 0, and at least one must be > 0"
         )
     return points
 
@@ -144,13 +144,13 @@ class OptimSection(PluginSection):
     @model_validator(mode="after")
     def _of_its_schedule(self) -> OptimSection:
         if self.warmup_steps and self.warmup_fraction:
-            raise InvalidValue("LS1077", "give warmup_steps or warmup_fraction, and not both")
+            raise InvalidValue("LS1077", "warmup_steps and warmup_fraction are both set; remove one of them")
         points = isinstance(self.schedule, list)
         if isinstance(self.schedule, list) and self.learning_rate != (top := max(rate for _, rate in self.schedule)):
             raise InvalidValue(
                 "LS1078",
-                f"learning_rate is {self.learning_rate:g}, and the highest of the points in schedule {top:g}: leave "
-                "learning_rate out",
+                f"learning_rate is {self.learning_rate:g} but the highest point of schedule is {top:g}; remove "
+                "learning_rate",
             )
         wrong = {
             "warmup_steps": points and self.warmup_steps,
@@ -161,10 +161,10 @@ class OptimSection(PluginSection):
             "decay_fraction": self.schedule != "wsd" and self.decay_fraction != 0.1,
             "decay_shape": self.schedule != "wsd" and self.decay_shape != "linear",
         }
-        for key, found in wrong.items():
-            if found:
+        for key, reason in wrong.items():
+            if reason:
                 said = "points" if points else self.schedule
-                raise InvalidValue("LS1079", f"{key} has no meaning with schedule: {said}; leave it out")
+                raise InvalidValue("LS1079", f"{key} has no effect with schedule: {said}; remove it")
         return self
 
 

@@ -111,7 +111,9 @@ def described(kind: str, name: str, *attributes: str) -> tuple[str, dict[str, An
         (entry,) = entry_points.named(kind)[name]
         module = entry_points.file_of(entry.module)
         if module is None:
-            raise PluginError("LS1096", f"{entry.module} of {entry_points.origin(entry)} is not there")
+            raise PluginError(
+                "LS1096", f"{entry.module} of {entry_points.origin(entry)} cannot be found; reinstall that package"
+            )
         file, plugin, called = module, entry.attr, f"{entry.module} of {entry_points.origin(entry)}"
     try:
         text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
@@ -169,12 +171,14 @@ def find(kind: str, name: str) -> type:
     Errors: `PluginError`, naming the nearest known name. The module is imported, and with it the engine it needs.
     """
     if "." in name:
-        found = attribute(name)
-        if kind == "optimizers" and getattr(found, "plugin", "") != kind:
+        plugin = attribute(name)
+        if kind == "optimizers" and getattr(plugin, "plugin", "") != kind:
             raise PluginError(
-                "LS1090", f"{name} is no optimizer of lockstep's; CONTRIBUTING.md has how torch's are made one"
+                "LS1090",
+                f"{name} is an optimizer of torch, not of lockstep; CONTRIBUTING.md shows how to wrap an "
+                "optimizer of torch",
             )
-        return found
+        return plugin
     _refuse_ambiguous(kind, name)
     if name not in built_in(kind):
         if name not in (added := entry_points.named(kind)):
@@ -189,7 +193,7 @@ def find(kind: str, name: str) -> type:
     ]
     if len(classes) != 1:
         raise PluginError(
-            "LS1092", f"lockstep/{kind}/{name}.py must hold exactly one plug-in class, it holds {len(classes)}"
+            "LS1092", f"lockstep/{kind}/{name}.py must define exactly one plug-in class, but defines {len(classes)}"
         )
     return classes[0]
 
@@ -200,8 +204,8 @@ def _refuse_ambiguous(kind: str, name: str) -> None:
     if entry is not None and name in built_in(kind):
         raise PluginError(
             "LS1099",
-            f"{_SINGULAR[kind]} {name!r} is one of lockstep's own, and a name in {entry_points.origin(entry)}: "
-            "uninstall that, or name its class by a dotted path",
+            f"{_SINGULAR[kind]} {name!r} is built into lockstep, and {entry_points.origin(entry)} registers "
+            "the same name; uninstall that package, or give its class as a dotted path",
         )
 
 
@@ -225,8 +229,8 @@ def _of_distribution(entry: EntryPoint, kind: str) -> type:
     if not _is(kind, plugin_class):
         raise PluginError(
             "LS1111",
-            f"{_SINGULAR[kind]} {entry.name!r} of {entry_points.origin(entry)} is {entry.value}, which is no class "
-            f"that inherits from lockstep's {_SINGULAR[kind].capitalize()}",
+            f"{_SINGULAR[kind]} {entry.name!r} of {entry_points.origin(entry)} is {entry.value}, which does "
+            f"not inherit from lockstep's class {_SINGULAR[kind].capitalize()}",
         )
     return plugin_class
 
@@ -304,8 +308,8 @@ def refuse_old(packages: Sequence[str], distribution: str = "lockstep-train") ->
             if least.operator == ">=" and installed < Version(least.version):
                 raise RunError(
                     "LS1094",
-                    f"{package} {installed} is older than lockstep was tried with: pip install '{package}{least}' "
-                    "(docs/explanation/engines.md says what earlier versions do)",
+                    f"{package} {installed} is older than the versions that lockstep supports: pip install "
+                    f"'{package}{least}' (docs/explanation/engines.md says what earlier versions do)",
                 )
 
 

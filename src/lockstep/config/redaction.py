@@ -109,13 +109,13 @@ def holds_secret(text: str, of_environment: tuple[str, ...] | None = None) -> bo
     return (
         _TOKEN.search(text) is not None
         or any(len(value) >= _NO_WORD and value in text and not os.path.exists(value) for value in values)
-        or any(STRUCK not in found.group() for pattern in _PATTERNS for found in pattern.finditer(text))
+        or any(STRUCK not in match.group() for pattern in _PATTERNS for match in pattern.finditer(text))
     )
 
 
 def visible(text: str) -> str:
     """The text with control characters written out, `\\x1b` for an escape; tabs and newlines stay."""
-    return _COMMANDS.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+    return _COMMANDS.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
 
 
 def printable(text: str) -> str:

@@ -136,23 +136,24 @@ class Run(Section):
         for key, source in (("model", self.model.source), ("tokenizer", self.tokenizer.source)):
             if is_address(source):
                 raise InvalidValue(
-                    "LS1100", f"{key}.source: {source} is not loaded from; copy that folder to this machine first"
+                    "LS1100", f"{key}.source: {source} cannot be loaded directly; copy the folder to this machine first"
                 )
         if is_address(self.output):
             raise InvalidValue(
                 "LS1101",
-                f"output is a folder of this machine; to keep its results elsewhere, too: remote_dir={self.output}",
+                f"output must be a folder of this machine; to copy the results to {self.output}, set "
+                f"remote_dir={self.output}",
             )
         model_selection.check(
             self.checkpoint.best, bool(self.evaluate.every), self.checkpoint.every, self.average, self.export
         )
         if self.epochs is not None and self.steps is not None:
-            raise InvalidValue("LS1102", "give either epochs or steps, and not both")
+            raise InvalidValue("LS1102", "epochs and steps are both set; remove one of them")
         if self.micro_batches > self.batch_size:
             raise InvalidValue(
                 "LS1103",
-                f"micro_batches ({self.micro_batches}) must not be more than batch_size ({self.batch_size}): "
-                "every micro-batch of a step needs an example",
+                f"micro_batches ({self.micro_batches}) is greater than batch_size ({self.batch_size}), but "
+                "every micro-batch needs an example; lower micro_batches or raise batch_size",
             )
         return self
 
@@ -212,7 +213,7 @@ class Run(Section):
                 if part[key] is None:
                     del part[key]
         if self.strategy.exact:
-            values["strategy"] = {"exact": True}
+            values["strategy"] = {"exact": True, "tensor_leaves": self.strategy.tensor_leaves}
         return messages.flat(values) | ({REVISION: 2} if revised(self.optim) else {})
 
     def check_shared(self, processes: int, told: str) -> None:
@@ -220,7 +221,8 @@ class Run(Section):
         if processes > self.micro_batches:
             raise RunError(
                 "LS1104",
-                f"{told} cannot share {self.micro_batches} micro-batches; use fewer processes or more micro_batches",
+                f"{told} cannot share {self.micro_batches} micro-batches, because each process needs at least "
+                "one; use fewer processes or raise micro_batches",
             )
 
     def default(self, key: str) -> Any:
@@ -231,8 +233,8 @@ class Run(Section):
         if kind is not None:
             fields |= plugins.find(kind, section.name).Options.model_fields  # type: ignore[attr-defined]
         field = fields.get(inner or name)
-        found = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
-        return BEFORE.get(key, list(found) if isinstance(found, tuple) else found)
+        value = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
+        return BEFORE.get(key, list(value) if isinstance(value, tuple) else value)
 
 
 def load(
@@ -264,7 +266,7 @@ def load(
         if not isinstance(values, dict):
             raise RunError(
                 "LS1107",
-                f"{path} must hold a mapping of keys (see `lockstep schema`), it holds {messages.kind(values)}",
+                f"{path} must contain a mapping of keys (see `lockstep schema`), but contains {messages.kind(values)}",
             )
         values = beside({key: at_length(key, value) for key, value in values.items()}, Path(path))
         values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
@@ -375,7 +377,8 @@ class _Source:
                 raise RunError("LS1109", f"unknown key {key!r}: {hint} ({self.where(key)})")
             if not isinstance(given, dict):
                 raise RunError(
-                    "LS1110", f"{key}: expected a mapping of the tracker's keys, not {given!r} ({self.where(key)})"
+                    "LS1110",
+                    f"{key}: invalid value {given!r}; expected a mapping of the tracker's keys ({self.where(key)})",
                 )
             own[name] = self.options(key, "track.to", "track", name, given, ())
         return type(section)(**own)
@@ -420,11 +423,13 @@ def overrides_of(given: Sequence[str] | Mapping[str, Any]) -> messages.Overrides
     for key in given:
         if not isinstance(key, str) or not KEY.fullmatch(key):
             raise RunError(
-                "LS1112", f"{key!r} is no key of a run file; a key inside a section is written optim.learning_rate"
+                "LS1112",
+                f"{key!r} is not a key of the run file; write a key inside a section with a dot, such as "
+                "optim.learning_rate",
             )
-    found = messages.Overrides(given)
-    found.place = "in the overrides"
-    return found
+    overrides = messages.Overrides(given)
+    overrides.place = "in the overrides"
+    return overrides
 
 
 def override_of(key: str, text: str) -> str:
@@ -472,31 +477,31 @@ def beside(values: dict[str, Any], file: Path) -> dict[str, Any]:
     output = values.get("output")
     if folder == Path() or (isinstance(output, str) and folder.resolve() == Path(output).expanduser().resolve()):
         return values
-    found = dict(values)
+    merged = dict(values)
     for section, keys in PATHS.items():
         if isinstance(given := at_length(section, values.get(section)), dict):
             there = _there(given, keys, folder)
             if isinstance(sources := given.get("sources"), list):  # of a mixture
                 there["sources"] = [
-                    each | _there(each, keys, folder) if isinstance(each, dict) else _found(each, folder)
+                    each | _there(each, keys, folder) if isinstance(each, dict) else _placed(each, folder)
                     for each in sources
                 ]
             if there != {key: given[key] for key in there}:
-                found[section] = given | there
-    return found
+                merged[section] = given | there
+    return merged
 
 
 def _there(given: dict[str, Any], keys: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """Those of the keys that name what is there."""
     if given.get("source") is not None:
         keys = ("source",)  # what else there is are splits of it, or files in it
-    return {key: _found(given[key], folder) for key in keys if key in given}
+    return {key: _placed(given[key], folder) for key in keys if key in given}
 
 
-def _found(value: Any, folder: Path) -> Any:
+def _placed(value: Any, folder: Path) -> Any:
     """A path, or a list of them."""
     if isinstance(value, list):
-        return [_found(each, folder) for each in value]
+        return [_placed(each, folder) for each in value]
     if not isinstance(value, str) or not value or value.startswith("~") or os.path.isabs(value):
         return value
     path = folder / value
@@ -535,9 +540,16 @@ def check_output(run: Run) -> None:
     """OUTPUT is there or can be made. Errors: `RunError`."""
     there = next(path for path in (run.folder, *run.folder.parents) if path.exists())
     if not there.is_dir():
-        raise RunError("LS1115", f"output: cannot write to {run.folder}: {there} is a file")
+        raise RunError(
+            "LS1115",
+            f"output: cannot write to {run.folder}: {there} is a file, not a folder; choose another output",
+        )
     if not os.access(there, os.W_OK):
-        raise RunError("LS1116", f"output: cannot write to {run.folder}: {there} may not be written by this user")
+        raise RunError(
+            "LS1116",
+            f"output: cannot write to {run.folder}: this user has no permission to write to {there}; choose "
+            "another output",
+        )
 
 
 def keep(run: Run) -> None:
@@ -579,8 +591,8 @@ def aside_of(name: str) -> str:
 
 def schema() -> dict[str, Any]:
     """The JSON Schema of a run file."""
-    found = Run.model_json_schema()
-    properties, sections = found["properties"], found["$defs"]
+    json_schema = Run.model_json_schema()
+    properties, sections = json_schema["properties"], json_schema["$defs"]
     to = sections["TrackSection"]["properties"]["to"]
     to |= {"anyOf": [{"type": "string"}, {"type": to.pop("type"), "items": to.pop("items")}]}
     for name in SHORT:
@@ -589,7 +601,7 @@ def schema() -> dict[str, Any]:
     precision = properties["precision"]
     precision["enum"] += [*PRECISIONS, 32, 16]
     del precision["type"]
-    return found
+    return json_schema
 
 
 QUICK_START: dict[str, Any] = {

@@ -190,7 +190,7 @@ class DataSection(Streaming, Section):
         if self.sources is None:
             return self
         if given := [key for key in OWN if getattr(self, key) != known[key].get_default(call_default_factory=True)]:
-            raise InvalidValue("LS1130", f"{given[0]} is given in each of data.sources, and not beside them")
+            raise InvalidValue("LS1130", f"{given[0]} cannot be set beside data.sources; set it in each source")
         return self
 
     @model_validator(mode="after")
@@ -198,8 +198,8 @@ class DataSection(Streaming, Section):
         if self.validation_fraction + self.test_fraction >= 1:
             raise InvalidValue(
                 "LS1131",
-                f"validation_fraction ({self.validation_fraction:g}) and test_fraction ({self.test_fraction:g}) leave "
-                "nothing to train on",
+                f"validation_fraction ({self.validation_fraction:g}) and test_fraction ({self.test_fraction:g}) "
+                "sum to 1 or more, which leaves nothing to train on; lower them",
             )
         return self
 
@@ -210,7 +210,9 @@ class DataSection(Streaming, Section):
             "".encode(value)
         except (LookupError, ValueError):
             raise InvalidValue(
-                "LS1132", f"Python knows no encoding {value!r}; utf-8, utf-16, latin-1 and cp1252 are usual ones"
+                "LS1132",
+                f"invalid value {value!r}; expected an encoding that Python knows, such as utf-8, utf-16, "
+                "latin-1 or cp1252",
             ) from None
         return value
 
@@ -283,7 +285,7 @@ class TokenizerSection(Section):
     @model_validator(mode="after")
     def _one_origin(self) -> TokenizerSection:
         if self.source is not None and self.train is not None:
-            raise InvalidValue("LS1133", "give either source or train, and not both")
+            raise InvalidValue("LS1133", "source and train are both set; remove one of them")
         return self
 
 
@@ -305,6 +307,11 @@ class StrategySection(Section):
         description="how exact sums travel: flat, from every process to every other; hierarchical, in stages, first "
         "within a "
         "machine; auto: hierarchical on several machines or above 8 processes. The same bits",
+    )
+    tensor_leaves: Positive = Field(
+        1,
+        description="parts that the products of every layer are cut into, whose sums are added in a fixed order; 1, 2, "
+        "... tensor ranks that divide it give the same bits. Part of the arithmetic",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="passed to the engine untouched")
 
@@ -356,8 +363,8 @@ class LaunchSection(PluginSection):
         if self.replicate_every and self.on_rank_failure != "continue":
             raise InvalidValue(
                 "LS1134",
-                "replicate_every: copies are for ranks that go on without a lost one; "
-                "set launch.on_rank_failure=continue",
+                "replicate_every: peer checkpoints are used only when ranks continue without a failed one; set "
+                "launch.on_rank_failure=continue, or remove replicate_every",
             )
         return self
 

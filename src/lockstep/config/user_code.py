@@ -32,11 +32,11 @@ def named(run: Run, strategy: bool = True) -> dict[str, str]:
     """Keys of the run file that name a class or a function of the user's, among those that decide what is computed:
     key -> name."""
     kinds = {"task": "tasks", "optim": "optimizers"} | ({"strategy": "strategies"} if strategy else {})
-    found = {f"{part}.name": plugins.path_of(kind, getattr(run, part).name) for part, kind in kinds.items()}
+    paths = {f"{part}.name": plugins.path_of(kind, getattr(run, part).name) for part, kind in kinds.items()}
     if not is_own(run.task.name):
         task: Any = plugins.find("tasks", run.task.name)
-        found |= {f"task.{key}": str(run.task.options.get(key)) for key in task.functions}
-    return {key: name for key, name in found.items() if is_own(name)}
+        paths |= {f"task.{key}": str(run.task.options.get(key)) for key in task.functions}
+    return {key: name for key, name in paths.items() if is_own(name)}
 
 
 def is_own(name: str) -> bool:
@@ -50,11 +50,11 @@ def files_of(names: Iterable[str]) -> dict[str, Path]:
     whatever is imported by a name that is made while the program runs is not found."""
     if os.getcwd() not in sys.path:  # as `plugins` does
         sys.path.insert(0, os.getcwd())
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for name in names:
         module = name.rpartition(".")[0]
-        _follow(module, module.partition(".")[0], found, set())
-    return found
+        _follow(module, module.partition(".")[0], files, set())
+    return files
 
 
 def hashes_of(names: Iterable[str]) -> dict[str, str]:
@@ -98,14 +98,14 @@ def _plain(node: object) -> object:
     return [type(node).__name__, [[k, _plain(v)] for k, v in parts.items() if v not in (None, []) and k != "kind"]]
 
 
-def _follow(module: str, top: str, found: dict[str, Path], seen: set[str]) -> None:
+def _follow(module: str, top: str, files: dict[str, Path], seen: set[str]) -> None:
     """Add a module of the package `top`, or of none that is installed, the packages it is in, and what it imports."""
     if module in seen:
         return
     seen.add(module)
     package, _, _ = module.rpartition(".")
     if package:
-        _follow(package, top, found, seen)
+        _follow(package, top, files, seen)
     spec = spec_of(module)
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         return
@@ -113,10 +113,10 @@ def _follow(module: str, top: str, found: dict[str, Path], seen: set[str]) -> No
     if module.partition(".")[0] != top and set(_INSTALLED) & set(path.parts):
         return
     inside = package if spec.submodule_search_locations is None else module
-    found["/".join([*filter(None, inside.split(".")), path.name])] = path
+    files["/".join([*filter(None, inside.split(".")), path.name])] = path
     for name in _imported(path, inside):
         if name.partition(".")[0] not in (*_LIBRARIES, *sys.stdlib_module_names):
-            _follow(name, top, found, seen)
+            _follow(name, top, files, seen)
 
 
 def _imported(path: Path, package: str) -> Iterator[str]:

@@ -87,9 +87,9 @@ def read_conll(files: list[Path], key: str, data: DataSection) -> Dataset:
                 if len(cells) != len(names):
                     raise RunError(
                         "LS2000",
-                        f"{key}: {file}, line {number:,}: {len(cells)} column(s), and those before have {len(names)} "
-                        f"({', '.join(names)}): {' '.join(cells)[:80]!r}. Each line is a word and its tags, with a tab "
-                        "or spaces between them; a blank line ends a sentence",
+                        f"{key}: {file}, line {number:,}: expected {len(names)} column(s) ({', '.join(names)}), as in "
+                        f"the lines before; this line has {len(cells)}: {' '.join(cells)[:80]!r}. Each line is a word "
+                        "and its tags, with a tab or spaces between them; a blank line ends a sentence",
                     )
             words = [cells for _, cells in lines]
             if names == list(_CONLLU):  # words that stand for several (1-2), and words that are not written (1.1)
@@ -97,7 +97,7 @@ def read_conll(files: list[Path], key: str, data: DataSection) -> Dataset:
             for name, values in zip(names, zip(*words, strict=True), strict=True):
                 columns[name].append(list(values))
     if not columns:
-        raise RunError("LS2001", f"{key}: {', '.join(map(str, files))} is empty, it holds no example")
+        raise RunError("LS2001", f"{key}: {', '.join(map(str, files))} is empty; expected at least one example")
     return datasets.Dataset.from_dict(columns)
 
 
@@ -170,15 +170,15 @@ def check_rows(file: Path, key: str, encoding: str) -> None:
     if layout in _DOCUMENTS:
         raise RunError(
             "LS2002",
-            f"{key}: {file} is one document ({_DOCUMENTS[layout]}), and would be read as one row: set data.layout: "
-            f"{layout}",
+            f"{key}: {file} is one document ({_DOCUMENTS[layout]}), which would be read as one row; set "
+            f"data.layout: {layout}",
         )
     lists = [name for name, value in held.items() if _is_row_list(value)] if isinstance(held, Mapping) else []
     if len(lists) > 1:
         raise RunError(
             "LS2003",
-            f"{key}: {file} is one document with several lists of rows ({', '.join(lists)}), and would be read as one "
-            "row: write each list to a file of its own",
+            f"{key}: {file} is one document with several lists of rows ({', '.join(lists)}), which would be "
+            "read as one row; write each list to its own file",
         )
 
 
@@ -260,7 +260,7 @@ def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
             "records": 'a document with one list of rows, {"data": [{"text": ..., "label": ...}, ...]}, or ids with '
             "a row each",
         }
-        raise RunError("LS2005", f"{key}: {file}: layout: {layout} wants {wanted[layout]}")
+        raise RunError("LS2005", f"{key}: {file}: layout: {layout} expects {wanted[layout]}")
     return held
 
 
@@ -276,7 +276,7 @@ def read_columns(files: list[Path], key: str, data: DataSection) -> Dataset:
         try:
             parts.append(datasets.Dataset.from_dict(lists))
         except (ValueError, TypeError) as error:
-            raise RunError("LS2006", f"{key}: {file}: a column holds values of several kinds: {error}") from None
+            raise RunError("LS2006", f"{key}: {file}: a column mixes values of different types: {error}") from None
     return _together(files, parts, key)
 
 
@@ -289,7 +289,7 @@ def read_records(files: list[Path], key: str, data: DataSection) -> Dataset:
         try:
             parts.append(row_files.of_rows(rows))
         except (ValueError, TypeError) as error:
-            raise RunError("LS2007", f"{key}: {file}: a column holds values of several kinds: {error}") from None
+            raise RunError("LS2007", f"{key}: {file}: a column mixes values of different types: {error}") from None
     return _together(files, parts, key)
 
 
@@ -309,7 +309,7 @@ def read_squad(files: list[Path], key: str, data: DataSection) -> Dataset:
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 title = article.get("title", "") if isinstance(article, Mapping) else messages.kind(article)
                 raise RunError(
-                    "LS2008", f"{key}: {file}: a question of the article {title!r} is not SQuAD's: {error}"
+                    "LS2008", f"{key}: {file}: a question of the article {title!r} is not in SQuAD's format: {error}"
                 ) from None
         parts.append(datasets.Dataset.from_list(rows, features=features))
     return _together(files, parts, key)

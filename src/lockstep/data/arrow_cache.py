@@ -460,8 +460,8 @@ def _by_processes(
         except BrokenProcessPool:
             raise RunError(
                 "LS2020",
-                "a process that prepares the data was killed, perhaps for want of memory; what is done is kept: start "
-                "again, with fewer cores (taskset) where memory is short",
+                "a process that prepares the data was killed, perhaps because memory ran out. Finished work is "
+                "kept: run the same command again, with fewer cores (taskset) if memory is short",
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # then `with` waits for shards that are being made
@@ -611,7 +611,7 @@ def encoded(
     columns = [pa.array(examples[field.name], field.type) for field in schema]
     if any(len(column) != count for column in columns):
         sizes = ", ".join(f"{len(c)} of {n}" for c, n in zip(columns, schema.names, strict=True))
-        raise RunError("LS2021", f"the encoder of this task made {sizes} of {count} examples")
+        raise RunError("LS2021", f"internal error: the encoder of this task returned {sizes} examples for {count}")
     return pa.record_batch(columns, schema=schema)
 
 

@@ -197,8 +197,8 @@ def locked(name: str) -> Iterator[None]:
     except OSError as error:
         raise RunError(
             "LS2030",
-            f"the token cache {folder} cannot be written: {error.strerror or error}; "
-            "set LOCKSTEP_CACHE to a folder that can",
+            f"the token cache {folder} cannot be written: {error.strerror or error}; set LOCKSTEP_CACHE to a "
+            "writable folder",
         ) from error
     try:
         yield
@@ -235,8 +235,8 @@ def placed(path: Path, make: Callable[[Path], None], resumed: Path | None = None
             raise
         raise RunError(
             "LS2031",
-            f"the token cache {cache_folder()} cannot be written: {error.strerror or error}; make room, or set "
-            "LOCKSTEP_CACHE to another folder",
+            f"the token cache {cache_folder()} cannot be written: {error.strerror or error}; free disk space, "
+            "or set LOCKSTEP_CACHE to another folder",
         ) from error
     finally:
         if resumed is None:
@@ -324,8 +324,8 @@ def _check_own(folder: Path) -> None:
     if (not stat.S_ISDIR(status.st_mode) and folder.name.startswith("user-")) or not own or not _private(status):
         raise RunError(
             "LS2032",
-            f"the token cache {folder} can be written by others, who could put other data there; set LOCKSTEP_CACHE to "
-            "a folder of your own",
+            f"the token cache {folder} is writable by other users, who could replace the data; set "
+            "LOCKSTEP_CACHE to a folder that only you can write",
         )
 
 

@@ -82,8 +82,8 @@ def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
         if role is None:
             raise RunError(
                 "LS2040",
-                f"{key}: column {column!r} of the {split} split, row {row}: nothing says which role {turn['from']!r} "
-                f"is; known are {', '.join(ROLES)}",
+                f"{key}: column {column!r} of the {split} split, row {row}: unknown role {turn['from']!r}; "
+                f"expected one of {', '.join(ROLES)}",
             )
         rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
         return {"role": role, "content": turn["value"], **rest}
@@ -201,22 +201,23 @@ def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: i
             continue
         where = f"task.messages: row {number}, message {place} (assistant)"
         if place == 0:
-            raise RunError("LS2043", f"{where}: nothing is before it that it answers; leave such rows out")
+            raise RunError(
+                "LS2043", f"{where}: the assistant's message has no message before it to answer; remove such rows"
+            )
         before, after = text(place, opened=True), text(place + 1)
         if not after.startswith(before):
             raise RunError(
                 "LS2044",
-                f"{where}: the chat template asks for a turn with {_shown(before, after)}, and writes the turn without "
-                "it, so that what is to be learned cannot be told. Another task.chat_template or "
-                "task.template_arguments may do",
+                f"{where}: the chat template opens a turn with {_shown(before, after)} when it asks for an "
+                "answer, but writes the answered turn without it, so the tokens to train on cannot be located. "
+                "Try another task.chat_template or task.template_arguments",
             )
         if not how.each and not whole.startswith(after):
             raise RunError(
                 "LS2045",
-                f"{where}: the chat template writes this turn, or what is before it, otherwise once later messages "
-                "follow (reasoning models drop the thinking of earlier turns). task.turns=per_turn trains every turn "
-                "on "
-                "the conversation as it is written up to there",
+                f"{where}: the chat template changes this turn, or the text before it, when later messages "
+                "follow (reasoning models drop the thinking of earlier turns). Set task.turns=per_turn, which "
+                "trains each turn on the conversation up to that turn",
             )
         spans.append((len(before), len(after)))
         turns.append((after, spans[-1:]))

@@ -87,7 +87,7 @@ def blocks(file: Path, key: str) -> Iterator[bytes]:
                     raise RunError(
                         "LS2060",
                         f"{key}: {file} has {size:,} bytes and unpacks to more than {total / 2**30:,.1f} GiB, which "
-                        "looks like a mistake or a trap; unpack it if it is meant",
+                        "looks like a mistake or a decompression bomb; if it is intended, unpack the file first",
                     )
                 yield block
                 lines += block.count(b"\n")
@@ -99,8 +99,8 @@ def blocks(file: Path, key: str) -> Iterator[bytes]:
         raise RunError(
             "LS2062",
             f"{key}: cannot unpack {file} beyond line {lines:,} ({ENDINGS[file.suffix.lower()]}: "
-            f"{getattr(error, 'strerror', None) or str(error) or type(error).__name__}): it is cut off or damaged, or "
-            "is no such file; fetch or write it again",
+            f"{getattr(error, 'strerror', None) or str(error) or type(error).__name__}): the file is "
+            "truncated, damaged or of another format; download or write it again",
         ) from None
 
 
@@ -148,8 +148,8 @@ def _unpack(file: Path, to: Path, key: str, encoding: str | None) -> None:
     except OSError as error:
         raise RunError(
             "LS2063",
-            f"{key}: cannot unpack {file} into {to.parent}: {error.strerror or error}; make room, or set "
-            "LOCKSTEP_CACHE to another folder",
+            f"{key}: cannot unpack {file} into {to.parent}: {error.strerror or error}; free disk space, or "
+            "set LOCKSTEP_CACHE to another folder",
         ) from error
 
 
@@ -185,7 +185,7 @@ def check_packing(start: bytes, file: Path, key: str) -> None:
             what = "holds another compressed file" if is_compressed(file) else "is compressed"
             endings = {kind: ending for ending, kind in ENDINGS.items()}
             mend = f"call it {plain(file).name}{endings[name]}, or unpack it" if name in endings else "unpack it"
-            raise RunError("LS2064", f"{key}: {file} {what} ({name}), whatever its name says: {mend}")
+            raise RunError("LS2064", f"{key}: {file} {what} ({name}), although its name ends differently: {mend}")
 
 
 def codec(encoding: str) -> str:
@@ -256,8 +256,8 @@ def _check_unpacked(file: Path, key: str) -> None:
         raise RunError(
             "LS2066",
             f"{key}: {file} has {size:,} bytes and unpacks to about {unpacked / 2**30:,.1f} GiB, "
-            f"{unpacked / size:,.0f} times as much, which looks like a mistake or a trap; if it is "
-            "meant, write it as .jsonl or .csv",
+            f"{unpacked / size:,.0f} times as much, which looks like a mistake or a decompression bomb; if it "
+            "is intended, write the data as .jsonl or .csv",
         )
 
 
@@ -322,12 +322,13 @@ class _Lines:
                 if number == 1 and _EXCEL.fullmatch(line.strip()):
                     raise Misfit(
                         "LS2068",
-                        f"{self.file}, line 1: {line.strip()!r} is for Excel; take it out, and set data.separator",
+                        f"{self.file}, line 1: {line.strip()!r} is an instruction for Excel; remove the line, and set "
+                        "data.separator",
                         1,
                     )
                 if "\0" in line:
                     raise Misfit(
-                        "LS2069", f"{self.file}, line {number:,}: a zero byte stands in the row; take it out", number
+                        "LS2069", f"{self.file}, line {number:,}: the row contains a zero byte; remove it", number
                     )
                 if (self.quote or '"') in line:
                     self.quoted, self.doubled = True, self.doubled or '""' in line
@@ -350,7 +351,7 @@ def _rows(lines: _Lines, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
             raise Misfit(
                 "LS2070",
                 f"{lines.file}, line {start:,}: {_quoting(str(error), dialect.quote)}: {_shown([lines.last])}. "
-                "A quote within quotes is doubled; data.quote: none reads quotes as letters",
+                "Double a quote inside of quotes, or set data.quote: none to read quotes as plain characters",
                 start,
             ) from None
         if row is None:
@@ -388,8 +389,8 @@ def table(file: Path, key: str, data: DataSection) -> Table:
         if name and name in table.names[:place]:
             raise RunError(
                 "LS2071",
-                f"{key}: {file}: columns {table.names.index(name) + 1} and {place + 1} are both called {name!r}; give "
-                "each a name of its own",
+                f"{key}: {file}: columns {table.names.index(name) + 1} and {place + 1} are both named {name!r}; "
+                "give each column a different name",
             )
     return table
 
@@ -436,8 +437,9 @@ def _with_quotes(file: Path, data: DataSection, separator: str) -> Table:
         return table
     raise TwoWays(
         "LS2072",
-        f"{file} can be read in two ways: {table.rows:,} rows where quotes stand around cells, some of them of several "
-        f"lines, and {other.rows:,} where quotes are letters. Set data.quote: double, or none",
+        f"{file} can be read in two ways: {table.rows:,} rows if quotes enclose cells, some of them over "
+        f"several lines, and {other.rows:,} rows if quotes are plain characters. Set data.quote to double or "
+        "to none",
     )
 
 

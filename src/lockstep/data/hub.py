@@ -49,7 +49,7 @@ def explained(error: BaseException, revision: str | None = None) -> str:
             return f"it has no revision {revision!r}" if revision else "it has no such revision"
         if isinstance(each, errors.RepositoryNotFoundError):
             return "the Hub has no such repository, or it is private and HF_TOKEN is not a token that may read it"
-        if isinstance(each, errors.OfflineModeIsEnabled):
+        if _is_offline(each):
             return OFFLINE
     if (status := status_of(error)) is not None:
         if status in _STATUS:
@@ -59,7 +59,7 @@ def explained(error: BaseException, revision: str | None = None) -> str:
     if any(_lost(each) for each in _chain(error)):
         last = one_line(list(_chain(error))[-1])
         return f"the Hub at {constants.ENDPOINT} cannot be reached: {last}. A local folder needs no network"
-    return OFFLINE if constants.HF_HUB_OFFLINE and "couldn't connect" in str(error) else one_line(error)
+    return one_line(error)
 
 
 def transient(error: BaseException) -> bool:
@@ -70,9 +70,16 @@ def transient(error: BaseException) -> bool:
 
 def unreached(error: BaseException) -> bool:
     """Whether the Hub could not be asked: it, or the network, is not there, or HF_HUB_OFFLINE is set."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
+    return transient(error) or any(_is_offline(each) for each in _chain(error))
 
-    return transient(error) or any(isinstance(each, OfflineModeIsEnabled) for each in _chain(error))
+
+def _is_offline(error: BaseException) -> bool:
+    """Whether HF_HUB_OFFLINE kept a library from asking; transformers says so in words alone."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return True
+    return bool(constants.HF_HUB_OFFLINE) and isinstance(error, OSError) and "couldn't connect" in str(error)
 
 
 def status_of(error: BaseException) -> int | None:
@@ -132,8 +139,8 @@ def model_folder(source: str, key: str = "model.source") -> str:
     if not (path / "export" / "config.json").is_file():
         raise RunError(
             "LS2080",
-            f"{key}: the run of {output} is not finished, and has no export; name one of its checkpoints, for example "
-            f"{output}/checkpoints/latest, or finish it",
+            f"{key}: the run of {output} is not finished and has no export; name one of its checkpoints, for "
+            f"example {output}/checkpoints/latest, or finish the run",
         )
     return str(path / "export")
 
@@ -194,8 +201,8 @@ def reading_weights(source: str) -> Iterator[None]:
         text = "a pickle of more than tensors is not loaded, because it may run code" if held else text
         raise RunError(
             "LS2081",
-            f"model.source: the weights of {source} cannot be read: {text}. Fetch them again, or save the model as "
-            "safetensors where it can be trusted",
+            f"model.source: the weights of {source} cannot be read: {text}. Download them again, or, if you "
+            "trust the file, convert it to safetensors elsewhere",
         ) from error
 
 
@@ -251,7 +258,9 @@ def repository(data: DataSection, usual: dict[str, tuple[str, ...]]) -> DataSect
             continue
         if other := next((str(each) for each in files[name] if not str(each).startswith(f"{root}/")), None):
             raise RunError(
-                "LS2085", f"data.stream: {data.source} has its rows elsewhere ({other}); name the shards in data.train"
+                "LS2085",
+                f"data.stream: {data.source} does not hold its rows itself ({other}), so it cannot be streamed "
+                "by name; name the shards in data.train",
             )
         splits[split] = [str(each).removeprefix(f"{root}/") for each in files[name]]
     if "train" not in splits:
@@ -270,5 +279,6 @@ def _commit(repository: str, revision: str | None, what: str) -> str:
     except Exception as error:  # whatever the Hub, the network and the library between raise
         raise RunError(
             "LS2087",
-            f"data.source: {what} is no local file or folder, and the Hub was asked: {explained(error, revision)}",
+            f"data.source: {what} is not a local file or folder, and loading it from the Hub failed: "
+            f"{explained(error, revision)}",
         ) from None

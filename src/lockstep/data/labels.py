@@ -73,9 +73,12 @@ def called(values: list, wanted: list[str] | None, name: str) -> tuple[list, lis
     if wanted is None:
         return values, [str(value) for value in values]
     if isinstance(values[0], str):
-        raise RunError("LS2100", f"task.label_names: the labels of {name} are strings, which name themselves")
+        raise RunError("LS2100", f"task.label_names: the labels of {name} are strings already; remove task.label_names")
     if len(wanted) < len(values):
-        raise RunError("LS2101", f"task.label_names: {len(wanted)} names for {len(values)} labels")
+        raise RunError(
+            "LS2101",
+            f"task.label_names: {len(wanted)} names given for {len(values)} labels; give one name for each label",
+        )
     return (list(range(len(wanted))) if values[0] >= 0 and values[-1] < len(wanted) else values), wanted
 
 
@@ -92,8 +95,8 @@ def codes_of(splits: dict[str, Dataset], column: str, wanted: list[str] | None, 
     if len(values) < 2:
         raise RunError(
             "LS2102",
-            f"task.label: column {column!r} of {name} holds one label only ({values[0]!r}); give rows of "
-            "two labels or more, or another column",
+            f"task.label: column {column!r} of {name} has a single label ({values[0]!r}); classification "
+            "needs two or more: add rows with other labels, or name another column",
         )
     known = set(values)
     for split, dataset in splits.items():
@@ -101,9 +104,8 @@ def codes_of(splits: dict[str, Dataset], column: str, wanted: list[str] | None, 
             row, label = _first(dataset, column, lambda label: label in unknown)
             raise RunError(
                 "LS2103",
-                f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which the "
-                f"training split has "
-                f"not; known are {', '.join(map(repr, values[:20]))}",
+                f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which is not in "
+                f"the train split; the train split has {', '.join(map(repr, values[:20]))}",
             )
     return Codes(column, list(names), values)
 
@@ -133,7 +135,11 @@ def merge_counts(counts: list[dict[str, list]], column: str) -> tuple[Dataset, C
     for part in counts:
         values.update(dict(map(tuple, part["labels"])))
     if len({*map(type, values)}) > 1:
-        raise RunError("LS2104", f"task.label: column {column!r} of the train split mixes integers and strings")
+        raise RunError(
+            "LS2104",
+            f"task.label: column {column!r} of the train split mixes integers and strings; write all labels "
+            "as one type",
+        )
     names = next((part["names"] for part in counts if part["names"]), [])
     features = datasets.Features({column: datasets.ClassLabel(names=names)}) if names else None
     return datasets.Dataset.from_dict({column: sorted(values)}, features=features), values
@@ -174,8 +180,8 @@ def _check(label: Any, row: int, kind: type, column: str, split: str, dataset: D
     if type(label) is not kind:
         raise RunError(
             "LS2106",
-            f"task.label: column {column!r} of the {split} split mixes integers and strings; row 0 holds "
-            f"{dataset[0][column]!r}, row {row} holds {label!r}",
+            f"task.label: column {column!r} of the {split} split mixes integers and strings; write all labels "
+            f"as one type: row 0 holds {dataset[0][column]!r}, row {row} holds {label!r}",
         )
 
 
@@ -223,7 +229,11 @@ def number_codes_of(
     lists = len(columns) == 1 and isinstance(first, list)
     names = [f"{columns[0]}.{place}" for place in range(len(first))] if lists else list(columns)
     if wanted is not None and len(wanted) != len(names):
-        raise RunError("LS2107", f"task.label_names: {len(wanted)} names for {len(names)} numbers a text")
+        raise RunError(
+            "LS2107",
+            f"task.label_names: {len(wanted)} names given for {len(names)} numbers per text; give one name "
+            "for each number",
+        )
     for split, dataset in splits.items():
         spread = [False] * len(columns)
         for place, column in enumerate(columns):
@@ -232,8 +242,8 @@ def number_codes_of(
             column = columns[spread.index(False)]
             raise RunError(
                 "LS2108",
-                f"task.label: column {column!r} of {name} holds the same in every row ({str(first)[:40]}); nothing can "
-                "be learned",
+                f"task.label: column {column!r} of {name} has the same value in every row ({str(first)[:40]}), "
+                "so nothing can be learned; name another column",
             )
     return LabelNumbers(columns, list(wanted or names), lists)
 
@@ -249,9 +259,9 @@ def _checked(dataset: Dataset, column: str, length: int | None, split: str, name
                 wanted = "a number" if length is None else f"a list of {length} numbers, as the first of train,"
                 raise RunError(
                     "LS2109",
-                    f"task.label: column {column!r} of the {split} split of {name} must hold {wanted} in every row for "
-                    f"task.regression, and none that is not finite; row {row} holds {repr(value)[:60]}: mend it, or "
-                    "take it out",
+                    f"task.label: column {column!r} of the {split} split of {name} must hold {wanted} in every row "
+                    f"for task.regression, all of them finite; row {row} holds {repr(value)[:60]}: correct or "
+                    "remove it",
                 )
             one = value if one is None else one
             spread = spread or value != one
@@ -296,12 +306,18 @@ def list_codes_of(splits: dict[str, Dataset], columns: list[str], wanted: list[s
             for column in columns:
                 _check_marks(dataset, column, split, name)
         if wanted is not None and len(wanted) != len(columns):
-            raise RunError("LS2110", f"task.label_names: {len(wanted)} names for {len(columns)} columns")
+            raise RunError(
+                "LS2110",
+                f"task.label_names: {len(wanted)} names given for {len(columns)} columns; give one name for "
+                "each column",
+            )
         return LabelLists(columns, list(wanted or columns), columns)
     held = _distinct(splits["train"], columns[0], "train", name)
     if not held:
         raise RunError(
-            "LS2111", f"task.label: every list of column {columns[0]!r} of {name} is empty; nothing can be learned"
+            "LS2111",
+            f"task.label: every list of column {columns[0]!r} of {name} is empty, so nothing can be learned; "
+            "name another column",
         )
     given = getattr(getattr(splits["train"].features[columns[0]], "feature", None), "names", None)
     values, names = called(list(range(len(given))) if given else sorted(held), wanted, name)
@@ -312,8 +328,8 @@ def list_codes_of(splits: dict[str, Dataset], columns: list[str], wanted: list[s
             if label not in known:
                 raise RunError(
                     "LS2112",
-                    f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which the training "
-                    f"split has not; known are {', '.join(map(repr, values[:20]))}",
+                    f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which is not in "
+                    f"the train split; the train split has {', '.join(map(repr, values[:20]))}",
                 )
     return LabelLists(columns, names, values)
 
@@ -327,9 +343,9 @@ def _distinct(dataset: Dataset, column: str, split: str, name: str) -> dict[Any,
             if not isinstance(labels, list):
                 raise RunError(
                     "LS2113",
-                    f"task.label: column {column!r} of the {split} split of {name} must hold a list of labels in every "
-                    f"row; row {row} holds {repr(labels)[:60]}. Write it as a list, [] where a text has none; or, for "
-                    "one label a text, leave task.multi_label out",
+                    f"task.label: column {column!r} of the {split} split of {name} must hold a list of labels in "
+                    f"every row; row {row} holds {repr(labels)[:60]}. Write a list in every row, [] for a text "
+                    "without labels; or, for one label per text, remove task.multi_label",
                 )
             for label in labels:
                 kind = kind or type(label)
@@ -337,7 +353,7 @@ def _distinct(dataset: Dataset, column: str, split: str, name: str) -> dict[Any,
                     raise RunError(
                         "LS2114",
                         f"task.label: the lists of column {column!r} of the {split} split of {name} must hold all "
-                        f"integers or all strings; row {row} holds {repr(labels)[:60]}: mend it, or take it out",
+                        f"integers or all strings; row {row} holds {repr(labels)[:60]}: correct or remove it",
                     )
                 held.setdefault(label, row)
     return held
@@ -350,6 +366,6 @@ def _check_marks(dataset: Dataset, column: str, split: str, name: str) -> None:
             if value not in (0, 1):  # true and false, and 1.0, are these, too
                 raise RunError(
                     "LS2115",
-                    f"task.label: column {column!r} of the {split} split of {name} must hold 0 or 1 in every row, for "
-                    f"it is one of several labels; row {row} holds {repr(value)[:60]}",
+                    f"task.label: column {column!r} of the {split} split of {name} must hold 0 or 1 in every row, "
+                    f"because each column of task.label is one label; row {row} holds {repr(value)[:60]}",
                 )

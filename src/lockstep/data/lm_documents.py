@@ -536,5 +536,9 @@ def cut(train: Dataset, share: float, seed: Any, key: str, column: str | None = 
     order = np.random.default_rng(seed).permutation(len(train))
     held = round(len(train) * share)
     if held in (0, len(train)):
-        raise RunError("LS2120", f"data.{key}: {share:g} of {len(train)} examples leaves one of the splits empty")
+        raise RunError(
+            "LS2120",
+            f"data.{key}: {share:g} of {len(train)} examples leaves one of the splits empty; give another "
+            "share, or more data",
+        )
     return train.select(np.sort(order[held:])), train.select(np.sort(order[:held]))

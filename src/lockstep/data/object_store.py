@@ -54,19 +54,21 @@ class Web:
             raise
         if size is None or tag is None:
             lacking = "its size" if size is None else "neither an ETag nor when it was changed"
-            raise StoreError("LS2130", f"{address}: the server does not say {lacking}; download the file and name that")
+            raise StoreError(
+                "LS2130", f"{address}: the server does not report {lacking}; download the file and name the local copy"
+            )
         return Object(address, int(size), tag)
 
     def inside(self, address: Address) -> list[Object]:
         """See `Readable`."""
-        raise StoreError("LS2131", f"{address}: what is in a folder of a web server cannot be listed; name each file")
+        raise StoreError("LS2131", f"{address}: a folder on a web server cannot be listed; name each file")
 
     def blocks(self, item: Object, start: int) -> Iterator[bytes]:
         """See `Readable`."""
         with self._asked(item.address, "GET", start) as answer:
             tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
             if tag != item.tag and self._tags:
-                raise StoreError("LS2132", f"{item.address} was changed while it was read; start again")
+                raise StoreError("LS2132", f"{item.address} changed while it was being read; run the command again")
             left = start if answer.status != 206 else 0  # a server that knows no ranges begins at the beginning
             try:
                 while block := answer.read(_BLOCK):
@@ -91,15 +93,18 @@ class Web:
         except urllib.error.HTTPError as error:
             error.close()
             if error.code in (404, 410):
-                raise StoreError("LS2134", f"there is nothing at {address}", absent=True) from None
+                raise StoreError("LS2134", f"{address} does not exist; correct the address", absent=True) from None
             if error.code in (401, 403):
-                raise StoreError("LS2135", f"{address}: access is refused ({error.code})") from None
+                raise StoreError(
+                    "LS2135",
+                    f"{address}: the server refuses access (HTTP {error.code}); check the address and your permissions",
+                ) from None
             raise StoreError(
-                "LS2136", f"{address}: the server answered {error.code}", again=error.code in _AGAIN
+                "LS2136", f"{address}: the server answered HTTP {error.code}", again=error.code in _AGAIN
             ) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
-            raise StoreError("LS2137", f"{address} cannot be reached: {one_line(reason, 200)}", again=True) from None
+            raise StoreError("LS2137", f"{address} is not reachable: {one_line(reason, 200)}", again=True) from None
 
     def _url(self, address: Address) -> str:
         return f"{address.root}/{quote(address.path, safe='/%')}"
@@ -316,7 +321,12 @@ class Bucket:
         except Exception as error:
             raise self._store_error(error, address) from None
         if self.read(address) != content:
-            raise StoreError("LS2140", f"{address} does not hold what was written to it", again=True)
+            raise StoreError(
+                "LS2140",
+                f"{address} does not contain the data that was written to it; check the store and run the "
+                "command again",
+                again=True,
+            )
 
     def remove(self, address: Address) -> None:
         """An object, if it is there. Errors: `StoreError`."""
@@ -338,7 +348,10 @@ class Bucket:
                 whole.update(block)
                 parts.append(hashlib.md5(block, usedforsecurity=False))
         if whole.hexdigest() != sha256:
-            raise StoreError("LS2141", f"{file} does not match its hash any more, and is not copied")
+            raise StoreError(
+                "LS2141",
+                f"{file} no longer matches its recorded hash, so it is not uploaded; the file changed or is damaged",
+            )
         size = file.stat().st_size
         try:
             self._calls.put(self._store, address.path, file, chunk_size=PART, max_concurrency=4)
@@ -356,7 +369,11 @@ class Bucket:
         for block in self.blocks(stored_object, 0):
             stored.update(block)
         if stored.hexdigest() != sha256:
-            raise StoreError("LS2143", f"{address} does not hold what was sent: its hash is another one", again=True)
+            raise StoreError(
+                "LS2143",
+                f"{address} differs from the data that was sent (another hash); run the command again",
+                again=True,
+            )
 
     def _object(self, metadata: Any) -> Object:
         tag = metadata["e_tag"] or metadata["last_modified"].isoformat()
@@ -372,26 +389,31 @@ class Bucket:
         number = int(status[1] or status[2]) if status else 0
         if re.search(r"NoSuchBucket|ContainerNotFound|specified bucket does not exist", said):
             return StoreError(
-                "LS2144", f"there is no bucket {address.place}: make it, or correct the address", absent=True
+                "LS2144", f"the bucket {address.place} does not exist; create it, or correct the address", absent=True
             )
         if isinstance(error, FileNotFoundError):
-            return StoreError("LS2145", f"there is nothing at {address}", absent=True)
+            return StoreError("LS2145", f"{address} does not exist; correct the address", absent=True)
         if "redential" in said and number == 0:
             return StoreError(
-                "LS2146", f"no credentials for {address.root} were found ({where}): {one_line(said, 200)}"
+                "LS2146", f"no credentials found for {address.root} (looked in {where}): {one_line(said, 200)}"
             )
         if kind in ("PermissionDeniedError", "UnauthenticatedError") or number in (401, 403):
             return StoreError(
                 "LS2147", f"{address.root} refuses access ({number or 403}): check the credentials ({where})"
             )
         if kind == "PreconditionError" or number == 412:
-            return StoreError("LS2148", f"{address} was changed while it was read; start again")
+            return StoreError("LS2148", f"{address} changed while it was being read; run the command again")
         if number in (301, 307, 400) and address.scheme == "s3":
             return StoreError(
-                "LS2149", f"{address.root} answered {number}: is AWS_REGION that of the bucket? {_cause(said)}"
+                "LS2149",
+                f"{address.root} answered {number}: check that AWS_REGION is the region of the bucket: {_cause(said)}",
             )
         if number:
-            return StoreError("LS2150", f"{address} cannot be used now: the store answered {number}", again=True)
+            return StoreError(
+                "LS2150",
+                f"{address} is not available now: the store answered HTTP {number}; try again later",
+                again=True,
+            )
         again = "error sending request" in said or "timed out" in said.lower() or "connect" in said.lower()
         return StoreError("LS2151", f"{address}: {_cause(said)}", again=again or "body" in said)
 
@@ -431,7 +453,9 @@ def download(store: Readable, item: Object, to: Path, tell: Callable[[int], None
                     tell(len(block))
                 if file.tell() == start:
                     raise StoreError(
-                        "LS2152", f"{item.address} ends after {start:,} of {item.size:,} bytes", again=True
+                        "LS2152",
+                        f"{item.address} ended after {start:,} of {item.size:,} bytes; run the command again",
+                        again=True,
                     )
             except StoreError as error:
                 tries = tries + 1 if file.tell() == start else 1
@@ -440,7 +464,9 @@ def download(store: Readable, item: Object, to: Path, tell: Callable[[int], None
                 time.sleep(min(0.1 * 2**tries, 5.0))
         if file.tell() > item.size:
             raise StoreError(
-                "LS2153", f"{item.address} holds more than the {item.size:,} bytes that it says; start again"
+                "LS2153",
+                f"{item.address} is longer than the {item.size:,} bytes that the server reported; run the "
+                "command again",
             )
         file.flush()
         os.fsync(file.fileno())

@@ -149,8 +149,8 @@ def _checked(value: Any, context: str, where: str, column: str) -> None:
         if not text.strip() or start < 0 or context[start : start + len(text)] != text:
             raise RunError(
                 "LS2161",
-                f"task.answers: {where}: {text[:60]!r} does not stand in its context at character {start}, where "
-                f"{context[max(0, start) : start + len(text)][:60]!r} is; mend its answer_start",
+                f"task.answers: {where}: {text[:60]!r} is not at character {start} of its context, which reads "
+                f"{context[max(0, start) : start + len(text)][:60]!r} there; correct answer_start",
             )
 
 
@@ -174,8 +174,8 @@ def encoder_of(
         except ValueError as error:
             raise RunError(
                 "LS2162",
-                f"task.question: the {split} split of {name} has {question[:60]!r}: {error}; raise data.max_length, "
-                "lower task.stride, or leave it out",
+                f"task.question: the {split} split of {name} has {question[:60]!r}: {error}; raise "
+                "data.max_length, lower task.stride, or remove the row",
             ) from None
         end = start + len(texts[0]) if texts else 0
         held = [part.held(start, end) if texts else (NOWHERE, NOWHERE) for part in parts]

@@ -56,7 +56,11 @@ def fetch(store: Readable, item: Object, to: Path, tell: Callable[[int], None]) 
     if item.address.scheme != "hf" or item.tag in (sha256, _git(to, item.size)):
         return
     to.unlink()
-    raise StoreError("LS2170", f"{item.address} does not match the hash that the Hub has of it", again=True)
+    raise StoreError(
+        "LS2170",
+        f"{item.address} does not match its hash on the Hub; run the command again to download it again",
+        again=True,
+    )
 
 
 def path_of(address: Address) -> str:
@@ -101,8 +105,9 @@ class ShardCache:
             of = f" of each of {self.among} sources" if self.among > 1 else ""
             raise RunError(
                 "LS2171",
-                f"data.stream_cache_gb: {self._most / 1e9:g} GB have no room for two shards{of}, of which the largest, "
-                f"{largest.address}, has {largest.size / 1e9:.3g} GB; give more, or make more and smaller shards",
+                f"data.stream_cache_gb: {self._most / 1e9:g} GB cannot hold two shards{of}; the largest, "
+                f"{largest.address}, has {largest.size / 1e9:.3g} GB; raise data.stream_cache_gb, or write more "
+                "and smaller shards",
             )
 
     @property
@@ -117,7 +122,7 @@ class ShardCache:
             with suppress(FileNotFoundError):  # another process has made room
                 return open(path, "rb")
         raise Unfetched(
-            "LS2172", f"data.train: {self._objects[path].address}: its copy is removed whenever it is there: {_MORE}"
+            "LS2172", f"data.train: {self._objects[path].address}: its local copy was removed again and again: {_MORE}"
         )
 
     def fetch(self, path: Path) -> None:
@@ -129,7 +134,9 @@ class ShardCache:
                 if damage(path) is None:
                     return
                 if os.getpid() != self._own:  # the libraries that ask stores do not survive a fork
-                    raise Unfetched("LS2173", f"data.train: {item.address}: another run has removed its copy: {_MORE}")
+                    raise Unfetched(
+                        "LS2173", f"data.train: {item.address}: another run removed its local copy: {_MORE}"
+                    )
                 discard(path)
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 store = self._reader(item.address)
@@ -327,8 +334,8 @@ def _unchanged_files(data: DataSection, splits: Splits) -> _RemoteFiles:
     if (known := _known.get()) is not None and files.facts not in known:
         raise RunError(
             "LS2174",
-            f"{_key_of(data)}: what is at {_addresses(data)[0][1]} was changed, or is not listed whole, while the data "
-            "are prepared; start again",
+            f"{_key_of(data)}: the files at {_addresses(data)[0][1]} changed, or were listed incompletely, "
+            "while the data was being prepared; run the command again",
         )
     return files
 
@@ -366,11 +373,11 @@ def _find(data: DataSection, splits: Splits) -> _RemoteFiles:
         except StoreError as error:
             raise RunError(error.code, f"{key}: {error.message}") from error
         if not listed:
-            raise RunError("LS2176", f"{key}: there is nothing at {text}")
+            raise RunError("LS2176", f"{key}: {text} does not exist; correct the address")
         if len(listed) > MOST:
             raise RunError(
                 "LS2177",
-                f"{key}: {text} holds {len(listed):,} files; name those that are meant, by a pattern (*.jsonl)",
+                f"{key}: {text} holds {len(listed):,} files; select some of them with a pattern such as *.jsonl",
             )
         for each in listed:
             objects[path_of(each.address)] = (each, store)
@@ -392,8 +399,8 @@ def _find(data: DataSection, splits: Splits) -> _RemoteFiles:
     if train and local:
         raise RunError(
             "LS2178",
-            f"data.train: of the shards of a stream some are here ({local[0]}) and others are not "
-            f"({objects[train[0]][0].address}); bring them together",
+            f"data.train: some shards of the stream are local ({local[0]}) and some are remote "
+            f"({objects[train[0]][0].address}); put them all in one place",
         )
     others = {path for split, some in used.items() for path in some if split != "train"}
     several = sorted(others.union(used.get("train", [])))

@@ -65,14 +65,21 @@ def is_of_folder(file: Path) -> bool:
 def check_columns(local: dict[str, list[Path]], data: DataSection) -> None:
     """Errors: `RunError` where keys about tables are given, and files are none."""
     if data.columns is not None and len(set(data.columns)) < len(data.columns):
-        raise RunError("LS2190", f"data.columns: {', '.join(data.columns)}: a name is there twice")
+        raise RunError(
+            "LS2190",
+            f"data.columns: {', '.join(data.columns)}: a name appears twice; give each column a different name",
+        )
     files = [file for some in local.values() for file in some]
     others = [file for file in files if format_of(file) not in file_formats.SEPARATORS]
     if data.columns is not None and others:
-        raise RunError("LS2191", f"data.columns: for .csv and .tsv files without a header, and {others[0]} is none")
+        raise RunError(
+            "LS2191",
+            f"data.columns: applies to .csv and .tsv files without a header only, and {others[0]} is not one; "
+            "remove data.columns",
+        )
     for key in ("separator", "quote"):
         if getattr(data, key) is not None and others == files:
-            raise RunError("LS2192", f"data.{key}: for .csv and .tsv files, and there are none")
+            raise RunError("LS2192", f"data.{key}: applies to .csv and .tsv files only, and there are none; remove it")
 
 
 def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> Dataset:
@@ -82,7 +89,11 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> D
 
     for file in files:
         if format_of(file) == ".tar":
-            raise RunError("LS2193", f"{key}: {file} is an archive; archives are read in train, with data.stream=true")
+            raise RunError(
+                "LS2193",
+                f"{key}: {file} is an archive, and archives can only be streamed in data.train; set "
+                "data.stream=true, or unpack it",
+            )
         file_formats.check(file, key, data.encoding)
     parts: list[tuple[Path, Dataset]] = []
     with file_formats.unpacked(files, key, data.encoding) as here:
@@ -131,8 +142,8 @@ def _table(files: list[Path], key: str, data: DataSection, known: dict[Path, fil
     if len(rows) != (wanted := sum(each.rows for each in tables)):
         raise RunError(
             "LS2194",
-            f"{key}: {', '.join(map(str, files))}: {len(rows):,} rows were read, and there are {wanted:,}; write them "
-            "as .jsonl",
+            f"{key}: {', '.join(map(str, files))}: {len(rows):,} rows were read but the file has {wanted:,}; "
+            "write the data as .jsonl",
         )
     return rows
 
@@ -154,7 +165,9 @@ def _loaded(builder: str, files: list[Path], key: str, options: dict[str, Any]) 
         if not blank and builder in ("json", "parquet"):
             blank = sum(_count(rows) for file in files for rows in row_reader.whole(file, key)) == 0
         if blank:
-            raise RunError("LS2195", f"{key}: {names} holds no example: it is empty, or has a header alone") from None
+            raise RunError(
+                "LS2195", f"{key}: {names} holds no example: the file is empty or has a header only"
+            ) from None
         cause = " ".join(str(error.__cause__ or error).split())
         raise RunError("LS2196", f"{key}: cannot read {names} as {builder}: {cause}") from error
     return _without_times(rows, files, key) if builder == "json" else rows
@@ -197,8 +210,8 @@ def agreeing(parts: Sequence[tuple[Any, Dataset]], key: str, what: str = "files 
             other = next(file for file, kind in kinds.items() if _common([kinds[first], kind]) is None)
             raise RunError(
                 "LS2197",
-                f"{key}: {what} must agree in what their columns hold: {column!r} holds "
-                f"{_kind(kinds[first])} in {first} and {_kind(kinds[other])} in {other}",
+                f"{key}: {what} must have columns of the same types, but {column!r} holds {_kind(kinds[first])} "
+                f"in {first} and {_kind(kinds[other])} in {other}",
             )
         wanted = type(wanted)({**wanted, column: common})
     return [part.select_columns(start.column_names).cast(wanted) for _, part in parts]
@@ -321,7 +334,9 @@ def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[st
         root = Path(data.source).expanduser()
         if not root.is_dir():
             raise RunError(
-                "LS2200", f"data.source: {root} is no folder; layout: class_folders wants one with a folder a label"
+                "LS2200",
+                f"data.source: {root} is not a folder; layout: class_folders expects a folder with one "
+                "subfolder per label",
             )
         named = {s: next((root / w for w in words if classes_in(root / w)), None) for s, words in usual.items()}
         files = {split: _of_classes(classes_in(folder)) for split, folder in named.items() if folder is not None}
@@ -337,7 +352,7 @@ def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[st
         folders = [f for text in ([value] if isinstance(value, str) else value) for f in _folders(text, split, data)]
         files[split] = [file for f in folders for file in (_texts_in(f) or _of_classes(classes_in(f)))]
         if not files[split]:
-            raise RunError("LS2202", f"data.{split}: {value} holds no texts or images in folders called by their label")
+            raise RunError("LS2202", f"data.{split}: {value} holds no texts or images in folders named by label")
     return files
 
 
@@ -365,7 +380,7 @@ def read_classes(files: list[Path], key: str, data: DataSection) -> Dataset:
     if any(images):
         text, image = files[images.index(False)], files[images.index(True)]
         raise RunError(
-            "LS2204", f"{key}: {text} is a text and {image} an image; a data set holds texts or images, and not both"
+            "LS2204", f"{key}: {text} is a text file and {image} is an image; a data set holds either texts or images"
         )
 
     for file in files:
@@ -407,7 +422,7 @@ def parallel_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict
         root = Path(data.source).expanduser()
         if not root.is_dir():
             raise RunError(
-                "LS2205", f"data.source: {root} is no folder; name files in data.train: [train.en, train.de]"
+                "LS2205", f"data.source: {root} is not a folder; name files in data.train: [train.en, train.de]"
             )
         splits = {split: files for split, words in usual.items() if (files := _of_split(root, words))}
         if not splits and "train" not in given:
@@ -415,8 +430,8 @@ def parallel_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict
             if not splits["train"]:
                 raise RunError(
                     "LS2206",
-                    f"data.source: {root} holds no two files that differ in their language alone, such as train.en and "
-                    "train.de; name them in data.train",
+                    f"data.source: {root} has no pair of files whose names differ only in the language, such as "
+                    "train.en and train.de; name the two files in data.train",
                 )
     for split, value in given.items():
         splits[split] = []
@@ -453,7 +468,7 @@ def read_parallel(files: list[Path], key: str, data: DataSection) -> Dataset:
         stem, side = named(file)
         group = together.setdefault(file.parent / stem, {})
         if side in group:
-            raise RunError("LS2208", f"{key}: {group[side]} and {file} are the same side ({side}); leave one out")
+            raise RunError("LS2208", f"{key}: {group[side]} and {file} are both the {side} side; remove one of them")
         group[side] = file
     sides = sorted({side for group in together.values() for side in group})
     for called, group in together.items():
@@ -467,7 +482,9 @@ def read_parallel(files: list[Path], key: str, data: DataSection) -> Dataset:
         counts = {side: len(texts) for side, texts in lines.items()}
         if len(set(counts.values())) > 1:
             told = ", ".join(f"{group[side]} has {count:,} lines" for side, count in counts.items())
-            raise RunError("LS2210", f"{key}: {told}: line n of one has to be the translation of line n of the other")
+            raise RunError(
+                "LS2210", f"{key}: {told}: line n of one file must be the translation of line n of the other"
+            )
         for side, texts in lines.items():
             columns.setdefault(side, []).extend(texts)
     return datasets.Dataset.from_dict(columns)

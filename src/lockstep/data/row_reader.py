@@ -83,7 +83,7 @@ def reader(
     if kind is None or (kind is ParquetReader and file_formats.is_compressed(path)):
         raise RunError(
             "LS2220",
-            f"{key}: {path} cannot be streamed, since nothing tells where its rows begin; a stream reads {READ}",
+            f"{key}: {path} cannot be streamed, because the start of its rows cannot be located; a stream reads {READ}",
         )
     if file_formats.plain(path).suffix == ".txt" and plain == "file":
         raise RunError("LS2221", f"{key}: {path}: a stream reads a .txt file line by line; set task.document=line")
@@ -147,13 +147,15 @@ class RowReader(ABC):
     def failed(self, error: BaseException, row: int) -> RunError:
         """The error of a library, for a person. `row`: the first that could not be read."""
         if isinstance(error, FileNotFoundError):
-            return RunError("LS2222", f"{self.key}: {self.path} is gone; row {row:,} of it is wanted")
+            return RunError(
+                "LS2222", f"{self.key}: {self.path} no longer exists, and row {row:,} of it is needed; restore the file"
+            )
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         what = "unpack" if file_formats.is_compressed(self.path) else "read"
         return RunError(
             "LS2223",
-            f"{self.key}: cannot {what} {self.path} from row {row:,} on ({reason}): it is cut off or damaged, or is no "
-            "such file; fetch or write it again",
+            f"{self.key}: cannot {what} {self.path} from row {row:,} on ({reason}): the file is truncated, "
+            "damaged or of another format; download or write it again",
         )
 
     @abstractmethod
@@ -248,8 +250,8 @@ class LineReader(_ByteReader):
             at = f"rows from {row:,} on" if line is None else f"line {line + before}"
             raise RunError(
                 "LS2224",
-                f"{self.key}: {self.path} is not text in UTF-8 ({at}: {error.reason}), and a stream reads no other: "
-                "convert the file",
+                f"{self.key}: {self.path} is not text in UTF-8 ({at}: {error.reason}), and a stream reads UTF-8 "
+                "only; convert the file",
             ) from None
         if self._is_json:
             lines = [(n, each) for n, each in enumerate(text.split("\n")) if each.strip(_BLANK.decode())]
@@ -262,8 +264,8 @@ class LineReader(_ByteReader):
             if not mark:
                 raise RunError(
                     "LS2225",
-                    f"{self._place(row + i, line and line + lines[i][0])}: expected 'text;label', there is no "
-                    "semicolon",
+                    f"{self._place(row + i, line and line + lines[i][0])}: expected 'text;label', but the line has "
+                    "no semicolon",
                 )
         return {"text": [text for text, _, _ in parts], "label": [label.strip() for _, _, label in parts]}
 

@@ -53,9 +53,9 @@ def check(data: DataSection, files: Mapping[str, list[Path]]) -> None:
             more = f" (and {len(out) - 1:,} more like it)" if len(out) > 1 else ""
             raise RunError(
                 "LS2240",
-                f"data.{split}: {out[0]} leads by a link to {out[0].resolve()}{more}, out of what the run file names: "
-                "with a folder that comes from elsewhere, that may be a file of yours. Where the links are meant, set "
-                "data.follow_links=true",
+                f"data.{split}: {out[0]} is a link to {out[0].resolve()}{more}, which is outside of the folder "
+                "that the run file names. A folder from someone else could expose a private file this way; if "
+                "the links are intended, set data.follow_links=true",
             )
 
 
@@ -180,8 +180,9 @@ def called(rows: Dataset, entry: OneSource, columns: Mapping[str, str], split: s
         if column not in rows.column_names:
             raise RunError(
                 "LS2242",
-                f"data.sources: {entry.name}: {key}: the {split} split of {name} has no column {column!r}; it has "
-                f"{', '.join(rows.column_names)}. Say what it is called here: rename: {{{columns[key]}: ...}}",
+                f"data.sources: {entry.name}: {key}: the {split} split of {name} has no column {column!r}; it "
+                f"has {', '.join(rows.column_names)}. Map the column of this source: rename: {{{columns[key]}: "
+                "...}",
             )
     rows = rows.select_columns(list(dict.fromkeys(names.values())))
     return rows.rename_columns({names[key]: ours for key, ours in columns.items() if names[key] != ours})
@@ -296,7 +297,7 @@ def load(
     own = [key for key in ("columns", "separator", "quote") if getattr(data, key) is not None]
     own += ["layout"] if data.layout != "rows" else []
     if own and (data.source == BUILTIN or local_splits(data) is None):
-        raise RunError("LS2243", f"data.{own[0]}: for local files, and {data.source} is none; leave it out")
+        raise RunError("LS2243", f"data.{own[0]}: applies to local files only, and {data.source} is not one; remove it")
     if data.source == BUILTIN and not data.stream:
         source = _builtin(seed)
     elif (files := local_splits(data)) is not None:
@@ -311,12 +312,14 @@ def load(
         )
     elif data.stream:
         raise RunError(
-            "LS2244", f"data.stream: {data.source} has no shards to stream; name files, or a data set of the Hub"
+            "LS2244", f"data.stream: {data.source} has no shards to stream; name files or a data set of the Hub"
         )
     else:
         source = _from_hub(data)
     if "train" not in source.splits and not data.stream:
-        raise RunError("LS2245", f"data.train: no training split in {source.name}; name it or its files in data.train")
+        raise RunError(
+            "LS2245", f"data.train: {source.name} has no training split; name the split or its files in data.train"
+        )
     splits, left_out = usable_rows.filtered(source.splits, data, source.name, tokens)
     if data.split_column is not None:
         splits = usable_rows.told_apart(splits, data, source.name, USUAL)
@@ -352,7 +355,9 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
     given = {split: getattr(data, split) for split in USUAL if getattr(data, split) is not None}
     if data.source is None:
         if not given:
-            raise RunError("LS2247", "data: give data.source (a Hub id, a folder or a file) or data.train (files)")
+            raise RunError(
+                "LS2247", "data: no data given; set data.source (a Hub id, a folder or a file) or data.train (files)"
+            )
         if data.layout in _FILES:
             return _FILES[data.layout](data, USUAL)
         return {split: _expand(value, f"data.{split}", data.layout) for split, value in given.items()}
@@ -409,7 +414,7 @@ def _check_keys(files: dict[str, list[Path]], data: DataSection) -> None:
         return
     for key in ("separator", "quote") if data.layout == "conll" else ("columns", "separator", "quote"):
         if getattr(data, key) is not None:
-            raise RunError("LS2249", f"data.{key}: does not go with data.layout: {data.layout}; leave it out")
+            raise RunError("LS2249", f"data.{key}: cannot be combined with data.layout: {data.layout}; remove it")
 
 
 def _near(path: Path) -> str:
@@ -431,7 +436,7 @@ def _expand(value: str | list[str], key: str, layout: str, root: Path | None = N
             raise RunError("LS2250", f"{key}: no such file: {path}{_near(path)}")
         for file in matches:
             if layout == "rows" and row_files.format_of(file) is None:
-                raise RunError("LS2251", f"{key}: {file} has none of the endings that can be read: {row_files.READ}")
+                raise RunError("LS2251", f"{key}: {file} has an unknown file type; supported are {row_files.READ}")
         files += matches
     return files
 
@@ -489,7 +494,8 @@ def _from_hub(data: DataSection) -> Source:
             raise RunError(
                 "LS2253",
                 f"data.source: the {name} split of {data.source} is a table whose rows have more cells than its "
-                "header, so that each text is in the next column; download its files, and name them in data.train",
+                "header, which shifts every value by one column; download the files and name them in "
+                "data.train",
             )
     splits: dict[str, Dataset] = {}
     for split, usual in USUAL.items():

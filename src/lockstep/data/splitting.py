@@ -46,8 +46,8 @@ def deduplicate_and_split(
         if "validation" not in splits:
             raise RunError(
                 "LS2260",
-                "data.validation: missing; a share of a stream cannot be cut off, which needs all of its rows at once. "
-                "Name files, or put validation.* beside train.*",
+                "data.validation: missing; a share of a stream cannot be held out, because that needs all rows "
+                "at once. Name files in data.validation, or put validation.* beside train.*",
             )
         return splits, facts | _of_sources(read, splits) | raw_rows.fact(splits, columns, run)
     if run.data.deduplicate:
@@ -65,13 +65,18 @@ def deduplicate_and_split(
         if len(rest) == 0:
             raise RunError(
                 "LS2261",
-                f"data.decontaminate: every row of the train split of {read.name} stands in {' and '.join(overlaps)}",
+                f"data.decontaminate: every row of the train split of {read.name} also occurs in "
+                f"{' and '.join(overlaps)}, so no training data is left; check the files, or set "
+                "data.decontaminate=false",
             )
         splits = splits | {"train": splits["train"].select(rest)}
     facts |= _of_sources(read, splits)
     for name, count in zip(read.sources, facts.get("sources", {"rows": {"train": []}})["rows"]["train"], strict=True):
         if count == 0:
-            raise RunError("LS2262", f"data.sources: {name}: no row is left in train")
+            raise RunError(
+                "LS2262",
+                f"data.sources: {name}: no row is left in its train split; check its filter and data.decontaminate",
+            )
     return splits, facts | raw_rows.fact(splits, columns, run)
 
 
@@ -107,7 +112,7 @@ def _cut_one(splits: dict[str, Dataset], run: Run, cut: Cut, name: str, alone: b
     where this one has none."""
     splits, share = dict(splits), run.data.test_fraction
     if share and "test" in splits and alone:
-        raise RunError("LS2263", f"data.test_fraction: {name} has a test split already; leave data.test_fraction out")
+        raise RunError("LS2263", f"data.test_fraction: {name} has a test split already; remove data.test_fraction")
     cut_test = share > 0 and "test" not in splits
     if cut_test:
         splits["train"], splits["test"] = cut(splits["train"], share, [run.seed, 1], "test_fraction")

@@ -78,9 +78,7 @@ class StreamingSource:
             here = shards if isinstance(shards, list) else []
             files = copies.paths if copies else here or (source.local_splits(self.data) or {}).get("train") or []
             if not files:
-                raise RunError(
-                    "LS2270", "data.train: there is no file to stream; name them in data.train or data.source"
-                )
+                raise RunError("LS2270", "data.train: no file to stream; name the files in data.train or data.source")
             for file in files:
                 self.opened(file)
             if copies:
@@ -215,7 +213,7 @@ def _dataset(rows: Rows, wanted: list[str], file: Path, lenient: bool, within: s
         )
     except (pa.ArrowException, TypeError, OverflowError, ValueError) as error:
         said = _unlike(rows, roots) or " ".join(str(error).split())
-        raise RunError("LS2272", f"data.train: columns of {file.name} hold values of several kinds: {said}") from None
+        raise RunError("LS2272", f"data.train: columns of {file.name} mix values of different types: {said}") from None
     for path in lacking:
         made = made.add_column(path, [None] * len(made))
     return made

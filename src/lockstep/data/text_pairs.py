@@ -63,7 +63,7 @@ def whole(
                 raise RunError(
                     "LS2290",
                     f"task.score: row {row} of the {split} split of {name} holds {str(value)[:60]!r} in column "
-                    f"{score!r}, which is no number from {ends[0]:g} to {ends[1]:g}{remedy}",
+                    f"{score!r}, which is not a number from {ends[0]:g} to {ends[1]:g}{remedy}",
                 )
     return rows
 
@@ -79,9 +79,9 @@ def told_apart(
                 text = str(dataset[int(rows[0])][columns[key]])[:60]
                 raise RunError(
                     "LS2291",
-                    f"{key}: in {len(rows)} of {len(dataset)} rows of the {split} split of {name} it is the same text "
-                    f"as {other}; the first is row {rows[0]}: {text!r}. Nothing can be told apart there: mend these "
-                    "rows, or take them out",
+                    f"{key}: the same text as {other} in {len(rows)} of {len(dataset)} rows of the {split} split of "
+                    f"{name}, first in row {rows[0]}: {text!r}. Such a row teaches nothing; correct or remove these "
+                    "rows",
                 )
 
 

@@ -76,7 +76,8 @@ def embeddings_of(run: Run, tokenizer: Any) -> int:
         return len(tokenizer)
     if not isinstance(asked, int) or asked < len(tokenizer):
         raise RunError(
-            "LS2300", f"model.config.vocab_size: {asked!r} is fewer than the {len(tokenizer):,} of the tokenizer"
+            "LS2300",
+            f"model.config.vocab_size: {asked!r} is less than the {len(tokenizer):,} tokens of the tokenizer; raise it",
         )
     return asked
 
@@ -94,8 +95,8 @@ def _folder(run: Run, texts: Iterator[list[str]], content: str, generative: bool
     if source is None:
         raise RunError(
             "LS2301",
-            "tokenizer: a model from scratch (model.type) needs one; "
-            "give tokenizer.train (bpe, wordpiece, wordlevel, unigram, character) or tokenizer.source",
+            "tokenizer: missing; a model from scratch (model.type) needs a tokenizer: set tokenizer.train "
+            "(bpe, wordpiece, wordlevel, unigram, character) or tokenizer.source",
         )
     return _in_cache(_load_source(run, source), source)
 
@@ -129,7 +130,11 @@ def _in_cache(tokenizer: Any, source: str) -> Path:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token is None:
-        raise RunError("LS2302", f"tokenizer: that of {source} has neither a padding nor an end token to pad with")
+        raise RunError(
+            "LS2302",
+            f"tokenizer: the tokenizer of {source} has neither a padding token nor an end token to pad with; "
+            "set one in its files, or choose another tokenizer",
+        )
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
     parts = [hashlib.sha256(state.encode()).hexdigest(), str(tokenizer.special_tokens_map)]
     if "auto_map" in tokenizer.init_kwargs:  # code of its own, which is saved with it
@@ -204,9 +209,8 @@ def _refuse_folder(folder: Path, key: str) -> None:
         shown = ", ".join(sorted(names)[:5]) or "nothing"
         raise RunError(
             "LS2330",
-            f"model.source: {folder} has no config.json, so it is no folder of a model: it "
-            f"holds {shown}. Give the folder "
-            "that save_pretrained wrote, or OUTPUT/export of a run",
+            f"model.source: {folder} has no config.json, so it is not a model folder; it holds {shown}. Give "
+            "the folder that save_pretrained wrote, or the export folder of a run",
         )
     if not any(re.search(r"token|vocab|merges|\.model$|spiece|\.tiktoken$", name) for name in names):
         raise RunError(

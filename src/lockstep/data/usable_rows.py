@@ -257,7 +257,7 @@ def without(
     if len(kept) == 0:
         columns = " and ".join(repr(column) for column, _ in lacks.values())
         raise NothingLeft(
-            "LS2313", f"data.drop_missing: no row of the {split} split of {name} has something in {columns}"
+            "LS2313", f"data.drop_missing: no row of the {split} split of {name} has a value in {columns}"
         )
     return dataset.select(kept)
 
@@ -335,8 +335,9 @@ class TokenCounts:
         if self.run.tokenizer.train is not None:
             raise RunError(
                 "LS2315",
-                f"data.filter: {path}: the tokenizer (tokenizer.train) is trained on the texts that the filter leaves, "
-                "so it cannot count their tokens before; give tokenizer.source, or min_words, max_words instead",
+                f"data.filter: {path}: the tokenizer (tokenizer.train) is trained on the filtered texts, so it "
+                "cannot count tokens for the filter; set tokenizer.source, or use min_words and max_words "
+                "instead",
             )
         column = added(dataset, {"data.filter": path}, split, name).select_columns([path])
         dtype = getattr(column.features[path], "dtype", None)
@@ -344,7 +345,8 @@ class TokenCounts:
             told = f"{dtype} values" if dtype else "lists or mappings"
             raise RunError(
                 "LS2316",
-                f"data.filter: {path}: the {split} split of {name} holds {told} there; tokens are counted in texts",
+                f"data.filter: {path}: the {split} split of {name} holds {told} in this column, and tokens can "
+                "be counted in texts only",
             )
         wanted = path in self.targets
         apart = tokenizer.of_targets(self.run) if wanted else None
@@ -381,7 +383,7 @@ def filtered(
                 f"{_format_condition(data.filter[c])} of {c!r} in {mask.sum():,}" for c, mask in masks.items()
             )
             raise RunError(
-                "LS2317", f"data.filter: no row of the {split} split of {name} is left; of {len(dataset):,}: {each}"
+                "LS2317", f"data.filter: no row of the {split} split of {name} is left of {len(dataset):,}: {each}"
             )
         fewer[split] = int(len(dataset) - kept.sum())
         remaining[split] = dataset.select(np.flatnonzero(kept)) if fewer[split] else dataset
@@ -399,7 +401,7 @@ def holding(
 
 def _format_condition(wanted: Wanted) -> str:
     if isinstance(wanted, Condition):
-        return "{" + ", ".join(f"{key}: {value}" for key, value in wanted.given.items()) + "}"
+        return "{" + ", ".join(f"{key}: {value}" for key, value in wanted.conditions.items()) + "}"
     return repr(wanted)
 
 
@@ -418,7 +420,8 @@ def _mask(dataset: Dataset, path: str, wanted: Wanted, split: str, name: str, to
         return mask
     if tokens is None:
         raise RunError(
-            "LS2319", f"data.filter: {path}: this task has no tokenizer that counts tokens; give min_words, max_words"
+            "LS2319",
+            f"data.filter: {path}: this task has no tokenizer that counts tokens; use min_words and max_words instead",
         )
     counts = tokens(dataset, path, split, name)
     least, most = wanted.min_tokens or 0, np.inf if wanted.max_tokens is None else wanted.max_tokens
@@ -441,7 +444,7 @@ def _holds(column: pa.Array, wanted: Wanted) -> pa.Array:
     if not isinstance(wanted, Condition):
         return _among(column, wanted if isinstance(wanted, list) else [wanted])
     masks = [pc.is_valid(column)]
-    for key, value in wanted.given.items():
+    for key, value in wanted.conditions.items():
         if key.endswith("_tokens"):
             continue  # of all rows at once, by `_mask`
         if key == "none_of":
@@ -511,8 +514,8 @@ def told_apart(
     if list(splits) != ["train"]:
         raise RunError(
             "LS2320",
-            f"data.split_column: {name} has {' and '.join(splits)} already; give all rows in data.source or data.train "
-            "alone, or leave data.split_column out",
+            f"data.split_column: {name} has {' and '.join(splits)} splits already; give all rows in "
+            "data.source or data.train alone, or remove data.split_column",
         )
     train, column = splits["train"], data.split_column
     names = getattr(train.features.get(column), "names", None)
@@ -532,12 +535,14 @@ def told_apart(
     if first is not None:
         raise RunError(
             "LS2321",
-            f"data.split_column: column {column!r} of {name} says {first[1]!r} in {others[first[1]]:,} row(s), the "
-            f"first is row {first[0]:,}; known are {', '.join(known)}. To leave other rows out: data.filter: "
-            f"{{{column}: [{', '.join(there) or 'train'}]}}",
+            f"data.split_column: column {column!r} of {name} holds {first[1]!r} in {others[first[1]]:,} "
+            f"row(s), first in row {first[0]:,}; expected one of {', '.join(known)}. To exclude other rows, "
+            f"set data.filter: {{{column}: [{', '.join(there) or 'train'}]}}",
         )
     split_of = np.concatenate(places)
     rows_of = {split: np.flatnonzero(split_of == place) for place, split in enumerate(order)}
     if len(rows_of["train"]) == 0:
-        raise RunError("LS2322", f"data.split_column: {column!r} of {name} says train in no row")
+        raise RunError(
+            "LS2322", f"data.split_column: no row of {name} has train in column {column!r}; mark the rows to train on"
+        )
     return {split: train.select(rows) for split, rows in rows_of.items() if len(rows)}

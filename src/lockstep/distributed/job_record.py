@@ -157,7 +157,7 @@ def inside(path: Path, folder: Path) -> Path:
     """The path, if what it leads to is below the folder. Errors: `RunError`: a link in a stranger's OUTPUT, or a path
     in its files, may lead anywhere."""
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise RunError("LS7000", f"{path} leads out of {folder}; it is not read")
+        raise RunError("LS7000", f"{path} is outside of {folder}, so it is not read")
     return path
 
 
@@ -216,16 +216,16 @@ def stop_process(launched: JobRecord) -> str:
     alive = process.alive()
     if alive is None:
         raise RunError(
-            "LS7001", f"the run was launched on {process.host}, this is {socket.gethostname()}: stop it there"
+            "LS7001",
+            f"the run was launched on {process.host}, and this machine is {socket.gethostname()}; run the "
+            "command there",
         )
     if not alive:
-        raise RunError("LS7002", f"process {process.pid} is not there any more; there is nothing to stop")
+        raise RunError("LS7002", f"process {process.pid} no longer exists; there is nothing to stop")
     try:
         os.kill(process.pid, signal.SIGTERM)
     except PermissionError:
-        raise RunError(
-            "LS7003", f"process {process.pid} belongs to another user: it cannot be stopped from here"
-        ) from None
+        raise RunError("LS7003", f"process {process.pid} belongs to another user; only that user can stop it") from None
     return f"SIGTERM sent to process {process.pid}"
 
 
@@ -276,7 +276,7 @@ class Excluded:
     time: float  # seconds since 1970
 
     def __str__(self) -> str:
-        return f"{self.host}, which computed wrongly in step {self.step} (guard)"
+        return f"{self.host}, which computed wrong values in step {self.step} (sdc_check)"
 
 
 def eviction_file(host: str) -> str:
@@ -308,5 +308,6 @@ def refuse_evicted(folder: Path) -> None:
     if (path := folder / eviction_file(here)).exists():
         raise RunError(
             "LS7004",
-            f"{here} was taken out of this run, because it computed wrongly (guard); once it is mended, delete {path}",
+            f"{here} was evicted from this run, because it computed wrong values (sdc_check); after the "
+            f"machine is repaired, delete {path}",
         )

@@ -284,9 +284,7 @@ class Membership:
             if state != "S" or now != spent:  # it computes, or looks for the others
                 spent, since = now, time.monotonic()
             elif time.monotonic() - since > STUCK_S:
-                error(
-                    coded("LS7010", "this rank does not come out of a collective that was cut off; it counts as lost")
-                )
+                error(coded("LS7010", "this rank is stuck in a collective that was aborted; it counts as failed"))
                 os.kill(os.getpid(), signal.SIGKILL)
                 return
 

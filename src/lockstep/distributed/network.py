@@ -38,7 +38,7 @@ def endpoint(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise NetworkError("LS7020", f"expected host:port, not {text!r}")
+        raise NetworkError("LS7020", f"invalid address {text!r}; expected host:port")
     return host, int(port)
 
 
@@ -136,7 +136,7 @@ def holds(host: str, port: int) -> bool:
         except OSError as caught:
             if caught.errno == errno.EACCES:
                 raise NetworkError(
-                    "LS7024", f"port {port} may not be opened by this user; take one above 1023"
+                    "LS7024", f"this user has no permission to open port {port}; use a port above 1023"
                 ) from None
             return False
         return True
@@ -178,8 +178,7 @@ def reach(host: str, port: int, limit_s: float, say: Callable[[str], None]) -> N
         if spent >= limit_s:
             raise NetworkError(
                 "LS7025",
-                f"{host}:{port} could not be reached from {socket.gethostname()} ({own}) "
-                f"within {limit_s:g} s: {reason}",
+                f"{host}:{port} is not reachable from {socket.gethostname()} ({own}) within {limit_s:g} s: {reason}",
             )
         if not noted and spent > 5:
             say(f"waiting for {host}:{port}: {reason}")
@@ -200,8 +199,8 @@ def answers(host: str, port: int, limit_s: float) -> None:
         except TimeoutError:
             raise NetworkError(
                 "LS7026",
-                f"something listens at {host}:{port} and has said nothing for {limit_s:g} s: it is stopped, or no "
-                "place where machines meet",
+                f"the program listening at {host}:{port} did not answer within {limit_s:g} s; it is stopped, or "
+                "it is not a rendezvous of lockstep",
             ) from None
         except OSError:  # it closed: torch's own client says why
             return
@@ -221,7 +220,9 @@ def secret_from_environment() -> str:
     value = os.environ.get(SECRET_VARIABLE, "").strip()
     if value and len(value) < SHORTEST:
         raise RunError(
-            "LS7027", f"{SECRET_VARIABLE}: shorter than {SHORTEST} characters; `openssl rand -hex 32` prints a good one"
+            "LS7027",
+            f"{SECRET_VARIABLE}: too short; expected at least {SHORTEST} characters, such as the output of "
+            "`openssl rand -hex 32`",
         )
     return value
 
@@ -240,7 +241,7 @@ def unseal(secret: str, name: str, message: bytes) -> bytes:
     """The message that `sealed` was given. Errors: `ForgedError`."""
     if (why := secret_difference(secret, name, message)) is not None:
         raise ForgedError(
-            "LS7028", f"{name!r} in the store bears no seal of this job: {why}, or somebody else writes there"
+            "LS7028", f"{name!r} in the store is not signed by this job: {why}, or another program writes to the store"
         )
     return message[_TAG:]
 

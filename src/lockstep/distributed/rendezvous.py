@@ -35,7 +35,9 @@ def open_store(host: str, port: int, several: bool, timeout_s: float) -> TCPStor
     try:
         listener = _listener(("::" if ":" in address else "0.0.0.0") if everywhere else address, port)
     except OSError as caught:
-        raise network.NetworkError("LS7040", f"{host}:{port} cannot be opened here: {caught.strerror}") from None
+        raise network.NetworkError(
+            "LS7040", f"{host}:{port} cannot be opened on this machine: {caught.strerror}"
+        ) from None
     port = int(listener.getsockname()[1])
     return TCPStore(
         address,
@@ -166,8 +168,8 @@ class Rendezvous:
             if (why := network.secret_difference(key, "ranks", theirs.numpy().tobytes())) is not None:
                 raise Unreached(
                     "LS7041",
-                    f"rank {self.rank} of {self.size} on {socket.gethostname()} cannot train with rank {rank}: {why}. "
-                    "Set the same one for every process, or none (docs/explanation/security.md)",
+                    f"rank {self.rank} of {self.size} on {socket.gethostname()} cannot train with rank {rank}: "
+                    f"{why}. Set the same secret for every process, or none (docs/explanation/security.md)",
                 )
 
     @property

@@ -151,7 +151,7 @@ class PeerReader(Saved):
                 self.holders.setdefault(place.name, {}).setdefault(place, rank)
         for name, slices in self.holders.items():
             if sum(math.prod(place.sizes) for place in slices) != math.prod(next(iter(slices)).whole):
-                raise Incomplete("LS7050", f"nobody who is left holds all of {name}")
+                raise Incomplete("LS7050", f"no surviving rank has all of {name}")
 
     def __contains__(self, name: str) -> bool:
         return name in self.holders

@@ -98,7 +98,10 @@ class Watchdog:
                     self._tell(latest, silent)
             self._store.set(str(self.world.rank), json.dumps({"over": True}))
         except RendezvousStateError as caught:
-            error(coded("LS7060", f"rank {self.world.rank} cannot read what the others say: {caught}"), self.world.log)
+            error(
+                coded("LS7060", f"rank {self.world.rank}: invalid heartbeat from another rank: {caught}"),
+                self.world.log,
+            )
             os._exit(FAILED)
         except RuntimeError as caught:  # the store is gone, and with it whoever held it
             if self._over.wait(LEFT_S):
@@ -118,7 +121,7 @@ class Watchdog:
                 continue
             if 0 not in self._found:
                 error(
-                    coded("LS7062", f"no sign of life for {self.limit_s:g} s from rank 0. The job ends here"),
+                    coded("LS7062", f"no heartbeat from rank 0 for {self.limit_s:g} s; this process ends"),
                     self.world.log,
                 )
             elif self.world.rank == min(set(self._found) - {0}, default=self.world.rank):
@@ -200,7 +203,7 @@ def parsed(text: bytes) -> dict[str, Any]:
     except (ValueError, TypeError, LookupError, RecursionError):
         right = False
     if not right:
-        raise RendezvousStateError(f"{text[:80]!r} is no sign of life")
+        raise RendezvousStateError(f"{text[:80]!r} is not a heartbeat")
     return dict(beat)
 
 
@@ -227,7 +230,8 @@ def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float)
     if silent:
         names = "; ".join(who(rank) for rank in silent)
         return (
-            f"no sign of life for {limit_s:g} s from {names}. It is stopped, or its machine is gone. The job ends here"
+            f"no heartbeat for {limit_s:g} s from {names}: the process is stopped, or its machine is gone. This "
+            "process ends"
         )
     least = min(b["progress"] for b in beats.values())
     behind = [rank for rank, b in beats.items() if b["progress"] == least]

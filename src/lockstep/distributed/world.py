@@ -276,15 +276,15 @@ def pick_device(run: Run, local_rank: int, local_size: int = 1) -> torch.device:
     if count * each < max(local_size, local_rank + 1):
         raise RunError(
             "LS7070",
-            f"launch.device: {wanted}, but local rank {local_rank} of {local_size} finds {count} CUDA device(s) for "
-            f"{each} process(es) each; use fewer processes, launch.device=cpu, or launch.processes_per_gpu for "
-            "processes that share one",
+            f"launch.device: {wanted}, but local rank {local_rank} of {local_size} finds {count} CUDA "
+            f"device(s), each for {each} process(es); use fewer processes, launch.device=cpu, or "
+            "launch.processes_per_gpu for processes that share one",
         )
     device = torch.device("cuda", local_rank // each)
     if run.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise RunError(
             "LS7071",
-            f"precision: bf16, but {torch.cuda.get_device_name(device)} does not compute in it; use precision=fp16",
+            f"precision: bf16, but {torch.cuda.get_device_name(device)} does not support it; use precision=fp16",
         )
     return device
 

@@ -57,7 +57,8 @@ class Accelerate(Launcher):
         if options.machine_rank >= options.machines:
             raise RunError(
                 "LS7200",
-                f"launch.machine_rank: {options.machine_rank} is not below launch.machines ({options.machines})",
+                f"launch.machine_rank: {options.machine_rank} must be less than launch.machines "
+                f"({options.machines}); ranks count from 0",
             )
         command = [sys.executable, "-m", "accelerate.commands.launch"]
         if options.config_file is not None:
@@ -85,7 +86,9 @@ class Accelerate(Launcher):
         """Host and port of machine 0. Errors: `RunError`."""
         options = self.options(run)
         if options.rendezvous is None:
-            raise RunError("LS7201", "launch.rendezvous: host:port of machine 0 is missing, the same on every machine")
+            raise RunError(
+                "LS7201", "launch.rendezvous: missing; set host:port of machine 0, the same value on every machine"
+            )
         try:
             return network.endpoint(options.rendezvous)
         except network.NetworkError as caught:
@@ -100,7 +103,7 @@ class Accelerate(Launcher):
     def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         if importlib.util.find_spec("accelerate") is None:
             raise RunError(
-                "LS7202", "launch.name: accelerate is not installed; pip install 'lockstep-train[accelerate]'"
+                "LS7202", "launch.name: accelerate is not installed: pip install 'lockstep-train[accelerate]'"
             )
         check_gpus(run, processes_of(run))
         self.check_address(run)
@@ -127,14 +130,16 @@ class Accelerate(Launcher):
                 is_its = "is this machine's" if own else "is not this machine's"
                 raise RunError(
                     "LS7204",
-                    f"launch.rendezvous: {host} {is_its}, and launch.machine_rank is {options.machine_rank}: machine 0 "
-                    "is the one that has the address",
+                    f"launch.rendezvous: {host} {is_its}, but launch.machine_rank is {options.machine_rank}; "
+                    "machine 0 must be the machine with that address",
                 )
             if not own:
                 network.reach(host, port, run.launch.timeout_s, error)
             elif not network.holds(host, port):
                 raise RunError(
-                    "LS7205", f"launch.rendezvous: port {port} of {host} is in use, maybe by what an earlier job left"
+                    "LS7205",
+                    f"launch.rendezvous: port {port} of {host} is in use, perhaps by a process of an earlier job; "
+                    "stop that process, or use another port",
                 )
         except network.NetworkError as caught:
             raise RunError(caught.code, f"launch.rendezvous: {caught.message}") from None

@@ -74,7 +74,9 @@ class Slurm(SubmittedJob):
         def _a_time(cls, value: Any) -> Any:
             if isinstance(value, int):
                 raise InvalidValue(
-                    "LS7380", f'{value} is a number: write 4h, or "4:00:00" in quotes (YAML reads 4:00:00 as 14400)'
+                    "LS7380",
+                    f'invalid value {value}; expected a time such as 4h, or "4:00:00" in quotes (YAML reads '
+                    "4:00:00 as 14400)",
                 )
             if isinstance(value, str):
                 minutes_of(value)
@@ -84,7 +86,7 @@ class Slurm(SubmittedJob):
         @classmethod
         def _one_word(cls, value: str | None) -> str | None:
             if value is not None and not re.fullmatch(r"[^\s\"']+", value):
-                raise InvalidValue("LS7381", f"{value!r} is not one word")
+                raise InvalidValue("LS7381", f"invalid value {value!r}; expected a single word")
             return value
 
         @field_validator("extra", "setup")
@@ -179,7 +181,7 @@ class Slurm(SubmittedJob):
         warn = 60 * minutes_of(asked.signal_before)
         if minutes and warn >= 60 * minutes:
             raise RunError(
-                "LS7384", f"launch.signal_before: {asked.signal_before} is not shorter than launch.time ({asked.time})"
+                "LS7384", f"launch.signal_before: {asked.signal_before} must be shorter than launch.time ({asked.time})"
             )
         elastic = asked.ranks == "elastic"
         return Job(
@@ -237,7 +239,7 @@ def check(plan: LaunchPlan) -> None:
     text = plan.files[plan.command[-1]]
     tested = subprocess.run(["sbatch", "--test-only"], input=text, capture_output=True, text=True, check=False)
     if tested.returncode:
-        raise RunError("LS7387", f"launch: SLURM refuses the job, nothing was queued: {_words(tested.stderr)}")
+        raise RunError("LS7387", f"launch: SLURM rejected the job, and nothing was queued: {_words(tested.stderr)}")
 
 
 def submit(plan: LaunchPlan) -> str:
@@ -258,8 +260,9 @@ def processes_of(run: Run, asked: Any) -> int:
         if places and run.launch.device != "cpu" and int(run.launch.processes) > places:
             raise RunError(
                 "LS7389",
-                f"launch.processes: {run.launch.processes} of each node, but launch.gpus is {asked.gpus}; ask for more "
-                "GPUs, or say launch.device=cpu, or launch.processes_per_gpu for processes that share one",
+                f"launch.processes: {run.launch.processes} per node, but launch.gpus is {asked.gpus} per node; "
+                "raise launch.gpus, or set launch.device=cpu, or launch.processes_per_gpu for processes that "
+                "share one",
             )
         return int(run.launch.processes)
     if run.strategy.name == "single":
@@ -267,8 +270,8 @@ def processes_of(run: Run, asked: Any) -> int:
     if not asked.gpus:
         raise RunError(
             "LS7390",
-            "launch.processes: say how many processes each node runs; auto means launch.processes_per_gpu "
-            "for each of launch.gpus, and the cores of the nodes are not known here",
+            "launch.processes: auto is launch.gpus x launch.processes_per_gpu, and launch.gpus is not set; "
+            "set the number of processes per node",
         )
     return int(places)
 
@@ -309,10 +312,10 @@ def log_of(run: Run, record: JobRecord) -> Path:
     if "log" in record.facts:
         path = Path(record.facts["log"])  # of a task of an array: beside the folders of its runs
         if not re.fullmatch(r"slurm-\d+_\d+\.out", path.name):
-            raise RunError("LS7391", f"{job_record.FILE}: {path} is no log of an array's task; it is not read")
+            raise RunError("LS7391", f"{job_record.FILE}: {path} is not the log of an array task, so it is not read")
         return job_record.inside(path, run.folder.absolute().parent)
-    found = run.folder / f"slurm-{record.job}.out"
-    return job_record.inside(found if "step" not in record.facts else run.folder / "log.txt", run.folder)
+    log_path = run.folder / f"slurm-{record.job}.out"
+    return job_record.inside(log_path if "step" not in record.facts else run.folder / "log.txt", run.folder)
 
 
 def state_of(record: JobRecord) -> State:
@@ -429,7 +432,9 @@ def text_of(job: Job) -> str:
     for path in (job.folder, job.here, *job.array):
         if not str(path).isprintable():
             raise RunError(
-                "LS7395", f"output: the folder {str(path)!r} has a character in its name that no sbatch file can hold"
+                "LS7395",
+                f"output: the folder {str(path)!r} contains a character that an sbatch file cannot contain; "
+                "choose another output",
             )
     return "\n".join([*_head(job), "", *_before(job), "", *_ranks(job), "", *_after(job)]) + "\n"
 
@@ -531,10 +536,10 @@ def minutes_of(text: str) -> int:
         seconds = (days or 0) * 86400 + sum(n * unit for n, unit in zip(given, scale, strict=False))
     else:
         raise InvalidValue(
-            "LS7396", f'{text!r} is no time: write 4h, 1d12h or 90m, or as SLURM does "4:00:00", "1-12", "90"'
+            "LS7396", f'{text!r} is not a time; expected 4h, 1d12h or 90m, or SLURM\'s form "4:00:00", "1-12" or "90"'
         )
     if not seconds:
-        raise InvalidValue("LS7397", f"{text!r} is no time at all")
+        raise InvalidValue("LS7397", f"{text!r} is a time of zero; expected more than 0")
     return -(-seconds // 60)
 
 

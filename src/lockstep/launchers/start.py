@@ -139,8 +139,8 @@ def started(run: Run, launcher: Launcher, plan: LaunchPlan) -> int:
         error(
             coded(
                 "LS7410",
-                f"{run.folder / job_record.FILE} could not be written: `lockstep status` "
-                "cannot know that this was the end",
+                f"{run.folder / job_record.FILE} could not be written, so `lockstep status` will not show that the "
+                "run ended",
             )
         )
     return status
@@ -186,9 +186,7 @@ def joined(run: Run) -> int:
     came, wanted = os.environ["WORLD_SIZE"], os.environ.get(WANTED)
     if wanted is not None and wanted != came:
         leave_status(2)
-        raise RunError(
-            "LS7411", f"launch: {wanted} processes were asked for, and a job of {came} came up; nothing was trained"
-        )
+        raise RunError("LS7411", f"launch: expected {wanted} processes, but {came} joined; nothing was trained")
     words = tuple(os.environ.get(JOB_WORDS, "").split()) or TRAIN
     sent = os.environ.get(RESOLVED)
     with ExitStack() as stack:
@@ -230,8 +228,9 @@ def only_one(run: Run, launcher: Launcher) -> None:
     if state.live:
         raise RunError(
             "LS7412",
-            f"output: {run.folder} is being trained already ({state.word}{f': {state.text}' if state.text else ''}). "
-            f"`lockstep stop {run.folder}` ends that, or give another output=FOLDER",
+            f"output: {run.folder} is already in use by a training run "
+            f"({state.word}{f': {state.text}' if state.text else ''}). `lockstep stop {run.folder}` ends that "
+            "run; or give another output=FOLDER",
         )
 
 
@@ -241,9 +240,9 @@ def joining() -> bool:
         if "MASTER_ADDR" in os.environ:
             raise RunError(
                 "LS7413",
-                "accelerate launch was asked for several processes, and started this one as if it were alone (it does "
-                "so with --cpu). On CPUs: ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes N ..., or "
-                "lockstep train with launch.name=accelerate",
+                "accelerate launch was given several processes but started this one as a single process (it "
+                "does so with --cpu). On CPUs use ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu "
+                "--num_processes N ..., or lockstep train with launch.name=accelerate",
             )
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -337,7 +336,7 @@ def further(run: Run, say: Callable[[str], object]) -> Run:
     would have given. So what is added is a run of its own, and `say` hears what that means."""
     if run.model.source is None and run.model.type is None:  # a module of one's own, which starts from no folder
         return run
-    manifest = next((found for _, found in newest_first(run)), None)
+    manifest = next((newest for _, newest in newest_first(run)), None)
     added = None if manifest is None else _added(run, manifest)
     if manifest is None or added is None or not ended(run, manifest) or exported.damage(run.folder) is not None:
         return run

@@ -35,18 +35,23 @@ class Tcp(Launcher):
         launch = self.options(run)
         if launch.init_method is None or not re.fullmatch(r"tcp://[^:/]+:\d+", launch.init_method):
             raise RunError(
-                "LS7420", f"launch.init_method: expected tcp://host:port of rank 0, not {launch.init_method!r}"
+                "LS7420",
+                f"launch.init_method: invalid value {launch.init_method!r}; expected tcp://host:port of rank 0",
             )
         if launch.rank is None or launch.world_size is None:
             raise RunError("LS7421", "launch: the tcp launcher needs launch.rank and launch.world_size")
         if launch.rank >= launch.world_size:
-            raise RunError("LS7422", f"launch.rank: {launch.rank} is not below launch.world_size ({launch.world_size})")
+            raise RunError(
+                "LS7422",
+                f"launch.rank: {launch.rank} must be less than launch.world_size ({launch.world_size}); ranks "
+                "count from 0",
+            )
         if run.launch.on_rank_failure == "continue":
             raise RunError(
                 "LS7423",
-                "launch.on_rank_failure: continue takes somebody who starts the ranks and says which of them are left: "
-                "launch.name=local, torchrun, or slurm with ranks=elastic. With tcp each is started by hand, and the "
-                "loss of one ends all: take restart",
+                "launch.on_rank_failure: continue needs a launcher that watches the ranks: launch.name=local, "
+                "torchrun, or slurm with ranks=elastic. With tcp each rank is started by hand, and one failure "
+                "ends them all; set restart",
             )
         run.check_shared(launch.world_size, f"launch.world_size: {launch.world_size} processes")
         variables = {

@@ -71,23 +71,25 @@ class Torchrun(Launcher):
         fewest, most = node_range(options.machines)
         processes = processes_of(run)
         if fewest > most:
-            raise RunError("LS7430", f"launch.machines: {options.machines!r}: the fewest come first, as in 1:4")
+            raise RunError(
+                "LS7430", f"launch.machines: invalid value {options.machines!r}; the minimum comes first, as in 1:4"
+            )
         run.check_shared(most * processes, f"launch.machines: {most} machine(s) of {processes} process(es)")
         if options.keep_alive_timeout_s < 3:
             raise RunError(
                 "LS7431",
-                f"launch.keep_alive_timeout_s: {options.keep_alive_timeout_s:g} is too short; signs of life "
-                "come once a second at most",
+                f"launch.keep_alive_timeout_s: {options.keep_alive_timeout_s:g} is too short; heartbeats are "
+                "sent once per second at most",
             )
         if fewest < most and not run.launch.max_restarts:
             raise RunError(
                 "LS7432",
-                f"launch.machines: {options.machines} means that the job goes on when a machine is lost; say how "
-                "often with launch.max_restarts",
+                f"launch.machines: {options.machines} lets the job continue when a machine fails; set "
+                "launch.max_restarts to the number of failures to survive",
             )
         if options.rendezvous is None and most > 1:
             raise RunError(
-                "LS7433", "launch.rendezvous: host:port is missing; it is one machine's address, the same on all"
+                "LS7433", "launch.rendezvous: missing; set host:port of one of the machines, the same value on all"
             )
         try:
             host, port = network.endpoint(options.rendezvous or "localhost:29400")
@@ -192,6 +194,6 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
             "LS7434", f"launch.rendezvous: {host}:{port} does not answer as a rendezvous: {caught}"
         ) from None
     except RendezvousError as caught:  # another secret, or what a stranger wrote
-        raise RunError("LS7435", f"launch.rendezvous: the machines cannot meet at {host}:{port}: {caught}") from None
+        raise RunError("LS7435", f"launch.rendezvous: the rendezvous at {host}:{port} failed: {caught}") from None
     sent = run if plan.job is None else plan.job.dump()
     return run_agent(run, processes_of(run), rendezvous, entry, (sent, tuple(words), variables), say)

@@ -123,19 +123,19 @@ def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     """The windows of a question, as in transformers' own script: where the answer is not in one, its first token."""
     window = {"truncation": "only_second", "max_length": most, "stride": task["stride"]}
     both = get(row, task["question"]).strip(), get(row, task["context"])
-    found = job.tokenizer(*both, **window, return_overflowing_tokens=True, return_offsets_mapping=True)
+    encodings = job.tokenizer(*both, **window, return_overflowing_tokens=True, return_offsets_mapping=True)
     held, windows = get(row, task["answers"]), list[dict[str, Any]]()
     if isinstance(held, dict):  # the first answer is learned
         held = [{"text": text, "answer_start": at} for text, at in zip(held["text"], held["answer_start"], strict=True)]
-    for part, ids in enumerate(found["input_ids"]):
-        spans, sides, ends = found["offset_mapping"][part], found.sequence_ids(part), (0, 0)
+    for part, ids in enumerate(encodings["input_ids"]):
+        spans, sides, ends = encodings["offset_mapping"][part], encodings.sequence_ids(part), (0, 0)
         inside = [place for place, side in enumerate(sides) if side == 1]
         if held:
             start, stop = held[0]["answer_start"], held[0]["answer_start"] + len(held[0]["text"])
             if spans[inside[0]][0] <= start and spans[inside[-1]][1] >= stop:
                 first = max(place for place in inside if spans[place][0] <= start)
                 ends = first, min(place for place in inside if spans[place][1] >= stop)
-        types = {"token_type_ids": found["token_type_ids"][part]} if "token_type_ids" in found else {}
+        types = {"token_type_ids": encodings["token_type_ids"][part]} if "token_type_ids" in encodings else {}
         windows.append({"input_ids": ids, "ends": ends, "spans": {place: spans[place] for place in inside}, **types})
     return {"windows": windows, "context": both[1], "right": [answer["text"] for answer in held or ()]}
 
@@ -152,7 +152,7 @@ def _texts(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
 
 def _answers(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     """A prompt with each of two answers, and where these begin."""
-    found = []
+    spans = []
     for key in ("chosen", "rejected"):
         asked, told = task["prompt"] and get(row, task["prompt"]), get(row, task[key])
         if task["conversations"]:
@@ -164,8 +164,8 @@ def _answers(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
             prompt = opened(job.tokenizer, tokens(job.tokenizer, asked)) if asked is not None else []
             ids, first = prompt + tokens(job.tokenizer, told, add_special_tokens=asked is None), len(prompt)
         ids, first = closed(job.tokenizer, ids), max(1, first)
-        found.append({"input_ids": ids[:most], "next": [*([IGNORED] * first + ids[first:])[1:most], IGNORED]})
-    return {"answers": found}
+        spans.append({"input_ids": ids[:most], "next": [*([IGNORED] * first + ids[first:])[1:most], IGNORED]})
+    return {"answers": spans}
 
 
 MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -198,14 +198,14 @@ def _language(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
 def _blocks(ids: list[int], known: list[bool], size: int, places: list[int] | None = None) -> list[dict[str, Any]]:
     """Blocks and what follows each token of them; the last token of all is only predicted. `known`: whether a token is
     learned; `places`: where it stands in its text, if texts do not see each other."""
-    found, wanted = [], [token if learned else IGNORED for token, learned in zip(ids, known, strict=True)]
+    blocks, wanted = [], [token if learned else IGNORED for token, learned in zip(ids, known, strict=True)]
     for start in range(0, len(ids) - 1, size):
         stop = min(start + size, len(ids) - 1)
         block: dict[str, Any] = {"input_ids": ids[start:stop], "next": wanted[start + 1 : stop + 1]}
         if places is not None:
             block["position_ids"] = [min(place, i) for i, place in enumerate(places[start:stop])]
-        found += [block] * any(label != IGNORED for label in block["next"])
-    return found
+        blocks += [block] * any(label != IGNORED for label in block["next"])
+    return blocks
 
 
 def _documents(job: Any, row: Row, task: dict) -> list[tuple[list[int], list[bool]]]:

@@ -29,11 +29,14 @@ class AllReduce(WholeStateRecovery):
     def check(cls, run: Run, processes: int) -> None:
         if unknown := set(run.strategy.options) - {"bucket_cap_mb"}:
             raise RunError(
-                "LS4000", f"strategy.options: allreduce knows bucket_cap_mb, not {', '.join(sorted(unknown))}"
+                "LS4000",
+                f"strategy.options: allreduce has no option {', '.join(sorted(unknown))}; it has bucket_cap_mb",
             )
         cap = run.strategy.options.get("bucket_cap_mb", 25)
         if not isinstance(cap, int | float) or isinstance(cap, bool) or cap <= 0:
-            raise RunError("LS4001", f"strategy.options.bucket_cap_mb: {cap!r} is not a positive number of MiB")
+            raise RunError(
+                "LS4001", f"strategy.options.bucket_cap_mb: invalid value {cap!r}; expected a number > 0 (MiB)"
+            )
 
     def build(self, task: Task) -> None:
         super().build(task)

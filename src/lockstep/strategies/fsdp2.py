@@ -27,7 +27,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
 from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery
-from lockstep.strategies.engines import blocks, fsdp, layers
+from lockstep.strategies.engines import blocks, fsdp, layers, tensor_plans
 from lockstep.strategies.engines.fsdp import (
     Shown,
     TreeScatter,
@@ -47,6 +47,7 @@ from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, links
 from lockstep.strategies.exact.reduction import ReductionTree, Scatter, buckets, layout_of, most_held, share
 from lockstep.strategies.exact.rows import RowSlots, rows_between
 from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.strategies.native import Native, first_inputs
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.strategy import DataParallel, Strategy, WeightFormats, summing
@@ -126,8 +127,8 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
             names = first_few(sorted(agreed.moved))
             raise RunError(
                 "LS4190",
-                f"strategy.name: the model's forward gives {names} other memory (by `.data =`, or a new parameter), "
-                "and fsdp2 updates the memory that it had. Write into the weight in place "
+                f"strategy.name: the model's forward gives {names} new memory (by `.data =`, or a new "
+                "parameter), but fsdp2 updates the old memory. Write into the weight in place "
                 "(`weight.copy_(...)` under torch.no_grad()), or use strategy.name=ddp",
             )
         return agreed
@@ -270,8 +271,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     @classmethod
     def gives_bits(cls, run: Run) -> bool:
-        own = {"tensor_parallel", "param_dtype", "reduce_dtype"} & set(run.strategy.options)
-        return run.strategy.exact and (not own or (own == {"tensor_parallel"} and tensor_ranks(run) == 1))
+        return run.strategy.exact and not {"param_dtype", "reduce_dtype"} & set(run.strategy.options)
 
     @classmethod
     def rounding(cls, run: Run) -> float:
@@ -314,7 +314,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         if (named := self.run.strategy.options.get("blocks")) is not None:
             self.blocks = layers.named_blocks(self.model, named)
         shown = [Shown(module) for module in [*self.blocks, self.model]]
-        blocks.prepare(self.run, self.model)
+        blocks.prepare(self.run, self.model, self.leaf_ranks())
         self.apply_shards(optim.assigned(self.run.optim, self.model))
         if skips is not None:
             leaves_layers_out(self.model)
@@ -357,11 +357,21 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             )
         return mesh
 
+    def leaf_ranks(self) -> LeafRanks | None:
+        """The ranks that share the leaves of each product out; None: nobody else has any."""
+        if self.tensor == 1 or not self.in_tree_order:
+            return None
+        axis = self.axis("tensor")
+        group, how = self.mesh.get_group(axis), links(self.run, self.world, self.mesh.get_group(axis))
+        return LeafRanks(self.run.strategy.tensor_leaves, self.mesh.get_local_rank(axis), self.tensor, group, how)
+
     def apply_shards(self, treated: Mapping[str, ParamGroupSpec]) -> None:
         """`fully_shard` on every block, then on what is left; the blocks are those transformers keeps together. Then
         the optimizer."""
         options = self.run.strategy.options
-        if self.tensor > 1:
+        if self.tensor > 1 and self.in_tree_order:
+            tensor_plans.share_out(self.run, self.model, self.mesh[self.axis("tensor")])
+        elif self.tensor > 1:
             from torch.distributed.tensor.parallel import parallelize_module
 
             prefix = f"{self.model.base_model_prefix}."
@@ -459,8 +469,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         if names and (self.world.size == 1 or not self.named.keys().isdisjoint(names)):
             raise RunError(
                 "LS4191",
-                f"strategy.options.gather: FSDP would lose what the model's forward does to {first_few(names)}, "
-                f"since it puts other tensors in the place of weights. Use {fsdp.INSTEAD}",
+                "strategy.options.gather: FSDP replaces weights by other tensors, and would lose what the "
+                f"model's forward does to {first_few(names)}. Use {fsdp.INSTEAD}",
             )
         return super().take_effects(agreed)
 

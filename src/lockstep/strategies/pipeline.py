@@ -77,8 +77,8 @@ class Pipeline(ShardedRecovery):
         if unknown := set(options) - {"stages", "schedule", "stages_per_rank"}:
             raise RunError(
                 "LS4240",
-                f"strategy.options: pipeline knows stages, schedule and stages_per_rank, not "
-                f"{', '.join(sorted(map(str, unknown)))}",
+                f"strategy.options: pipeline has no option {', '.join(sorted(map(str, unknown)))}; it has "
+                "stages, schedule and stages_per_rank",
             )
         if processes < 2:
             raise RunError(
@@ -87,17 +87,20 @@ class Pipeline(ShardedRecovery):
         if share_gpus(run):
             raise RunError(
                 "LS4242",
-                "launch.processes_per_gpu: stages of a pipeline send to each other from GPU to GPU, which gloo cannot; "
-                "leave it out, or try the pipeline with launch.device=cpu",
+                "launch.processes_per_gpu: pipeline stages send from GPU to GPU, which gloo cannot do; remove "
+                "launch.processes_per_gpu, or try the pipeline with launch.device=cpu",
             )
         if run.model.adapter:
-            raise RunError("LS4243", "strategy.name: pipeline cannot cut a model with model.adapter; use ddp, or fsdp2")
+            raise RunError(
+                "LS4243",
+                "strategy.name: pipeline cannot split a model with model.adapter; use strategy.name=ddp or fsdp2",
+            )
         ranks, schedule, each = _shape(run, processes)
         if processes % ranks:
             raise RunError(
                 "LS4244",
-                f"strategy.options.stages: {ranks} stages do not divide {processes} processes; every pipeline needs "
-                f"as many",
+                f"strategy.options.stages: {ranks} stages do not divide {processes} processes; choose a number "
+                "of stages that does",
             )
         layers = cuts.count_sequential_layers(run) if own_model(run) else cuts.layers_of(run)
         if ranks * each > layers:
@@ -368,10 +371,14 @@ def _shape(run: Run, processes: int) -> tuple[int, str, int]:
     options = run.strategy.options
     schedule = options.get("schedule", "1f1b")
     if schedule not in SCHEDULES:
-        raise RunError("LS4248", f"strategy.options.schedule: {schedule!r} is none of {', '.join(SCHEDULES)}")
+        raise RunError(
+            "LS4248", f"strategy.options.schedule: invalid value {schedule!r}; expected one of {', '.join(SCHEDULES)}"
+        )
     if schedule != "interleaved" and "stages_per_rank" in options:
         raise RunError(
-            "LS4249", "strategy.options.stages_per_rank: only the schedule interleaved has several stages a rank"
+            "LS4249",
+            "strategy.options.stages_per_rank: only strategy.options.schedule=interleaved has several stages "
+            "per rank; set that, or remove stages_per_rank",
         )
     numbers = {
         "stages": options.get("stages", processes),
@@ -379,7 +386,7 @@ def _shape(run: Run, processes: int) -> tuple[int, str, int]:
     }
     for key, number in numbers.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 2:
-            raise RunError("LS4250", f"strategy.options.{key}: {number!r} is not a whole number of at least 2")
+            raise RunError("LS4250", f"strategy.options.{key}: invalid value {number!r}; expected an integer >= 2")
     return numbers["stages"], schedule, numbers["stages_per_rank"] if schedule == "interleaved" else 1
 
 

@@ -22,11 +22,12 @@ class Single(Native):
         if processes > 1:
             raise RunError(
                 "LS4260",
-                f"strategy.name: single runs one process, this job has {processes}; use ddp, or launch.processes=1",
+                f"strategy.name: single supports one process only, and this job has {processes}; use "
+                "strategy.name=ddp, or launch.processes=1",
             )
         if run.strategy.options:
             raise RunError(
-                "LS4261", f"strategy.options: single has none, {', '.join(run.strategy.options)} cannot be used"
+                "LS4261", f"strategy.options: single has no options; remove {', '.join(run.strategy.options)}"
             )
 
     def reduce(self) -> list[Tensor]:

@@ -50,7 +50,11 @@ class AnswerPairOptions(BaseModel):
     @model_validator(mode="after")
     def _spoken(self) -> AnswerPairOptions:
         if self.chat_template is not None and not self.conversations:
-            raise InvalidValue("LS3000", "chat_template is for conversations: true; set that, or leave it out")
+            raise InvalidValue(
+                "LS3000",
+                "chat_template has an effect only with conversations: true; set task.conversations, or remove "
+                "task.chat_template",
+            )
         return self
 
     @property
@@ -196,7 +200,7 @@ def _whole(dataset: Dataset, options: AnswerPairOptions, split: str, name: str, 
                 raise RunError(
                     "LS3003",
                     f"task.rejected: row {row} of the {split} split of {name} has the same answer as chosen and as "
-                    f"rejected, {str(chosen)[:60]!r}: nothing is preferred there; take such rows out of the file",
+                    f"rejected, {str(chosen)[:60]!r}, so it states no preference; remove such rows",
                 )
     return dataset
 
@@ -223,7 +227,7 @@ def _encoder(run: Run, split: str, options: AnswerPairOptions, folder: str) -> t
     )
 
     def encoder(rows: dict[str, list]) -> dict[str, Any]:
-        found: dict[str, list] = {name: [] for name in features}
+        encoded: dict[str, list] = {name: [] for name in features}
         for row, asked, *answers in zip(
             rows[_ROW],
             rows[options.prompt] if options.prompt else [None] * len(rows[_ROW]),
@@ -238,14 +242,14 @@ def _encoder(run: Run, split: str, options: AnswerPairOptions, folder: str) -> t
             if both[0][0] == both[1][0]:
                 raise RunError(
                     "LS3004",
-                    f"task.rejected: the two answers of row {row} of {split} are the same tokens as far as they are "
-                    f"read; raise data.max_length ({run.data.max_length}), or take the row out",
+                    f"task.rejected: the two answers of row {row} of {split} are the same tokens within "
+                    f"data.max_length ({run.data.max_length}); raise data.max_length, or remove the row",
                 )
             for name, parts in (("input_ids", [b[0] for b in both]), ("targets", [b[1] for b in both])):
-                found[name].append([token for part in parts for token in part])
-            found["chosen"].append(len(both[0][0]))
-            found["cut"].append(int(any(b[2] for b in both)))
-        return found
+                encoded[name].append([token for part in parts for token in part])
+            encoded["chosen"].append(len(both[0][0]))
+            encoded["cut"].append(int(any(b[2] for b in both)))
+        return encoded
 
     return encoder, features
 
@@ -256,8 +260,8 @@ def _cut(ids: list[int], first: int, most: int, split: str, row: int) -> tuple[l
     if first >= most:
         raise RunError(
             "LS3005",
-            f"data.max_length: the prompt of row {row} of {split} fills all {most} tokens, and nothing of an answer is "
-            f"left; raise it to {first + 2} or more, or set data.filter",
+            f"data.max_length: the prompt of row {row} of {split} fills all {most} tokens and leaves none for "
+            f"an answer; raise data.max_length to {first + 2} or more, or set data.filter",
         )
     return ids[:most], ([_IGNORED] * first + ids[first:])[:most], len(ids) > most
 
@@ -303,6 +307,6 @@ def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row:
         at = "this" if row is None else f"row {row}"
         said = " ".join(str(error).split())
         raise RunError("LS3006", f"task.conversations: the chat template cannot be used on {at}: {said}") from error
-    found = tok(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ends = [end for _, end in found["offset_mapping"]]
-    return list(found["input_ids"]), next((i for i, end in enumerate(ends) if end > len(asked)), len(ends))
+    encoding = tok(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ends = [end for _, end in encoding["offset_mapping"]]
+    return list(encoding["input_ids"]), next((i for i, end in enumerate(ends) if end > len(asked)), len(ends))

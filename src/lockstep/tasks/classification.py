@@ -165,7 +165,9 @@ class Classification(TextTask, Streams, LabelTask):
         def known(rows: Dataset) -> pa.RecordBatch:
             if unknown := set(labels.distinct(rows, codes.column, "train")) - codes.place.keys():
                 raise RunError(
-                    "LS3010", f"task.label: the train split has a label that it had not before: {unknown.pop()!r}"
+                    "LS3010",
+                    "task.label: the train split has a label that it did not have when training began: "
+                    f"{unknown.pop()!r}",
                 )
             return make(rows)
 

@@ -63,10 +63,10 @@ class EmbeddingOptions(BaseModel):
     def _one_kind(self) -> EmbeddingOptions:
         if self.score is not None and (self.negative is not None or self.negatives is not None):
             raise InvalidValue(
-                "LS3020", "score is of pairs, whose texts are not told apart from others; leave negative out"
+                "LS3020", "score rates pairs of texts, so negative cannot be used with it; remove task.negative"
             )
         if not self.score_range[0] < self.score_range[1]:
-            raise InvalidValue("LS3021", "score_range is the least score and the greatest, in this order")
+            raise InvalidValue("LS3021", "score_range: expected the lowest and the highest score, in this order")
         columns = list(self.columns.values())
         if len(set(columns)) < len(columns):
             raise InvalidValue("LS3022", "anchor, positive and negative must be different columns")
@@ -147,7 +147,9 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
         if model_configs.load_config(data.run).is_encoder_decoder:
             raise RunError(
-                "LS3023", "model: embeddings are made by an encoder or a decoder, and this is both; choose another"
+                "LS3023",
+                "model: embeddings need an encoder or a decoder, and this model is an encoder-decoder; choose "
+                "another model",
             )
         super().check(data, folder, tok)
 
@@ -251,13 +253,13 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     def _sums(self, vectors: Tensor, targets: Tensor) -> Sums:
         count = len(targets) // self.texts
-        found = {"loss": self._losses(vectors, targets).double().sum(), "examples": (targets >= 0).sum().double()}
+        sums = {"loss": self._losses(vectors, targets).double().sum(), "examples": (targets >= 0).sum().double()}
         if self.texts > 2:
             parts = vectors.view(self.texts, count, -1)
             cosines = (parts[:1] * parts[1:]).sum(-1)  # [texts - 1, B]
             right = (cosines[:1] > cosines[1:]) & (targets[:count] >= 0)
-            found["nearer"] = right.double().sum()
-        return found
+            sums["nearer"] = right.double().sum()
+        return sums
 
     def score_at(self, forward: Forward, batch: MicroBatch, columns: Columns, rows: np.ndarray) -> Sums:
         """Beside the sums, what is compared over the whole split: each row's in a place of its own [slots]."""
@@ -276,22 +278,22 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
         asked, others = vectors[:count], vectors[count : 2 * count]
         known, theirs = batch.targets[:count], text_pairs.number(batch.targets[count : 2 * count])
-        found = {"there": spread(torch.ones_like(known))}
+        results = {"there": spread(torch.ones_like(known))}
         parts = vectors[: count * self.texts].view(self.texts, count, -1)
         told = (asked * others).sum(1) if self.options.score is not None else parts.transpose(0, 1)
-        found |= {"told": told} if self.per_example_outputs else {}  # float32 [B], or [B, texts, H]
+        results |= {"told": told} if self.per_example_outputs else {}  # float32 [B], or [B, texts, H]
         if self.options.score is not None:
-            found |= {"cosines": spread((asked * others).sum(1)), "scores": spread(known.double() / text_pairs.ONE)}
+            results |= {"cosines": spread((asked * others).sum(1)), "scores": spread(known.double() / text_pairs.ONE)}
         else:
-            found |= {"anchors": spread(asked), "positives": spread(others)}
-            found |= {"queries": spread(known), "texts": spread(theirs)}
-        return self._sums(vectors, batch.targets) | found
+            results |= {"anchors": spread(asked), "positives": spread(others)}
+            results |= {"queries": spread(known), "texts": spread(theirs)}
+        return self._sums(vectors, batch.targets) | results
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The cosine of each pair and its score, float64 [N], from 0 to 1; or all vectors, float64 [N, texts, H], with
         a number for each text, int64 [N, texts], the same for the same text."""
-        found = sums["told"].double().numpy()
-        return found, text_pairs.true_of(columns, rows)
+        answers = sums["told"].double().numpy()
+        return answers, text_pairs.true_of(columns, rows)
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         from lockstep.tasks.models import model_configs
@@ -302,17 +304,17 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         count = float(sums["examples"])
-        found = {"loss": float(sums["loss"]) / count}
+        scores = {"loss": float(sums["loss"]) / count}
         if "nearer" in sums:
-            found["triplet_accuracy"] = float(sums["nearer"]) / count / (self.texts - 2)
+            scores["triplet_accuracy"] = float(sums["nearer"]) / count / (self.texts - 2)
         gathered = _gathered(sums)
         if "cosines" in gathered:
             one, other = gathered["cosines"], gathered["scores"]
-            found["spearman"] = retrieval.correlation(retrieval.placed(one), retrieval.placed(other))
-            found["pearson"] = retrieval.correlation(one, other)
+            scores["spearman"] = retrieval.correlation(retrieval.placed(one), retrieval.placed(other))
+            scores["pearson"] = retrieval.correlation(one, other)
         elif "anchors" in gathered:
-            found |= retrieval.scores_of(gathered)
-        return found
+            scores |= retrieval.scores_of(gathered)
+        return scores
 
     def tables(self, sums: Sums) -> dict[str, Any]:
         """Recall by how many texts are looked at; or the mean cosine of pairs by their score."""
@@ -367,8 +369,8 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             tokens = text_pairs.read(tok, [row[0] for row in rows], run.data.max_length)
             batch = inference.padded([{"input_ids": ids} for ids in tokens], {"input_ids": int(tok.pad_token_id)})
-            found = pooling.pooled(model(**batch).last_hidden_state, batch["attention_mask"], how)
-            return [{"embedding": vector} for vector in found.tolist()]
+            vectors = pooling.pooled(model(**batch).last_hidden_state, batch["attention_mask"], how)
+            return [{"embedding": vector} for vector in vectors.tolist()]
 
         return inference.answers(rows, answer)
 

@@ -186,7 +186,7 @@ class ImageClassification(LabelTask):
         if path.is_dir():
             files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in row_files.IMAGES]
             if not files:
-                raise RunError("LS3031", f"predict: {word} holds no images ({', '.join(row_files.IMAGES)})")
+                raise RunError("LS3031", f"predict: {word} contains no images ({', '.join(row_files.IMAGES)})")
             return [(str(file),) for file in files]
         return [(word,)]
 
@@ -245,8 +245,9 @@ def _whole(rows: Dataset, options: ImageClassificationOptions, split: str, name:
         kind = getattr(feature, "dtype", None) or type(feature).__name__
         raise RunError(
             "LS3032",
-            f"task.image: column {options.image!r} of the {split} split of {name} holds {kind}, and images are needed: "
-            "a column of datasets' Image feature, of bytes, or folders of images (data.layout: class_folders)",
+            f"task.image: column {options.image!r} of the {split} split of {name} holds {kind}; expected "
+            "images: a column of datasets' Image feature, of bytes, or folders of images (data.layout: "
+            "class_folders)",
         )
     rows = usable_rows.complete(rows, columns, split, name, drop)
     return labels.readable(rows, options.label)
@@ -273,7 +274,7 @@ def _opened(file: bytes, where: str) -> Any:
         return image.convert("RGB")
     except Exception as error:  # Pillow's readers raise errors of many kinds for files that are none
         said = " ".join(str(error).split()).partition(" <")[0]
-        raise RunError("LS3034", f"task.image: {where} is no image that Pillow can read ({said})") from error
+        raise RunError("LS3034", f"task.image: {where} is not an image that Pillow can read ({said})") from error
 
 
 # -- the image processor ---------------------------------------------------------------------------------------------
@@ -295,23 +296,25 @@ def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
     from lockstep.tasks.models import model_configs
 
     if run.model.source is not None:
-        found = model_folder(run.model.source)
+        folder = model_folder(run.model.source)
         try:
             processor = transformers.AutoImageProcessor.from_pretrained(
-                str(Path(found).expanduser()) if Path(found).expanduser().is_dir() else found,
+                str(Path(folder).expanduser()) if Path(folder).expanduser().is_dir() else folder,
                 revision=run.model.revision,
                 backend="pil",
             )
         except Exception as error:  # not on the Hub, no network, no such file: all are the user's to mend
             raise RunError(
-                "LS3035", f"model.source: {found} has no image processor: {explained(error, run.model.revision)}"
+                "LS3035", f"model.source: {folder} has no image processor: {explained(error, run.model.revision)}"
             ) from error
     else:
         config = model_configs.load_config(run)
         names: Any = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type, {})
         if (name := names.get("pil")) is None:
             raise RunError(
-                "LS3036", f"model.type: transformers has no image processor of Pillow's for {config.model_type}"
+                "LS3036",
+                f"model.type: transformers has no image processor based on Pillow for {config.model_type}; "
+                "choose another model.type",
             )
         processor = getattr(transformers, name)()
         size = getattr(config, "image_size", None)
@@ -334,15 +337,15 @@ def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
 
 def resized(processor: Any, image: Any) -> np.ndarray:
     """An image at the processor's size, before its numbers are scaled: uint8 [C, H, W]."""
-    found = processor([image], return_tensors="np", do_rescale=False, do_normalize=False)["pixel_values"][0]
-    return np.asarray(found)
+    pixels = processor([image], return_tensors="np", do_rescale=False, do_normalize=False)["pixel_values"][0]
+    return np.asarray(pixels)
 
 
 def normalized(processor: Any, images: Sequence[np.ndarray]) -> np.ndarray:
     """Images of one size, rescaled and normalised as the processor does it: float32 [B, C, H, W]."""
     known = {name: value for name, value in _AS_IT_IS.items() if hasattr(processor, name)}
-    found = processor(list(images), return_tensors="np", input_data_format="channels_first", **known)["pixel_values"]
-    return np.ascontiguousarray(found, dtype=np.float32)
+    pixels = processor(list(images), return_tensors="np", input_data_format="channels_first", **known)["pixel_values"]
+    return np.ascontiguousarray(pixels, dtype=np.float32)
 
 
 def _shape(run: Run, processor: Any) -> tuple[int, ...]:
@@ -358,7 +361,7 @@ def _shape(run: Run, processor: Any) -> tuple[int, ...]:
         halves = [resized(processor, image) for image in trials]
         if len({half.shape for half in halves}) > 1:
             raise RunError(
-                "LS3039", f"task.processor: {name} does not cut images to one size; give task.processor.size"
+                "LS3039", f"task.processor: {name} does not bring images to one size; set task.processor.size"
             )
         whole = [processor(image, return_tensors="np")["pixel_values"][0] for image in trials]
         both = normalized(processor, halves)
@@ -367,18 +370,23 @@ def _shape(run: Run, processor: Any) -> tuple[int, ...]:
     if halves[0].dtype != np.uint8 or not all(np.array_equal(a, b) for a, b in zip(both, whole, strict=True)):
         raise RunError(
             "LS3041",
-            f"model: {name} does more than to resize, crop, rescale and normalise, which this task does not take apart",
+            f"model: {name} does more than resize, crop, rescale and normalise, which this task does not "
+            "support; choose another model",
         )
     config, shape = model_configs.load_config(run), halves[0].shape
     channels = getattr(config, "num_channels", 3)
     if channels != shape[0]:
-        raise RunError("LS3042", f"model.config.num_channels: {channels}, and images are read in {shape[0]} colours")
+        raise RunError(
+            "LS3042",
+            f"model.config.num_channels: the model has {channels} input channels, but images have {shape[0]}; "
+            f"set it to {shape[0]}",
+        )
     size = getattr(config, "image_size", None)
     size = [size, size] if isinstance(size, int) else size
     if isinstance(size, list | tuple) and list(size) != list(shape[1:]) and config.model_type in _ONE_SIZE:
         raise RunError(
             "LS3043",
-            f"task.processor.size: images of {shape[1]} x {shape[2]}, and the model takes {size[0]} x {size[1]}",
+            f"task.processor.size: images of {shape[1]} x {shape[2]}, but the model expects {size[0]} x {size[1]}",
         )
     return shape
 

@@ -78,9 +78,11 @@ class LanguageModelingOptions(BaseModel):
     @model_validator(mode="after")
     def _one_kind(self) -> LanguageModelingOptions:
         if (self.prompt is None) != (self.response is None):
-            raise InvalidValue("LS3050", "give prompt and response, or neither")
+            raise InvalidValue("LS3050", "prompt and response belong together; set both or neither")
         if self.prompt is not None and self.messages is not None:
-            raise InvalidValue("LS3051", "give prompt and response, or messages, and not both")
+            raise InvalidValue(
+                "LS3051", "prompt and response cannot be combined with messages; set either the pair or messages"
+            )
         for key, default in (
             ("chat_template", None),
             ("template_arguments", {}),
@@ -88,10 +90,13 @@ class LanguageModelingOptions(BaseModel):
             ("turns", "together"),
         ):
             if getattr(self, key) != default and self.messages is None:
-                raise InvalidValue("LS3052", f"{key} is for messages; name their column")
+                raise InvalidValue(
+                    "LS3052", f"{key} has an effect only with task.messages; set task.messages, or remove task.{key}"
+                )
         if not self.attend_across_documents and not self.packed:
             raise InvalidValue(
-                "LS3053", "attend_across_documents is about packed texts, and these are not packed; leave it out"
+                "LS3053",
+                "attend_across_documents has an effect only on packed texts, and these are not packed; remove it",
             )
         return self
 
@@ -124,8 +129,8 @@ class LanguageModelingOptions(BaseModel):
     def values(self, dataset: Dataset) -> dict[str, Any]:
         """What of these keys decides the tokens of a split."""
         always = ("text", "prompt", "response", "messages", "chat_template", "block_size")
-        found = {k: v for k, v in self.model_dump().items() if k in always}
-        found |= {} if self.attend_across_documents else {"cross_documents": False}
+        options = {k: v for k, v in self.model_dump().items() if k in always}
+        options |= {} if self.attend_across_documents else {"cross_documents": False}
         if self.messages is not None:  # keys that are younger than checkpoints: what they are without them
             asked = (
                 self.template_arguments,
@@ -133,8 +138,8 @@ class LanguageModelingOptions(BaseModel):
                 key_aliases.former("task", {"turns": self.turns})["turns"],
                 conversations.further_keys(dataset, self.messages),
             )
-            found |= {} if asked == ({}, None, "together", []) else {"written": asked}
-        return found
+            options |= {} if asked == ({}, None, "together", []) else {"written": asked}
+        return options
 
 
 _SIZES = ("bytes", "words")  # of texts
@@ -216,8 +221,8 @@ class LanguageModeling(PerToken, Generates):
             discard(Path(file))
             raise RunError(
                 "LS3054",
-                f"task: no token is left to predict in the {split} split of {data.name}: texts of one token, or "
-                f"prompts that fill all {data.options.block_size} tokens of task.block_size",
+                f"task: no token is left to predict in the {split} split of {data.name}: every text has one "
+                f"token only, or every prompt fills all {data.options.block_size} tokens of task.block_size",
             )
         return file, counts
 
@@ -284,16 +289,16 @@ class LanguageModeling(PerToken, Generates):
         if begin is None or not isinstance(columns, Columns) or "openings" not in columns.names:
             return {}
         told = columns.ragged("openings")
-        found = [told.row(int(row)) for row in rows[told.lengths[rows] > 0]]
+        curve_rows = [told.row(int(row)) for row in rows[told.lengths[rows] > 0]]
         counts = {f"opening_{each}": float(columns.flat(f"opening_{each}")[rows].sum()) for each in _SIZES}
         sums = {name: torch.tensor(count, dtype=torch.float64) for name, count in counts.items()}
-        if not found:
+        if not curve_rows:
             return sums | {"openings": torch.zeros((), dtype=torch.float64)}
         inputs = {"input_ids": torch.tensor([[begin]]), "attention_mask": torch.ones(1, 1, dtype=torch.long)}
         if not self.options.attend_across_documents:
             inputs = {"input_ids": inputs["input_ids"], "position_ids": torch.zeros(1, 1, dtype=torch.long)}
         logits = forward({name: values.to(device) for name, values in inputs.items()})[0, -1].double().cpu()
-        return sums | {"openings": -logits.log_softmax(-1)[torch.from_numpy(np.concatenate(found)).long()].sum()}
+        return sums | {"openings": -logits.log_softmax(-1)[torch.from_numpy(np.concatenate(curve_rows)).long()].sum()}
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Per byte or word it is the loss of the whole text over their number, as in lm-evaluation-harness, which does
@@ -401,19 +406,19 @@ class LanguageModeling(PerToken, Generates):
 def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions, rows: range) -> lm_documents.Found:
     """Some rows, as they are to be cut into examples."""
     if options.messages is not None:
-        found = conversations.documents_of(dataset, tok, options.writing, rows)
+        documents = conversations.documents_of(dataset, tok, options.writing, rows)
     elif options.prompt is not None and options.response is not None:
-        found = lm_documents.of_prompts(dataset, tok, options.prompt, options.response, rows)
+        documents = lm_documents.of_prompts(dataset, tok, options.prompt, options.response, rows)
     else:
-        found = lm_documents.of_texts(dataset, tok, options.text, rows)
+        documents = lm_documents.of_texts(dataset, tok, options.text, rows)
     if options.packed:
         return (
-            found if options.attend_across_documents else ((lm_documents.apart(each), count) for each, count in found)
+            documents if options.attend_across_documents else ((lm_documents.apart(parts), n) for parts, n in documents)
         )
     if not options.cut:
-        return found
+        return documents
     most = options.block_size + 1  # a response is not read without its prompt
-    return ((each.beginnings(most), count) for each, count in found)
+    return ((each.beginnings(most), count) for each, count in documents)
 
 
 def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptions) -> str:
@@ -445,5 +450,6 @@ def _check_model(run: Run, options: LanguageModelingOptions) -> None:
     padding.check_foresight(run)
     if not options.attend_across_documents and (why := padding.crosses(run)) is not None:
         raise RunError(
-            "LS3055", f"task.attend_across_documents: false is not for this family of models: {why}; leave it out"
+            "LS3055",
+            f"task.attend_across_documents: false is not supported for this family of models: {why}; remove it",
         )

@@ -112,7 +112,9 @@ class MaskedLanguageModeling(PerToken):
         if examples_in(file) == 0:
             discard(Path(file))
             raise RunError(
-                "LS3060", f"task.text: the {split} split of {data.name} is one token long: there is nothing to mask"
+                "LS3060",
+                f"task.text: the {split} split of {data.name} has texts of a single token only, so there is "
+                "nothing to mask",
             )
         return file, counts
 
@@ -244,14 +246,13 @@ def _check_tokenizer(tok: Any, options: MaskedLanguageModelingOptions) -> None:
     """Errors: `RunError`."""
     if tok.mask_token_id is None:
         raise RunError(
-            "LS3062", "tokenizer: it has no mask token; use that of an encoder, or train one (tokenizer.train)"
+            "LS3062", "tokenizer: has no mask token; use the tokenizer of an encoder, or train one (tokenizer.train)"
         )
     if options.whole_word_mask and masking.vocabulary(tok).begins is None:
         raise RunError(
             "LS3063",
-            "task.whole_word_mask: which tokens of this tokenizer make a word is not known (it is of wordpiece, bpe "
-            "and "
-            "unigram); leave it out",
+            "task.whole_word_mask: the words of this tokenizer cannot be identified (supported: wordpiece, "
+            "bpe and unigram); remove task.whole_word_mask",
         )
 
 
@@ -276,5 +277,5 @@ def _parts(texts: list[str], tok: Any, size: int) -> pa.RecordBatch:
     """Texts by themselves."""
     import pyarrow as pa
 
-    found = tok(texts, truncation=True, max_length=size, return_overflowing_tokens=True)["input_ids"]
-    return pa.record_batch([pa.array(found, pa.list_(pa.int32()))], ["input_ids"])
+    pieces = tok(texts, truncation=True, max_length=size, return_overflowing_tokens=True)["input_ids"]
+    return pa.record_batch([pa.array(pieces, pa.list_(pa.int32()))], ["input_ids"])

@@ -73,8 +73,8 @@ class Module(Task):
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
         """Keys that describe models of transformers and tables of texts."""
         told = {"model": "task.model makes the model", "tokenizer": "task.data makes the items"}
-        found = {key: f"of no use with task module, where {why}" for key, why in told.items() if key in _set(run)}
-        return found | {
+        unsupported = {key: f"of no use with task module, where {why}" for key, why in told.items() if key in _set(run)}
+        return unsupported | {
             f"data.{key}": "of no use with task module, where task.data makes the data sets"
             for key in sorted(
                 run.data.model_fields_set - {"workers", "limit", "validation_fraction", "group_by_length"}
@@ -100,15 +100,15 @@ class Module(Task):
         from lockstep.tasks.modules.loss_probe import probe
 
         sets, cut = dataset.data_sets(run)
-        found = probe(run, *sets["train"])
+        probed = probe(run, *sets["train"])
         files, key, asked = {}, digest(cls.fingerprint(run)), dataset.asked_lengths(run)
         for split, (data, places) in sets.items():
             further = [asked, hashlib.sha256(places.tobytes()).hexdigest()] if asked else []
-            of = digest(key, split, asdict(found), *further)
-            files[split] = dataset.measured(run, data, places, found.each, of)
+            of = digest(key, split, asdict(probed), *further)
+            files[split] = dataset.measured(run, data, places, probed.each, of)
         if asked:  # of all items, where the rest of the key looks at some
             key = digest(key, {split: dataset.content(file) for split, file in files.items()})
-        facts = {"source": run.task.options["data"], "cut": cut} | asdict(found)
+        facts = {"source": run.task.options["data"], "cut": cut} | asdict(probed)
         return Prepared(key, files, "", facts)
 
     # -- in every process --------------------------------------------------------------------------------------------
@@ -144,11 +144,11 @@ class Module(Task):
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.modules import dataset, wrapped_module
 
-        found = dataset.model(self.run, empty)
+        built = dataset.model(self.run, empty)
         if self.run.model.source is not None and not empty:  # an export, to be evaluated
             from lockstep.tasks.modules import wrapped_module
 
-            wrapped_module.fill(found, Path(self.run.model.source))
+            wrapped_module.fill(built, Path(self.run.model.source))
         functions = {key: dataset.function(self.run, key) for key in ("loss", "metrics", "generate")}
         facts = self.prepared.facts
         calling = wrapped_module.Calling(
@@ -158,10 +158,10 @@ class Module(Task):
             functions["metrics"],
             facts["metrics"],
             functions["generate"],
-            wrapped_module.names_of(found),
+            wrapped_module.names_of(built),
         )
-        found.lockstep_called_once = facts["called_once"]  # of which engines make blocks
-        return wrapped_module.adapt(found, calling)
+        built.lockstep_called_once = facts["called_once"]  # of which engines make blocks
+        return wrapped_module.adapt(built, calling)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         return self.collate_at(columns, rows, index, -1)
@@ -202,11 +202,11 @@ class Module(Task):
         }
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        found = {"loss": float(sums["loss"]) / max(1.0, float(sums["targets"]))}
+        scores = {"loss": float(sums["loss"]) / max(1.0, float(sums["targets"]))}
         for name in self.prepared.facts["metrics"]:
             count = float(sums[f"count {name}"])
-            found[name] = float(sums[f"sum {name}"]) / count if count else float("nan")
-        return found
+            scores[name] = float(sums[f"sum {name}"]) / count if count else float("nan")
+        return scores
 
     def samples(self, generate: Generate, forward: Forward) -> list[dict[str, str]]:
         columns = self.splits["validation"]
@@ -230,8 +230,8 @@ class Module(Task):
 def _bundle(batch: MicroBatch) -> Bundle:
     from lockstep.tasks.modules.dataset import INPUT
 
-    found: Any = batch.inputs[INPUT]
-    return found
+    bundle: Any = batch.inputs[INPUT]
+    return bundle
 
 
 def _set(run: Run) -> set[str]:

@@ -57,10 +57,10 @@ def longest(columns: Columns) -> int:
 
 def listed(values: Sequence[Any]) -> np.ndarray:
     """Texts, or lists, one an example: an array of objects [N]."""
-    found = np.empty(len(values), dtype=object)
+    array = np.empty(len(values), dtype=object)
     for place, value in enumerate(values):
-        found[place] = value
-    return found
+        array[place] = value
+    return array
 
 
 # The least size of each bin.
@@ -87,8 +87,8 @@ def binned(sizes: Sequence[int], *values: Sequence[float]) -> np.ndarray:
 def curve(sums: Tensor | np.ndarray, value: Callable[[int], float]) -> list[list[float]]:
     """A point for each bin that holds something: the mean of its sizes, and the value of the bin. `sums`: of
     `binned`."""
-    found = np.asarray(sums, dtype=np.float64)
-    return [[found[b, 1] / found[b, 0], value(b)] for b in np.flatnonzero(found[:, 0]).tolist()]
+    totals = np.asarray(sums, dtype=np.float64)
+    return [[totals[b, 1] / totals[b, 0], value(b)] for b in np.flatnonzero(totals[:, 0]).tolist()]
 
 
 def in_order(title: str, of: str, values: np.ndarray) -> dict[str, Any]:
@@ -109,10 +109,12 @@ def functions(run: Run) -> dict[str, Metric]:
     """By dotted name, imported. Errors: `RunError` for one that is not there, or that takes something else."""
     from lockstep.tasks.modules.dataset import error_line
 
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for name in run.metrics:
         if "." not in name:
-            raise RunError("LS3300", f"metrics: {name!r} names no file: write my_file.{name} for {name} in my_file.py")
+            raise RunError(
+                "LS3300", f"metrics: {name!r} does not name a file; write my_file.{name} for {name} in my_file.py"
+            )
         try:
             function = plugins.attribute(name)
         except plugins.PluginError as error:
@@ -125,32 +127,32 @@ def functions(run: Run) -> dict[str, Metric]:
             inspect.signature(function).bind(None, None)
         except TypeError as error:
             raise RunError(
-                "LS3303", f"metrics: {name} does not take (predictions, labels), as it is called: {error}"
+                "LS3303", f"metrics: {name} must accept two arguments, (predictions, labels): {error}"
             ) from error
         except ValueError:  # of a built-in one nobody knows what it takes
             pass
-        found[name] = function
-    return found
+        metrics[name] = function
+    return metrics
 
 
 def check(run: Run, prepared: Prepared) -> None:
     """Try each on a few made-up predictions. Errors: `RunError`."""
     if not run.metrics:
         return
-    found = functions(run)
+    metrics = functions(run)
     task: Task = plugins.find("tasks", run.task.name)(run, prepared)
     if not isinstance(task, GivesPredictions):
         raise RunError(
             "LS3304",
-            f"metrics: the task {run.task.name} gathers no predictions that functions could be given: "
+            f"metrics: the task {run.task.name} collects no predictions that functions could receive: "
             f"{task.no_metric_inputs_reason}",
         )
-    scored(run, found, task.dummy_predictions(), task.metric_names, " (tried on made-up predictions)")
+    scored(run, metrics, task.dummy_predictions(), task.metric_names, " (tried on made-up predictions)")
 
 
 def scored(
     run: Run,
-    found: Mapping[str, Metric],
+    metrics: Mapping[str, Metric],
     given: tuple[np.ndarray, np.ndarray],
     taken: Sequence[str],
     where: str = "",
@@ -160,7 +162,7 @@ def scored(
     from lockstep.tasks.modules.dataset import error_line
 
     numbers: dict[str, float] = {}
-    for name, function in found.items():
+    for name, function in metrics.items():
         seed_everything(run.seed, _DRAWN)
         predictions, labels = copy.deepcopy(given)  # what one of them changes, the next one does not see
         try:
@@ -170,7 +172,8 @@ def scored(
         for key, value in _by_name(name, result, where).items():
             if key in taken or key in numbers or key in ("examples", "loss", "step", "split"):
                 raise RunError(
-                    "LS3306", f"metrics: {name} gives {key!r}, which another metric is called; give it another name"
+                    "LS3306",
+                    f"metrics: {name} returns {key!r}, which is the name of another metric; choose a different name",
                 )
             numbers[key] = value
     return numbers
@@ -183,14 +186,16 @@ def _by_name(name: str, result: Any, where: str) -> dict[str, float]:
     for key, value in several.items():
         if not isinstance(key, str) or not re.fullmatch(r"\w+", key):
             raise RunError(
-                "LS3307", f"metrics: {name} gives a number called {key!r}{where}; a name is letters, digits and _"
+                "LS3307",
+                f"metrics: {name} returns a number named {key!r}{where}; a name may contain letters, digits and _",
             )
         plain = value.item() if getattr(value, "ndim", None) == 0 else value  # of numpy and torch
         if isinstance(plain, bool) or not isinstance(plain, int | float):
             raise RunError(
                 "LS3308",
-                f"metrics: {name} must give a number, or a mapping of numbers by name{where}; "
-                f"{'it gives' if value is result else f'{key} is'} {type(value).__name__} {str(value)[:40]!r}",
+                f"metrics: {name} must return a number, or a mapping of numbers by name{where}; "
+                f"{'it returned' if value is result else f'{key} is'} {type(value).__name__} "
+                f"{str(value)[:40]!r}",
             )
         numbers[key] = float(plain)
     return numbers

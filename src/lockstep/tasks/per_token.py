@@ -111,8 +111,8 @@ class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
         if self.loss_chunk:
             raise RunError(
                 "LS3320",
-                "metrics: with task.loss_chunk no logits are kept that tokens could be read "
-                "from; leave one of them out",
+                "metrics: with task.loss_chunk no logits are kept, so predicted tokens are not available; "
+                "remove one of the two",
             )
         labels = np.where(np.arange(12) % 4 == 0, own_metrics.NOTHING, np.arange(12) % len(self.tokenizer)).reshape(
             4, 3

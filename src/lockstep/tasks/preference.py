@@ -53,10 +53,10 @@ class PreferenceOptions(AnswerPairOptions):
     @model_validator(mode="after")
     def _fit(self) -> PreferenceOptions:
         if self.label_smoothing and self.loss != "dpo":
-            raise InvalidValue("LS3330", f"label_smoothing is of the loss dpo, not of {self.loss}; leave it out")
+            raise InvalidValue("LS3330", f"label_smoothing applies to the loss dpo, not to {self.loss}; remove it")
         if self.reference_batch_size and self.loss == "simpo":
             raise InvalidValue(
-                "LS3331", "reference_batch_size is of a reference, and simpo asks for none; leave it out"
+                "LS3331", "reference_batch_size applies to a reference model, and simpo uses none; remove it"
             )
         return self
 
@@ -132,16 +132,16 @@ class Preference(AnswerPairs, UsesReference):
         return (targets[:, :-1] >= 0).any(1).sum() // 2
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
-        found = self._judged(outputs.logits, targets)
-        return (found["loss"] * found["real"]).sum()
+        judged = self._judged(outputs.logits, targets)
+        return (judged["loss"] * judged["real"]).sum()
 
     def score(self, forward: Forward, batch: MicroBatch) -> Sums:
         import torch
 
-        found = self._judged(forward(batch.inputs), batch.targets)
-        real = found.pop("real")
-        sums = {name: (values.double() * real).sum() for name, values in found.items()}
-        rewards = torch.stack([found["chosen"], found["rejected"]], 1)  # [B, 2]
+        judged = self._judged(forward(batch.inputs), batch.targets)
+        real = judged.pop("real")
+        sums = {name: (values.double() * real).sum() for name, values in judged.items()}
+        rewards = torch.stack([judged["chosen"], judged["rejected"]], 1)  # [B, 2]
         return sums | {"examples": real.sum().double()} | {"rewards": rewards}
 
     def _judged(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -168,14 +168,14 @@ class Preference(AnswerPairs, UsesReference):
             loss = torch.relu(1 - apart)
         else:
             loss = -logsigmoid(apart - options.gamma)
-        found = {
+        results = {
             "loss": loss + 0 * logits.sum() if pairs == 0 else loss,
             "right": (apart > 0).float(),
             "margin": apart,
             "chosen": rewards[:, 0],
             "rejected": rewards[:, 1],
         }
-        return found | {"real": real}
+        return results | {"real": real}
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Rewards are beta times what the model has learned: its log-probability of an answer less what it was before

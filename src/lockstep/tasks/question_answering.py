@@ -101,7 +101,11 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     @classmethod
     def check(cls, data: TextData, folder: Path, tok: Any) -> None:
         if not tok.is_fast:
-            raise RunError("LS3340", "tokenizer: it does not tell which characters its tokens stand for")
+            raise RunError(
+                "LS3340",
+                "tokenizer: it does not report the characters of its tokens (no fast tokenizer); choose a "
+                "model with a fast tokenizer",
+            )
         super().check(data, folder, tok)
 
     @classmethod
@@ -164,8 +168,8 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         placed = torch.tensor([[span.start, span.end] for span in held], dtype=torch.int32).reshape(-1, 2)
         gathered = {"spans": placed.to(logits.device)} if self.per_example_outputs else {}
         examples = torch.tensor(float(len(rows)), dtype=torch.float64, device=logits.device)
-        found = {"examples": examples, "exact": exact, "f1": f1, "by_words": by_words}
-        return self._sums(logits, batch.targets) | found | gathered
+        results = {"examples": examples, "exact": exact, "f1": f1, "by_words": by_words}
+        return self._sums(logits, batch.targets) | results | gathered
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The answers, texts [N], empty where there is none; and lists of all that are right, empty likewise."""
@@ -191,13 +195,13 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     def metrics(self, sums: Sums) -> dict[str, float]:
         """`exact_match` and `f1` are from 0 to 100, as of SQuAD's script."""
         count = float(sums["examples"]) * _SHARP
-        found = {"loss": float(sums["loss"]) / float(sums["targets"])}
-        return found | {name: 100 * float(sums[key]) / count for name, key in (("exact_match", "exact"), ("f1", "f1"))}
+        scores = {"loss": float(sums["loss"]) / float(sums["targets"])}
+        return scores | {name: 100 * float(sums[key]) / count for name, key in (("exact_match", "exact"), ("f1", "f1"))}
 
     def tables(self, sums: Sums) -> dict[str, Any]:
         """F1 by the words of the right answer; none where there is no answer."""
-        found = sums["by_words"].numpy()
-        line = own_metrics.curve(found, lambda b: 100 * float(found[b, 2] / found[b, 0]))
+        counts = sums["by_words"].numpy()
+        line = own_metrics.curve(counts, lambda b: 100 * float(counts[b, 2] / counts[b, 0]))
         return {"plots": [{"title": "F1", "x": "words of the right answer", "lines": {"F1": line}}]}
 
     def sample_texts(
@@ -235,10 +239,10 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
             windows = [windows_of(place, row) for place, row in enumerate(rows, 1)]
             batch = _inputs([window for each in windows for window in each], int(tok.pad_token_id))
             logits = qa_spans.numbers(model(**batch), batch["attention_mask"])
-            found = qa_spans.best(logits, windows, options.answer_tokens, options.unanswerable)
+            spans = qa_spans.best(logits, windows, options.answer_tokens, options.unanswerable)
             return [
                 {"answer": row[1][span.start : span.end], "start": span.start, "end": span.end}
-                for row, span in zip(rows, found, strict=True)
+                for row, span in zip(rows, spans, strict=True)
             ]
 
         return inference.answers(rows, answer, at_once=8)
@@ -248,10 +252,10 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         return f"{answer['answer'] or '(no answer)'}  {row[0]}"
 
 
-def _texts(found: Sequence[Span], columns: Columns, rows: np.ndarray) -> list[str]:
+def _texts(spans: Sequence[Span], columns: Columns, rows: np.ndarray) -> list[str]:
     """What stands there in the contexts of these rows."""
     contexts = columns.texts(qa_features.CONTEXT, rows)
-    return [text[span.start : span.end] for text, span in zip(contexts, found, strict=True)]
+    return [text[span.start : span.end] for text, span in zip(contexts, spans, strict=True)]
 
 
 def _inputs(windows: Sequence[qa_features.TokenWindow], pad: int) -> dict[str, Tensor]:

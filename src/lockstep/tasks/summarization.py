@@ -35,10 +35,10 @@ class Rouge:
 
     def sums(self, written: list[str], references: list[str]) -> dict[str, np.ndarray]:
         """Over these texts: how many they are, and the F-measures' sums [3]."""
-        found = np.zeros(len(NAMES))
+        totals = np.zeros(len(NAMES))
         for one, other in zip(written, references, strict=True):
-            found += f_measures(words(one), words(other))
-        return {"rouge": found * _SHARP, "rouge_texts": np.array(float(len(written)))}
+            totals += f_measures(words(one), words(other))
+        return {"rouge": totals * _SHARP, "rouge_texts": np.array(float(len(written)))}
 
     def scores(self, sums: Sums) -> dict[str, float]:
         """None where these are not among the sums."""

@@ -147,9 +147,10 @@ class TextTask(Task):
         if short:
             raise RunError(
                 "LS3350",
-                f"data: {short} texts of {split} have fewer than {least} tokens, which a canine joins into one "
-                "(model.config.downsampling_rate), so that it cannot read a batch of them; leave them out with "
-                f"data.filter: {{COLUMN: {{min_tokens: {least}}}}} (min_characters where the run trains its tokenizer)",
+                f"data: {short} texts of {split} have fewer than {least} tokens. A canine joins {least} tokens "
+                "into one (model.config.downsampling_rate), so it cannot process a batch of such texts; "
+                f"exclude them with data.filter: {{COLUMN: {{min_tokens: {least}}}}} (min_characters if the run "
+                "trains its tokenizer)",
             )
 
     @classmethod
@@ -335,9 +336,13 @@ class TextTask(Task):
 def check_template(tok: Any, template: str | None, key: str) -> None:
     """Refuse a tokenizer that conversations of the key of the task cannot be written with. Errors: `RunError`."""
     if not (template or tok.chat_template):
-        raise RunError("LS3351", f"task.{key}: the tokenizer has no chat template; give task.chat_template")
+        raise RunError("LS3351", f"task.{key}: the tokenizer has no chat template; set task.chat_template")
     if not tok.is_fast:
-        raise RunError("LS3352", f"task.{key}: the tokenizer does not tell which characters its tokens stand for")
+        raise RunError(
+            "LS3352",
+            f"task.{key}: the tokenizer does not report the characters of its tokens (no fast tokenizer); "
+            "choose a model with a fast tokenizer",
+        )
 
 
 def in_batches(rows: Dataset) -> Iterator[dict[str, list]]:

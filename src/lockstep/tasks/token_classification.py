@@ -49,13 +49,13 @@ def parts(tags: Iterable[str]) -> dict[str, tuple[str, str]]:
     names = sorted(set(tags))
     marks = {tag for tag in names if tag not in ("O", "o")}
     for form in (_PREFIX, *_OTHERS):
-        found = {tag: match for tag in marks if (match := re.fullmatch(form, tag))}
-        letters = {tag: match["letter"].upper() for tag, match in found.items()}
+        matches = {tag: match for tag in marks if (match := re.fullmatch(form, tag))}
+        letters = {tag: match["letter"].upper() for tag, match in matches.items()}
         known = {tag: letter for tag, letter in letters.items() if letter in _READ}
         if not {"B", "I"} & set(known.values()) or (form != _PREFIX and known.keys() != marks):
             continue
-        _refuse_others(letters, {tag: match["kind"] for tag, match in found.items()})
-        read = {tag: (_READ[letter], found[tag]["kind"] or "_") for tag, letter in known.items()}
+        _refuse_others(letters, {tag: match["kind"] for tag, match in matches.items()})
+        read = {tag: (_READ[letter], matches[tag]["kind"] or "_") for tag, letter in known.items()}
         outside = {tag: _OUTSIDE for tag, letter in letters.items() if letter == "O"}
         return {tag: (read | outside).get(tag, _alone(tag)) for tag in names}
     return {tag: _alone(tag) for tag in names}
@@ -68,8 +68,8 @@ def _refuse_others(letters: Mapping[str, str], kinds: Mapping[str, str]) -> None
     if others:
         raise RunError(
             "LS3360",
-            f"task.tags: {min(others)!r} begins with a letter of no scheme of tags, and others with letters of one: "
-            "read are B I O E S, B I L O U, B M E S O and B M E W O. Rename such tags",
+            f"task.tags: {min(others)!r} does not begin with a letter of a tagging scheme, but other tags do. "
+            "Supported schemes are B I O E S, B I L O U, B M E S O and B M E W O; rename such tags",
         )
 
 
@@ -81,18 +81,18 @@ def _alone(tag: str) -> tuple[str, str]:
 def entities(row: Sequence[tuple[str, str]]) -> set[tuple[int, int, str]]:
     """(first word, word after the last, kind) of the entities that a row of `parts` marks. What is inside and follows
     nothing of its kind begins an entity (conlleval's rule)."""
-    found = set()
+    spans = set()
     start, kind = 0, ""
     for place, (letter, name) in enumerate([*row, _OUTSIDE]):
         if kind and (letter in ("", "B", "S") or name != kind):
-            found.add((start, place, kind))
+            spans.add((start, place, kind))
             kind = ""
         if letter and not kind:
             start, kind = place, name
         if kind and letter in ("S", "E"):
-            found.add((start, place + 1, kind))
+            spans.add((start, place + 1, kind))
             kind = ""
-    return found
+    return spans
 
 
 _SKIPPED = -100  # the tag of a word's further tokens; IGNORED in batch.py, which imports torch
@@ -158,8 +158,8 @@ class TokenClassification(PerToken):
             if unknown := _tags(rows) - set(data.labels):
                 raise RunError(
                     "LS3361",
-                    f"task.tags: the {split} split of {data.name} has the tag {min(unknown)!r}, which the training "
-                    "split has not",
+                    f"task.tags: the {split} split of {data.name} has the tag {min(unknown)!r}, which is not in the "
+                    "train split; add examples with it to train, or correct the tag",
                 )
 
     @classmethod
@@ -177,8 +177,8 @@ class TokenClassification(PerToken):
         if not (columns := Columns(file)).flat("count")[np.arange(len(columns))].any():
             raise RunError(
                 "LS3362",
-                f"task.words: no word of the {split} split of {data.name} has a token within the "
-                f"{data.run.data.max_length} of data.max_length",
+                f"task.words: no word of the {split} split of {data.name} has a token within data.max_length "
+                f"({data.run.data.max_length}); raise it",
             )
         return file, counts
 
@@ -220,8 +220,8 @@ class TokenClassification(PerToken):
         kinds = self.kinds
         counts = np.zeros((len(kinds), 3))  # entities of each kind that are there, that are predicted, that are both
         for row in range(len(real)):
-            there, found = (self._entities(tags[row][real[row]].tolist()) for tags in (targets, predicted))
-            for place, some in enumerate((there, found, there & found)):
+            there, predicted_spans = (self._entities(tags[row][real[row]].tolist()) for tags in (targets, predicted))
+            for place, some in enumerate((there, predicted_spans, there & predicted_spans)):
                 for _, _, kind in some:
                     counts[kinds.index(kind), place] += 1
         return super().sums(logits, targets) | {"entities": torch.from_numpy(counts).to(logits.device)}  # [kinds, 3]
@@ -236,8 +236,8 @@ class TokenClassification(PerToken):
 
     def tables(self, sums: Sums) -> dict[str, Any]:
         """The scores of each kind of entity."""
-        there, found, right = sums["entities"].long().T.tolist()
-        counts = {"examples": there, "given": found, "right": right}
+        there, predicted, right = sums["entities"].long().T.tolist()
+        counts = {"examples": there, "given": predicted, "right": right}
         return {"labels": {"of": "kind of entity", "names": self.kinds} | counts} if self.kinds else {}
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -257,13 +257,13 @@ class TokenClassification(PerToken):
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Precision, recall and F1 of entities whose beginning, end and kind are all right, as seqeval counts them."""
-        there, found, right = (float(count) for count in sums["entities"].sum(0))
+        there, predicted, right = (float(count) for count in sums["entities"].sum(0))
         return {
             "loss": float(sums["loss"]) / float(sums["targets"]),
             "accuracy": float(sums["right"]) / float(sums["targets"]),
-            "precision": right / found if found else 0.0,
+            "precision": right / predicted if predicted else 0.0,
             "recall": right / there if there else 0.0,
-            "f1": 2 * right / (there + found) if there + found else 0.0,
+            "f1": 2 * right / (there + predicted) if there + predicted else 0.0,
         }
 
     def sample_texts(
@@ -280,8 +280,8 @@ class TokenClassification(PerToken):
         words = [str(self.tokenizer.decode(ids[a:b], skip_special_tokens=True)).strip() for a, b in parts]
 
         def described(tags: list[int]) -> str:
-            found = sorted(self._entities([tags[place] for place in first]))
-            return ", ".join(f"{' '.join(words[a:b])} ({kind})" for a, b, kind in found) or "none"
+            spans = sorted(self._entities([tags[place] for place in first]))
+            return ", ".join(f"{' '.join(words[a:b])} ({kind})" for a, b, kind in spans) or "none"
 
         return {"text": " ".join(words), "found": described(best), "right": described(targets)}
 
@@ -301,7 +301,7 @@ class TokenClassification(PerToken):
             words = [row[0].split() for row in rows]
             read = [tok(w, is_split_into_words=True, truncation=True, max_length=run.data.max_length) for w in words]
             batch = inference.padded(read, {"input_ids": int(tok.pad_token_id)})
-            scores, tags = (found.tolist() for found in model(**batch).logits.softmax(-1).max(-1))  # [B, T]
+            scores, tags = (part.tolist() for part in model(**batch).logits.softmax(-1).max(-1))  # [B, T]
             return [
                 {
                     "words": [
@@ -339,7 +339,7 @@ def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, nam
     columns = options.columns
     usable_rows.present(dataset, columns, split, name)
     names = getattr(getattr(dataset.features[options.tags], "feature", None), "names", None)
-    found = []  # whether there is a word at all; which rows lack words, and which tags
+    faults = []  # whether there is a word at all; which rows lack words, and which tags
     for first, part in usable_rows.lists(dataset, options.words, options.tags):
         for row, (said, marked) in enumerate(part, first):
             if None not in (said, marked) and not (
@@ -347,15 +347,15 @@ def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, nam
             ):
                 raise RunError(
                     "LS3363",
-                    f"task.tags: row {row} of the {split} split of {name} must hold as many tags as words, in lists; "
-                    f"it holds {str(said)[:60]} and {str(marked)[:60]}",
+                    f"task.tags: row {row} of the {split} split of {name} must hold as many tags as words, both as "
+                    f"lists, but holds {str(said)[:60]} and {str(marked)[:60]}",
                 )
         wordless = [not said or any(_nothing(word) for word in said) for said, _ in part]
         tagless = [marked is None or any(_nothing(tag, names) for tag in marked) for _, marked in part]
-        found.append((any(said for said, _ in part), np.array(wordless), np.array(tagless)))
-    if not any(some for some, *_ in found):
+        faults.append((any(said for said, _ in part), np.array(wordless), np.array(tagless)))
+    if not any(some for some, *_ in faults):
         raise RunError("LS3364", f"task.words: the {split} split of {name} holds no words")
-    columns_lacking = ((options.words, [w for _, w, _ in found]), (options.tags, [t for *_, t in found]))
+    columns_lacking = ((options.words, [w for _, w, _ in faults]), (options.tags, [t for *_, t in faults]))
     lacks = {key: (column, np.concatenate(part)) for key, (column, part) in zip(columns, columns_lacking, strict=True)}
     whole = usable_rows.without(dataset, lacks, split, name, drop)
 
@@ -386,7 +386,11 @@ def _encoder(run: Run, names: list[str], folder: str) -> tuple[Encoder, Features
 
     tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
     if not tok.is_fast:
-        raise RunError("LS3365", "tokenizer: it does not tell which word its tokens belong to")
+        raise RunError(
+            "LS3365",
+            "tokenizer: it does not report the words of its tokens (no fast tokenizer); choose a model with "
+            "a fast tokenizer",
+        )
     place_of = {name: code for code, name in enumerate(names)}
     numbers = datasets.List(datasets.Value("int32"))
     features = datasets.Features({"input_ids": numbers, "targets": numbers, "count": datasets.Value("int64")})

@@ -85,7 +85,9 @@ def pairs(dataset: Dataset, options: WritingOptions, split: str, name: str, drop
         sides = {key: f"{PAIR}.{language}" for key, language in sides.items()}
     dataset = usable_rows.texts(dataset, {f"task.{key}": column for key, column in sides.items()}, split, name, drop)
     if options.source == options.target:
-        raise RunError("LS3371", f"task.target: {options.target!r} is the source already")
+        raise RunError(
+            "LS3371", f"task.target: {options.target!r} is also task.source; name the column of translations"
+        )
     wanted = dataset.select_columns([*sides.values(), *(c for c in dataset.column_names if c == source.SOURCE)])
     return wanted.rename_columns({column: key for key, column in sides.items() if column != key})
 
@@ -109,9 +111,10 @@ def tokenizers(run: Run, train: Dataset | Stream, hashed: str, options: WritingO
     if run.tokenizer.train is None:
         raise RunError(
             "LS3372",
-            "task.tokenizers: separate ones are trained (set tokenizer.train), or come with the model, the second one "
-            f"in its folder {tokenizer.TARGET}/; {run.tokenizer.source or run.model.source or 'a new model'} has none: "
-            "leave this out",
+            "task.tokenizers: separate tokenizers are either trained (set tokenizer.train) or come with the "
+            f"model, the second in its folder {tokenizer.TARGET}/; "
+            f"{run.tokenizer.source or run.model.source or 'a new model'} has no such folder; remove "
+            "task.tokenizers",
         )
     trained = partial(tokenizer.prepare, run, generative=True)
     sources = trained(batches("source"), f"{hashed} source")
@@ -193,10 +196,10 @@ class Overlap:
 
     def sums(self, written: list[str], references: list[str]) -> dict[str, np.ndarray]:
         """Counts over these sentences: int64, of the `SIZES`."""
-        found = {name: np.zeros(size, dtype=np.int64) for name, size in SIZES.items()}
+        counts = {name: np.zeros(size, dtype=np.int64) for name, size in SIZES.items()}
         for name, metric in self._metrics.items() if written else ():
-            found[name] += np.sum(metric._extract_corpus_statistics(written, [references]), axis=0, dtype=np.int64)
-        return found
+            counts[name] += np.sum(metric._extract_corpus_statistics(written, [references]), axis=0, dtype=np.int64)
+        return counts
 
     def scores(self, sums: Sums) -> dict[str, float]:
         """BLEU and chrF2, from 0 to 100; none where the counts are not among the sums."""
@@ -320,8 +323,8 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         gathered = {"written": tokens.int()} if self.per_example_outputs else {}  # as wide for every batch
         if self.overlap is None:
             return gathered
-        found = self._overlaps(self._written(tokens)[: len(rows)], columns.texts("reference", rows))
-        sums = {name: torch.from_numpy(counts).to(batch.targets.device).double() for name, counts in found.items()}
+        overlaps = self._overlaps(self._written(tokens)[: len(rows)], columns.texts("reference", rows))
+        sums = {name: torch.from_numpy(counts).to(batch.targets.device).double() for name, counts in overlaps.items()}
         return gathered | sums
 
     def _overlaps(self, written: list[str], wanted: list[str]) -> dict[str, np.ndarray]:
@@ -402,8 +405,8 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return Decoding(most(self.run, self.options), pad, end, start, self.options.beams)
 
     def _written(self, tokens: Tensor) -> list[str]:
-        found = self.target_tokenizer.batch_decode(tokens.tolist(), skip_special_tokens=True)
-        return [text.strip() for text in found]
+        texts = self.target_tokenizer.batch_decode(tokens.tolist(), skip_special_tokens=True)
+        return [text.strip() for text in texts]
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
@@ -481,22 +484,24 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
     if run.model.source is not None and known.get("share_encoder_decoder_embeddings") is False and not two:
         raise RunError(
             "LS3376",
-            f"model.source: {run.model.source} has a vocabulary of its own for targets, and no tokenizer for it was "
-            f"found in {tokenizer.TARGET}/ beside its tokenizer: targets would be read with the tokenizer of sources",
+            f"model.source: {run.model.source} has a separate vocabulary for targets, but no tokenizer for it "
+            f"in {tokenizer.TARGET}/ beside its tokenizer, so targets would be encoded with the tokenizer of "
+            "sources; save the second tokenizer there",
         )
     check_start(run)
     check_start_is_read(run, known_to)
     if "num_layers" in known and known.get("num_decoder_layers", 0) > known["num_layers"]:
         raise RunError(
             "LS3377",
-            f"model.config: transformers cannot decode with {known['num_decoder_layers']} decoder layers on "
-            f"{known['num_layers']} encoder layers of a {known['model_type']}; set num_decoder_layers to that, or less",
+            f"model.config: transformers cannot decode a {known['model_type']} with "
+            f"{known['num_decoder_layers']} decoder layers and only {known['num_layers']} encoder layers; set "
+            f"num_decoder_layers to {known['num_layers']} or less",
         )
     if options.tokenizers == "separate" and "decoder_vocab_size" not in known:
         raise RunError(
             "LS3378",
-            f"task.tokenizers: a {run.model.type or 'pretrained'} model has one vocabulary for both languages; use "
-            "shared ones, or model.type: marian",
+            f"task.tokenizers: a {run.model.type or 'pretrained'} model has one vocabulary for both "
+            "languages; remove task.tokenizers, or use model.type: marian",
         )
 
 
@@ -511,8 +516,8 @@ def check_start_is_read(run: Run, tokens: Any) -> None:
     if start == tokens.pad_token_id:
         raise RunError(
             "LS3379",
-            f"model: the decoder of this fsmt would start from its padding token ({start}), which it reads where it "
-            "writes, and not where it is trained; use a tokenizer whose padding token is not its end token, or set "
+            f"model: the decoder of this fsmt starts from its padding token ({start}) when it generates, but "
+            "not when it is trained; use a tokenizer whose padding token is not its end token, or set "
             "model.config.decoder_start_token_id of a pretrained model to its end token",
         )
 
@@ -529,7 +534,7 @@ def check_start(run: Run) -> None:
     if start != own:
         raise RunError(
             "LS3380",
-            f"model.source: the decoder of this {config.model_type} starts from token {start} where it writes, and "
-            f"from {own} where transformers trains it (decoder.bos_token_id of its config); set "
-            f"model.config.decoder_start_token_id={own}, or give its config.json one token for both",
+            f"model.source: the decoder of this {config.model_type} starts from token {start} when it "
+            f"generates, and from {own} when transformers trains it (decoder.bos_token_id of its config); set "
+            f"model.config.decoder_start_token_id={own}, or write one token for both into its config.json",
         )

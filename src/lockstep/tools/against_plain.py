@@ -51,7 +51,7 @@ class Beside:
     """One step of the run beside the plain one. Relative differences, and what is allowed."""
 
     number: int
-    found: dict[str, float]  # loss, norm, gradient, change: the largest one
+    differences: dict[str, float]  # loss, norm, gradient, change: the largest one
     allowed: dict[str, float]
     where: dict[str, str]  # gradient, change: the parameter that is furthest apart
 
@@ -73,7 +73,7 @@ def differences(run: Run, steps: int = 2) -> Verdict:
 
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plain-"))
     values = run.model_dump(mode="json")
-    values["strategy"] = {"name": "single", "exact": run.strategy.exact, "options": {}}
+    values["strategy"] |= {"name": "single", "options": {}}
     alone = Run.load(values | {"output": str(folder), "launch": {"device": run.launch.device, "processes": 1}})
     world = World(alone)
     try:
@@ -96,36 +96,36 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
     ACTIVITY.at("computing the same steps by the plain reference")
     folder = output / FOLDER
     if not folder.exists():
-        found = Verdict(uncovered=f"task.name: {run.task.name} is code of yours")
+        result = Verdict(uncovered=f"task.name: {run.task.name} is code of yours")
     elif (needed := _bytes(run, folder)) > (free := capacity(torch.device("cpu"), 1)):
-        found = Verdict(uncovered=f"it needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are there")
+        result = Verdict(uncovered=f"it needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are there")
     else:
-        found = compare(run, folder)
-    if found.steps:
-        rows = [_row(step.number, step.found) for step in found.steps]
+        result = compare(run, folder)
+    if result.steps:
+        rows = [_row(step.number, step.differences) for step in result.steps]
         console.table("beside the plain reference", COLUMNS, rows, key="plain")
-        for step in found.steps:
+        for step in result.steps:
             number, *allowed = _row(step.number, step.allowed)
             named = (f"{name} {size}" for name, size in zip(COLUMNS[1:], allowed, strict=True) if size)
             console.say(f"allowed in step {number}, by what a change of the last bit comes to: {', '.join(named)}")
     if verdict is not None:
         held = json.loads(verdict.read_text(encoding="utf-8")) if verdict.exists() else {"agrees": True}
-        held["agrees"] = held["agrees"] and not found.differences
-        told = {"differences": found.differences, "not_covered": found.uncovered}
+        held["agrees"] = held["agrees"] and not result.differences
+        told = {"differences": result.differences, "not_covered": result.uncovered}
         verdict.write_text(json.dumps(held | {"plain": told}), encoding="utf-8")
-    if found.scores:
+    if result.scores:
         console.say(
-            f"evaluation: compared are {', '.join(sorted(found.scores))}, each computed by the field's libraries"
+            f"evaluation: compared are {', '.join(sorted(result.scores))}, each computed by the field's libraries"
         )
-    if found.uncovered is not None:
-        console.say(f"not compared with the plain reference: {found.uncovered}")
-    if found.differences:
+    if result.uncovered is not None:
+        console.say(f"not compared with the plain reference: {result.uncovered}")
+    if result.differences:
         console.say("found: NOT what the plain reference computes")
-        for line in found.differences:
+        for line in result.differences:
             console.say(f"  {line}")
-    elif found.steps:
+    elif result.steps:
         console.say("found: what the plain reference computes, to rounding")
-    return int(bool(found.differences))
+    return int(bool(result.differences))
 
 
 def _bytes(run: Run, folder: Path) -> int:
@@ -301,16 +301,16 @@ def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _beside(ours: StepRecord, plain: StepRecord, rounded: Sequence[StepRecord], number: int, precision: str) -> Beside:
     """A step of the run beside the plain one. `rounded`: the same by plain, each rounded in another way."""
-    found, where = _apart(ours, plain)
+    differences, where = _apart(ours, plain)
     spreads = [_apart(other, plain)[0] for other in rounded]
     factor, least = (FACTOR, LEAST) if precision == "fp32" else (LOW, LEAST_LOW)
-    allowed = {key: max(least[key], *(factor * spread[key] for spread in spreads)) for key in found}
-    return Beside(number, found, allowed, where)
+    allowed = {key: max(least[key], *(factor * spread[key] for spread in spreads)) for key in differences}
+    return Beside(number, differences, allowed, where)
 
 
 def _apart(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[str, str]]:
     """Relative differences of two records of a step, and where the largest ones are."""
-    found, where = {"loss": _relative(a.loss, b.loss), "norm": _relative(a.norm, b.norm)}, {}
+    differences, where = {"loss": _relative(a.loss, b.loss), "norm": _relative(a.norm, b.norm)}, {}
     sizes, whole = _sizes(b.gradients)
     kinds = [("gradient", a.gradients, b.gradients, [*sizes], FLOOR * whole)]
     if b.changes:  # Adam makes whole steps of a gradient that is nothing but rounding
@@ -323,8 +323,8 @@ def _apart(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[str, st
             size = max(float(theirs[name].double().norm()), least)
             apart[name] = difference / size if math.isfinite(difference) else math.inf
         where[kind] = max(apart, key=lambda name: apart[name], default="")
-        found[kind] = apart.get(where[kind], 0.0)
-    return found, where
+        differences[kind] = apart.get(where[kind], 0.0)
+    return differences, where
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> tuple[dict[str, float], float]:
@@ -340,7 +340,7 @@ def _relative(a: float, b: float) -> float:
 def _lines(beside: Beside, ours: StepRecord, plain: StepRecord) -> list[str]:
     """What differs in a step, each line naming it."""
     at, said = f"step {beside.number}", []
-    for key, apart in beside.found.items():
+    for key, apart in beside.differences.items():
         if apart <= beside.allowed[key]:
             continue
         limit = f"differs by {apart:.1e}, and rounding comes to {beside.allowed[key]:.1e}"

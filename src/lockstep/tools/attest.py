@@ -34,19 +34,19 @@ EXTRA = "pip install 'lockstep-train[signing]'"
 
 def attest(output: Path, key: Path | None) -> int:
     """Write the attestation. Returns 0. Errors: `RunError` for a run that is not finished, or is damaged."""
-    console, found = Console(True), described(output)
+    console, report = Console(True), described(output)
     folder = output / FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     (output / SIGNATURE).unlink(missing_ok=True)
     folder.mkdir()
-    (folder / NAME).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (folder / NAME).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if key is not None:
         _signing(key, "--key").signing.Config().use_elliptic_key_signer(private_key=str(key)).sign(
             str(folder), str(output / SIGNATURE)
         )
-    kept = ", ".join(str(each["step"]) for each in found["checkpoints"])
-    console.say(f"{found['steps']} steps, checkpoints of {kept}, {len(found['export'])} files of the export")
-    console.say(f"{folder / NAME}: sha256 {found['sha256']}{', signed' if key else ''}")
+    kept = ", ".join(str(each["step"]) for each in report["checkpoints"])
+    console.say(f"{report['steps']} steps, checkpoints of {kept}, {len(report['export'])} files of the export")
+    console.say(f"{folder / NAME}: sha256 {report['sha256']}{', signed' if key else ''}")
     return 0
 
 
@@ -55,27 +55,25 @@ def described(output: Path) -> dict[str, Any]:
     require_output(output)
     run = load(output / "run.yaml", [])
     if (fault := exported.damage(output)) is not None:
-        raise RunError(
-            "LS8001", f"{output}: nothing can be attested: the export is not there, or not as it was written: {fault}"
-        )
+        raise RunError("LS8001", f"{output}: cannot be attested, because the export is missing or was changed: {fault}")
     checkpoints = [(path, each) for path, each in candidates(run_at(run, output)) if isinstance(each, Manifest)]
     if not checkpoints:
-        raise RunError("LS8002", f"{output}: nothing can be attested without a checkpoint, and there is none")
+        raise RunError("LS8002", f"{output}: cannot be attested without a checkpoint, and there is none")
     for path, manifest in checkpoints:
         if (fault := broken(path, manifest)) is not None:
-            raise RunError("LS8003", f"{path}: {fault}; nothing is attested beside a damaged checkpoint")
+            raise RunError("LS8003", f"{path}: {fault}; a run with a damaged checkpoint cannot be attested")
     newest = checkpoints[0][1]
     lines = list(_lines(output))
     if [line["step"] for line in lines] != list(range(1, newest.step + 1)):
         raise RunError(
             "LS8004",
-            f"{output / fingerprints.FILE}: it must have a line for each of the steps 1 to {newest.step}, and has "
-            f"{len(lines)}",
+            f"{output / fingerprints.FILE}: expected a line for each of the steps 1 to {newest.step}, but it "
+            f"has {len(lines)} lines",
         )
     if (wrong := _of_numbers(output)) is not None:
-        raise RunError("LS8005", f"{output}: nothing can be attested: {wrong}")
+        raise RunError("LS8005", f"{output}: cannot be attested: {wrong}")
     begun = start_of(output)
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "format": FORMAT,
         "run": newest.arithmetic,
         "run_file": _sha256(output / "run.yaml"),
@@ -93,7 +91,7 @@ def described(output: Path) -> dict[str, Any]:
         "exported_step": scores_of(output).get("step", newest.step),
         "results": {name: _sha256(output / name) for name in RESULTS if (output / name).is_file()},
     }
-    return found | {"sha256": _seal(found)}
+    return facts | {"sha256": _seal(facts)}
 
 
 def chain(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -129,7 +127,7 @@ def _seal(values: Mapping[str, Any]) -> str:
 def _signing(key: Path, option: str) -> Any:
     """The package that signs. Errors: `RunError`."""
     if not key.is_file():
-        raise RunError("LS8006", f"{option}: there is no file {key}; it is a key of an elliptic curve, as PEM")
+        raise RunError("LS8006", f"{option}: no such file: {key}; expected an elliptic-curve key in PEM format")
     try:
         import model_signing
     except ImportError as error:
@@ -154,14 +152,12 @@ def audit(
     """Check everything that was attested, and compute `samples` random steps again, with those between them and the
     checkpoint before. Returns 0 when all is as attested, 1 when something is not. Errors: `RunError`."""
     if start.joining():
-        raise RunError("LS8008", "lockstep audit starts its processes itself: call it without torchrun and its like")
+        raise RunError("LS8008", "lockstep audit starts its own processes; run it without torchrun or another launcher")
     console = Console(True)
     try:
         then = json.loads((output / FOLDER / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise RunError(
-            "LS8009", f"{output} has no {FOLDER}/{NAME} that can be read: lockstep attest writes it"
-        ) from None
+        raise RunError("LS8009", f"{output} has no readable {FOLDER}/{NAME}; lockstep attest writes it") from None
     if not isinstance(then, dict) or then.get("format") != FORMAT:
         raise RunError(
             "LS8010", f"{output / FOLDER / NAME} was not written by lockstep attest, or by another version of it"
@@ -316,10 +312,10 @@ def _of_steps(
         with replayed(run, output, step, begin) as (status, folder):
             if status:
                 return f"steps {begin + 1} to {step} could not be computed again (status {status})"
-            found = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
-        if found["from"] != begin:
-            return f"the checkpoint of step {begin} cannot be used: {'; '.join(found['notes'])}"
-        if (wrong := first_wrong(found["steps"], fingerprints.skips(run))) is not None:
+            replay = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
+        if replay["from"] != begin:
+            return f"the checkpoint of step {begin} cannot be used: {'; '.join(replay['notes'])}"
+        if (wrong := first_wrong(replay["steps"], fingerprints.skips(run))) is not None:
             return wrong
         console.say(f"steps {begin + 1} to {step}: the same bits")
     return None

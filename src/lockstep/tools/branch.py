@@ -57,10 +57,12 @@ def branch(spec: str, run: Run) -> int:
     output, step = parsed(spec)
     console = Console(True, voice=run.track.console)
     if start.joining():
-        raise RunError("LS8050", "lockstep branch starts its processes itself: call it without torchrun and its like")
+        raise RunError(
+            "LS8050", "lockstep branch starts its own processes; run it without torchrun or another launcher"
+        )
     if run.folder.resolve() == output.resolve():
         raise RunError(
-            "LS8051", f"output: {run.folder} is the run that is branched from; give the new one its own, output=FOLDER"
+            "LS8051", f"output: {run.folder} is the output of the original run; give the branch another output=FOLDER"
         )
     begun = None
     if next(newest_first(run), None) is None:  # else it was placed before, and is gone on from
@@ -77,7 +79,7 @@ def parsed(spec: str) -> tuple[Path, int]:
     output, _, step = spec.rpartition("@")
     if not output or not step.isdecimal() or not int(step):
         raise RunError(
-            "LS8052", f"{spec!r} is not OUTPUT@N, for example outputs/run@1200: a run, and how many steps of it"
+            "LS8052", f"{spec!r} is not a run and a step; expected OUTPUT@STEP, for example outputs/run@1200"
         )
     require_output(Path(output))
     return Path(output), int(step)
@@ -85,20 +87,20 @@ def parsed(spec: str) -> tuple[Path, int]:
 
 def _begun(output: Path, step: int, run: Run, console: Console) -> Begun:
     prepared = start.resolved(run)[2].data
-    manifest = next((found for _, found in newest_first(load_of(output))), None)
+    manifest = next((manifest_there for _, manifest_there in newest_first(load_of(output))), None)
     if manifest is None:
-        raise RunError("LS8054", f"{output} holds no checkpoint to begin from")
+        raise RunError("LS8054", f"{output} has no checkpoint to start from")
     ours = course(run, prepared)
     same, why = shared(output, run, prepared, manifest, ours)
     if step > same:
         at = f"; {output}@{same} can be" if same else ""
         raise RunError("LS8055", f"{output}@{step} cannot be shared: {why}{at}")
-    found = take(output, step, run, ours)
-    place(found, run, ours)
-    again = f"steps {found.step + 1} to {step} are" if found.step + 1 < step else f"step {step} is"
-    rest = f"; {again} computed again" if found.step < step else ""
-    console.say(f"branched   {run.folder} begins with the checkpoint of step {found.step} of {output}{rest}")
-    return found
+    manifest_there = take(output, step, run, ours)
+    place(manifest_there, run, ours)
+    again = f"steps {manifest_there.step + 1} to {step} are" if manifest_there.step + 1 < step else f"step {step} is"
+    rest = f"; {again} computed again" if manifest_there.step < step else ""
+    console.say(f"branched   {run.folder} begins with the checkpoint of step {manifest_there.step} of {output}{rest}")
+    return manifest_there
 
 
 def load_of(output: Path) -> Run:
@@ -126,7 +128,9 @@ def shared(output: Path, run: Run, prepared: Prepared, manifest: Manifest, ours:
     theirs = load_of(output)
     if other := differing_keys(theirs, prepared.key, manifest):
         raise RunError(
-            "LS8056", f"{output}/run.yaml is not what its checkpoints were trained with: {next(iter(other))} differs"
+            "LS8056",
+            f"{output}/run.yaml differs from the run file of its checkpoints in {next(iter(other))}; restore "
+            "that value",
         )
     same, why = parting(course(theirs, prepared), ours)
     named = f"{', '.join(sorted(differing))}: " if differing else ""
@@ -149,8 +153,8 @@ def take(output: Path, step: int, run: Run, ours: Course) -> Begun:
     damaged = f"; damaged are {'; '.join(faults)}" if faults else ""
     raise RunError(
         "LS8057",
-        f"{output}@{step}: no checkpoint of at most {step} steps is kept there (there are {listed}){damaged}, so "
-        "nothing would be saved: `lockstep train` computes the same. A run keeps those of checkpoint.at",
+        f"{output}@{step}: no checkpoint of at most {step} steps is kept (kept are {listed}){damaged}, so a "
+        "branch would save nothing; use `lockstep train`. A run keeps the checkpoints of checkpoint.at",
     )
 
 
@@ -166,16 +170,17 @@ def _needed(theirs: Run, run: Run, step: int, ours: Course, scored: bool) -> tup
     if run.average.last is not None and (first := averaged(run, len(ours.rates), every)[0]) < step:
         raise RunError(
             "LS8058",
-            f"average.last: the export is the mean of checkpoints from step {first} on, and this run would begin with "
-            f"that of step {step}: branch at {first} or before",
+            f"average.last: the export is the mean of checkpoints from step {first} on, but this run would "
+            f"start from step {step}; branch at step {first} or before",
         )
     if run.export != "best" and run.evaluate.patience is None:
         return ()
     if not scored:
         raise RunError(
             "LS8059",
-            "export, evaluate.patience: which model is the best depends on evaluations before the branch, and "
-            "evaluate, metrics or checkpoint.best are not the same in both runs; give both the same, or export=last",
+            "export, evaluate.patience: the best model depends on evaluations before the branch, but "
+            "evaluate, metrics or checkpoint.best differ between the two runs; make them equal, or set "
+            "export=last",
         )
     lines = lines_of(theirs.folder / "metrics.jsonl", ("step", "split"))
     made = {line["step"]: line for line in lines if line["split"] == "validation" and line["step"] <= step}
@@ -184,8 +189,8 @@ def _needed(theirs: Run, run: Run, step: int, ours: Course, scored: bool) -> tup
     if best and best[0].step not in kept:
         raise RunError(
             "LS8060",
-            f"export: the best model before step {step} is that of step {best[0].step}, and {theirs.folder} keeps no "
-            "checkpoint of it any more; give export=last, or train from the start",
+            f"export: the best model before step {step} is from step {best[0].step}, and {theirs.folder} no "
+            "longer has its checkpoint; set export=last, or train from the start",
         )
     return tuple(kept[each.step] for each in best if each.step != step)
 
@@ -196,18 +201,18 @@ def interval(run: Run, ours: Course) -> int:
     return ours.order.steps_per_epoch if every == "epoch" else every
 
 
-def place(found: Begun, run: Run, ours: Course) -> None:
+def place(begun: Begun, run: Run, ours: Course) -> None:
     """Make a checkpoint of another run this run's own, with the lines of its log up to there. The files are linked
     where the disk can: they are never written to again. The checkpoint comes last, so that what is cut off is begun
     anew. Errors: `RunError`."""
     keep(run)
     try:
         folder_of(run).mkdir(parents=True, exist_ok=True)
-        _lines(found, run)
-        for manifest in (*found.needed, found.manifest):
-            source, aside = found.output / "checkpoints" / name_of(manifest.step), f".{name_of(manifest.step)}.partial"
+        _lines(begun, run)
+        for manifest in (*begun.needed, begun.manifest):
+            source, aside = begun.output / "checkpoints" / name_of(manifest.step), f".{name_of(manifest.step)}.partial"
             _linked(source, folder_of(run) / aside, manifest.hashes)
-            placed(run, _own(manifest, run, ours, found.scored), folder_of(run) / aside)
+            placed(run, _own(manifest, run, ours, begun.scored), folder_of(run) / aside)
     except OSError as caught:
         raise RunError("LS8061", f"output: cannot write to {run.folder}: {caught.strerror or caught}") from caught
 
@@ -230,16 +235,16 @@ def _linked(source: Path, aside: Path, names: Mapping[str, str]) -> None:
             shutil.copyfile(source / name, aside / name)
 
 
-def _lines(found: Begun, run: Run) -> None:
+def _lines(begun: Begun, run: Run) -> None:
     """What the other run wrote down of the steps that are not computed again, and where they are from."""
     for name in (fingerprints.FILE, "metrics.jsonl"):
         lines = [
             line
-            for line in lines_of(found.output / name, ("step",))
-            if line["step"] <= found.step and (found.scored or line.get("split", "train") == "train")
+            for line in lines_of(begun.output / name, ("step",))
+            if line["step"] <= begun.step and (begun.scored or line.get("split", "train") == "train")
         ]
         replace_text(run.folder / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    event = {"time": round(time.time(), 3), "event": "branch", "step": found.step, "from": str(found.output)}
+    event = {"time": round(time.time(), 3), "event": "branch", "step": begun.step, "from": str(begun.output)}
     with suppress(OSError), open(run.folder / "events.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(event) + "\n")
 
@@ -254,10 +259,10 @@ def _compared(output: Path, run: Run, begun: int, step: int) -> int:
             error(
                 coded(
                     "LS8062",
-                    f"step {each} was computed again, and did not come to what {output} wrote down (loss "
-                    f"{now[each]['loss']!r} now, {then[each]['loss']!r} then): another kind "
-                    "of processor, other versions "
-                    f"or threads. {run.folder} is not what it would be there; lockstep diff names the first difference",
+                    f"step {each} was recomputed and differs from the record of {output} (loss "
+                    f"{now[each]['loss']!r} now, {then[each]['loss']!r} then): the processor, package versions or "
+                    f"threads differ. {run.folder} is not bitwise what {output} would give; run lockstep diff for "
+                    "the first difference",
                 )
             )
             return FAILED

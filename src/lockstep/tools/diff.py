@@ -63,13 +63,15 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
     """Tell. Returns 0 where no step differs, 1 where one does, or a job's own exit status. `look`: compute the step
     again. Errors: `RunError`."""
     if start.joining():
-        raise RunError("LS8150", "lockstep diff starts its processes itself: call it without torchrun and its like")
+        raise RunError("LS8150", "lockstep diff starts its own processes; run it without torchrun or another launcher")
     console, both = Console(True), (a, b)
     written = [list(lines_of(folder / fingerprints.FILE, ("step", "hash"))) for folder in both]
     for folder, lines in zip(both, written, strict=True):
         if not lines:
             raise RunError(
-                "LS8151", f"{folder} has no {fingerprints.FILE}, or nothing in it: which steps differ cannot be told"
+                "LS8151",
+                f"{folder} has no {fingerprints.FILE} or an empty one, so its steps cannot be compared; set "
+                "fingerprints.every when training",
             )
     faulty = [fault for folder, lines in zip(both, written, strict=True) for fault in faults(folder, lines)]
     parting = first_parting(*written)
@@ -103,24 +105,24 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
 def faults(folder: Path, lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is wrong with a run's lines by themselves; a few of them."""
     skips = fingerprints.skips(load(folder / "run.yaml", [])) if (folder / "run.yaml").is_file() else False
-    found = [
+    reasons = [
         f"{folder / fingerprints.FILE}: step {line['step']}: {fault}"
         for line in lines
         if (fault := fingerprints.fault(line, skips)) is not None
     ]
-    return found[:_SHOWN] + ([f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
+    return reasons[:_SHOWN] + ([f"... and {len(reasons) - _SHOWN} more"] if len(reasons) > _SHOWN else [])
 
 
 def differing(a: Path, b: Path, overrides: Sequence[str]) -> list[str]:
     """Keys that decide weights, data, versions, hardware: what differs between two runs."""
     runs = [again(folder, overrides, None, 1) for folder in (a, b)]
     keys = [run.arithmetic() for run in runs]
-    found = [
+    rows = [
         f"{key}: {keys[0].get(key)!r} and {keys[1].get(key)!r}"
         for key in sorted(keys[0].keys() | keys[1].keys())
         if keys[0].get(key) != keys[1].get(key)
     ]
-    found += [f"... and {len(found) - _SHOWN} more keys"] if len(found) > _SHOWN else []
+    rows += [f"... and {len(rows) - _SHOWN} more keys"] if len(rows) > _SHOWN else []
     begun = [start_of(folder) for folder in (a, b)]
     versions = [each.get("versions", {}) for each in begun]
     facts = [
@@ -133,7 +135,7 @@ def differing(a: Path, b: Path, overrides: Sequence[str]) -> list[str]:
         }
         for i in range(2)
     ]
-    return found[: _SHOWN + 1] + [
+    return rows[: _SHOWN + 1] + [
         f"{name}: {facts[0].get(name)} and {facts[1].get(name)}"
         for name in facts[0] | facts[1]
         if facts[0].get(name) != facts[1].get(name)
@@ -304,15 +306,15 @@ def again(output: Path, overrides: Sequence[str] | Mapping[str, Any], strategy: 
     if trained.model.trust_remote_code and "model.trust_remote_code" not in overrides_of(overrides):
         raise RunError(
             "LS8154",
-            f"model.trust_remote_code: {output / 'run.yaml'} asks for it, and code of a folder runs only if you do, "
-            "too: read it, then add model.trust_remote_code=true",
+            f"model.trust_remote_code: {output / 'run.yaml'} sets it, but code from a folder runs only if you "
+            "set it too: read the code, then add model.trust_remote_code=true",
         )
     values: dict[str, Any] = trained.model_dump(mode="json")
     if strategy is None:
         exact = plugins.find("strategies", trained.strategy.name).gives_bits(trained)  # type: ignore[attr-defined]
         strategy = "single" if exact and processes == 1 else "ddp" if exact else trained.strategy.name
     if strategy not in ("own", trained.strategy.name):
-        values["strategy"] = {"name": strategy, "exact": trained.strategy.exact, "options": {}}
+        values["strategy"] |= {"name": strategy, "options": {}}
     own = type(trained.launch).model_fields  # without those of its launcher
     values["launch"] = {k: v for k, v in values["launch"].items() if k in own}
     values["launch"] |= {"name": "local", "processes": processes, "max_restarts": 0}
@@ -334,7 +336,7 @@ def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Ite
     from lockstep.training.replaying import REPLAY
 
     if step < 1:
-        raise RunError("LS8155", f"--step: {step} is none of this run's steps, which count from 1")
+        raise RunError("LS8155", f"--step: {step} is not a step of this run; steps count from 1")
     folder = Path(tempfile.mkdtemp(prefix="lockstep-replay-"))
     try:
         run = run.model_copy(update={"output": str(folder / "run")})
@@ -366,21 +368,23 @@ def replay(
     from lockstep.training.replaying import REPLAY
 
     if start.joining():
-        raise RunError("LS8156", "lockstep replay starts its processes itself: call it without torchrun and its like")
+        raise RunError(
+            "LS8156", "lockstep replay starts its own processes; run it without torchrun or another launcher"
+        )
     run, console = again(output, overrides, strategy, processes), Console(True)
     if not (output / fingerprints.FILE).is_file():
         console.note(f"{output} has no {fingerprints.FILE}: the step is shown, and compared with nothing")
     with replayed(run, output, step, begin) as (status, folder):
         if status:
             return status
-        found = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
-    for note in found["notes"]:
+        recorded = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
+    for note in recorded["notes"]:
         console.note(note)
-    began = f"the checkpoint of step {found['from']}" if found["from"] else "the start"
+    began = f"the checkpoint of step {recorded['from']}" if recorded["from"] else "the start"
     how = f"{run.strategy.name}, {processes} process(es), {run.launch.threads} thread(s) each"
-    console.say(f"step {step} of {found['total']}, computed again from {began} on ({how})")
-    same = tell_steps(console, found["steps"], fingerprints.skips(run))
-    tell_step(console, run, found["step"])
+    console.say(f"step {step} of {recorded['total']}, computed again from {began} on ({how})")
+    same = tell_steps(console, recorded["steps"], fingerprints.skips(run))
+    tell_step(console, run, recorded["step"])
     return int(not same)
 
 
@@ -420,22 +424,22 @@ def first_wrong(steps: Sequence[Mapping[str, Any]], skips: bool = False) -> str 
     return None
 
 
-def tell_step(console: Console, run: Run, found: Mapping[str, Any]) -> None:
+def tell_step(console: Console, run: Run, step: Mapping[str, Any]) -> None:
     """The examples with the highest losses, the layers with the largest gradients, and what was clipped."""
-    texts = texts_of(run, found["rows"])
-    where = {place: m for m, group in enumerate(found["micro_batches"]) for place in group}
-    order = sorted(range(len(found["rows"])), key=lambda i: -found["losses"][i])
+    texts = texts_of(run, step["rows"])
+    where = {place: m for m, group in enumerate(step["micro_batches"]) for place in group}
+    order = sorted(range(len(step["rows"])), key=lambda i: -step["losses"][i])
     rows = [
         [
-            str(found["rows"][i]),
+            str(step["rows"][i]),
             str(where[i]),
-            str(found["tokens"][i]),
-            f"{found['losses'][i]:.4f}",
+            str(step["tokens"][i]),
+            f"{step['losses'][i]:.4f}",
             texts[i],
         ]
         for i in order[:SHOWN]
     ]
-    mean = sum(found["losses"]) / max(1, len(found["losses"]))
+    mean = sum(step["losses"]) / max(1, len(step["losses"]))
     console.table(
         f"the {len(rows)} of {len(order)} examples with the highest losses, each alone and without dropout (mean "
         f"{mean:.4f})",
@@ -443,15 +447,15 @@ def tell_step(console: Console, run: Run, found: Mapping[str, Any]) -> None:
         rows,
         key="examples",
     )
-    norms = sorted(found["layers"].items(), key=lambda pair: -pair[1])
+    norms = sorted(step["layers"].items(), key=lambda pair: -pair[1])
     told = [[name, f"{norm:.6g}"] for name, norm in norms[:SHOWN]]
     console.table(
         f"gradient norms, the {len(told)} largest of {len(norms)} layers", ["layer", "norm"], told, key="layers"
     )
-    whole = sum(norm**2 for norm in found["norms"].values()) ** 0.5
-    limit = found["clip"]
-    clipped = f"clipped to {limit:g}: times {limit / whole:.4g}" if found["clipped"] else "not clipped"
-    console.say(f"gradient norm {whole:.6g}, {clipped}; learning rate {found['learning_rate']:g}")
+    whole = sum(norm**2 for norm in step["norms"].values()) ** 0.5
+    limit = step["clip"]
+    clipped = f"clipped to {limit:g}: times {limit / whole:.4g}" if step["clipped"] else "not clipped"
+    console.say(f"gradient norm {whole:.6g}, {clipped}; learning rate {step['learning_rate']:g}")
 
 
 def texts_of(run: Run, rows: Sequence[int]) -> list[str]:
@@ -496,14 +500,14 @@ def opened(output: Path, step: int, overrides: Mapping[str, Any], processes: int
     run = again(output, overrides, strategy, processes)
     with replayed(run, output, step) as (status, folder):
         if status:
-            raise RunError("LS8157", f"replay of {output}: it ended with status {status}; what it said is above")
-        found = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
+            raise RunError("LS8157", f"replay of {output}: it ended with status {status}; see its output above")
+        content = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
         weights, gradients = load_file(folder / WEIGHTS), load_file(folder / GRADIENTS)
     task_class: Any = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     model = task.model()
     model.load_state_dict(weights, strict=False)  # what is computed and not kept is in no checkpoint
     feed = StepLoader(run, task, range(run.micro_batches), torch.device("cpu"))
-    losses = dict(zip(found["step"]["rows"], found["step"]["losses"], strict=True))
-    same = tell_steps(Console(False), found["steps"], fingerprints.skips(run))
+    losses = dict(zip(content["step"]["rows"], content["step"]["losses"], strict=True))
+    same = tell_steps(Console(False), content["steps"], fingerprints.skips(run))
     return Replayed(step, model.train(), feed.make(step - 1), gradients, losses, same)

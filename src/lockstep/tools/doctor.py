@@ -48,9 +48,12 @@ def doctor(folder: Path, processes: int | None, as_json: bool, device: str = "au
     """The whole command. Under a launcher every rank calls it, and rank 0 speaks."""
     joining = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not folder.is_dir() and not joining:  # a rank that leaves would keep the others waiting
-        raise RunError("LS8170", f"--folder: there is no folder {folder}")
+        raise RunError("LS8170", f"--folder: no such folder: {folder}")
     if joining and processes is not None:
-        raise RunError("LS8171", "--processes: these processes were started by a launcher already; leave it out")
+        raise RunError(
+            "LS8171",
+            "--processes: cannot be used inside of a launcher, which has started the processes already; remove it",
+        )
     speaks = os.environ.get("RANK", "0") == "0"
     report: dict[str, Any] = {}
     if joining:  # first, so that ranks do not wait for the slower look at rank 0's machine
@@ -394,23 +397,23 @@ class Outcome:
     strategy: str
     precision: str
     processes: int
-    found: str  # one of KEPT or NOT_RUN, "NOT as promised", "failed" or "took too long"
+    result: str  # one of KEPT or NOT_RUN, "NOT as promised", "failed" or "took too long"
     why: list[str]  # lines, where there is something to say
     seconds: float
 
     @property
     def wrong(self) -> bool:
-        return self.found not in KEPT + NOT_RUN
+        return self.result not in KEPT + NOT_RUN
 
     def row(self) -> list[str]:
-        return [self.strategy, self.precision, str(self.processes), self.found, f"{self.seconds:.0f}"]
+        return [self.strategy, self.precision, str(self.processes), self.result, f"{self.seconds:.0f}"]
 
 
 def selftest(names: Sequence[str], processes: int | None, device: str, page: Path, as_json: bool) -> int:
     """The whole command; `names`: of strategies. Returns 0 when each that can run here keeps its promise, else 1.
     Errors: `RunError` when none can run, or the page cannot be written."""
     if not page.absolute().parent.is_dir():
-        raise RunError("LS8172", f"--page: there is no folder {page.absolute().parent}")
+        raise RunError("LS8172", f"--page: no such folder: {page.absolute().parent}")
     console = Console(not as_json)
     count = processes or max(2, gpus_of(run_of("single", "fp32", 1, device)))
     runs = [[run_of(name, precision, count, device) for name in names] for precision in PRECISIONS]
@@ -418,10 +421,10 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-selftest-") as folder:
         for outcome in outcomes_of(Path(folder), runs):
-            console.say(f"  {outcome.strategy:14}{outcome.precision:6}{outcome.found}")
+            console.say(f"  {outcome.strategy:14}{outcome.precision:6}{outcome.result}")
             outcomes.append(outcome)
-    if all(outcome.found in NOT_RUN for outcome in outcomes):
-        raise RunError("LS8173", f"--selftest: no strategy could run here: {' '.join(outcomes[0].why)}")
+    if all(outcome.result in NOT_RUN for outcome in outcomes):
+        raise RunError("LS8173", f"--selftest: no strategy can run on this machine: {' '.join(outcomes[0].why)}")
     facts = {name: told for name, told in machine_info.probe(page.absolute().parent).items() if name in _TOLD}
     facts["machine"].pop("host", None)
     wrong = [outcome for outcome in outcomes if outcome.wrong]
@@ -429,9 +432,9 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
         rows = [asdict(outcome) for outcome in outcomes]
         json_output.emit("doctor", int(bool(wrong)), facts, {"outcomes": rows})
     write(page, outcomes, facts)
-    kept = sum(outcome.found in KEPT for outcome in outcomes)
+    kept = sum(outcome.result in KEPT for outcome in outcomes)
     for outcome in outcomes:
-        for line in outcome.why[-1:] if outcome.found in NOT_RUN else outcome.why:
+        for line in outcome.why[-1:] if outcome.result in NOT_RUN else outcome.why:
             console.say(f"{outcome.strategy}, {outcome.precision}: {line}")
     console.say(f"{kept} as promised, {len(wrong)} not, {len(outcomes) - kept - len(wrong)} not run; {page}")
     return int(bool(wrong))
@@ -534,7 +537,7 @@ def write(page: Path, outcomes: list[Outcome], facts: dict[str, Any]) -> None:
         for outcome in outcomes:
             if outcome.why:
                 lines = [line.replace(str(Path.home()), "~") for line in outcome.why]
-                yield f"{outcome.strategy}, {outcome.precision}: {outcome.found}", lines
+                yield f"{outcome.strategy}, {outcome.precision}: {outcome.result}", lines
 
     try:
         write_page(

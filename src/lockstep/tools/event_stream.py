@@ -61,7 +61,7 @@ class Following:
             yield Event("prepared", 0, None, facts={"launcher": record.launcher, "processes": record.processes})
         # What stands in these by now was written after its start, which the journal has by then.
         sizes = self._metrics.size, self._samples.size
-        found = []
+        events = []
         for line in self._journal.lines(self._journal.size, ("event", "step")):
             what = line["event"]
             if what == "start":
@@ -70,18 +70,18 @@ class Following:
                 self._steps = record.steps if record else None
                 yield Event("start", line["step"], self._steps, facts=_rest(line))
             elif what in _ORDER and what != "evaluation":  # its numbers tell of that
-                found.append(Event(what, line["step"], self._steps, facts=_rest(line)))
+                events.append(Event(what, line["step"], self._steps, facts=_rest(line)))
         for line in self._metrics.lines(sizes[0], ("step", "split")):
             kind: Kind = "step" if line["split"] == "train" else "evaluation"
             if self._is_new(kind, line):
                 numbers = {k: float("nan") if v is None else v for k, v in line.items() if k not in ("step", "split")}
-                found.append(Event(kind, line["step"], self._steps, line["split"], numbers))
+                events.append(Event(kind, line["step"], self._steps, line["split"], numbers))
         for line in self._samples.lines(sizes[1], ("step", "split", "samples")):
             if self._is_new("samples", line):
-                found.append(
+                events.append(
                     Event("samples", line["step"], self._steps, line["split"], facts={"samples": line["samples"]})
                 )
-        yield from sorted(found, key=lambda event: (event.step, _ORDER.index(event.kind)))
+        yield from sorted(events, key=lambda event: (event.step, _ORDER.index(event.kind)))
 
     def end(self, status: str) -> Event:
         """The last event: how the call ends."""
@@ -136,10 +136,10 @@ class _Tail:
     def _now(self) -> tuple[int, int]:
         """Which file it is, and its size."""
         try:
-            found = os.stat(self._path)
+            file_stat = os.stat(self._path)
         except OSError:
             return 0, 0
-        return found.st_ino, found.st_size
+        return file_stat.st_ino, file_stat.st_size
 
 
 def bar(by: str | None = None) -> Bar | None:
@@ -149,9 +149,9 @@ def bar(by: str | None = None) -> Bar | None:
         return None
     from IPython.display import display
 
-    found = Bar(by)
-    found.shown = display(found, display_id=True)
-    return found
+    progress = Bar(by)
+    progress.shown = display(progress, display_id=True)
+    return progress
 
 
 class Bar:

@@ -37,19 +37,19 @@ def name_of(thing: Any, what: str) -> str:
     if name is None:
         raise RunError(
             "LS8260",
-            f"{what}: other processes have to import it, and {_said(thing)} has no name of its own at the top of a file"
-            ": write a function or a variable at the top of the script, or of a module, and hand over that",
+            f"{what}: other processes have to import it, but {_said(thing)} has no name at the top level of a "
+            "file; define a function or variable at the top level of the script or a module, and pass that",
         )
     if module != "__main__":
         return f"{module}.{name}"
-    found = f"{_script(what, name)}.{name}"
+    path = f"{_script(what, name)}.{name}"
     if _first and _first.get(name) is not thing:
         raise RunError(
             "LS8261",
-            f"{what}: {name} is defined after the script's first call that starts a job, where other processes stop to "
-            "read it: define it before that call, or in a file of its own",
+            f"{what}: {name} is defined after the script's first call that starts a job, where other "
+            "processes stop reading it; define it before that call, or in a separate file",
         )
-    return found
+    return path
 
 
 def _is(module: str, name: str, thing: Any) -> bool:
@@ -71,8 +71,8 @@ def _script(what: str, name: str) -> str:
     if file is None or not Path(file).is_file():
         raise RunError(
             "LS8262",
-            f"{what}: {name} is defined in this session, and other processes cannot import it: put it into a file, "
-            f"my_file.py, and write from my_file import {name}",
+            f"{what}: {name} is defined in this session, so other processes cannot import it; put it into a "
+            f"file, my_file.py, and write from my_file import {name}",
         )
     stem = Path(file).stem
     spec = importlib.util.find_spec(stem) if stem.isidentifier() else None

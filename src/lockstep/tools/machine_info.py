@@ -77,18 +77,18 @@ print(json.dumps(found))
 
 def bounded(probe: Callable[[], Facts], seconds: float) -> Facts:
     """What a probe finds, or `{"failed": why}`. It never raises, and returns when the time is over."""
-    found: list[Facts] = []
+    answers: list[Facts] = []
 
     def work() -> None:
         try:
-            found.append(probe())
+            answers.append(probe())
         except BaseException as error:  # a probe may meet anything, and the others go on
-            found.append({"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
+            answers.append({"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
 
     thread = threading.Thread(target=work, name="lockstep-probe", daemon=True)
     thread.start()
     thread.join(seconds)
-    return dict(found[0]) if found else {"failed": f"no answer in {seconds:g} s"}
+    return dict(answers[0]) if answers else {"failed": f"no answer in {seconds:g} s"}
 
 
 def probe(folder: Path, seconds: float = 60.0) -> dict[str, Facts]:
@@ -112,7 +112,7 @@ def probe(folder: Path, seconds: float = 60.0) -> dict[str, Facts]:
 
 def machine() -> Facts:
     """Processor, system, and the cores that this process may use."""
-    found: Facts = {
+    facts: Facts = {
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -122,28 +122,28 @@ def machine() -> Facts:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
     }
     if (quota := _cpu_quota()) is not None:
-        found["cores_by_quota"] = quota
+        facts["cores_by_quota"] = quota
     if sys.platform != "win32":
         import resource
 
-        found["open_files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return found
+        facts["open_files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return facts
 
 
 def memory() -> Facts:
     """Host memory in GiB, and what a container may use of it."""
     sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if "kB" in line}
-    found: Facts = {}
+    facts: Facts = {}
     for name, key in (("total_gb", "MemTotal"), ("available_gb", "MemAvailable"), ("swap_gb", "SwapTotal")):
         if key in sizes:
-            found[name] = _gb(sizes[key])
+            facts[name] = _gb(sizes[key])
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         limit = "".join(_lines(path)).strip()
         if limit.isdigit() and int(limit) < sizes.get("MemTotal", 0):
-            found["limit_gb"] = _gb(int(limit))
+            facts["limit_gb"] = _gb(int(limit))
     if Path("/dev/shm").is_dir():
-        found["shared_memory_gb"] = _gb(shutil.disk_usage("/dev/shm").free)
-    return found
+        facts["shared_memory_gb"] = _gb(shutil.disk_usage("/dev/shm").free)
+    return facts
 
 
 def torch_facts(seconds: float) -> Facts:
@@ -182,9 +182,9 @@ def programs() -> Facts:
 def network() -> Facts:
     """Whether the host's own name resolves, which gloo and torchrun need, and whether the Hub can be reached."""
     host = socket.gethostname()
-    found: Facts = {"host_resolves": bounded(lambda: {"at": socket.gethostbyname(host)}, 3).get("at")}
-    found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME")
-    found["interfaces"] = [name for _, name in socket.if_nameindex()]
+    facts: Facts = {"host_resolves": bounded(lambda: {"at": socket.gethostbyname(host)}, 3).get("at")}
+    facts["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME")
+    facts["interfaces"] = [name for _, name in socket.if_nameindex()]
     endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     place = (endpoint.hostname or "", endpoint.port or (443 if endpoint.scheme == "https" else 80))
 
@@ -192,10 +192,10 @@ def network() -> Facts:
         with socket.create_connection(place, timeout=3):
             return {"reached": True}
 
-    found["hub"] = f"{endpoint.scheme}://{endpoint.netloc.rpartition('@')[2]}"
-    found["hub_reachable"] = bool(bounded(connect, 4).get("reached"))
-    found["offline"] = os.environ.get("HF_HUB_OFFLINE", "0")
-    return found
+    facts["hub"] = f"{endpoint.scheme}://{endpoint.netloc.rpartition('@')[2]}"
+    facts["hub_reachable"] = bool(bounded(connect, 4).get("reached"))
+    facts["offline"] = os.environ.get("HF_HUB_OFFLINE", "0")
+    return facts
 
 
 def file_system(folder: Path, seconds: float = 3.0) -> Facts:
@@ -203,9 +203,9 @@ def file_system(folder: Path, seconds: float = 3.0) -> Facts:
 
     Writes at most 64 MiB for at most so many seconds, to a file that is removed again.
     """
-    found: Facts = {"path": str(folder.resolve()), "type": _kind_of(folder)}
-    found["shared"] = bool(found["type"]) and str(found["type"]).startswith(_SHARED)
-    found["free_gb"] = _gb(shutil.disk_usage(folder).free)
+    facts: Facts = {"path": str(folder.resolve()), "type": _kind_of(folder)}
+    facts["shared"] = bool(facts["type"]) and str(facts["type"]).startswith(_SHARED)
+    facts["free_gb"] = _gb(shutil.disk_usage(folder).free)
     path = folder / f".lockstep-doctor-{socket.gethostname()}-{os.getpid()}"
     block, written = os.urandom(_BLOCK_BYTES), 0
     try:
@@ -214,29 +214,29 @@ def file_system(folder: Path, seconds: float = 3.0) -> Facts:
             while written < _WRITE_BYTES and time.perf_counter() - begin < seconds:
                 written += file.write(block)
             os.fsync(file.fileno())
-            found["write_mb_s"] = round(written / 1e6 / (time.perf_counter() - begin))
+            facts["write_mb_s"] = round(written / 1e6 / (time.perf_counter() - begin))
             again = time.perf_counter()
             file.write(b"x")
             os.fsync(file.fileno())
-            found["sync_ms"] = round((time.perf_counter() - again) * 1e3, 2)
+            facts["sync_ms"] = round((time.perf_counter() - again) * 1e3, 2)
         begin, read = time.perf_counter(), 0
         with open(path, "rb", buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # from the disk, not from memory
             while (got := len(file.read(_BLOCK_BYTES))) and time.perf_counter() - begin < seconds:
                 read += got
-        found["read_mb_s"] = round(read / 1e6 / (time.perf_counter() - begin))
+        facts["read_mb_s"] = round(read / 1e6 / (time.perf_counter() - begin))
     finally:
         path.unlink(missing_ok=True)
-    return found
+    return facts
 
 
 def tokens() -> Facts:
     """Which secrets are set, never what they are."""
-    found: Facts = {name: bool(os.environ.get(name)) for name in TOKENS}
+    facts: Facts = {name: bool(os.environ.get(name)) for name in TOKENS}
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    found["Hub login"] = (home / "token").is_file()
-    return found
+    facts["Hub login"] = (home / "token").is_file()
+    return facts
 
 
 def caches() -> Facts:
@@ -247,15 +247,15 @@ def caches() -> Facts:
         "lockstep": cache_folder(),
         "huggingface": Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser(),
     }
-    found: Facts = {}
+    facts: Facts = {}
     for name, place in places.items():
         there = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
-        found[name] = {
+        facts[name] = {
             "path": str(place),
             "free_gb": _gb(shutil.disk_usage(there).free),
             "writable": os.access(there, os.W_OK),
         }
-    return found
+    return facts
 
 
 # -- small parts -----------------------------------------------------------------------------------------------------

@@ -51,8 +51,8 @@ class Child:
     @property
     def status(self) -> int | None:
         """Its exit status, None while it runs; one that was asked to stop before it could listen has been stopped."""
-        found = self._process.poll()
-        return STOPPED if self._asked and found in (-signal.SIGTERM, -signal.SIGINT) else found
+        code = self._process.poll()
+        return STOPPED if self._asked and code in (-signal.SIGTERM, -signal.SIGINT) else code
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for its end, or for so long. Returns whether it has ended."""

@@ -44,9 +44,9 @@ def summary(folder: Path) -> list[str]:
     if trace.others:
         lines.append(f"{trace.others} other processes trained, too, as another job; they are not looked at")
     lines += [f"rank {r.number}: an error of the tracer's own: {e['text']}" for r in trace.ranks for e in r.errors[:1]]
-    found = findings(trace)
-    count = f"{len(found)} finding{'s' if len(found) > 1 else ''}" if found else "no finding"
-    return [*lines, count, *finding_lines(found)]
+    finding_list = findings(trace)
+    count = f"{len(finding_list)} finding{'s' if len(finding_list) > 1 else ''}" if finding_list else "no finding"
+    return [*lines, count, *finding_lines(finding_list)]
 
 
 def _optimizer(trace: Trace, number: int) -> str:
@@ -81,12 +81,12 @@ def compared(a: Path, b: Path, exact: bool, perturbed: Path | None, align: bool 
 
 
 def _aligned(one: Trace, other: Trace, optimizer: int) -> str:
-    found = window(one, other, optimizer, match(one, other, optimizer))
-    if found is None:
+    aligned = window(one, other, optimizer, match(one, other, optimizer))
+    if aligned is None:
         return "--align: there is no step up to which both have seen the same examples"
-    losses = "" if found.losses is None else f"; mean loss {found.losses[0]:.6g} and {found.losses[1]:.6g}"
-    change = "" if found.change is None else f"; the change of the weights differs by {found.change:.2g}"
-    steps = f"after {found.a} and {found.b} steps both have seen the same {found.examples} examples"
+    losses = "" if aligned.losses is None else f"; mean loss {aligned.losses[0]:.6g} and {aligned.losses[1]:.6g}"
+    change = "" if aligned.change is None else f"; the change of the weights differs by {aligned.change:.2g}"
+    steps = f"after {aligned.a} and {aligned.b} steps both have seen the same {aligned.examples} examples"
     return f"--align: {steps}{losses}{change}"
 
 

@@ -139,7 +139,7 @@ def _words(steps: int, plain: int = 0) -> tuple[str, ...]:
 def record_alone(run: Run, folder: Path, steps: int, timed: int = 0) -> int:
     """Run the job as one process, in a process of its own. Returns its exit status."""
     values: dict[str, Any] = run.model_dump(mode="json")
-    values["strategy"] = {"name": "single", "exact": run.strategy.exact, "options": {}}
+    values["strategy"] |= {"name": "single", "options": {}}
     own = type(run.launch).model_fields  # without those of its launcher
     values["launch"] = {k: v for k, v in values["launch"].items() if k in own} | {"name": "local", "processes": 1}
     values["output"] = str(folder)
@@ -186,16 +186,16 @@ _SHOWN = 12  # keys that differ
 def write(run: Run, steps: int, path: Path) -> int:
     """Record and write down. Returns 0, or the job's own exit status. Errors: `RunError`."""
     if not path.parent.is_dir():
-        raise RunError("LS8390", f"--write: there is no folder {path.parent}")
+        raise RunError("LS8390", f"--write: no such folder: {path.parent}")
     console = Console(True)
-    found = taken(run, steps, console)
-    if isinstance(found, int):
-        return found
+    recorded = taken(run, steps, console)
+    if isinstance(recorded, int):
+        return recorded
     try:
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise RunError("LS8391", f"--write: {path}: {error.strerror}") from error
-    console.say(f"{len(found['steps'])} steps are written down in {path}; lockstep verify ... --against {path}")
+    console.say(f"{len(recorded['steps'])} steps are written down in {path}; lockstep verify ... --against {path}")
     return 0
 
 
@@ -224,16 +224,16 @@ def against(run: Run, path: Path) -> int:
 def opened(path: Path) -> dict[str, Any]:
     """What was written down. Errors: `RunError`."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RunError("LS8392", f"--against: {path}: {error.strerror}") from error
     except ValueError:
         raise RunError("LS8393", f"--against: {path} is not JSON") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not found.get("steps"):
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not content.get("steps"):
         raise RunError(
             "LS8394", f"--against: {path} was not written by lockstep verify --write, or by another version of it"
         )
-    return found
+    return content
 
 
 def taken(run: Run, steps: int, console: Console) -> dict[str, Any] | int:
@@ -241,7 +241,7 @@ def taken(run: Run, steps: int, console: Console) -> dict[str, Any] | int:
     `RunError` for a strategy that promises no bits."""
     if start.joining():
         raise RunError(
-            "LS8395", "lockstep verify --write and --against start their processes themselves: call it without torchrun"
+            "LS8395", "lockstep verify --write and --against start their own processes; run it without torchrun"
         )
     folder = Path(tempfile.mkdtemp(prefix="lockstep-golden-"))
     try:
@@ -252,8 +252,8 @@ def taken(run: Run, steps: int, console: Console) -> dict[str, Any] | int:
         if not told.bits:
             raise RunError(
                 "LS8396",
-                f"strategy.name: {told.strategy} adds in an order of its own under these options, and promises no bits "
-                "that could be compared; take one that does, such as ddp",
+                f"strategy.name: {told.strategy} sums in its own order with these options, so its result is not "
+                "bitwise reproducible and cannot be compared; use one that is, such as ddp",
             )
         return _described(run, prepared, told) | {"asked": steps, "steps": list(_steps(told))}
     finally:
@@ -279,9 +279,7 @@ def _steps(told: Recording) -> Iterator[dict[str, Any]]:
     for step in told.steps:
         if step.not_finite or not (math.isfinite(step.loss) and math.isfinite(step.norm)):
             what = f"its {step.not_finite[0]}" if step.not_finite else f"loss {step.loss!r} or norm {step.norm!r}"
-            raise RunError(
-                "LS8397", f"step {step.number}: {what} is not finite; such a step proves nothing, and is not compared"
-            )
+            raise RunError("LS8397", f"step {step.number}: {what} is not finite, so the step is not compared")
         yield {"step": step.number, "loss": step.loss.hex(), "grad_norm": step.norm.hex(), "tensors": step.hashes}
 
 
@@ -311,12 +309,12 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What is not as it was when the file was written: keys of the run file, data, versions, hardware."""
     former = key_aliases.of_checkpoint(then["run"])
     keys = sorted(k for k in former.keys() | now["run"].keys() if former.get(k) != now["run"].get(k))
-    found = [f"{key}: {former.get(key)!r} then, {now['run'].get(key)!r} now" for key in keys[:_SHOWN]]
-    found += [f"{len(keys) - _SHOWN} more keys of the run file"] if len(keys) > _SHOWN else []
+    rows = [f"{key}: {former.get(key)!r} then, {now['run'].get(key)!r} now" for key in keys[:_SHOWN]]
+    rows += [f"{len(keys) - _SHOWN} more keys of the run file"] if len(keys) > _SHOWN else []
     if then["data"] != now["data"]:
-        found.append("the data, or the tokenizer, hold something else than then")
+        rows.append("the data, or the tokenizer, hold something else than then")
     both = {
         name: (then["versions"].get(name), now["versions"].get(name)) for name in then["versions"] | now["versions"]
     }
     both |= {name: (then[name], now[name]) for name in ("device", "threads", "strategy", "processes")}
-    return found + [f"{name}: {old} then, {new} now" for name, (old, new) in both.items() if old != new]
+    return rows + [f"{name}: {old} then, {new} now" for name, (old, new) in both.items() if old != new]

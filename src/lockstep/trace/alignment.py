@@ -51,8 +51,8 @@ def window(a: Trace, b: Trace, optimizer: int, names: Mapping[str, str]) -> Wind
 
 
 def _losses(trace: Trace, optimizer: int, steps: list[int]) -> float | None:
-    found = [losses.mean for s in steps if (losses := losses_of(trace, optimizer, s)) is not None]
-    return sum(found) / len(found) if found else None
+    means = [losses.mean for s in steps if (losses := losses_of(trace, optimizer, s)) is not None]
+    return sum(means) / len(means) if means else None
 
 
 def _change(

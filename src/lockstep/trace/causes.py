@@ -126,22 +126,9 @@ def of_loss(
         return NOT_FINITE
     if micro_batches is not None:
         return _of_micro_batches(micro_batches, stochastic)
-    modes = {s.training for s in ours} | {s.training for s in theirs}
-    if modes >= {True, False}:
-        side = "here" if any(s.training is False for s in theirs) else "in the reference"
-        return f"the model is in evaluation mode {side} and in training mode in the other: call model.train()"
-    silent = [i for i, own in enumerate(other.each) if own and not any(own)]
-    if silent and any(any(own) for own in other.each):
-        return f"the loss of rank {silent[0]} is 0: its examples are masked, or it skips the loss"
-    if (left := _left_out(theirs)) and not _left_out(ours):
-        return f"backward is not called for {left} of the micro-batches that went through the model"
-    targets = [targets_of(records) for records in (ours, theirs)]
-    if None not in targets and targets[0] != targets[1]:
-        return (
-            f"the step has {targets[1]} targets here and {targets[0]} in the reference: padding counts as a "
-            "target (label -100 "
-            "leaves it out), or labels are masked in another way"
-        )
+    if (cause := _of_records(other, ours, theirs)) is not None:
+        return cause
+    targets = targets_of(ours)
     ratio = other.summed / one.summed if one.summed else math.nan
     for way, name in _factors(len(other.each), other.micro_batches, one.micro_batches):
         if math.isfinite(ratio) and abs(ratio / way - 1) < NEAR and abs(way - 1) > NEAR:
@@ -150,7 +137,7 @@ def of_loss(
             )
     examples = sum(n for s in ours for n in s.micro or ())
     alike = one.equal_counts and other.equal_counts  # else a mean of means can come near a whole number by chance
-    if alike and (divided := _divided(targets[0], examples, ratio)) is not None:
+    if alike and (divided := _divided(targets, examples, ratio)) is not None:
         return (
             f"the loss is divided by another number: by {divided[1]}, where the step has {divided[0]} targets "
             "(a count of other examples, or of padding)"
@@ -178,6 +165,27 @@ def of_loss(
             "hash sees, such as a mask; the model has no dropout"
         )
     return RANDOM
+
+
+def _of_records(other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> str | None:
+    """Modes, masks, micro-batches and targets that differ; None: they do not."""
+    modes = {s.training for s in ours} | {s.training for s in theirs}
+    if modes >= {True, False}:
+        side = "here" if any(s.training is False for s in theirs) else "in the reference"
+        return f"the model is in evaluation mode {side} and in training mode in the other: call model.train()"
+    silent = [i for i, own in enumerate(other.each) if own and not any(own)]
+    if silent and any(any(own) for own in other.each):
+        return f"the loss of rank {silent[0]} is 0: its examples are masked, or it skips the loss"
+    if (left := _left_out(theirs)) and not _left_out(ours):
+        return f"backward is not called for {left} of the micro-batches that went through the model"
+    targets = [targets_of(records) for records in (ours, theirs)]
+    if None not in targets and targets[0] != targets[1]:
+        return (
+            f"the step has {targets[1]} targets here and {targets[0]} in the reference: padding counts as a "
+            "target (label -100 "
+            "leaves it out), or labels are masked in another way"
+        )
+    return None
 
 
 def _of_micro_batches(apart: Sequence[tuple[int, int, float, float]], stochastic: bool) -> str:
@@ -223,7 +231,7 @@ def _batch_norm(records: Sequence[Step]) -> bool:
 
 
 def _factors(world: int, micro: int, reference_micro: int) -> list[tuple[float, str]]:
-    found: list[tuple[float, str]] = []
+    factors: list[tuple[float, str]] = []
     for value, name in (
         (world, f"{world} (the number of ranks)"),
         (1 / world, f"1/{world} (ranks)"),
@@ -234,8 +242,8 @@ def _factors(world: int, micro: int, reference_micro: int) -> list[tuple[float, 
         (1 / (world * micro), f"1/{world * micro} (ranks times micro-batches)"),
     ):
         if value != 1:
-            found.append((float(value), name))
-    return found
+            factors.append((float(value), name))
+    return factors
 
 
 def _why_factor(value: float, world: int, micro: int) -> str:
@@ -258,13 +266,13 @@ def of_gradient(
     trace: Trace,
     optimizer: int,
     step: int,
-    found: tuple[Mapping[str, float], Mapping[str, float], Mapping[str, tuple[float, float]]],
+    sides: tuple[Mapping[str, float], Mapping[str, float], Mapping[str, tuple[float, float]]],
     split: set[str],
     losses: tuple[Losses, Losses, str] | None,
 ) -> str:
     """`found`: differences beyond the limit, all differences, (factor, cosine) of those beyond; `split`: parameters
     whose gradient is not the same on all ranks."""
-    wrong, every, factors = found
+    wrong, every, factors = sides
     if any(math.isnan(d) for d in wrong.values()):
         return NOT_FINITE
     ranks = data_ranks(trace, optimizer)

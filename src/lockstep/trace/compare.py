@@ -161,7 +161,7 @@ def _tolerance(a: Trace, perturbed: Trace | None, optimizer: int) -> Tolerance:
     if perturbed is None:
         return Tolerance({}, default, f"of {half or 'float32'}, without a perturbed reference")
     names = {n: n for n in merged_start(a, optimizer)}
-    found: dict[int, dict[str, float]] = {}
+    tolerances: dict[int, dict[str, float]] = {}
     largest = dict(FLOORS_HALF.get(half or "", FLOORS))
     for step in (s for s in a.steps(optimizer) if s in set(perturbed.steps(optimizer))):
         pair = _Pair(a, perturbed, optimizer, step, names)
@@ -170,9 +170,9 @@ def _tolerance(a: Trace, perturbed: Trace | None, optimizer: int) -> Tolerance:
         for kind, value in now.items():
             if value is not None and math.isfinite(value):
                 largest[kind] = max(largest[kind], min(SAFETY * value, 0.9))
-        found[step] = dict(largest)
+        tolerances[step] = dict(largest)
     words = f"{SAFETY} times what the last bit of the weights changes; gradients {largest['gradient']:.1e} at the end"
-    return Tolerance(found, largest if found else default, words)
+    return Tolerance(tolerances, largest if tolerances else default, words)
 
 
 def _loss_difference(pair: _Pair) -> float | None:
@@ -202,13 +202,13 @@ def _start(a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], limits:
             if each
         ]
         raise _Parted("start weights", tuple(lines), causes.of_names(tied))
-    found = _differences(one, other, names, None)
+    differences = _differences(one, other, names, None)
     limit = limits.get("start weights", 1e-6 if any(limits.values()) else 0.0)
-    apart = {n: d for n, d in found.items() if d > limit or math.isnan(d)}
+    apart = {n: d for n, d in differences.items() if d > limit or math.isnan(d)}
     if apart:
         lines = [f"the weights differ before the first step: {_listed(apart)}"]
         split = sorted({rank for w in other.values() for rank in w.apart})
-        raise _Parted("start weights", tuple(lines), causes.of_start(len(apart), len(found), split))
+        raise _Parted("start weights", tuple(lines), causes.of_start(len(apart), len(differences), split))
 
 
 def _scores(a: Trace, b: Trace, limit: float) -> None:
@@ -323,10 +323,15 @@ def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | No
         text = f"{_few(real)}: a gradient on one side alone"
         raise _Parted("gradient", (text,), causes.MISSING_GRADIENT)
     split = {n: w for n, w in other.items() if w.apart}
-    found = _differences(one, other, pair.names, SMALL)
+    differences = _differences(one, other, pair.names, SMALL)
     norms = [_norm(side) for side in (one, other)]
-    numbers |= {"norms": norms[0], "norm": _relative(*norms), "gradient": _largest(found), "gradient_of": _worst(found)}
-    wrong = {n: d for n, d in found.items() if d > limit or math.isnan(d)}
+    numbers |= {
+        "norms": norms[0],
+        "norm": _relative(*norms),
+        "gradient": _largest(differences),
+        "gradient_of": _worst(differences),
+    }
+    wrong = {n: d for n, d in differences.items() if d > limit or math.isnan(d)}
     if wrong:
         factors = {n: factor(one[n], other[pair.names[n]]) for n in wrong}
         counts = [len(side[0].clips or ()) for side in pair.records()]
@@ -336,7 +341,7 @@ def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | No
                 f"differ: {_listed(wrong)}"
             )
             raise _Parted("clipping", (text,), causes.CLIPPED_ELSEWHERE)
-        cause = causes.of_gradient(pair.b, pair.optimizer, pair.step, (wrong, found, factors), set(split), losses)
+        cause = causes.of_gradient(pair.b, pair.optimizer, pair.step, (wrong, differences, factors), set(split), losses)
         where = _first_module(pair, limit, "returned", "in backward whose output gets another gradient")
         raise _Parted("gradient", (f"gradients differ: {_listed(wrong)}", *where), cause)
 
@@ -355,8 +360,8 @@ def _clipping(pair: _Pair, limit: float) -> None:
     if any(c.get("unseen") for side in sides for c in side):
         return  # an engine clips inside of its step
     one, other = pair.both("grads")
-    found = _differences(one, other, pair.names, SMALL)
-    wrong = {n: d for n, d in found.items() if d > 2 * limit}
+    differences = _differences(one, other, pair.names, SMALL)
+    wrong = {n: d for n, d in differences.items() if d > 2 * limit}
     if wrong:
         factors = {n: factor(one[n], other[pair.names[n]]) for n in wrong}
         text = f"gradients agree before clipping and differ after it: {_listed(wrong)}"
@@ -389,9 +394,9 @@ def _close(x: Any, y: Any) -> bool:
 
 def _update(pair: _Pair, limits: Mapping[str, float], numbers: dict[str, Any]) -> None:
     one, other = pair.both("updates")
-    found = _differences(one, other, pair.names, None, whole=True)
-    numbers |= {"update": _largest(found), "update_of": _worst(found)}
-    wrong = {n: d for n, d in found.items() if d > limits["update"] or math.isnan(d)}
+    differences = _differences(one, other, pair.names, None, whole=True)
+    numbers |= {"update": _largest(differences), "update_of": _worst(differences)}
+    wrong = {n: d for n, d in differences.items() if d > limits["update"] or math.isnan(d)}
     if wrong and any(limits.values()):
         gradients = pair.both("unclipped")[0]
         least = NOTHING * _norm(gradients)
@@ -438,22 +443,22 @@ def _differences(
     `infinite`: infinities that both hold, as masks do, are no difference."""
     pairs = [(n, one[n].value, other[m].value) for n, m in names.items() if n in one and m in other]
     total = math.sqrt(sum(v.square for _, v, _ in pairs if math.isfinite(v.square)))
-    found = {}
+    differences = {}
     for name, x, y in pairs:
         same = x.print == y.print
         if not (math.isfinite(x.square) and math.isfinite(y.square)):
-            found[name] = 0.0 if same and infinite and math.isinf(x.square) else math.nan
+            differences[name] = 0.0 if same and infinite and math.isinf(x.square) else math.nan
             continue
         if same:
-            found[name] = 0.0
+            differences[name] = 0.0
             continue
         if x.sketch is None or y.sketch is None:
             distance = abs(x.norm - y.norm)
         else:
             distance = float(np.linalg.norm(x.sketch - y.sketch))
         scale = total if whole else max(x.norm, y.norm, (small or 0.0) * total)
-        found[name] = distance / scale if scale > 0 else 0.0
-    return found
+        differences[name] = distance / scale if scale > 0 else 0.0
+    return differences
 
 
 def _norm(tensors: Mapping[str, Whole]) -> float:
@@ -488,10 +493,12 @@ def _relative(x: float, y: float) -> float:
     return abs(x - y) / scale if scale > 0 else 0.0
 
 
-def _listed(found: Mapping[str, float]) -> str:
-    worst = sorted(found, key=lambda n: -found[n] if not math.isnan(found[n]) else -math.inf)[:3]
-    text = ", ".join(f"{n} is not finite" if math.isnan(found[n]) else f"{n} by {found[n]:.2g}" for n in worst)
-    return f"{len(found)} of them, furthest {text}" if len(found) > 3 else text
+def _listed(differences: Mapping[str, float]) -> str:
+    worst = sorted(differences, key=lambda n: -differences[n] if not math.isnan(differences[n]) else -math.inf)[:3]
+    text = ", ".join(
+        f"{n} is not finite" if math.isnan(differences[n]) else f"{n} by {differences[n]:.2g}" for n in worst
+    )
+    return f"{len(differences)} of them, furthest {text}" if len(differences) > 3 else text
 
 
 def _few(names: Sequence[str]) -> str:

@@ -36,12 +36,12 @@ def _passes(rank: Rank) -> dict[str, Mapping[str, Any]]:
 
 def _examples(rank: Rank) -> dict[str, list[str]]:
     """Training examples by pass, in order."""
-    found: dict[str, list[str]] = {}
+    by_epoch: dict[str, list[str]] = {}
     for optimizer in sorted(rank.steps)[:1]:
         for _, step in sorted(rank.steps[optimizer].items()):
             if step.loader is not None:
-                found.setdefault(step.loader, []).extend(step.examples or ())
-    return found
+                by_epoch.setdefault(step.loader, []).extend(step.examples or ())
+    return by_epoch
 
 
 def _first(rank: Rank, name: str) -> int | None:

@@ -33,20 +33,21 @@ class Finding:
 
 def findings(trace: Trace) -> list[Finding]:
     """All of a trace."""
-    found: list[Finding] = []
+    all_findings: list[Finding] = []
     for optimizer in trace.optimizers:
         if stale := _stale(trace, optimizer):
-            found.append(stale)
+            all_findings.append(stale)
             continue
         for look in LOOKS:
-            found += look(trace, optimizer)
-    if any(each.code in ("stale-optimizer", "untied") for each in found):  # what follows from it
-        found = [each for each in found if each.code not in ("in-no-optimizer", "no-gradient")]
-    if skipped := next((each for each in found if each.code == "skipped-some"), None):  # ranks count other steps then
-        found = [e for e in found if e is skipped or e.step is None or e.step < (skipped.step or 0)]
-    found += _modes(trace)
-    found += [Finding(code, what, cause, step) for code, what, cause, step in epochs.findings(trace)]
-    return list(dict.fromkeys(found))
+            all_findings += look(trace, optimizer)
+    if any(each.code in ("stale-optimizer", "untied") for each in all_findings):  # what follows from it
+        all_findings = [each for each in all_findings if each.code not in ("in-no-optimizer", "no-gradient")]
+    skipped = next((each for each in all_findings if each.code == "skipped-some"), None)
+    if skipped is not None:  # from there on ranks count other steps
+        all_findings = [e for e in all_findings if e is skipped or e.step is None or e.step < (skipped.step or 0)]
+    all_findings += _modes(trace)
+    all_findings += [Finding(code, what, cause, step) for code, what, cause, step in epochs.findings(trace)]
+    return list(dict.fromkeys(all_findings))
 
 
 def _few(names: Sequence[str]) -> str:
@@ -80,8 +81,8 @@ def _replicas(trace: Trace, optimizer: int) -> list[Finding]:
         return [Finding("replicas-start", what, cause, 0)]
     for step in trace.steps(optimizer):
         records = trace.at(optimizer, step)
-        if all(s.measured for _, s in records) and (found := _replicas_at(trace, optimizer, step)):
-            return [found]
+        if all(s.measured for _, s in records) and (finding := _replicas_at(trace, optimizer, step)):
+            return [finding]
     return []
 
 
@@ -89,34 +90,34 @@ def _replicas_at(trace: Trace, optimizer: int, step: int) -> Finding | None:
     def apart(of: Callable[[Step], Mapping[str, Value]]) -> dict[str, Whole]:
         return {n: w for n, w in merged(trace, optimizer, step, of).items() if w.apart}
 
-    if found := apart(lambda s: s.before):
+    if differing := apart(lambda s: s.before):
         cause = (
             "something beside the optimizer writes to weights on some ranks only (loading, averaging, a branch by rank)"
         )
-        what = f"before step {step} rank {_rank_of(found)} has other weights: {_few(list(found))}"
+        what = f"before step {step} rank {_rank_of(differing)} has other weights: {_few(list(differing))}"
         return Finding("replicas-weights", what, cause, step)
-    if found := apart(lambda s: s.unclipped):
+    if differing := apart(lambda s: s.unclipped):
         if not apart(lambda s: s.grads):
             cause = "clip after gradients are reduced: each rank scales by the norm of its own gradient here"
             what = f"step {step}: gradients are clipped before they are reduced over ranks"
             return Finding("clip-before-reduce", what, cause, step)
-        return _not_reduced(trace, optimizer, step, list(found), max(_largest(w.apart) for w in found.values()))
+        return _not_reduced(trace, optimizer, step, list(differing), max(_largest(w.apart) for w in differing.values()))
     if (options := _unequal_options(trace.at(optimizer, step))) is not None:
         cause = "every rank has to use the same learning rate and options"
         return Finding("replicas-options", f"step {step}: {options}", cause, step)
-    if found := apart(lambda s: s.grads):
+    if differing := apart(lambda s: s.grads):
         cause = "each rank clips by a norm or a limit of its own: clip reduced gradients, by one norm and one limit"
-        what = f"step {step}: after clipping ranks have other gradients: {_few(list(found))}"
+        what = f"step {step}: after clipping ranks have other gradients: {_few(list(differing))}"
         return Finding("replicas-clipping", what, cause, step)
-    if found := _apart_buffers(trace, optimizer, step):
+    if differing := _apart_buffers(trace, optimizer, step):
         cause = "nobody keeps these buffers alike: DDP sends rank 0's, FSDP and a loop by hand do not; reduce them"
-        what = f"after step {step} rank {_rank_of(found)} has other buffers: {_few(list(found))}"
+        what = f"after step {step} rank {_rank_of(differing)} has other buffers: {_few(list(differing))}"
         return Finding("replicas-buffers", what, cause, step)
-    if found := apart(lambda s: s.weights):
+    if differing := apart(lambda s: s.weights):
         cause = (
             "equal gradients make other weights: the optimizer's state (moments) or its options differ between ranks"
         )
-        what = f"after step {step} rank {_rank_of(found)} has other weights: {_few(list(found))}"
+        what = f"after step {step} rank {_rank_of(differing)} has other weights: {_few(list(differing))}"
         return Finding("replicas-weights", what, cause, step)
     return None
 
@@ -128,8 +129,8 @@ def _apart_buffers(trace: Trace, optimizer: int, step: int) -> dict[str, Whole]:
     return {n: w for n, w in apart.items() if not sent or not n.rpartition(".")[2].startswith(("running_", "num_ba"))}
 
 
-def _rank_of(found: Mapping[str, Whole]) -> int:
-    return min(rank for whole in found.values() for rank in whole.apart)
+def _rank_of(norms: Mapping[str, Whole]) -> int:
+    return min(rank for whole in norms.values() for rank in whole.apart)
 
 
 def _largest(apart: object) -> float:
@@ -302,9 +303,9 @@ def _why_zero(trace: Trace, optimizer: int) -> str:
 
 
 def _gradients(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    found = _first(trace, optimizer, lambda s: f"not zeroed: {optimizer}" in (s.notes or ()), 2)
-    if found:
-        rank, step = found
+    steps = _first(trace, optimizer, lambda s: f"not zeroed: {optimizer}" in (s.notes or ()), 2)
+    if steps:
+        rank, step = steps
         cause = "call optimizer.zero_grad() once a step, for the optimizer that holds these parameters"
         yield Finding(
             "not-zeroed", f"step {step}: backward adds to the gradients of the step before (rank {rank})", cause, step
@@ -326,14 +327,14 @@ def _gradients(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _clipping(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    found = _first(trace, optimizer, lambda s: any(c.get("scaled") for c in s.clips or ()))
-    if found:
+    steps = _first(trace, optimizer, lambda s: any(c.get("scaled") for c in s.clips or ()))
+    if steps:
         cause = "call scaler.unscale_(optimizer) before clip_grad_norm_; the limit applies to scaled gradients else"
         yield Finding(
             "clip-before-unscale",
-            f"step {found[1]}, rank {found[0]}: gradients are clipped while they are scaled",
+            f"step {steps[1]}, rank {steps[0]}: gradients are clipped while they are scaled",
             cause,
-            found[1],
+            steps[1],
         )
     for step in trace.steps(optimizer):
         scales = scales_of_clipping(trace.at(optimizer, step))

@@ -13,42 +13,44 @@ from lockstep.trace.read import Trace
 
 def shapes(trace: Trace, optimizer: int) -> dict[str, tuple[int, ...]]:
     """Of all ranks' parameters of an optimizer."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes_by_name: dict[str, tuple[int, ...]] = {}
     for rank in trace.ranks:
         for step in list(rank.steps.get(optimizer, {}).values())[:1]:
-            found |= {p.name: p.shape for p in step.layout.parameters}
-    return found
+            shapes_by_name |= {p.name: p.shape for p in step.layout.parameters}
+    return shapes_by_name
 
 
 def match(a: Trace, b: Trace, optimizer: int) -> dict[str, str]:
     """Names of `a` to names of `b`. Errors: `TraceError` with both lists where none matches, or a matched pair has two
     shapes."""
     one, other = shapes(a, optimizer), shapes(b, optimizer)
-    found = {n: n for n in one if n in other}
-    left, right = [n for n in one if n not in found], [n for n in other if n not in found]
-    found |= _by_suffix(left, right, one, other)
-    if not found:
+    pairs = {n: n for n in one if n in other}
+    left, right = [n for n in one if n not in pairs], [n for n in other if n not in pairs]
+    pairs |= _by_suffix(left, right, one, other)
+    if not pairs:
         lists = "\n".join(f"  {t.folder}: {_few(list(s))}" for t, s in ((a, one), (b, other)))
-        raise TraceError("LS9010", f"the traces have no parameter name in common; are they of one model?\n{lists}")
-    wrong = [n for n, m in found.items() if one[n] != other[m]]
+        raise TraceError(
+            "LS9010", f"the traces have no parameter name in common; check that both trace the same model:\n{lists}"
+        )
+    wrong = [n for n, m in pairs.items() if one[n] != other[m]]
     if wrong:
         n = wrong[0]
         raise TraceError(
-            "LS9011", f"{n} has the shape {list(one[n])} in {a.folder} and {list(other[found[n]])} in {b.folder}"
+            "LS9011", f"{n} has the shape {list(one[n])} in {a.folder} and {list(other[pairs[n]])} in {b.folder}"
         )
-    return found
+    return pairs
 
 
 def _by_suffix(
     left: list[str], right: list[str], one: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str]:
-    found = {}
+    pairs = {}
     for n in left:
         ends = [m for m in right if one[n] == other[m] and (m.endswith(f".{n}") or n.endswith(f".{m}"))]
         back = [k for k in left if len(ends) == 1 and one[k] == one[n] and _ends(k, ends[0])]
         if len(ends) == 1 and back == [n]:
-            found[n] = ends[0]
-    return found
+            pairs[n] = ends[0]
+    return pairs
 
 
 def _ends(a: str, b: str) -> bool:
@@ -57,10 +59,10 @@ def _ends(a: str, b: str) -> bool:
 
 def unmatched(a: Trace, b: Trace, optimizer: int) -> tuple[list[str], list[str]]:
     """Names that only one of them has."""
-    found = match(a, b, optimizer)
+    pairs = match(a, b, optimizer)
     return (
-        [n for n in shapes(a, optimizer) if n not in found],
-        [n for n in shapes(b, optimizer) if n not in set(found.values())],
+        [n for n in shapes(a, optimizer) if n not in pairs],
+        [n for n in shapes(b, optimizer) if n not in set(pairs.values())],
     )
 
 

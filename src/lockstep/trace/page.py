@@ -70,17 +70,17 @@ def _differences(reference: Trace, trace: Trace, optimizer: int) -> dict[str, An
 def _norms(trace: Trace, optimizer: int) -> dict[str, Any]:
     """Gradient norms, each parameter from its own smallest to its largest."""
     steps = [s for s in trace.steps(optimizer) if all(r.measured for _, r in trace.at(optimizer, s))]
-    found: list[tuple[int, Mapping[str, float]]] = []
+    by_step: list[tuple[int, Mapping[str, float]]] = []
     for step in _spread(steps, COLUMNS):
-        found.append(
+        by_step.append(
             (step, {n: w.value.norm for n, w in merged(trace, optimizer, step, lambda s: s.unclipped).items()})
         )
-    names = list(dict.fromkeys(n for _, norms in found for n in norms))[:ROWS]
+    names = list(dict.fromkeys(n for _, norms in by_step for n in norms))[:ROWS]
     cells = []
     for name in names:
-        own = [norms[name] for _, norms in found if norms.get(name, 0) > 0 and math.isfinite(norms[name])]
+        own = [norms[name] for _, norms in by_step if norms.get(name, 0) > 0 and math.isfinite(norms[name])]
         low, high = (min(own) / 2, max(own)) if own else (1.0, 2.0)
-        cells.append((name, [(s, _text(n.get(name)), _strength(n.get(name), low, high)) for s, n in found]))
+        cells.append((name, [(s, _text(n.get(name)), _strength(n.get(name), low, high)) for s, n in by_step]))
     return {"title": "Gradient norms", "about": "each parameter beside its own largest", "rows": cells}
 
 

@@ -69,11 +69,11 @@ def data_ranks(trace: Trace, optimizer: int) -> list[Rank]:
     axes = model_parallel(trace, optimizer)
     if not axes:
         return ranks
-    found: dict[tuple[int, ...], Rank] = {}
+    by_place: dict[tuple[int, ...], Rank] = {}
     for rank in ranks:
         mesh = next(iter(rank.steps[optimizer].values())).layout.mesh or {"at": [rank.number]}
-        found.setdefault(tuple(x for i, x in enumerate(mesh["at"]) if i not in axes), rank)
-    return list(found.values())
+        by_place.setdefault(tuple(x for i, x in enumerate(mesh["at"]) if i not in axes), rank)
+    return list(by_place.values())
 
 
 def _examples(step: Step) -> list[str]:
@@ -83,7 +83,7 @@ def _examples(step: Step) -> list[str]:
     spare = len(micro) - (step.backwards or 0)
     if spare <= 0 or not step.backwards or sum(micro) != len(examples):
         return examples
-    found: list[str] = []
+    hashes: list[str] = []
     seen: set[tuple[str, ...]] = set()
     at = 0
     for size in micro:
@@ -93,8 +93,8 @@ def _examples(step: Step) -> list[str]:
             spare -= 1
             continue
         seen.add(part)
-        found += part
-    return found
+        hashes += part
+    return hashes
 
 
 def examples_of(trace: Trace, optimizer: int, step: int) -> list[str]:

@@ -207,8 +207,8 @@ class Trace:
         return sorted(set.intersection(*sets)) if sets else []
 
     def at(self, optimizer: int, step: int) -> list[tuple[Rank, Step]]:
-        found = [(rank, rank.steps.get(optimizer, {}).get(step)) for rank in self.ranks]
-        return [(rank, s) for rank, s in found if s is not None]
+        records = [(rank, rank.steps.get(optimizer, {}).get(step)) for rank in self.ranks]
+        return [(rank, s) for rank, s in records if s is not None]
 
 
 def is_trace(folder: Path) -> bool:

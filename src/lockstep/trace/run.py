@@ -46,7 +46,7 @@ def prepare(folder: Path, command: Sequence[str], settings: Settings) -> None:
     """Make the trace's folder. Errors: `TraceError` where it holds something already."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if not (folder / ABOUT).is_file():
-            raise TraceError("LS9031", f"{folder} exists and is not a trace; name another folder with -o")
+            raise TraceError("LS9031", f"{folder} exists and is not a trace; give another folder with -o")
         shutil.rmtree(folder)  # an older trace
     inject = folder / INJECT
     inject.mkdir(parents=True)

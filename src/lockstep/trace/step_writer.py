@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.trace.read import ABOUT
 from lockstep.trace.tracer.fingerprint import measure, whole, width_of
 from lockstep.trace.tracer.placement import dtype_name
-from lockstep.trace.tracer.recorder import difference, packed
+from lockstep.trace.tracer.recorder import differences, packed
 from lockstep.trace.tracer.writer import FORMAT
 
 EMPTY = {"fp": "", "sq": "", "sk": ""}
@@ -151,7 +151,7 @@ class StepWriter:
             "grads": packed(list(gradients.values())),
             "before": packed([self._before[n][:2] for n in names]),
             "weights": packed([after[n][:2] for n in names]),
-            "updates": packed([difference(after[n], self._before[n]) for n in names]),
+            "updates": packed(differences([after[n] for n in names], [self._before[n] for n in names])),
             "buffers": packed(list(buffers.values())),
             "buffers_of": [(n, list(step.weights[n].shape), dtype_name(step.weights[n])) for n in buffers],
         }

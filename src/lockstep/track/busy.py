@@ -73,9 +73,9 @@ class Busy:
 
     def _progress(self, place: str) -> list[RenderableType]:
         """A bar, where the place says how much of how many there is, and how long the rest will take at this rate."""
-        if (found := _COUNTED.search(place)) is None:
+        if (match := _COUNTED.search(place)) is None:
             return []
-        (done, total), what = (int(number.replace(",", "")) for number in found.groups()), place[: found.start()]
+        (done, total), what = (int(number.replace(",", "")) for number in match.groups()), place[: match.start()]
         if self._counted is None or self._counted[0] != what:
             self._counted = what, done, time.monotonic()
         _, first, since = self._counted

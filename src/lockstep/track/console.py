@@ -380,9 +380,9 @@ class _Bar(Progress):
 
 def _of_sources(numbers: Mapping[str, float]) -> str:
     """The losses of the sources of a mixture, of many the least and the most."""
-    found = sorted((v, k.removeprefix("loss_")) for k, v in numbers.items() if k[:5] == "loss_" and k != "loss_scale")
-    told = [f"{name} {loss:.4f}" for loss, name in (found if len(found) < 4 else [found[0], found[-1]])]
-    return f" ({'...'.join(told) if len(found) > 3 else ', '.join(told)})" if told else ""
+    losses = sorted((v, k.removeprefix("loss_")) for k, v in numbers.items() if k[:5] == "loss_" and k != "loss_scale")
+    told = [f"{name} {loss:.4f}" for loss, name in (losses if len(losses) < 4 else [losses[0], losses[-1]])]
+    return f" ({'...'.join(told) if len(losses) > 3 else ', '.join(told)})" if told else ""
 
 
 def _listed(numbers: Mapping[str, float]) -> str:

@@ -102,12 +102,10 @@ def try_a_step(session: Session, then: Callable[[], None] = lambda: None) -> Non
         error(
             coded(
                 "LS5000",
-                f"rank {world.rank} of {world.size} on {world.host}: memory does not suffice "
-                "for the longest examples (a "
-                f"step of {run.batch_size} in {run.micro_batches} micro-batches): "
-                f"{text[:200]}\nUse more micro_batches, a "
-                "smaller batch_size or data.max_length, precision=bf16, or a strategy that "
-                "shares out the model (fsdp2)",
+                f"rank {world.rank} of {world.size} on {world.host}: out of memory on the longest examples (a step "
+                f"of {run.batch_size} in {run.micro_batches} micro-batches): {text[:200]}\nUse more micro_batches, "
+                "a smaller batch_size or data.max_length, precision=bf16, or a strategy that shards the model "
+                "(strategy.name=fsdp2)",
             ),
             world.log,
         )

@@ -44,7 +44,9 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
     run = load(output / "run.yaml", [])
     if run.model.trust_remote_code and not trusted:
         raise RunError(
-            "LS5011", f"model.trust_remote_code: {output / 'run.yaml'} asks for it; ask for it yourself, too"
+            "LS5011",
+            f"model.trust_remote_code: {output / 'run.yaml'} sets it, but code from a folder runs only if you "
+            "set it too: read the code, then add model.trust_remote_code=true",
         )
     task_class: Any = plugins.find("tasks", run.task.name)
     fetch(run)  # it may itself have begun from a checkpoint
@@ -52,8 +54,8 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
     if manifest.data != prepared.key:
         raise RunError(
             "LS5012",
-            f"{checkpoint} was trained on other data, or with another tokenizer, than {output / 'run.yaml'} names now: "
-            "what its labels and tokens are cannot be told",
+            f"{checkpoint} was trained on other data or with another tokenizer than {output / 'run.yaml'} "
+            "names now, so its labels and tokens are unknown; restore that data, or name another checkpoint",
         )
 
     def make(aside: Path) -> None:

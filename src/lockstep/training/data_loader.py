@@ -45,7 +45,7 @@ def stopping(world: World) -> Callable[[Unreadable], None]:
 
     def ends(caught: Unreadable) -> None:
         if world.local_rank == 0:  # the ranks of a machine read the same files
-            error(coded("LS5020", f"{caught}\nTraining stops before it is needed"), world.log)
+            error(coded("LS5020", f"{caught}\nTraining stops before it needs that data"), world.log)
         world.stop.came = True
 
     return ends

@@ -31,14 +31,15 @@ def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tupl
         newest = output / "checkpoints" / "latest"
         also = f", and {newest} is its newest checkpoint" if newest.exists() else ""
         raise RunError(
-            "LS5051", f"{output} has no export: its run is not finished; lockstep train goes on with it{also}"
+            "LS5051",
+            f"{output} has no export, because its run is not finished; run lockstep train again to finish it{also}",
         )
     run = load(output / "run.yaml", overrides)
     if run.model.trust_remote_code and "model.trust_remote_code" not in overrides_of(overrides):
         raise RunError(
             "LS5052",
-            f"model.trust_remote_code: {output / 'run.yaml'} asks for it, and code of a folder runs only if you do, "
-            "too: read it, then add model.trust_remote_code=true (lockstep predict: --set "
+            f"model.trust_remote_code: {output / 'run.yaml'} sets it, but code from a folder runs only if you "
+            "set it too: read the code, then add model.trust_remote_code=true (lockstep predict: --set "
             "model.trust_remote_code=true)",
         )
     if checkpoint is not None:
@@ -56,7 +57,7 @@ def of_export(run: Run, export: Path, output: Path) -> Run:
             values["model"]["dtype"] = run.model.dtype
     values["model"]["compile"] = False  # training only
     values["average"] = {}
-    values["strategy"] = {"name": "single", "exact": run.strategy.exact, "options": {}}
+    values["strategy"] |= {"name": "single", "options": {}}
     values["launch"] |= {"name": "local", "processes": 1, "init_method": None, "rank": None, "world_size": None}
     return Run.model_validate(values | {"output": str(output)})
 

@@ -108,8 +108,8 @@ def check_average(run: Run, prepared: Prepared) -> None:
     if (there := len(averaged(run, feed.total, every))) < run.average.last:
         raise RunError(
             "LS5060",
-            f"average.last: the mean of {run.average.last} checkpoints is asked for, and a run of {feed.total:,} steps "
-            f"with one every {every:,} has {there}; lower it, or checkpoint.every",
+            f"average.last: {run.average.last} checkpoints are averaged, but a run of {feed.total:,} steps "
+            f"with a checkpoint every {every:,} steps has {there}; lower average.last or checkpoint.every",
         )
 
 

@@ -105,6 +105,8 @@ def _without(run: Run, task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
         yield other("data", "padding", "batch")
     if run.task.options.get("loss_chunk") is not None:
         yield other("task", "loss_chunk", None)
+    if run.strategy.tensor_leaves > 1:
+        yield other("strategy", "tensor_leaves", 1)
     for key in blocks.KEYS:
         if getattr(run.model, key):
             yield other("model", key, False)

@@ -55,7 +55,8 @@ def predict(
         rows = [row_of(line.rstrip("\n"), task.input_columns(run), f"line {n}") for n, line in enumerate(sys.stdin, 1)]
     if not rows:
         raise RunError(
-            "LS5070", 'predict: give a text: lockstep predict OUTPUT "some text", a file, or lines on standard input'
+            "LS5070",
+            'predict: no text given; use lockstep predict OUTPUT "some text", a file, or lines on standard input',
         )
     answers = _answered(task, run, export, rows)
     if out is not None:
@@ -93,7 +94,7 @@ def row_of(value: Given, columns: Sequence[str], place: str) -> tuple[str, ...]:
         )
     for text in row:
         if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
-            raise RunError("LS5073", f"predict: {place} is {text[:60]!r}, which is not UTF-8; convert it")
+            raise RunError("LS5073", f"predict: {place} is {text[:60]!r}, which is not valid UTF-8; convert it")
     return row
 
 
@@ -104,15 +105,13 @@ def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]
     if not os.path.isfile(word):  # of any text; Path.is_file has errors for long ones
         if len(word.split()) == 1 and (row_files.format_of(path) or _is_folder(path)):
             what = "is a folder; name its files" if _is_folder(path) else "looks like a file, and there is none"
-            raise RunError("LS5074", f"predict: {word} {what}. To ask for it as a text, add --texts")
+            raise RunError("LS5074", f"predict: {word} {what}. To predict this text itself, add --texts")
         return [row_of(word, columns, repr(word[:40]))]
     ending, layout = row_files.format_of(path), run.data.layout
     if layout not in annotated.ENDINGS or annotated.layout_of(path, run.data.encoding) != layout:
         layout = "rows"
     if ending is None and layout == "rows":
-        raise RunError(
-            "LS5075", f"predict: {word} is a file that cannot be read: its name must end in {row_files.READ}"
-        )
+        raise RunError("LS5075", f"predict: {word} is a file of an unknown type; supported are {row_files.READ}")
     if ending == ".txt" and layout == "rows":
         try:
             lines = b"".join(file_formats.blocks(path, "predict")).decode(run.data.encoding).splitlines()
@@ -144,7 +143,7 @@ def _text(value: Any, column: str, place: str) -> str:
     if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
         return " ".join(value)  # words
     if not isinstance(value, str):
-        raise RunError("LS5077", f"predict: {place}: {column!r} holds {value!r}, and a text is needed")
+        raise RunError("LS5077", f"predict: {place}: {column!r} holds {value!r}; expected a text")
     return value
 
 
@@ -152,7 +151,11 @@ def _task(run: Run) -> type[Predicts]:
     """Errors: `RunError` for a task that predicts nothing."""
     task = plugins.find("tasks", run.task.name)
     if not issubclass(task, Predicts):
-        raise RunError("LS5078", f"predict: the task {run.task.name} predicts nothing from texts alone")
+        raise RunError(
+            "LS5078",
+            f"predict: the task {run.task.name} cannot predict from texts alone; call the model of "
+            "lockstep.load(OUTPUT)",
+        )
     return task
 
 

@@ -54,7 +54,9 @@ def write_model(
     newest = newest_whole(run) if fault is None else None
     if newest == steps:
         raise TrainingFailed(
-            "LS5090", f"{text}; the same command writes it from {name_of(newest)}, once there is room", status
+            "LS5090",
+            f"{text}; free disk space, then run the same command again, which writes it from {name_of(newest)}",
+            status,
         )
     again = f"goes on from step {newest}" if newest else "begins from the start: there is no checkpoint"
     for folder in checkpoints.room.elsewhere():
@@ -67,7 +69,9 @@ def write_model(
         text += f". The model is in {place} instead ({task.loader} loads it): keep it"
         text += _mirrored(run, place.parent, checkpoints.mirror)
         raise TrainingFailed("LS5091", f"{text}. The same command {again}", status)
-    raise TrainingFailed("LS5092", f"{text}, nor anywhere else: the model is lost. The same command {again}", status)
+    raise TrainingFailed(
+        "LS5092", f"{text}, and there is no other copy: the model is lost. The same command {again}", status
+    )
 
 
 def _mirrored(run: Run, folder: Path, mirror: RemoteSync | None) -> str:
@@ -89,9 +93,8 @@ def publish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = No
         error(
             coded(
                 "LS5093",
-                f"{run.folder} is not whole in {run.remote_dir}: {fault}. Everything is in "
-                f"{run.folder}; the same command "
-                "copies what is missing",
+                f"remote_dir: {run.remote_dir} does not have a complete copy of {run.folder}: {fault}. {run.folder} "
+                "itself is complete; run the same command again to copy the rest",
             )
         )
     elif run.remote_dir is not None:

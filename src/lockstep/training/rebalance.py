@@ -45,7 +45,7 @@ class LoadBalancer:
         if self._every and not isinstance(session.strategy, Native):
             raise RunError(
                 "LS5100",
-                f"launch.rebalance_every: {session.run.strategy.name} takes parts of this model; {WHOLE_COPIES}",
+                f"launch.rebalance_every: {session.run.strategy.name} shards this model; {WHOLE_COPIES}",
             )
 
     def steps(self, after: int, ends: Callable[[Unreadable], None]) -> Iterator[StepBatch]:

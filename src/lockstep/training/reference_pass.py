@@ -42,8 +42,8 @@ def provide(run: Run, world: World, task: Task, strategy: Strategy, prepared: Pr
     if known is None and trained:
         raise RunError(
             "LS5110",
-            f"{path}: what the model said before it was trained, which this task's scores are relative to, is not "
-            "there or is of other data; keep the file with its run",
+            f"{path}: the reference outputs (those of the model before training, to which the scores of this "
+            "task are relative) are missing or belong to other data; restore this file of the run",
         )
     if known is None:
         known = {split: _asked(run, world, task, strategy, split) for split in task.splits}

@@ -56,7 +56,7 @@ def replay(job: Job, world: World, output: str, wanted: str, begin: str) -> int:
     session = build_session(job, world)
     strategy, feed = session.strategy, session.feed
     if not 1 <= step <= feed.total:
-        raise RunError("LS5120", f"--step: {step} is none of this run's steps, 1 to {feed.total}")
+        raise RunError("LS5120", f"--step: {step} is not a step of this run; expected 1 to {feed.total}")
     trained = run.model_copy(update={"output": output})
     checkpoints = Checkpoints(trained, world, prepared, feed.total)
     ACTIVITY.at("looking for a checkpoint")
@@ -84,7 +84,7 @@ def replay(job: Job, world: World, output: str, wanted: str, begin: str) -> int:
                 line |= hashed(strategy)
             compared.append({"now": line, "then": known})
             if looker is not None:
-                step_facts = looker.found(batch, rate, line)
+                step_facts = looker.step_facts(batch, rate, line)
                 break
     except NotFinite as caught:
         raise not_finite(caught, feed, feed.order.step(caught.step)) from caught
@@ -115,7 +115,7 @@ class _Looker:
             _save(weights, session.run.folder / WEIGHTS)
         strategy.observer = self._recorder = GradientRecorder(world)
 
-    def found(self, batch: StepBatch, rate: float, line: dict[str, Any]) -> dict[str, Any]:
+    def step_facts(self, batch: StepBatch, rate: float, line: dict[str, Any]) -> dict[str, Any]:
         """Of the step that was computed; rank 0 only has the norms."""
         run, feed, gradients = self._session.run, self._session.feed, self._recorder.gradients
         if self._session.world.is_main:
@@ -325,11 +325,13 @@ class _Tracer(StepObserver):
             self._add("forward", name, floats := _floats(output), self._micro)
             for place, tensor in enumerate(each for each in floats if each.requires_grad):
                 # on the tensor: a hook on the module would put a node of its own into the graph
-                tensor.register_hook(partial(self._given, f"{name}{f' ({place})' if place else ''}", self._micro))
+                tensor.register_hook(
+                    partial(self._record_gradient, f"{name}{f' ({place})' if place else ''}", self._micro)
+                )
 
         return forward
 
-    def _given(self, name: str, micro: int, gradient: Tensor) -> None:
+    def _record_gradient(self, name: str, micro: int, gradient: Tensor) -> None:
         self._add("backward", name, [gradient], micro)
 
 

@@ -171,7 +171,9 @@ def _refuse_placeholders(run: Run) -> None:
     """Errors: `RunError` for what `lockstep init --from` has left to be filled in."""
     left = [key for key, value in messages.flat(run.model_dump(mode="json")).items() if value == FILL_IN]
     if left:
-        raise RunError("LS5130", f"{left[0]}: {FILL_IN} stands for what is not known; fill in {', '.join(left)}")
+        raise RunError(
+            "LS5130", f"{left[0]}: {FILL_IN} is a placeholder for an unknown value; fill in {', '.join(left)}"
+        )
 
 
 def _options(run: Run, machine: Machine, processes: int) -> Job:
@@ -200,6 +202,7 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
 def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     """The class that does the work, after each of its parts has refused what it cannot do. `processes`: 0 where they
     are not known. Errors: `RunError`."""
+    from lockstep.strategies.engines import tensor_plans
     from lockstep.strategies.exact import averaging, held_state
     from lockstep.strategies.optimizers import optimizer as optimizers
     from lockstep.strategies.strategy import Strategy, WeightFormats, strategy_class
@@ -216,20 +219,21 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     quantized.check(run, WeightFormats.FOUR_BITS in formats)
     averaging.check(run, strategy.flat_parts)
     strategy.check(run, processes)
+    tensor_plans.check(run)
     beside = ["peft"] * bool(run.model.adapter) + ["bitsandbytes"] * bool(run.model.quantization)
     plugins.refuse_old(["torch", "transformers", "tokenizers", *strategy.needs, *beside])
     task: Any = plugins.find("tasks", run.task.name)
     if strategy.generate is Strategy.generate and issubclass(task, Generates) and not task.decodes_greedily(run):
         raise RunError(
             "LS5131",
-            f"strategy.name: {run.strategy.name} decodes greedily only; set task.beams to 1 and task.temperature to 0, "
-            "or let nothing be written (task.samples=0, task.bleu=false)",
+            f"strategy.name: {run.strategy.name} decodes greedily only; set task.beams to 1 and "
+            "task.temperature to 0, or turn generation off (task.samples=0, task.bleu=false)",
         )
     return strategy
 
 
-RECOMPUTES = "it takes ddp and its like, fsdp2 with gather: step, or zero with strategy.exact=true"
-WHOLE_COPIES = "it takes a strategy whose ranks hold the whole model each, such as ddp, or fsdp2 with gather: step"
+RECOMPUTES = "use ddp or a strategy like it, fsdp2 with gather: step, or zero with strategy.exact=true"
+WHOLE_COPIES = "use a strategy whose ranks each hold the whole model, such as ddp, or fsdp2 with gather: step"
 
 
 def launcher_class(run: Run) -> type[Starter]:
@@ -252,33 +256,34 @@ def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
         if launcher.fewest_machines(launch) is None and not launcher.loses_ranks(launch):
             raise RunError(
                 "LS5132",
-                "sdc_check.on_difference: evict goes on without what was wrong, which takes launch.name=torchrun with "
-                "launch.machines as fewest:most and launch.on_rank_failure=restart, or, on one machine, "
-                "launch.on_rank_failure=continue under local or torchrun; "
-                f"launch.name={launch.name} is not given so: take stop or retry",
+                "sdc_check.on_difference: evict continues without the faulty rank or machine, which needs "
+                "launch.name=torchrun with launch.machines as fewest:most and launch.on_rank_failure=restart, "
+                "or, on one machine, launch.on_rank_failure=continue with launch.name=local or torchrun. This "
+                f"run (launch.name={launch.name}) has neither; use stop or retry",
             )
     if check.every and not later and not (issubclass(strategy, Recomputes) and strategy.recomputes(run)):
         raise RunError(
             "LS5133",
-            f"sdc_check.every: {name} holds parts of the model with these options, and what a rank computed cannot be "
-            f"computed again by another; {RECOMPUTES}",
+            f"sdc_check.every: {name} shards the model with these options, so another rank cannot repeat the "
+            f"computation of a rank; {RECOMPUTES}",
         )
     if launch.rebalance_every and parts:
         raise RunError(
             "LS5134",
-            f"launch.rebalance_every: {name} holds parts of the model with these options, and its ranks work on "
-            f"micro-batches together, or on as many each; {WHOLE_COPIES}",
+            f"launch.rebalance_every: {name} shards the model with these options, so its ranks must process "
+            f"equal numbers of micro-batches; {WHOLE_COPIES}",
         )
     if launch.rebalance_every and not run.strategy.exact:
         raise RunError(
             "LS5135",
-            "launch.rebalance_every: without strategy.exact other shares are other bits; set strategy.exact=true",
+            "launch.rebalance_every: with strategy.exact=false the result depends on the distribution of "
+            "micro-batches; set strategy.exact=true",
         )
     if launch.replicate_every and issubclass(strategy, ShardedRecovery) and not strategy.supports_reshard:
         raise RunError(
             "LS5136",
-            f"launch.replicate_every: under these options {name} leaves its engine to Accelerate, which lockstep does "
-            "not form anew within a process, so a lost rank starts the job again; leave it out, or use "
+            f"launch.replicate_every: with these options {name} uses Accelerate's engine, which cannot be "
+            "rebuilt within a process, so a failed rank restarts the job; remove it, or use "
             "strategy.name=fsdp2",
         )
 

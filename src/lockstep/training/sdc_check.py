@@ -49,15 +49,13 @@ class SdcCheck:
         self._session, self.retried = session, 0  # steps that were computed once more
         strategy: Any = session.strategy
         if not isinstance(strategy, Recomputes) or not strategy.recomputes(self._run):
-            raise RunError(
-                "LS5150", f"sdc_check.every: {self._run.strategy.name} takes parts of this model; {RECOMPUTES}"
-            )
+            raise RunError("LS5150", f"sdc_check.every: {self._run.strategy.name} shards this model; {RECOMPUTES}")
         self._strategy = strategy
         if names := () if strategy.statistics is None else strategy.statistics.names:
             raise RunError(
                 "LS5151",
-                f"sdc_check.every: the model keeps running statistics ({names[0]}), which a "
-                "second computation would change; leave it out",
+                f"sdc_check.every: the model keeps running statistics ({names[0]}), which a second computation "
+                "would change; remove it",
             )
 
     def train_step(self, batch: StepBatch, rate: float) -> StepResult:
@@ -97,20 +95,20 @@ class SdcCheck:
         world, hosts = self._world, self._world.hosts
         third = third_of(owner, witness, hosts)
         decided = world.all_gather(self._recompute(batch, chosen, third))[third]
-        who = {witness: f"rank {witness} on {hosts[witness]}", owner: f"rank {owner} on {hosts[owner]}, whose it is,"}
-        second = "it did so again" if owner == witness else f"{who[witness]} did"
+        who = {witness: f"rank {witness} on {hosts[witness]}", owner: f"rank {owner} on {hosts[owner]}, its owner,"}
+        second = "its own second computation" if owner == witness else who[witness]
         wrong = [witness] if decided == hashes[0] else [owner] if decided == hashes[1] else []
         verdict = (
-            f"a third computation says that {who[wrong[0]]} was wrong"
+            f"a third computation shows that {who[wrong[0]]} was wrong"
             if wrong
-            else "and a third computation came to another one"
+            else "a third computation gave yet another gradient"
         )
         then, leaves = decide_eviction(self._run, hosts, wrong, (owner, witness, third))
         raise CorruptionDetected(
             "LS5152",
-            f"guard: step {batch.step + 1}: the gradient of micro-batch {chosen} is not the same where {who[owner]} "
-            f"computed it and where {second}; {verdict}. Nothing was updated. A processor, memory or driver that "
-            f"changes bits is the likely cause: {then}",
+            f"sdc_check: step {batch.step + 1}: {who[owner]} and {second} computed different gradients for micro-batch "
+            f"{chosen}; {verdict}. No weight was updated. A faulty processor, memory or driver is the likely cause: "
+            f"{then}",
             True,
             leaves,
         )
@@ -152,13 +150,12 @@ class SdcCheck:
         (usual, most), *_ = counts.most_common()
         wrong = [rank for rank, each in enumerate(hashes) if each != usual] if most > len(hashes) / 2 else []
         others = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in wrong)
-        message = f"those of {others} are other ones" if wrong else "no majority has the same"
+        message = f"{others} differs from the majority" if wrong else "no majority agrees"
         then, leaves = decide_eviction(self._run, world.hosts, wrong, range(world.size))
         raise CorruptionDetected(
             "LS5153",
-            f"sdc_check: {when} the ranks do not hold the same weights: {message}. What changed them came after the "
-            "last "
-            f"checkpoint, before which they were compared; {then}",
+            f"sdc_check: {when} the ranks hold different weights: {message}. They were equal at the last checkpoint; "
+            f"{then}",
             False,
             leaves,
         )
@@ -214,7 +211,7 @@ def decide_eviction(
     """Decide which ranks to evict. `wrong`: ranks that were outvoted (empty if undecided); `voters`: ranks that
     computed; `hosts`: those of all ranks. Returns a message and the ranks to evict."""
     if run.sdc_check.on_difference != "evict":
-        return "take that machine out", []
+        return "remove that machine from the job", []
     least, kind = launcher_class(run).fewest_machines(run.launch), "machines"
     places: Sequence[object] = hosts
     if least is None:
@@ -222,11 +219,11 @@ def decide_eviction(
     out = {places[rank] for rank in wrong}
     names = ", ".join(sorted(hosts[rank] if kind == "machines" else f"rank {rank}" for rank in wrong))
     if not out or len({places[rank] for rank in voters}) < 3:
-        return f"nobody is taken out: it takes computations by three {kind} to tell which of them is wrong", []
+        return f"nothing is evicted: computations by three {kind} are needed to identify the wrong one", []
     if len(set(places)) - len(out) < least:
-        return f"{names} is not taken out, because launch.machines wants at least {least}", []
+        return f"{names} is not evicted, because launch.machines needs at least {least}", []
     return (
-        f"{names} is taken out, and the job goes on without it",
+        f"{names} is evicted, and the job continues without it",
         [rank for rank in range(len(hosts)) if places[rank] in out],
     )
 
@@ -238,15 +235,12 @@ def check_eviction(run: Run, why: str | None) -> None:
         return
     how = launched_by(run)
     if launcher_class(run).fewest_machines(run.launch) is None and why is not None:
-        raise RunError(
-            "LS5154", f"sdc_check.on_difference: evict cannot take a rank out here ({why}); take stop or retry"
-        )
+        raise RunError("LS5154", f"sdc_check.on_difference: evict cannot remove a rank here ({why}); use stop or retry")
     if how != f"launcher {run.launch.name}":
         raise RunError(
             "LS5155",
-            f"sdc_check.on_difference: evict takes lockstep's own launcher, and this job was started by {how}; take "
-            "stop "
-            "or retry, or start it as `lockstep train`",
+            "sdc_check.on_difference: evict needs lockstep's own launcher, and this job was started by "
+            f"{how}; use stop or retry, or start it with `lockstep train`",
         )
 
 

@@ -77,15 +77,14 @@ def region_of(given: str | None) -> str:
         except ImportError:
             pass
     if region is None:
-        raise RunError("LS7210", "launch.region: which AWS region? Set it, for example eu-west-1, or set AWS_REGION")
+        raise RunError("LS7210", "launch.region: missing; set it, for example to eu-west-1, or set AWS_REGION")
     if region not in _ACCOUNTS:
         near = difflib.get_close_matches(region, _ACCOUNTS, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise RunError(
             "LS7211",
-            "launch.region: AWS has no PyTorch container in a region "
-            f"{region!r}; {hint}With an image of "
-            "your own, any region does: set launch.image",
+            f"launch.region: AWS has no PyTorch container in a region {region!r}; {hint}for another region, "
+            "set launch.image to your own image",
         )
     return region
 
@@ -95,8 +94,8 @@ def image(version: str, region: str, gpu: bool) -> str:
     if version not in TAGS:
         raise RunError(
             "LS7212",
-            f"launch.pytorch: no container of AWS is known for PyTorch {version!r}; known are {', '.join(TAGS)}. "
-            "Any other one can be given as launch.image",
+            f"launch.pytorch: no AWS container for PyTorch {version!r} is known; expected one of "
+            f"{', '.join(TAGS)}. For any other, set launch.image",
         )
     ending = ".cn" if region.startswith("cn-") else ""
     tag = TAGS[version][0 if gpu else 1]
@@ -116,7 +115,8 @@ def check_image(address: str | None) -> None:
             raise RunError(
                 "LS7213",
                 f"launch.image: {tag} has {what} {'.'.join(map(str, version))}; lockstep needs "
-                f"{'.'.join(map(str, OLDEST[what]))} or later. Leave it out for AWS's container of launch.pytorch",
+                f"{'.'.join(map(str, OLDEST[what]))} or later. Remove launch.image to use AWS's container for "
+                "launch.pytorch",
             )
 
 
@@ -157,8 +157,8 @@ def session(region: str) -> Any:
         if made.get_credentials() is None:
             raise RunError(
                 "LS7216",
-                "launch.name: sagemaker needs credentials of AWS; there are none in AWS_ACCESS_KEY_ID, AWS_PROFILE, "
-                "~/.aws or the role of this machine. `aws configure` or `aws sso login` provides them",
+                "launch.name: sagemaker needs AWS credentials, and none were found in AWS_ACCESS_KEY_ID, "
+                "AWS_PROFILE, ~/.aws or the role of this machine. Run `aws configure` or `aws sso login`",
             )
         made.client("sts").get_caller_identity()
     except (BotoCoreError, ClientError) as caught:
@@ -175,7 +175,7 @@ def split_s3(address: str) -> tuple[str, str]:
     """`s3://bucket/prefix` -> bucket, prefix without a slash at its ends. Errors: `RunError`."""
     found = re.fullmatch(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*))?", address)
     if found is None:
-        raise RunError("LS7218", f"launch.s3: {address!r} is no address of S3; expected s3://BUCKET/PREFIX")
+        raise RunError("LS7218", f"launch.s3: {address!r} is not an S3 address; expected s3://BUCKET/PREFIX")
     return found[1], (found[2] or "").strip("/")
 
 

@@ -116,8 +116,8 @@ def world_size_of(run: Run, machines: int) -> int:
     if run.launch.processes == "auto":
         raise RunError(
             "LS7230",
-            f"launch.processes: how many on each machine? auto cannot count GPUs that {run.launch.name} has not "
-            "started yet. Give a number: one a GPU, or 1 on a machine without",
+            f"launch.processes: auto cannot count the GPUs of machines that {run.launch.name} has not started "
+            "yet. Set a number per machine: one process per GPU, or 1 without GPUs",
         )
     processes = machines * int(run.launch.processes)
     run.check_shared(processes, f"launch.processes: {machines} x {run.launch.processes} processes")
@@ -149,7 +149,8 @@ def modules_of(run: Run) -> dict[str, Path]:
         file = module.replace(".", "/")
         if not any(name.startswith((f"{file}.", f"{file}/__init__.")) for name in files):
             raise RunError(
-                "LS7232", f"{key}: there is no module {module} beside the run file or on PYTHONPATH to send along"
+                "LS7232",
+                f"{key}: module {module} is neither beside the run file nor on PYTHONPATH, so it cannot be sent along",
             )
         for name, path in files.items():
             if {"site-packages", "dist-packages"} & set(path.parts):
@@ -190,7 +191,9 @@ def requirements(extra: list[str]) -> str:
         needed = [r for r in importlib.metadata.requires(DISTRIBUTION) or [] if "extra ==" not in r]
     except importlib.metadata.PackageNotFoundError:
         raise RunError(
-            "LS7233", f"{DISTRIBUTION} is not installed here as a package, so what it needs is unknown"
+            "LS7233",
+            f"{DISTRIBUTION} is not installed as a package on this machine, so its dependencies are unknown; "
+            "install it with pip",
         ) from None
     lines = []
     for line in sorted(needed):

@@ -161,8 +161,8 @@ def command(facts: Any) -> list[str]:
     if shutil.which("kubectl") is None:
         raise RunError(
             "LS7282",
-            "launch.name: kubernetes needs kubectl, which is not on PATH. Install it, or take the manifests that "
-            "`lockstep plan` shows to where it is",
+            "launch.name: kubernetes needs kubectl, which is not on PATH. Install it, or apply the manifests "
+            "of `lockstep plan` on a machine that has it",
         )
     context = ["--context", facts["context"]] if facts.get("context") else []
     return ["kubectl", *context, "--namespace", facts["namespace"]]
@@ -188,8 +188,10 @@ def allowed(facts: Any) -> None:
     said = " ".join((done.stderr or done.stdout).split())[-400:]
     if done.stdout.strip().startswith("no"):
         hint = ". Is Kubeflow Trainer installed there?" if facts["kind"] == "trainjob" else ""
-        raise RunError("LS7284", f"launch.namespace: you may not create {what} in {facts['namespace']}{hint}")
-    raise RunError("LS7285", f"launch.name: kubernetes: no cluster answers to kubectl: {said}")
+        raise RunError(
+            "LS7284", f"launch.namespace: you have no permission to create {what} in {facts['namespace']}{hint}"
+        )
+    raise RunError("LS7285", f"launch.name: kubernetes: kubectl reaches no cluster: {said}")
 
 
 def state_from(found: dict[str, Any]) -> State:

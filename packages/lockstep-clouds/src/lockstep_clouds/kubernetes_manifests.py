@@ -61,7 +61,7 @@ def manifests(run: Run, options: Any) -> list[dict[str, Any]]:
     }
     if sum(map(len, texts.values())) > 900_000:
         raise RunError(
-            "LS7240", "the run file and your own modules take more than a ConfigMap holds; put them into the image"
+            "LS7240", "the run file and your modules exceed the size of a ConfigMap; put them into the image"
         )
     if options.kubeflow:
         return [config, training_runtime(run, options), train_job(run, options)]
@@ -78,7 +78,7 @@ def _text(module: str, path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise RunError(
-            "LS7241", f"{module} is no text, and cannot be sent along; put its package into the image"
+            "LS7241", f"{module} is not a text file, so it cannot be sent along; put its package into the image"
         ) from None
 
 
@@ -102,14 +102,21 @@ def check(run: Run, options: Any) -> None:
         if glob.glob(str(Path(path).expanduser())):
             raise RunError(
                 "LS7243",
-                f"{key}: {path} is on this machine, where no pod sees it. Put it on a volume, mount that with "
-                "launch.volumes=[CLAIM=/data] and write /data/... there, or use an id of the Hub",
+                f"{key}: {path} is a path of this machine, which pods cannot see. Put it on a volume, mount the "
+                "volume with launch.volumes=[CLAIM=/data] and write /data/... here, or use a Hub id",
             )
     if run.launch.device == "cuda" and not options.gpus:
-        raise RunError("LS7244", "launch.device: cuda, but launch.gpus (a pod) is 0")
+        raise RunError(
+            "LS7244",
+            "launch.device: cuda, but launch.gpus is 0; set launch.gpus to the GPUs per pod, or launch.device=cpu",
+        )
     places = options.gpus * run.launch.processes_per_gpu
     if places and run.launch.processes != "auto" and int(run.launch.processes) > places:
-        raise RunError("LS7245", f"launch.processes: {run.launch.processes} a pod, but launch.gpus is {options.gpus}")
+        raise RunError(
+            "LS7245",
+            f"launch.processes: {run.launch.processes} per pod, but launch.gpus is {options.gpus} per pod; "
+            "make them equal",
+        )
     if (hidden := messages.secret({"launch": {"environment": pairs("environment", options.environment)}})) is not None:
         raise RunError(
             "LS7246", f"{hidden} looks like a secret. Put it into a Secret of the cluster and name it in launch.secrets"
@@ -134,7 +141,7 @@ def volumes_of(options: Any) -> dict[str, str]:
     found = pairs("volumes", options.volumes, "CLAIM=/path")
     for claim, path in found.items():
         if not path.startswith("/"):
-            raise RunError("LS7247", f"launch.volumes: {claim}={path}: the path in the pods begins with /")
+            raise RunError("LS7247", f"launch.volumes: {claim}={path}: the path in the pods must begin with /")
     return found
 
 
@@ -212,9 +219,7 @@ def processes_of(run: Run, options: Any) -> int:
         return int(run.launch.processes)
     if options.gpus:
         return int(options.gpus * run.launch.processes_per_gpu)
-    raise RunError(
-        "LS7248", "launch.processes: how many in each pod? auto counts launch.gpus, and there are none; give a number"
-    )
+    raise RunError("LS7248", "launch.processes: auto counts launch.gpus, which is 0; set a number per pod")
 
 
 def failure_policy(run: Run, options: Any, container: str) -> dict[str, Any]:
@@ -318,6 +323,6 @@ def environment(options: Any) -> list[dict[str, Any]]:
     for variable, reference in pairs("secrets", options.secrets, "VARIABLE=SECRET/KEY").items():
         secret, slash, key = reference.partition("/")
         if not slash or not secret or not key:
-            raise RunError("LS7249", f"launch.secrets: {variable}={reference} is not VARIABLE=SECRET/KEY")
+            raise RunError("LS7249", f"launch.secrets: {variable}={reference} invalid; expected VARIABLE=SECRET/KEY")
         found.append({"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
     return found

@@ -60,7 +60,7 @@ class Ray(Launcher):
         workers = options.workers or processes_of(run)
         run.check_shared(workers, f"launch.workers: {workers} workers")
         if run.launch.device == "cuda" and run.launch.processes_per_gpu > 1:
-            raise RunError("LS7360", "launch.processes_per_gpu: Ray gives each worker a GPU of its own; leave it out")
+            raise RunError("LS7360", "launch.processes_per_gpu: Ray gives each worker its own GPU; remove it")
         notes = [
             f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
             for name, given in asked(run, options).items()
@@ -144,8 +144,8 @@ def connect(address: str | None) -> bool:
 def unanswered(address: str, why: str) -> RunError:
     return RunError(
         "LS7363",
-        f"launch.address: no Ray cluster answers at {address}: {why}. Start one with `ray start --head`; where it uses "
-        "tokens, set RAY_AUTH_MODE and RAY_AUTH_TOKEN here too",
+        f"launch.address: no Ray cluster answers at {address}: {why}. Start one with `ray start --head`; if "
+        "it uses tokens, set RAY_AUTH_MODE and RAY_AUTH_TOKEN here too",
     )
 
 

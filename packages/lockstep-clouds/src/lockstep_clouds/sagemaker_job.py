@@ -33,9 +33,13 @@ def describe(client: Any, name: str) -> dict[str, Any] | None:
     except ClientError as caught:
         if caught.response.get("Error", {}).get("Code") in ("ValidationException", "ResourceNotFound"):
             return None
-        raise RunError("LS7260", f"AWS does not say how training job {name} is: {aws.explained(caught)}") from None
+        raise RunError(
+            "LS7260", f"AWS does not report the status of training job {name}: {aws.explained(caught)}"
+        ) from None
     except BotoCoreError as caught:
-        raise RunError("LS7261", f"AWS cannot be asked about training job {name}: {aws.explained(caught)}") from None
+        raise RunError(
+            "LS7261", f"the status of training job {name} cannot be read from AWS: {aws.explained(caught)}"
+        ) from None
 
 
 def state_from(found: dict[str, Any]) -> State:
@@ -89,9 +93,8 @@ def fetch(client: Any, address: str, folder: Path) -> None:
     except (BotoCoreError, ClientError, OSError, tarfile.TarError) as caught:
         raise RunError(
             "LS7262",
-            f"the model cannot be fetched from {address}: "
-            f"{aws.explained(caught)}. The job is complete; the "
-            "same command tries again",
+            f"the model cannot be downloaded from {address}: {aws.explained(caught)}. The job is complete; "
+            "run the same command again",
         ) from None
     shutil.rmtree(folder / "export", ignore_errors=True)
     aside.rename(folder / "export")

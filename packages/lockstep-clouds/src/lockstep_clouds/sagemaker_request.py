@@ -120,12 +120,16 @@ def _check(run: Run, options: Any) -> None:
             raise RunError("LS7270", f"launch.{key}: missing; sagemaker needs {what}")
     if not re.fullmatch(r"arn:aws[a-z\-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+", options.role):
         raise RunError(
-            "LS7271", f"launch.role: {options.role!r} is no ARN of a role; expected arn:aws:iam::ACCOUNT:role/NAME"
+            "LS7271", f"launch.role: {options.role!r} is not the ARN of a role; expected arn:aws:iam::ACCOUNT:role/NAME"
         )
     aws.check_instance(options.instance, options.image)
     aws.check_image(options.image)
     if run.launch.device == "cuda" and not aws.has_gpu(options.instance):
-        raise RunError("LS7272", f"launch.device: cuda, but {options.instance} has no GPU of NVIDIA")
+        raise RunError(
+            "LS7272",
+            f"launch.device: cuda, but {options.instance} has no NVIDIA GPU; choose another launch.instance, "
+            "or launch.device=cpu",
+        )
 
 
 def _environment(options: Any) -> dict[str, str]:
@@ -135,8 +139,8 @@ def _environment(options: Any) -> dict[str, str]:
     if (hidden := messages.secret({"launch": {"environment": environment}})) is not None:
         raise RunError(
             "LS7273",
-            f"{hidden} looks like a secret, which AWS would show to everyone who may look at the job. Put it in AWS "
-            "Secrets Manager and name it in launch.secrets",
+            f"{hidden} looks like a secret, which everyone with read access to the job could see. Put it in "
+            "AWS Secrets Manager and name it in launch.secrets",
         )
     return environment | ({"LOCKSTEP_SECRETS": json.dumps(secrets)} if secrets else {})
 
@@ -178,7 +182,7 @@ def check_request(request: dict[str, Any]) -> None:
     report = ParamValidator().validate(request, shape)
     if report.has_errors():
         raise RunError(
-            "LS7275", f"the training job is not as AWS wants it: {' '.join(report.generate_report().split())}"
+            "LS7275", f"the request for the training job is not valid: {' '.join(report.generate_report().split())}"
         )
     instance = request["ResourceConfig"]["InstanceType"]
     known = shape.members["ResourceConfig"].members["InstanceType"].enum

@@ -55,7 +55,7 @@ def jobs_of(run: Run, processes: Sequence[int], folder: Path) -> dict[int, Run]:
     """What is measured, by the number of processes: one, and those that are asked for. Errors: `RunError`."""
     if run.model.compile or run.model.quantization is not None:
         key = "model.compile" if run.model.compile else "model.quantization"
-        raise RunError("LS8040", f"{key}: cannot be simulated, and so not be planned; calibrate without it")
+        raise RunError("LS8040", f"{key}: cannot be simulated or planned; calibrate without it")
     jobs = {count: job_of(run, count, folder) for count in sorted({1, *processes})}
     for job in jobs.values():
         resolved(job)
@@ -90,7 +90,11 @@ def job_of(run: Run, count: int, folder: Path) -> Run:
             "launch.device: --calibrate measures processors; for a GPU write a device file: docs/how-to/plan.md",
         )
     if count > run.micro_batches:
-        raise RunError("LS8042", f"--processes: {count} cannot share {run.micro_batches} micro-batches")
+        raise RunError(
+            "LS8042",
+            f"--processes: {count} processes processes cannot share {run.micro_batches} micro-batches; give "
+            f"{run.micro_batches} at most; give {run.micro_batches} at most",
+        )
     strategy: dict[str, Any] = {"name": "single" if count == 1 else "allreduce", "options": {}}
     sections: Mapping[str, Mapping[str, Any]] = {"strategy": strategy, "launch": {"processes": count, "device": "cpu"}}
     changed = {name: getattr(run, name).model_copy(update=values) for name, values in sections.items()}
@@ -239,7 +243,7 @@ def check_finite(figures: Mapping[str, Any]) -> None:
     """Errors: `RunError` for a figure that is not."""
     if bad := [key for key, value in flat(figures).items() if not math.isfinite(value)]:
         raise RunError(
-            "LS8045", f"--calibrate: {bad[0]} was measured as no finite number; nothing is written. Measure again"
+            "LS8045", f"--calibrate: the measured {bad[0]} is not finite, so nothing is written; run it again"
         )
 
 

@@ -32,7 +32,7 @@ def run_plan(known: argparse.Namespace) -> int | None:
                 raise RunError("LS8081", text)
         return None
     if known.offline:
-        raise RunError("LS8080", "--offline: says something to a plan without --simulate or --suggest only")
+        raise RunError("LS8080", "--offline: has an effect only without --simulate and --suggest; remove it")
     from lockstep.launchers import start
     from lockstep_plan.options import answered
 
@@ -56,12 +56,18 @@ def run_bench(known: argparse.Namespace) -> int | None:
     _, _, run = before_a_run.measured_run(known)
     for name in ("strategies", "micro_batches", "over", "weak"):
         if getattr(known, name):
-            raise RunError("LS8089", f"--{name.replace('_', '-')}: --calibrate measures one run; set its keys instead")
+            raise RunError(
+                "LS8089",
+                f"--{name.replace('_', '-')}: not supported with --calibrate, which measures one run; set its "
+                "keys instead",
+            )
     if joining():
-        raise RunError("LS8090", "bench starts the processes of each job itself: call it outside of torchrun and srun")
+        raise RunError(
+            "LS8090", "plan --calibrate starts the processes of each job itself; run it outside of torchrun and srun"
+        )
     processes = known.processes or before_a_run.upwards(run)
     if min(processes) < 1:
-        raise RunError("LS8091", f"--processes: {min(processes)} is not a positive number")
+        raise RunError("LS8091", f"--processes: invalid value {min(processes)}; expected an integer >= 1")
     folder, console = Path(known.out or f"{run.folder}-calibration"), Console(True)
     device = calibrate(run, processes, known.steps, known.rounds, folder, console.say)
     console.facts(

@@ -79,7 +79,7 @@ class Device(BaseModel):
     @model_validator(mode="after")
     def check_sources(self) -> Device:
         if missing := [figure for figure in FIGURES if figure not in self.sources]:
-            raise InvalidValue("LS8311", f"sources: says nothing of {', '.join(missing)}")
+            raise InvalidValue("LS8311", f"sources: missing {', '.join(missing)}; name the source of each figure")
         return self
 
     def seconds(self, precision: str, flops: int, size: int) -> float:
@@ -131,7 +131,9 @@ def load(name: str) -> Device:
     shipped = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
     path = shipped.get(name, Path(name).expanduser())
     if not path.is_file():
-        raise RunError("LS8312", f"--device: {name!r} is none of {', '.join(sorted(shipped))}, and no file")
+        raise RunError(
+            "LS8312", f"--device: unknown device {name!r}; expected a file, or one of {', '.join(sorted(shipped))}"
+        )
     try:
         return Device.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except ValidationError as error:

@@ -22,11 +22,11 @@ def answered(
     found = devices.load(device)
     asked = sorted(set(processes or [start.launcher_of(run).plan(run).processes]))
     if asked[0] < 1:
-        raise RunError("LS8320", f"--processes: {asked[0]} is not a positive number")
+        raise RunError("LS8320", f"--processes: invalid value {asked[0]}; expected an integer >= 1")
     if price is not None and price < 0:
-        raise RunError("LS8321", f"--price: {price:g} is no price")
+        raise RunError("LS8321", f"--price: invalid value {price:g}; expected a number >= 0")
     if out is not None and not out.endswith(".html"):
-        raise RunError("LS8322", f"--out: {out} does not end in .html")
+        raise RunError("LS8322", f"--out: invalid file {out}; expected a name that ends in .html")
     if run.precision not in found.flops and not run.model.trained_in_bfloat16:
         raise RunError("LS8323", f"--device: {found.name} has no flops for precision={run.precision}")
     console = Console(True)

@@ -57,9 +57,9 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
         least = power_of_two(processes)
         raise RunError(
             "LS8330",
-            f"--processes: {processes:,} processes cannot share {run.micro_batches:,} micro-batches; they need "
-            f"micro_batches={least} or more, and {2 * least} leave room for twice as many (batch_size is "
-            f"{run.batch_size:,} examples, and every micro-batch needs one)",
+            f"--processes: {processes:,} processes cannot share {run.micro_batches:,} micro-batches; set "
+            f"micro_batches={least} or more, or {2 * least} to allow for twice as many processes (batch_size "
+            f"is {run.batch_size:,} examples, and every micro-batch needs one)",
         )
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepare(run, task_class))
@@ -72,7 +72,9 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
     resolve_strategy(run, processes)
     if run.model.quantization is not None or run.model.compile:
         key = "model.compile" if run.model.compile else "model.quantization"
-        raise RunError("LS8331", f"{key}: cannot be simulated; plan without --simulate tells its memory by formula")
+        raise RunError(
+            "LS8331", f"{key}: cannot be simulated; run plan without --simulate, which estimates memory by a formula"
+        )
     feed = StepLoader(run, task, [], torch.device("cpu"))
     simulated = simulate(run, processes, device, say)
     made = estimate(run, processes, simulated, device, feed)
@@ -147,8 +149,8 @@ def suggest(run: Run, processes: int, device: Device, say: Say) -> list[Plan]:
     if not runs:
         raise RunError(
             "LS8333",
-            f"--suggest: {processes:,} processes need {power_of_two(processes)} micro-batches or more, and a step has "
-            f"batch_size={run.batch_size} examples; raise it, or use fewer processes",
+            f"--suggest: {processes:,} processes need {power_of_two(processes)} micro-batches or more, but a "
+            f"step has batch_size={run.batch_size} examples only; raise batch_size, or use fewer processes",
         )
     plans = []
     for each in runs:

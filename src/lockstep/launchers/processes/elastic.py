@@ -176,14 +176,16 @@ class Survivors(LocalElasticAgent):
             error(
                 coded(
                     "LS7310",
-                    f"{who} computed wrongly (guard) and is taken out; the others go on, and no other takes its place",
+                    f"{who} computed wrong values (sdc_check) and is evicted; the other ranks continue without a "
+                    "replacement",
                 )
             )
         else:
             error(
                 coded(
                     "LS7311",
-                    f"{who} was killed by {name_of(-code)}{self.memory.why(pid, code)}; the others go on; {then}",
+                    f"{who} was killed by {name_of(-code)}{self.memory.why(pid, code)}; the other ranks continue; "
+                    f"{then}",
                 )
             )
 
@@ -192,7 +194,8 @@ class Survivors(LocalElasticAgent):
         error(
             coded(
                 "LS7312",
-                f"no sign of life from {', '.join(hosts)} for {self.rendezvous.limits.lost:g} s; the others go on",
+                f"no heartbeat from {', '.join(hosts)} for {self.rendezvous.limits.lost:g} s; the other machines "
+                "continue",
             )
         )
 
@@ -226,16 +229,16 @@ class Survivors(LocalElasticAgent):
             return super()._monitor_workers(worker_group)
         assert self._pcontext is not None
         with self.rendezvous.reading():
-            found = self._pcontext.wait(0)
+            finished = self._pcontext.wait(0)
         self.asked |= isinstance(self._pcontext, Ranks) and self._pcontext.stop_asked
-        if found is None:
+        if finished is None:
             return RunResult(WorkerState.HEALTHY)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-        if found.is_failed() or found.return_values == {}:
-            if not found.failures:
+        if finished.is_failed() or finished.return_values == {}:
+            if not finished.failures:
                 self._tell_end(self._pcontext.why)  # type: ignore[attr-defined]
-            return RunResult(WorkerState.FAILED, failures={ranks[k]: v for k, v in found.failures.items()})
-        return RunResult(WorkerState.SUCCEEDED, return_values={ranks[k]: v for k, v in found.return_values.items()})
+            return RunResult(WorkerState.FAILED, failures={ranks[k]: v for k, v in finished.failures.items()})
+        return RunResult(WorkerState.SUCCEEDED, return_values={ranks[k]: v for k, v in finished.return_values.items()})
 
     def _tell_end(self, why: str) -> None:
         """None of this machine's ranks has failed, and they have ended all the same."""
@@ -319,8 +322,8 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
         error(
             coded(
                 "LS7314",
-                f"not enough machines came to {rendezvous.at}:{rendezvous.port} within {rendezvous.limits.join:g} s: "
-                f"expected {rendezvous.fewest}, there were {there}. Start the same command on the others, or lower "
+                f"too few machines joined at {rendezvous.at}:{rendezvous.port} within {rendezvous.limits.join:g} s: "
+                f"expected {rendezvous.fewest}, got {there}. Start the same command on the other machines, or lower "
                 "launch.machines",
             )
         )
@@ -331,16 +334,15 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
         error(
             coded(
                 "LS7315",
-                f"{socket.gethostname()} lost the machine at "
-                f"{rendezvous.at}:{rendezvous.port}, where the machines of this "
-                f"job meet ({' '.join(str(caught.__cause__ or caught).split())[:120]}). The "
-                "job ends here; start the same "
-                f"command again on every machine, and it goes on from its last checkpoint",
+                f"{socket.gethostname()} lost contact with the rendezvous of this job at "
+                f"{rendezvous.at}:{rendezvous.port} ({' '.join(str(caught.__cause__ or caught).split())[:120]}). "
+                "The job ends here; start the same command again on every machine, and it resumes from its last "
+                "checkpoint",
             )
         )
         return FAILED
     except RendezvousError as caught:  # forged or damaged: what torch elastic raises for it, and what is raised here
-        error(coded("LS7316", f"the machines cannot meet at {rendezvous.at}:{rendezvous.port}: {caught}"))
+        error(coded("LS7316", f"the rendezvous at {rendezvous.at}:{rendezvous.port} failed: {caught}"))
         return FAILED
     if result is None:  # the job ended while this machine was one too many
         return agent.left_out()
@@ -359,7 +361,7 @@ def _unheard(run: Run, agent: Agent) -> int:
         raise KeyboardInterrupt
     if newest_whole(run) is not None:
         return STOPPED
-    error(coded("LS7317", "stopped before there was a checkpoint: the same command begins from the start"))
+    error(coded("LS7317", "stopped before the first checkpoint; the same command starts from the beginning"))
     # by this one, job.sbatch knows that it may put the job back into the queue
     return 128 + signal.SIGTERM if os.environ.get(job_record.VARIABLE) == "slurm" else FAILED
 
@@ -404,8 +406,8 @@ class Agent(Survivors):
             error(
                 coded(
                     "LS7318",
-                    "ranks that were asked to stop have not ended within "
-                    f"{self._shutdown_timeout} s (launch.timeout_s)",
+                    f"some ranks did not end within {self._shutdown_timeout} s (launch.timeout_s) of being asked to "
+                    "stop",
                 )
             )
             self._signal(signal.SIGKILL)
@@ -481,7 +483,8 @@ class Agent(Survivors):
             error(
                 coded(
                     "LS7321",
-                    f"{socket.gethostname()} computed wrongly (guard) and is taken out; the others go on without it",
+                    f"{socket.gethostname()} computed wrong values (sdc_check) and is evicted; the other machines "
+                    "continue without it",
                 )
             )
             self.rendezvous.leave()
@@ -525,7 +528,7 @@ class Agent(Survivors):
             error(
                 coded(
                     "LS7322",
-                    f"no sign of life from {', '.join(hosts)} for {self.rendezvous.limits.lost:g} s; {self.then()}",
+                    f"no heartbeat from {', '.join(hosts)} for {self.rendezvous.limits.lost:g} s; {self.then()}",
                 )
             )
             if not self._remaining_restarts:
@@ -576,8 +579,7 @@ class Agent(Survivors):
                 error(
                     coded(
                         "LS7324",
-                        "rank 0 has not come to its end, which is on another machine; start "
-                        "the same command again there",
+                        "rank 0 runs on another machine and has not finished; run the same command again there",
                     )
                 )
                 self.verdict = FAILED

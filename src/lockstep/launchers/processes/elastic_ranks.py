@@ -241,10 +241,10 @@ class Word:
     def of(cls, text: bytes) -> Word:
         """Errors: `RendezvousStateError` for what no machine says."""
         try:
-            found = json.loads(text)
-            ranks, coming, gone = ([str(name) for name in list(found[key])] for key in ("ranks", "coming", "gone"))
-            flags = bool(found["done"]), bool(found["left"])
-            return cls(str(found["host"]), ranks, coming, gone, *flags, int(found["beat"]))
+            values = json.loads(text)
+            ranks, coming, gone = ([str(name) for name in list(values[key])] for key in ("ranks", "coming", "gone"))
+            flags = bool(values["done"]), bool(values["left"])
+            return cls(str(values["host"]), ranks, coming, gone, *flags, int(values["beat"]))
         except (ValueError, TypeError, LookupError) as caught:
             raise RendezvousStateError(f"what another machine wrote cannot be read: {caught!r:.200}") from None
 
@@ -278,8 +278,8 @@ class Machines:
             self._heard.setdefault(place, now)
             before, key = self.others.setdefault(place, None), f"machine/{place}"
             if self._store.check([key]):
-                found = self.others[place] = Word.of(self._store.get(key))
-                if before is None or before.beat != found.beat:
+                other_word = self.others[place] = Word.of(self._store.get(key))
+                if before is None or before.beat != other_word.beat:
                     self._heard[place] = now
 
     def silent(self, place: int) -> bool:
@@ -424,7 +424,7 @@ class RanksAmongMachines(Ranks):
         left = [member for member in members if member not in gone]
         there = 1 + len(machines.live())
         if not self.able(left) or there < self._fewest:
-            missing = f"no sign of life from {', '.join(hosts)}" if hosts else "a rank is lost"
+            missing = f"no heartbeat from {', '.join(hosts)}" if hosts else "a rank is lost"
             fewer = f", and {there} machine{'s are' if there > 1 else ' is'} too few"
             roll.give_up(f"{missing}{fewer if there < self._fewest else ''}")
             return
@@ -441,10 +441,10 @@ class RanksAmongMachines(Ranks):
         inside = sum(not set(word.ranks).isdisjoint(members) for word in live)
         names = []
         for word in live:
-            if found := [name for name in word.coming if name not in word.gone and name not in members]:
+            if newcomers := [name for name in word.coming if name not in word.gone and name not in members]:
                 new = set(word.ranks).isdisjoint(members)
                 if not new or inside < self._most:
-                    names += found
+                    names += newcomers
                     inside += new
         return names
 

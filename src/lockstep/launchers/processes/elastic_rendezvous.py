@@ -77,14 +77,14 @@ class Backend(RendezvousBackend):
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         mine = _text(pickle.loads(state))  # this process's own, handed over a moment ago
-        found = self._ask("compare_set", _KEY, token.decode() if isinstance(token, bytes) else _EMPTY, mine)
-        answer = self._answer(found)
-        return None if answer is None else (*answer, found == mine.encode())
+        stored = self._ask("compare_set", _KEY, token.decode() if isinstance(token, bytes) else _EMPTY, mine)
+        answer = self._answer(stored)
+        return None if answer is None else (*answer, stored == mine.encode())
 
-    def _answer(self, found: bytes) -> tuple[bytes, Token] | None:
-        if found == _EMPTY.encode():
+    def _answer(self, stored: bytes) -> tuple[bytes, Token] | None:
+        if stored == _EMPTY.encode():
             return None
-        return pickle.dumps(_held_open(_state(found), self._most - len(self._out()))), found
+        return pickle.dumps(_held_open(_state(stored), self._most - len(self._out()))), stored
 
     def _out(self) -> list[str]:
         """The machines that are out of the job. The store does not count them: its counters bear no seal, and over one
@@ -139,8 +139,8 @@ def _held_open(state: _RendezvousState, most: int) -> _RendezvousState:
 
 
 def _text(state: _RendezvousState) -> str:
-    def node(found: _NodeDesc) -> list[str | int]:
-        return [found.addr, found.pid, found.local_id]
+    def node(node_desc: _NodeDesc) -> list[str | int]:
+        return [node_desc.addr, node_desc.pid, node_desc.local_id]
 
     return json.dumps(
         {
@@ -159,8 +159,8 @@ def _text(state: _RendezvousState) -> str:
 def _state(text: bytes) -> _RendezvousState:
     """Errors: `RendezvousStateError` for anything but what `_text` writes."""
 
-    def node(found: list[Any]) -> _NodeDesc:
-        address, process, number = found[:3]
+    def node(fields: list[Any]) -> _NodeDesc:
+        address, process, number = fields[:3]
         return _NodeDesc(_is(str, address), _is(int, process), _is(int, number))
 
     state = _RendezvousState()
@@ -169,10 +169,10 @@ def _state(text: bytes) -> _RendezvousState:
         state.round, state.complete = _is(int, told["round"]), _is(bool, told["complete"])
         state.closed = _is(bool, told["closed"])
         state.deadline = None if told["deadline"] is None else _time(told["deadline"])
-        state.participants = {node(found): _is(int, found[3]) for found in told["participants"]}
-        state.wait_list = {node(found) for found in told["wait_list"]}
-        state.redundancy_list = {node(found) for found in told["redundancy_list"]}
-        state.last_heartbeats = {node(found): _time(found[3]) for found in told["last_heartbeats"]}
+        state.participants = {node(fields): _is(int, fields[3]) for fields in told["participants"]}
+        state.wait_list = {node(fields) for fields in told["wait_list"]}
+        state.redundancy_list = {node(fields) for fields in told["redundancy_list"]}
+        state.last_heartbeats = {node(fields): _time(fields[3]) for fields in told["last_heartbeats"]}
         _possible(state)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError) as caught:
         raise RendezvousStateError(f"the state that machines meet through is no such state: {caught!r:.200}") from None
@@ -195,10 +195,10 @@ def _is(kind: type, value: Any) -> Any:
 
 
 def _time(text: str) -> datetime:
-    found = datetime.fromisoformat(text)
-    if found.tzinfo is None:
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
         raise ValueError(f"{text!r:.40} names no time zone")
-    return found
+    return moment
 
 
 class Leaving:
@@ -227,7 +227,7 @@ class Leaving:
         """Errors: `RunError`, if this machine has left the job."""
         if self._call(lambda: self._job.check([f"excluded/{self._node.host}"])):
             raise RunError(
-                "LS7330", f"{self._node.host} was taken out of this job, because it computed wrongly (guard)"
+                "LS7330", f"{self._node.host} was evicted from this job, because it computed wrong values (sdc_check)"
             )
 
     def hold(self, asked: Callable[[], bool]) -> None:
@@ -357,18 +357,18 @@ class ElasticRendezvous(Leaving):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other machines; then decide, with all of them, which one comes first."""
-        found = self._call(self._inner.next_rendezvous)
-        while found.rank >= found.world_size or not self._wait_for(
-            keys := self._introduce(found), 2 * self.limits.lost, self._round
+        info = self._call(self._inner.next_rendezvous)
+        while info.rank >= info.world_size or not self._wait_for(
+            keys := self._introduce(info), 2 * self.limits.lost, self._round
         ):
-            found = self._call(self._inner.next_rendezvous)  # one was lost just now
+            info = self._call(self._inner.next_rendezvous)  # one was lost just now
         told = self._call(lambda: self._round.multi_get(keys))
         nodes = [_parsed(Node, text) for text in told]
         order = sorted(range(len(nodes)), key=lambda rank: nodes[rank].precedence)
-        self.nodes, self.place = [nodes[rank] for rank in order], order.index(found.rank)
+        self.nodes, self.place = [nodes[rank] for rank in order], order.index(info.rank)
         first: Any = self._round.within("first")
         where = self._call(lambda: RendezvousStoreInfo.build(self.place, first, self._node.address))
-        return RendezvousInfo(found.store, self.place, len(nodes), where)
+        return RendezvousInfo(info.store, self.place, len(nodes), where)
 
     def num_nodes_waiting(self) -> int:
         return int(self._call(self._inner.num_nodes_waiting))
@@ -388,7 +388,7 @@ class ElasticRendezvous(Leaving):
                 self._store.add("lockstep-job", 1)
             closed = self._inner.shutdown()
             if self._node.holds and (outside := self._state().wait_list | self._state().redundancy_list):
-                self._wait_for([_told(node.addr, node.pid) for node in outside], self.limits.lost, self._job)
+                self._wait_for([_told_key(node.addr, node.pid) for node in outside], self.limits.lost, self._job)
             return closed
         except (RuntimeError, RendezvousConnectionError):  # whoever held the store has left already
             return False
@@ -396,7 +396,7 @@ class ElasticRendezvous(Leaving):
     def acknowledge_end(self) -> None:
         """Say that this machine, which waited to join, knows the end of the job: the store's holder need not wait."""
         try:
-            self._job.set(_told(self._node.address, os.getpid()), "1")
+            self._job.set(_told_key(self._node.address, os.getpid()), "1")
         except RuntimeError:
             self.gone = True
 
@@ -487,13 +487,13 @@ class ElasticRendezvous(Leaving):
         try:
             if not self._job.check(["end"]):
                 return None
-            found: End = _parsed(End, self._job.get("end"))
+            end: End = _parsed(End, self._job.get("end"))
         except RendezvousStateError as caught:
             return End(1, self.at, str(caught))
         except RuntimeError:
             self.gone = True
             return None
-        return found if found.host != self._node.host else None
+        return end if end.host != self._node.host else None
 
     def leave_together(self, limit_s: float = float("inf")) -> None:
         """Wait until the ranks of every machine have ended, because one of them holds the store. One that is lost, and
@@ -522,13 +522,13 @@ class ElasticRendezvous(Leaving):
         """Addresses of the machines that came, for a message."""
         return sorted(node.addr for node in self._state().participants)
 
-    def _introduce(self, found: RendezvousInfo) -> list[str]:
+    def _introduce(self, info: RendezvousInfo) -> list[str]:
         """Say who this is. Returns the keys under which all machines of this formation do so."""
         self._nodes, self._missing = set(self._state().participants), (set(), 0.0)
-        self._round = found.store
+        self._round = info.store
         mine = asdict(self._node) | {"step": self._newest(), "continues": self.continues}
-        self._call(lambda: self._round.set(f"machine/{found.rank}", json.dumps(mine)))
-        return [f"machine/{rank}" for rank in range(found.world_size)]
+        self._call(lambda: self._round.set(f"machine/{info.rank}", json.dumps(mine)))
+        return [f"machine/{rank}" for rank in range(info.world_size)]
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -569,7 +569,7 @@ def serve(host: str, port: int) -> Any:
     `NetworkError`."""
     if not network.holds(host, port):
         raise network.NetworkError(
-            "LS7331", f"{host}:{port} cannot be opened here: not an address of this machine, or in use"
+            "LS7331", f"{host}:{port} cannot be opened: it is not an address of this machine, or it is in use"
         )
     return rendezvous.open_store(host, port, True, 30)
 
@@ -578,8 +578,8 @@ def _parsed(kind: Callable[..., Any], text: bytes) -> Any:
     """What another machine has written, made of its JSON: an object's or a list's members, of the types that a
     dataclass says. Errors: `RendezvousStateError`."""
     try:
-        found = json.loads(text)
-        made = kind(**found) if isinstance(found, dict) else kind(*found)
+        values = json.loads(text)
+        made = kind(**values) if isinstance(values, dict) else kind(*values)
         for name, wanted in get_type_hints(kind).items() if is_dataclass(kind) else ():
             if not isinstance(getattr(made, name), wanted):
                 raise TypeError(f"{name} is {getattr(made, name)!r:.80}")
@@ -592,7 +592,7 @@ def _facts(host: str, facts: dict[str, str]) -> tuple[str, dict[str, str]]:
     return str(host), {str(name): str(value) for name, value in dict(facts).items()}
 
 
-def _told(address: str, process: int) -> str:
+def _told_key(address: str, process: int) -> str:
     return f"told/{address}/{process}"
 
 

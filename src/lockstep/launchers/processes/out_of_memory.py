@@ -136,9 +136,9 @@ class Memory:
     def _named(self, pid: int) -> int | None:
         """Bytes that this process held when the kernel killed it for memory, by the kernel's log."""
         for number, text in self._log():
-            found = KILLED.search(text)
-            if number > self._read and found is not None and int(found[1]) == pid:
-                return sum(int(part or 0) for part in found.groups()[1:]) * 1024
+            match = KILLED.search(text)
+            if number > self._read and match is not None and int(match[1]) == pid:
+                return sum(int(part or 0) for part in match.groups()[1:]) * 1024
         return None
 
     def _log(self) -> Iterator[tuple[int, str]]:
@@ -162,10 +162,10 @@ class Memory:
     @staticmethod
     def _numbers(path: Path) -> dict[str, int]:
         """Of a file of names and numbers; what it says in kB, in bytes."""
-        found = {}
+        numbers = {}
         with suppress(OSError):
             for line in path.read_text(errors="replace").splitlines():
                 words = line.replace(":", " ").split()
                 if len(words) > 1 and words[1].isdigit():
-                    found[words[0]] = int(words[1]) * (1024 if words[2:] == ["kB"] else 1)
-        return found
+                    numbers[words[0]] = int(words[1]) * (1024 if words[2:] == ["kB"] else 1)
+        return numbers

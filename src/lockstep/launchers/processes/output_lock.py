@@ -69,7 +69,7 @@ def look(path: Path) -> OutputState | None:
         return None
     try:
         free = _flock(descriptor)
-        text, found = os.read(descriptor, 65536), os.fstat(descriptor)
+        text, file_stat = os.read(descriptor, 65536), os.fstat(descriptor)
     finally:
         os.close(descriptor)
     holder = _parsed(text)
@@ -81,7 +81,7 @@ def look(path: Path) -> OutputState | None:
             alive = False
         elif holder.space == _space():
             alive = job_record.born(holder.process.pid) == holder.process.born
-    return OutputState(holder, alive, (text, found.st_mtime_ns), time.time() - found.st_mtime)
+    return OutputState(holder, alive, (text, file_stat.st_mtime_ns), time.time() - file_stat.st_mtime)
 
 
 class Lock:
@@ -145,13 +145,12 @@ class Lock:
             error(
                 coded(
                     "LS7340",
-                    f"{self.folder} was {what} while it was trained into: what the run had "
-                    "written is not there any more. "
-                    f"The run ends with status 1; {rest}",
+                    f"{self.folder} was {what} during training, so the files of the run are gone. The run ends with "
+                    f"status 1; {rest}",
                 )
             )
         elif state == "gone":
-            error(coded("LS7341", f"{self._path} was deleted while {self.folder} is trained into; it is made anew"))
+            error(coded("LS7341", f"{self._path} was deleted during training in {self.folder}; it is created again"))
         if state == "gone":
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +163,7 @@ class Lock:
             error(
                 coded(
                     "LS7342",
-                    f"{self.folder} belongs to another process now: this one was thought to be gone. It ends here",
+                    f"{self.folder} belongs to another process now, which considered this one dead; this process ends",
                 )
             )
             os._exit(FAILED)
@@ -195,12 +194,12 @@ class Lock:
             here, own = os.stat(self._path), os.fstat(self._descriptor)
             if (here.st_dev, here.st_ino) == (own.st_dev, own.st_ino):
                 return "mine"
-            found = _parsed(self._path.read_bytes())
+            content = _parsed(self._path.read_bytes())
         except FileNotFoundError:
             return "gone"
         except OSError:  # a network disk that does not answer
             return "unknown"
-        return "mine" if found is not None and found.token == self.holder.token else "taken"
+        return "mine" if content is not None and content.token == self.holder.token else "taken"
 
 
 @contextmanager
@@ -222,8 +221,8 @@ def held_by_launcher(folder: Path) -> bool:
     """Whether the launcher that this rank was started by holds the lock."""
     token = os.environ.get(VARIABLE)
     with suppress(OSError):
-        found = _parsed((folder / FILE).read_bytes())
-        return token is not None and found is not None and found.token == token
+        content = _parsed((folder / FILE).read_bytes())
+        return token is not None and content is not None and content.token == token
     return False
 
 
@@ -236,23 +235,23 @@ def take(folder: Path, say: Callable[[str], None], beat_s: float = BEAT_S, stale
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while (descriptor := _created(path, holder)) is None:
-            if (found := look(path)) is not None:
-                _wait_for_the_end(path, found, say, beat_s, stale_s)
+            if (state := look(path)) is not None:
+                _wait_for_the_end(path, state, say, beat_s, stale_s)
     except OSError as caught:
         raise RunError("LS7343", f"output: cannot write to {folder}: {caught.strerror}") from caught
     return Lock(folder, descriptor, holder, made, beat_s)
 
 
 def _wait_for_the_end(
-    path: Path, found: OutputState, say: Callable[[str], None], beat_s: float, stale_s: float
+    path: Path, state: OutputState, say: Callable[[str], None], beat_s: float, stale_s: float
 ) -> None:
     """Take the lock of a dead holder away. Errors: `RunError` where it lives, `OSError`."""
     since = time.monotonic()
-    patience_s = 3 * beat_s if _clock_of(path.parent) - found.beat[1] / 1e9 > stale_s else stale_s
+    patience_s = 3 * beat_s if _clock_of(path.parent) - state.beat[1] / 1e9 > stale_s else stale_s
     told = False
-    now: OutputState | None = found
+    now: OutputState | None = state
     while now is not None:
-        if now.alive or now.beat != found.beat:
+        if now.alive or now.beat != state.beat:
             raise RunError("LS7347", taken(path.parent, now))
         watched_s = time.monotonic() - since
         if now.alive is False or watched_s >= patience_s:
@@ -273,35 +272,35 @@ def now(folder: Path, record: JobRecord | None) -> tuple[JobRecord | None, State
     """What the lock of OUTPUT adds to what its launch.json says: who is there, where that is another one (it prepares
     its data, or was started by hand), and how they are, also on another machine; else the record and None."""
     try:
-        found = look(folder / FILE)
+        output_state = look(folder / FILE)
     except OSError:
-        found = None
-    if found is None or found.holder is None or found.alive is False:
+        output_state = None
+    if output_state is None or output_state.holder is None or output_state.alive is False:
         return record, None
-    process = found.holder.process
-    if found.alive is None and found.age_s > STALE_S:
-        text = f"{found.holder} has given no sign of life for {found.age_s:.0f} s"
+    process = output_state.holder.process
+    if output_state.alive is None and output_state.age_s > STALE_S:
+        text = f"{output_state.holder} has sent no heartbeat for {output_state.age_s:.0f} s"
         return record, State("gone", text) if record is not None and record.process == process else None
     if record is not None and record.job is not None and record.status is None:
         return record, None  # its scheduler knows
     if record is None or record.status is not None or process not in (record.process, record.main):
-        record = JobRecord("local", 1, found.holder.since, process)
-    return record, State("running", str(found.holder))
+        record = JobRecord("local", 1, output_state.holder.since, process)
+    return record, State("running", str(output_state.holder))
 
 
-def taken(folder: Path, found: OutputState) -> str:
+def taken(folder: Path, state: OutputState) -> str:
     """The message for whoever comes second."""
     who = "another process"
-    if found.holder is not None:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.holder.since))
-        who = f"{found.holder}, since {when}"
+    if state.holder is not None:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.holder.since))
+        who = f"{state.holder}, since {when}"
     return (
-        f"output: {folder} is being trained already ({who}). `lockstep stop {folder}` ends that, or give another "
-        "output=FOLDER"
+        f"output: {folder} is already in use by a training run ({who}). `lockstep stop {folder}` ends that run; or "
+        "give another output=FOLDER"
     )
 
 
-def _take_away(path: Path, found: OutputState) -> None:
+def _take_away(path: Path, state: OutputState) -> None:
     """Remove the lock of a dead holder, and no other that has come meanwhile. Errors: `OSError`."""
     try:
         descriptor = _opened(path)
@@ -311,11 +310,11 @@ def _take_away(path: Path, found: OutputState) -> None:
         if _flock(descriptor) is False:
             return  # somebody else is doing this
         here, own = os.stat(path), os.fstat(descriptor)
-        if (here.st_dev, here.st_ino) != (own.st_dev, own.st_ino) or os.read(descriptor, 65536) != found.beat[0]:
+        if (here.st_dev, here.st_ino) != (own.st_dev, own.st_ino) or os.read(descriptor, 65536) != state.beat[0]:
             return
         aside = path.with_name(f"{FILE}.{secrets.token_hex(4)}")
         os.rename(path, aside)
-        if _parsed(aside.read_bytes()) != found.holder:  # without flock, one may have come in between: it goes back
+        if _parsed(aside.read_bytes()) != state.holder:  # without flock, one may have come in between: it goes back
             with suppress(FileExistsError):
                 os.link(aside, path)
         aside.unlink()
@@ -410,8 +409,8 @@ def check_ours(run: Run) -> None:
         what = f"a link to {os.readlink(export)}" if export.is_symlink() else "a file"
         raise RunError(
             "LS7344",
-            f"output: {export} is {what}, and the model would be written there as a folder: remove it, or give another "
-            "output=FOLDER",
+            f"output: {export} is {what}, but the model is exported to a folder of that name; remove it, or "
+            "give another output=FOLDER",
         )
     try:  # before looking whose they are: another start of this run may be writing its first ones
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
@@ -425,8 +424,8 @@ def check_ours(run: Run) -> None:
         more = f" and {len(strange) - 5} more" if len(strange) > 5 else ""
         raise RunError(
             "LS7346",
-            f"output: {folder} is not empty, and it is no output folder of a run: it holds {', '.join(strange[:5])}"
-            f"{more}. A run would write over run.yaml, export and others there: give another output=FOLDER",
+            f"output: {folder} is not empty and is not the output folder of a run: it contains "
+            f"{', '.join(strange[:5])}{more}. A run could overwrite files there; give another output=FOLDER",
         )
 
 

@@ -78,8 +78,8 @@ def task_of(environ: Mapping[str, str]) -> SlurmTask | None:
     except (KeyError, ValueError, IndexError) as error:
         raise RunError(
             "LS7350",
-            f"this looks like a task of srun, but SLURM's variables cannot be read ({error!r}); outside of a job: "
-            "unset SLURM_STEP_ID",
+            f"this looks like a task of srun, but SLURM's variables cannot be read ({error!r}); if this is "
+            "not a SLURM job, unset SLURM_STEP_ID",
         ) from None
 
 
@@ -117,33 +117,33 @@ def _listens(task: SlurmTask) -> bool:
 
 def hosts(text: str) -> list[str]:
     """`gpu[01-03,07],login` written out. Errors: `ValueError`."""
-    found: list[str] = []
+    host_names: list[str] = []
     for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
         names = [""]
         for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
             names = [name + end for name in names for end in ([plain] if plain else _numbers(ranges))]
-        found += names
-    if not found:
+        host_names += names
+    if not host_names:
         raise ValueError(f"{text!r} is no list of nodes")
-    return found
+    return host_names
 
 
 def _numbers(ranges: str) -> list[str]:
-    found: list[str] = []
+    numbers: list[str] = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
-        found += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
-    return found
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
+    return numbers
 
 
 def counts(text: str) -> list[int]:
     """`2(x3),1` written out: tasks on each node. Errors: `ValueError`."""
-    found: list[int] = []
+    task_counts: list[int] = []
     for part in text.split(","):
         if (match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)) is None:
             raise ValueError(f"{text!r} is no list of counts")
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+        task_counts += [int(match[1])] * int(match[2] or 1)
+    return task_counts
 
 
 def address(node: str) -> str:
@@ -153,5 +153,5 @@ def address(node: str) -> str:
         return node
     except OSError:
         shown = subprocess.run(["scontrol", "-o", "show", "node", node], capture_output=True, text=True, check=False)
-        found = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
-        return found[1] if found else node
+        match = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
+        return match[1] if match else node

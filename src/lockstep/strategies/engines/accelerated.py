@@ -32,9 +32,11 @@ def only(run: Run, name: str) -> Mapping[str, Any]:
     """The mapping that is the whole of `strategy.options`. Errors: `RunError`."""
     section = run.strategy.options[name]
     if not isinstance(section, Mapping):
-        raise RunError("LS4020", f"strategy.options.{name}: {section!r} is not a mapping of options")
+        raise RunError("LS4020", f"strategy.options.{name}: invalid value {section!r}; expected a mapping of options")
     if others := set(run.strategy.options) - {name}:
-        raise RunError("LS4021", f"strategy.options: {', '.join(sorted(others))} cannot be given beside {name}")
+        raise RunError(
+            "LS4021", f"strategy.options: {', '.join(sorted(others))} cannot be combined with {name}; remove them"
+        )
     return section
 
 

@@ -33,7 +33,7 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         section = only(run, "fsdp")
         if layers.own_model(run):
             raise RunError(
-                "LS4030", f"{key}: Accelerate knows no layers of a model of your own; use strategy.name=fsdp2"
+                "LS4030", f"{key}: Accelerate does not know the layers of a custom model; use strategy.name=fsdp2"
             )
         require(cls.needs, key)
         layers.check_layers(run, "FSDP2 through Accelerate")
@@ -47,18 +47,20 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         if unknown := set(section) - known:
             raise RunError(
                 "LS4031",
-                f"{key}: Accelerate's plug-in for FSDP2 has no option {', '.join(sorted(unknown))}; it has "
+                f"{key}: Accelerate's FSDP2 plug-in has no option {', '.join(sorted(unknown))}; it has "
                 f"{', '.join(sorted(known))}",
             )
         if shared := layers.sharing_embeddings(run):
             raise RunError(
                 "LS4032",
-                f"{key}: Accelerate's FSDP2 cannot shard embeddings whose weights {', '.join(shared)} holds, too; use "
-                "strategy.name=fsdp2, which can",
+                f"{key}: Accelerate's FSDP2 cannot shard embeddings that share their weights with "
+                f"{', '.join(shared)}; use strategy.name=fsdp2",
             )
         if processes == 1:
             raise RunError(
-                "LS4033", f"{key}: Accelerate shards over several processes only, this job has one; use hf_accelerate"
+                "LS4033",
+                f"{key}: Accelerate needs several processes to shard, and this job has one; use "
+                f"strategy.name=hf_accelerate without {key}, or more processes",
             )
 
     @classmethod
@@ -109,7 +111,9 @@ class AcceleratedZero(Accelerated, Sharded):
         require(cls.needs, key)
         layers.check_layers(run, "DeepSpeed")
         if section.get("zero_stage") not in (1, 2, 3):
-            raise RunError("LS4034", f"{key}.zero_stage: 1, 2 or 3 is needed, it is {section.get('zero_stage')!r}")
+            raise RunError(
+                "LS4034", f"{key}.zero_stage: invalid value {section.get('zero_stage')!r}; expected 1, 2 or 3"
+            )
         if section["zero_stage"] == 3:
             layers.check_recomputed(run)
         options = {k: v for k, v in section.items() if k != "zero_stage"}

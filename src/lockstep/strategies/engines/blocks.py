@@ -44,9 +44,10 @@ from lockstep.data.batch import StepBatch
 from lockstep.data.cache import cache_folder
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
-from lockstep.strategies.engines import layers
+from lockstep.strategies.engines import layers, tensor_plans
 from lockstep.strategies.engines.side_effects import Writes
 from lockstep.strategies.exact.statistics import averaged
+from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.tasks.models.model_configs import load_config
 from lockstep.tasks.task import Task
 
@@ -72,15 +73,13 @@ def check(run: Run, here: bool) -> None:
     options = run.strategy.options | dict(run.strategy.options.get("fsdp") or {})
     for key, theirs in _ENGINES_OWN.items():
         if key in asked and (twice := next((option for option in theirs if options.get(option)), None)):
-            raise RunError(
-                "LS4040", f"model.{key}: strategy.options.{twice} does the same once more; leave one of them out"
-            )
+            raise RunError("LS4040", f"model.{key}: strategy.options.{twice} has the same effect; remove one of them")
     gpu = run.launch.device != "cpu" and not (here and not torch.cuda.is_available())
     if run.model.offload_activations and not gpu:
         raise RunError(
             "LS4041",
-            "model.offload_activations: what layers save goes from a GPU's memory to the host's, and this job has no "
-            "GPU; model.checkpoint_activations saves memory everywhere",
+            "model.offload_activations: it moves activations from GPU memory to host memory, and this job "
+            "has no GPU; use model.checkpoint_activations instead",
         )
     if run.model.compile and here:
         check_compiler(on_gpu=gpu and torch.cuda.is_available())
@@ -109,26 +108,29 @@ def _layers_of(model: nn.Module, asked: list[str]) -> list[nn.Module]:
     if not blocks:
         raise RunError(
             "LS4042",
-            f"model.{asked[0]}: no layers of {kind} were found that run once, each by itself; leave {asked[0]} out",
+            f"model.{asked[0]}: {kind} has no layers that each run exactly once; remove model.{asked[0]}",
         )
     if "checkpoint_activations" not in asked:
         return blocks
     instead = "leave it out, or use more micro_batches, which need less memory"
     if not getattr(model, "supports_gradient_checkpointing", True):
         raise RunError(
-            "LS4043", f"model.checkpoint_activations: transformers does not compute layers of {kind} again; {instead}"
+            "LS4043",
+            f"model.checkpoint_activations: transformers does not support recomputing layers of {kind}; {instead}",
         )
     if any(averaged(block) for block in blocks):
         raise RunError(
             "LS4044",
-            f"model.checkpoint_activations: layers of {kind} keep running statistics, which would be moved twice; "
-            f"{instead}",
+            f"model.checkpoint_activations: layers of {kind} keep running statistics, which would be updated "
+            f"twice; {instead}",
         )
     return blocks
 
 
-def prepare(run: Run, model: nn.Module) -> None:
-    """Replace the layers' `forward` as the run says, in place. Errors: `RunError`."""
+def prepare(run: Run, model: nn.Module, ranks: LeafRanks | None = None) -> None:
+    """Replace the layers' `forward` as the run says, in place. `ranks`: those that share the leaves of products out.
+    Errors: `RunError`."""
+    tensor_plans.install(run, model, ranks)
     asked = [key for key in KEYS if getattr(run.model, key)]
     for block in _layers_of(model, asked) if asked else ():
         forward: Forward = block.forward
@@ -218,21 +220,21 @@ def check_compiler(on_gpu: bool) -> None:
     if on_gpu:
         if find_spec("triton") is None:
             raise RunError(
-                "LS4045", "model.compile: triton is not installed, which compiles for GPUs: pip install triton"
+                "LS4045", "model.compile: compiling for GPUs needs triton, which is not installed: pip install triton"
             )
         return
     name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(name) is None:
         raise RunError(
             "LS4046",
-            f"model.compile: this machine has no C++ compiler {name!r}; install one (apt-get install g++), name one in "
-            "CXX, or leave model.compile out",
+            f"model.compile: this machine has no C++ compiler {name!r}; install one (apt-get install g++), "
+            "name one in CXX, or remove model.compile",
         )
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         raise RunError(
             "LS4047",
-            "model.compile: Python's headers are missing (Python.h), which compiled code needs; install them "
-            "(apt-get install python3-dev), or leave model.compile out",
+            "model.compile: compiled code needs the headers of Python (Python.h), which are not installed; "
+            "install them (apt-get install python3-dev), or remove model.compile",
         )
 
 
@@ -265,7 +267,7 @@ def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
                 said = " ".join(str(error).partition("\n\nSet TORCH")[0].split())[:300]
                 raise RunError(
                     "LS4048",
-                    f"model.compile: torch.compile cannot take a layer of this model: {said}; leave model.compile out",
+                    f"model.compile: torch.compile fails on a layer of this model: {said}; remove model.compile",
                 ) from error
 
 

@@ -68,8 +68,8 @@ def layers_of(run: Run) -> int:
     if task.head == "causal" and len(FAMILIES[config.model_type]) > 1:  # an encoder's decoder, which stands alone
         raise RunError(
             "LS4066",
-            f"strategy.name: pipeline cannot cut the decoder of a {config.model_type} by itself; use ddp or another "
-            "strategy, or a model.type that is a decoder alone",
+            f"strategy.name: pipeline cannot split the decoder of a {config.model_type} by itself; use "
+            "strategy.name=ddp or another strategy, or a decoder-only model.type",
         )
     return count
 
@@ -80,11 +80,11 @@ def layer_count(config: Any) -> int:
     if config.model_type not in FAMILIES or not ours:
         raise RunError(
             "LS4060",
-            f"strategy.name: pipeline cannot cut a model of the type {config.model_type!r}; it can cut "
-            f"{', '.join(sorted(FAMILIES))}. Use ddp or another strategy",
+            f"strategy.name: pipeline cannot split a model of the type {config.model_type!r}; it can split "
+            f"{', '.join(sorted(FAMILIES))}. Use strategy.name=ddp or another strategy",
         )
     if (entry := leaves_out_layers(config)) is not None:
-        raise RunError("LS4061", f"model.config.{entry}: a pipeline cannot leave out whole layers; set it to 0")
+        raise RunError("LS4061", f"model.config.{entry}: a pipeline cannot skip whole layers at random; set it to 0")
     return sum(int(getattr(config, stack.count)) for stack in FAMILIES[config.model_type])
 
 
@@ -311,16 +311,20 @@ def count_sequential_layers(run: Run) -> int:
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise RunError(
             "LS4062",
-            "strategy.name: pipeline cuts a model of your own where it is an nn.Sequential, and "
-            f"{type(model).__name__} is none; give its modules in a row, nn.Sequential(first, second, ...), or use "
-            "ddp or fsdp2",
+            "strategy.name: pipeline can split a custom model only if it is an nn.Sequential, and "
+            f"{type(model).__name__} is not one; build it as nn.Sequential(first, second, ...), or use ddp or "
+            "fsdp2",
         )
     if run.precision != "fp32":
         raise RunError(
-            "LS4063", "precision: what travels between the stages of a pipeline is fp32; use fp32, or ddp or fsdp2"
+            "LS4063",
+            "precision: pipeline stages exchange fp32 tensors only; use precision=fp32, or strategy.name=ddp or fsdp2",
         )
     if run.task.options.get("generate") is not None:
-        raise RunError("LS4064", "task.generate: a pipeline holds no whole model that could write; leave it out")
+        raise RunError(
+            "LS4064",
+            "task.generate: no rank of a pipeline holds the whole model, so it cannot generate; remove task.generate",
+        )
     return len(_layers(model))
 
 
@@ -375,8 +379,8 @@ def checked_hidden(hidden: Any, name: str) -> Tensor:
     if not isinstance(hidden, Tensor) or hidden.dtype != torch.float32:
         raise RunError(
             "LS4065",
-            f"strategy.name: pipeline: module {name} of the model is given {wrapped_module.kind_of(hidden)}, and what "
-            "travels between stages is one float32 tensor; put it together with the module before, or change "
+            f"strategy.name: pipeline: module {name} of the model receives {wrapped_module.kind_of(hidden)}, "
+            "but stages exchange a single float32 tensor; merge it with the module before it, or change "
             "strategy.options.stages",
         )
     return hidden
@@ -398,7 +402,7 @@ class SequentialPart(StagePart):
     def _hook(self) -> None:
         """Nothing to stop: the modules of this stage are run one by one."""
 
-    def _given(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    def _arguments(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """What the whole model is given, and what the loss sees."""
         calling: Any = self.cut.whole.lockstep_calling
         (positional, named), seen = calling.arguments(inputs[INPUT].batch)
@@ -406,13 +410,13 @@ class SequentialPart(StagePart):
 
     def arriving(self, inputs: Mapping[str, Any]) -> list[tuple[int, ...]]:  # type: ignore[override]
         """Shape of what the stage before gives for these inputs."""
-        return [] if self.first else [tuple(self.cut.shape_before(self.stage, self._given(inputs)[0]))]
+        return [] if self.first else [tuple(self.cut.shape_before(self.stage, self._arguments(inputs)[0]))]
 
     def forward(
         self, received: Sequence[Tensor], inputs: Mapping[str, Any], resume: Callable[[], None] | None = None
     ) -> Any:
         """What the next stage is given, or a `Computed` on the last one."""
-        arguments, seen = self._given(inputs)
+        arguments, seen = self._arguments(inputs)
         hidden = arguments if self.first else received[0].view_as(received[0])
         if resume is not None:
             resume()

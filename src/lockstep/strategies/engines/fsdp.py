@@ -28,7 +28,7 @@ from torch.utils import _pytree
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.hardware import share_gpus
-from lockstep.strategies.engines import layers
+from lockstep.strategies.engines import layers, tensor_plans
 from lockstep.strategies.exact import held_state
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, ReductionTree, Scatter, share
@@ -73,32 +73,34 @@ def check_options(run: Run, processes: int) -> None:
             f"{', '.join(sorted(_FSDP | {'gather'}))}",
         )
     if options.get("gather", STEP) not in list(_GATHER):
-        raise RunError("LS4071", f"strategy.options.gather: {options['gather']!r} is not {STEP} or {MICRO_BATCH}")
+        raise RunError(
+            "LS4071", f"strategy.options.gather: invalid value {options['gather']!r}; expected {STEP} or {MICRO_BATCH}"
+        )
     if gather_option(run) == STEP and (others := sorted(_FSDP & set(options))):
         raise RunError(
             "LS4072",
-            f"strategy.options.{others[0]}: is FSDP's, which gathers for every micro-batch; under gather: {STEP} every "
-            f"rank has the whole weights during a step. Leave it out, or set strategy.options.gather={MICRO_BATCH}",
+            f"strategy.options.{others[0]}: applies to FSDP's gather for every micro-batch, but under gather: "
+            f"{STEP} every rank has the whole weights during a step. Remove it, or set "
+            f"strategy.options.gather={MICRO_BATCH}",
         )
     if gather_option(run) == MICRO_BATCH and share_gpus(run):
         raise RunError(
             "LS4073",
-            "launch.processes_per_gpu: FSDP gathers and reduces on streams of its own, which gloo does not keep apart; "
-            f"leave it out, or set strategy.options.gather={STEP} and no option of FSDP's",
+            "launch.processes_per_gpu: FSDP gathers and reduces on separate CUDA streams, which gloo does "
+            f"not order; remove launch.processes_per_gpu, or set strategy.options.gather={STEP} and no option "
+            "of FSDP's",
         )
     own = {"tensor_parallel", "param_dtype", "reduce_dtype"} & set(options)
     if own and run.model.trained_in_bfloat16:
         raise RunError(
-            "LS4074", f"strategy.options.{min(own)}: not with model.dtype=bfloat16, which says it; leave one out"
+            "LS4074",
+            f"strategy.options.{min(own)}: cannot be combined with model.dtype=bfloat16, which sets the same; "
+            "remove one of them",
         )
     _check_ranks(options, processes)
     _check_kinds(options)
     if (tensor := options.get("tensor_parallel", 1)) > 1:
-        if layers.own_model(run):
-            raise RunError(
-                "LS4075", "strategy.options.tensor_parallel: transformers has no plan for a model of your own"
-            )
-        layers.tensor_plan(run, tensor)
+        _check_tensor_ranks(run, tensor)
 
 
 def policies(run: Run) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
@@ -113,38 +115,63 @@ def policies(run: Run) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
 def _check_ranks(options: dict[str, Any], processes: int) -> None:
     for key in ("replicate", "tensor_parallel"):
         if not isinstance(value := options.get(key, 1), int) or isinstance(value, bool) or value < 1:
-            raise RunError("LS4076", f"strategy.options.{key}: {value!r} is not a positive number of ranks")
+            raise RunError(
+                "LS4076", f"strategy.options.{key}: invalid value {value!r}; expected an integer >= 1 (ranks)"
+            )
     replicate, tensor = options.get("replicate", 1), options.get("tensor_parallel", 1)
     if processes % (replicate * tensor):
         raise RunError(
             "LS4077",
-            f"strategy.options: {processes} processes cannot be {replicate} replica(s) of a multiple of {tensor} "
-            f"rank(s); choose replicate and tensor_parallel so that their product divides the processes",
+            f"strategy.options: {processes} processes cannot be divided into {replicate} replica(s) of a "
+            f"multiple of {tensor} rank(s); replicate x tensor_parallel must divide the number of processes",
         )
     if replicate > 1 and replicate * tensor == processes:
         raise RunError(
             "LS4078",
-            f"strategy.options.replicate: {replicate} copies on {processes} processes leave nothing to shard; "
-            "use strategy.name=ddp, or fewer copies",
+            f"strategy.options.replicate: {replicate} replicas on {processes} processes leave nothing to "
+            "shard; use strategy.name=ddp, or fewer replicas",
         )
     reshard, shards = options.get("reshard_after_forward", True), processes // (replicate * tensor)
     if not isinstance(reshard, bool) and (not isinstance(reshard, int) or reshard < 1 or shards % reshard):
         raise RunError(
             "LS4079",
-            f"strategy.options.reshard_after_forward: {reshard!r} is not true, false, or a number of ranks that "
-            f"divides the {shards} that share the model",
+            f"strategy.options.reshard_after_forward: invalid value {reshard!r}; expected true, false, or a "
+            f"number of ranks that divides the {shards} ranks of a replica",
         )
+
+
+def _check_tensor_ranks(run: Run, ranks: int) -> None:
+    leaves = run.strategy.tensor_leaves
+    if run.strategy.exact and leaves % ranks:
+        raise RunError(
+            "LS4085",
+            f"strategy.tensor_leaves: {ranks} ranks (strategy.options.tensor_parallel) cannot share {leaves} leaves of "
+            f"each product; set it to {ranks}, or to a multiple of it, and keep it wherever the same bits are wanted",
+        )
+    if run.strategy.exact:
+        tensor_plans.check(run)
+        return
+    if layers.own_model(run):
+        raise RunError(
+            "LS4075",
+            "strategy.options.tensor_parallel: transformers has no tensor-parallel plan for a custom model; remove it",
+        )
+    layers.tensor_plan(run, ranks)
 
 
 def _check_kinds(options: dict[str, Any]) -> None:
     for key in ("param_dtype", "reduce_dtype"):
         if key in options and options[key] not in DTYPES:
-            raise RunError("LS4080", f"strategy.options.{key}: {options[key]!r} is not one of {', '.join(DTYPES)}")
+            raise RunError(
+                "LS4080", f"strategy.options.{key}: invalid value {options[key]!r}; expected one of {', '.join(DTYPES)}"
+            )
     blocks, offload = options.get("blocks", []), options.get("cpu_offload", False)
     if not isinstance(blocks, list) or not all(isinstance(name, str) for name in blocks):
-        raise RunError("LS4081", f"strategy.options.blocks: {blocks!r} is not a list of names of modules")
+        raise RunError(
+            "LS4081", f"strategy.options.blocks: invalid value {blocks!r}; expected a list of names of modules"
+        )
     if not isinstance(offload, bool):
-        raise RunError("LS4082", f"strategy.options.cpu_offload: {offload!r} is not true or false")
+        raise RunError("LS4082", f"strategy.options.cpu_offload: invalid value {offload!r}; expected true or false")
 
 
 OTHER_LAYERS = (
@@ -302,8 +329,8 @@ class Uses:
                 if own.grad is not None:
                     raise RunError(
                         "LS4083",
-                        f"strategy.name: fsdp2 cannot train {part._param_fqn}: FSDP does not see when its gradient is "
-                        "there, since it finds no tensor in what the model returns. Return tensors, a dataclass or a "
+                        f"strategy.name: fsdp2 cannot train {part._param_fqn}: FSDP finds no tensor in the model's "
+                        "output, so it cannot tell when the gradient is ready. Return tensors, a dataclass or a "
                         "mapping of them, or use strategy.name=ddp",
                     )
 

@@ -148,8 +148,8 @@ class Hooked(WholeStateRecovery):
             lacking = next(name for i, name in enumerate(self.named) if i not in self.arrived)
             raise RunError(
                 "LS4090",
-                f"strategy.exact: without it DDP has to reduce by itself, and waits for a gradient of {lacking}, which "
-                "this step's last micro-batch did not use; set strategy.exact=true, or DDP's option "
+                f"strategy.exact: with strategy.exact=false DDP waits for a gradient of {lacking}, which the "
+                "last micro-batch of this step did not use; set strategy.exact=true, or DDP's option "
                 "find_unused_parameters",
             )
         return gradients

@@ -66,8 +66,8 @@ def check_layers(run: Run, engine: str) -> None:
     if (entry := leaves_out_layers(load_config(run))) is not None:
         raise RunError(
             "LS4100",
-            f"model.config.{entry}: {engine} needs every rank to run the same layers, and this leaves some out at "
-            "random; set it to 0, or use strategy.name=ddp or fsdp2",
+            f"model.config.{entry}: {engine} needs every rank to run the same layers, and this entry skips "
+            "some at random; set it to 0, or use strategy.name=ddp or fsdp2",
         )
 
 
@@ -82,8 +82,8 @@ def check_recomputed(run: Run) -> None:
     if (family := load_config(run).model_type) in READS_WITHIN:
         raise RunError(
             "LS4105",
-            f"model.checkpoint_activations: under ZeRO-3 a {family} cannot compute its activations again, since its "
-            "mixers use weights that DeepSpeed has let go of; leave it out, or use strategy.name=fsdp2",
+            f"model.checkpoint_activations: under ZeRO-3 a {family} cannot recompute its activations, because "
+            "its mixers use weights that DeepSpeed has released; remove it, or use strategy.name=fsdp2",
         )
 
 
@@ -132,12 +132,13 @@ def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
         if not fitting:
             known = ", ".join(name for name, _ in model.named_children())
             raise RunError(
-                "LS4101", f"strategy.options.blocks: the model has no module {pattern!r}; at its top it has {known}"
+                "LS4101",
+                f"strategy.options.blocks: the model has no module {pattern!r}; its top-level modules are {known}",
             )
         chosen |= fitting
     for name in chosen:
         if outer := next((other for other in chosen if name.startswith(f"{other}.")), None):
-            raise RunError("LS4102", f"strategy.options.blocks: {name} is inside of {outer}; name one of them")
+            raise RunError("LS4102", f"strategy.options.blocks: {name} is inside of {outer}; name only one of them")
     return list(chosen.values())
 
 
@@ -187,14 +188,14 @@ def tensor_plan(run: Run, ranks: int, prefix: str = "") -> dict[str, Any]:
     if not plan or set(plan.values()) - set(styles):
         raise RunError(
             "LS4103",
-            f"strategy.options.tensor_parallel: transformers has no plan for {config.model_type} that can be used here "
-            "(llama, qwen2, mistral and their like have one); leave the option out",
+            f"strategy.options.tensor_parallel: transformers has no plan for {config.model_type} that can be "
+            "used here (llama, qwen2, mistral and their like have one); remove the option",
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (getattr(config, name, None) or ranks) % ranks:
             raise RunError(
                 "LS4104",
-                f"strategy.options.tensor_parallel: {ranks} ranks cannot share the model's {getattr(config, name)} "
-                f"{name}",
+                f"strategy.options.tensor_parallel: {ranks} ranks do not divide the model's "
+                f"{getattr(config, name)} {name}; choose a number that does",
             )
     return {f"{prefix}{pattern}": styles[style]() for pattern, style in plan.items()}

@@ -378,8 +378,8 @@ def refuse_own_tensors(model: nn.Module, engine: str, instead: str) -> None:
     if names := hooks(model):
         raise RunError(
             "LS4110",
-            f"{engine} would lose the hook on the gradient of {first_few(names)} (register_hook), since it puts other "
-            f"tensors in the place of the model's weights. Use {instead}",
+            f"{engine} would lose the hook on the gradient of {first_few(names)} (register_hook), because it "
+            f"replaces the model's weights by other tensors. Use {instead}",
         )
     loose = [
         f"{path}.{name}".lstrip(".")
@@ -411,8 +411,9 @@ def refuse_writes(model: nn.Module, world: World, forward: Forward, engine: str,
     if names := world.broadcast(names):
         raise RunError(
             "LS4112",
-            f"{engine} would lose what the model's forward writes to {first_few(names)}, which is trained: it cuts the "
-            f"model up. Use {instead}, or limit weights by a parametrization (torch.nn.utils.parametrize)",
+            f"{engine} splits the model, and would lose what the model's forward writes to the trained weight "
+            f"{first_few(names)}. Use {instead}, or limit weights by a parametrization "
+            "(torch.nn.utils.parametrize)",
         )
 
 

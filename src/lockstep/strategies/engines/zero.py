@@ -369,8 +369,9 @@ class Sharded(ShardedRecovery, Recomputes):
         if name is not None and self.world.size > 1:
             raise RunError(
                 "LS4120",
-                f"strategy.name: DeepSpeed needs every micro-batch to use the same weights, and {counts[name]} of "
-                f"{micro_batches} used {name}; nothing was updated. Use strategy.name=ddp or fsdp2",
+                "strategy.name: DeepSpeed needs every micro-batch of a step to use the same weights, but only "
+                f"{counts[name]} of {micro_batches} used {name}; no weight was updated. Use strategy.name=ddp "
+                "or fsdp2",
             )
 
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:

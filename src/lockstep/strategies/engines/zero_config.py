@@ -74,31 +74,37 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
         zero_agreement.refuse_known_bad(stage, options, run.strategy.name, device)
     if run.on_nonfinite == "skip":
         raise RunError(
-            "LS4140", "on_nonfinite: DeepSpeed cannot leave a step out; use on_nonfinite=stop, or another strategy"
+            "LS4140", "on_nonfinite: DeepSpeed cannot skip a step; use on_nonfinite=stop, or another strategy"
+        )
+    if stage == 3 and run.strategy.tensor_leaves > 1:
+        raise RunError(
+            "LS4145",
+            "strategy.tensor_leaves: at stage 3 DeepSpeed puts nodes of its own around what a layer returns, which "
+            "leaves do not go through; use strategy.name=fsdp2 or zero2, which have the same bits, or leave it out",
         )
     if share_gpus(run):
         raise RunError(
             "LS4141",
-            "launch.processes_per_gpu: DeepSpeed's processes need a GPU each; use strategy.name=fsdp2, which divides "
-            "the same states exactly, or leave launch.processes_per_gpu out",
+            "launch.processes_per_gpu: DeepSpeed needs one GPU per process; use strategy.name=fsdp2, which "
+            "shards the same states exactly, or remove launch.processes_per_gpu",
         )
     if run.model.compile:
         raise RunError(
             "LS4142",
-            "model.compile: DeepSpeed gathers and lets go of weights inside of layers, which cannot be compiled then; "
-            "leave model.compile out, or use strategy.name=fsdp2",
+            "model.compile: DeepSpeed gathers and releases weights inside of layers, which prevents "
+            "compiling them; remove model.compile, or use strategy.name=fsdp2",
         )
     if run.precision == "fp16":
         raise RunError(
             "LS4143",
-            "precision: fp16, but DeepSpeed's keeps weights in fp16 and a loss scale of its own, with which no other "
-            "strategy could go on; use precision=bf16 or fp32, or strategy.name=fsdp2",
+            "precision: the fp16 mode of DeepSpeed keeps fp16 weights and a separate loss scale, so no other "
+            "strategy could resume from its checkpoints; use precision=bf16 or fp32, or strategy.name=fsdp2",
         )
     if run.model.dtype == "bfloat16" and run.model.adapter:
         raise RunError(
             "LS4144",
-            "model.dtype: DeepSpeed takes no weights of two dtypes, here bfloat16 beside an adapter in float32; set "
-            "model.dtype=float32, or strategy.name=fsdp2",
+            "model.dtype: DeepSpeed supports one dtype of weights only, and here the model is bfloat16 and "
+            "the adapter float32; set model.dtype=float32, or strategy.name=fsdp2",
         )
     rows = differing(run, processes, stage, options, key)
     if options and isinstance(options.get("zero_optimization", {}), Mapping):

@@ -90,7 +90,7 @@ def check(run: Run, flat_parts: bool) -> None:
     if run.average.summary and optimizers.rule(run.optim).averages:
         raise RunError(
             "LS4150",
-            f"average: {run.optim.name} evaluates and exports an average of its own; leave average out, or use another "
+            f"average: {run.optim.name} evaluates and exports its own average; remove average, or use another "
             "optim.name",
         )
     if run.average.ema is None:
@@ -98,10 +98,12 @@ def check(run: Run, flat_parts: bool) -> None:
     if flat_parts:
         raise RunError(
             "LS4151",
-            f"average.ema: DeepSpeed keeps the weights that {run.strategy.name} updates to itself; use "
-            "strategy.name=fsdp2, which shares out the average, too, or average.last",
+            f"average.ema: DeepSpeed does not expose the weights that {run.strategy.name} updates; use "
+            "strategy.name=fsdp2, which shards the average too, or average.last",
         )
     if not run.optim.master_weights:
         raise RunError(
-            "LS4152", "average.ema: without optim.master_weights there are no float32 weights to average; leave it true"
+            "LS4152",
+            "average.ema: without optim.master_weights there are no float32 weights to average; set "
+            "optim.master_weights=true",
         )

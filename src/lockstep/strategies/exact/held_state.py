@@ -76,30 +76,32 @@ def check_masters(run: Run, trains_bfloat16: bool, without_masters: bool) -> Non
     if not run.model.trained_in_bfloat16:
         if not run.optim.master_weights:
             raise RunError(
-                "LS4160", "optim.master_weights: only weights in bfloat16 can be without; set model.dtype=bfloat16"
+                "LS4160",
+                "optim.master_weights: false needs weights in bfloat16; set model.dtype=bfloat16, or "
+                "master_weights=true",
             )
         return
     name = run.strategy.name
     if run.precision != "bf16":
         raise RunError(
             "LS4161",
-            f"model.dtype: bfloat16 weights are computed with in bfloat16, and precision is {run.precision}; set "
-            "precision=bf16",
+            f"model.dtype: bfloat16 weights need precision=bf16, and precision is {run.precision}; set precision=bf16",
         )
     if not trains_bfloat16:
         raise RunError(
             "LS4162",
-            f"model.dtype: {name} trains float32 weights only, under these options; use strategy.name=ddp or fsdp2 "
-            "(DeepSpeed has an option of its own for it: bf16: {enabled: true})",
+            f"model.dtype: {name} supports float32 weights only with these options; use strategy.name=ddp or "
+            "fsdp2 (DeepSpeed's own option is bf16: {enabled: true})",
         )
     if not run.strategy.exact:
         raise RunError(
             "LS4163",
-            "strategy.exact: without it gradients of bfloat16 weights would be added up in bfloat16; leave it true",
+            "strategy.exact: with strategy.exact=false the gradients of bfloat16 weights would be summed in "
+            "bfloat16; set strategy.exact=true",
         )
     if not run.optim.master_weights and not without_masters:
         raise RunError(
             "LS4164",
-            f"optim.master_weights: {name} keeps them, under these options; leave it true, or use strategy.name=ddp, "
-            "or fsdp2 with strategy.options.gather=step",
+            f"optim.master_weights: {name} always keeps master weights with these options; set it to true, or "
+            "use strategy.name=ddp, or fsdp2 with strategy.options.gather=step",
         )

@@ -72,7 +72,7 @@ def assigned(optim: OptimSection, model: nn.Module) -> dict[str, ParamGroupSpec]
                 "LS4170",
                 f"optim.groups: {_unmatched(group.match, named)}"
                 if not first
-                else f"optim.groups: all weights of {group.match!r} are in a group before it; put it first",
+                else f"optim.groups: all weights of {group.match!r} are in an earlier group; move this group before it",
             )
     return treated
 
@@ -124,7 +124,7 @@ def freeze(run: Run, model: nn.Module) -> nn.Module:
         for name in matching:
             named[name].requires_grad_(False)
     if run.model.freeze and not any(p.requires_grad for p in named.values()):
-        raise RunError("LS4173", "model.freeze: no weight is left to train")
+        raise RunError("LS4173", "model.freeze: every weight is frozen, so nothing is left to train; freeze fewer")
     return model
 
 
@@ -157,8 +157,9 @@ def make_model(task: Task, empty: bool = False) -> nn.Module:
     if names := hooks(model, after=True):
         raise RunError(
             "LS4175",
-            f"model(): {first_few(names)} has a hook for after its gradient was added up "
-            "(register_post_accumulate_grad_hook): it would see the sum of several micro-batches. Use register_hook",
+            f"model(): {first_few(names)} has a hook that runs after gradient accumulation "
+            "(register_post_accumulate_grad_hook), which would see the sum of several micro-batches; use "
+            "register_hook instead",
         )
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNED:

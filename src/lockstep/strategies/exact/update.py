@@ -75,8 +75,8 @@ class GradientUpdate(Strategy):
         if not any(counts):
             raise RunError(
                 "LS4180",
-                "no weight of the model gets a gradient: the loss does not depend on its trainable weights (look at "
-                "the task's loss, and at what is frozen or detached)",
+                "no weight of the model gets a gradient: the loss does not depend on its trainable weights "
+                "(check the loss of the task, and what is frozen or detached)",
             )
         return losses, counts
 

@@ -113,14 +113,14 @@ def check(run: Run, flat: bool) -> None:
         why = "exports an average of weights" if cls.any_part else "updates whole tensors"
         raise RunError(
             "LS4220",
-            f"optim.name: {name} {why}, and {run.strategy.name} has DeepSpeed hold parts of flat ones; use "
-            "strategy.name=fsdp2, or optim.name=adamw, lion or sgd",
+            f"optim.name: {name} {why}, but under {run.strategy.name} DeepSpeed holds shards of flat ones; "
+            "use strategy.name=fsdp2, or optim.name=adamw, lion or sgd",
         )
     if run.strategy.options.get("cpu_offload") and not cls.any_part and run.launch.device != "cpu":
         raise RunError(
             "LS4221",
-            f"strategy.options.cpu_offload: {name} updates whole tensors, which are brought together on the device; "
-            "leave it out, or use optim.name=adamw, lion or sgd",
+            f"strategy.options.cpu_offload: {name} updates whole tensors, which are gathered on the device; "
+            "remove it, or use optim.name=adamw, lion or sgd",
         )
 
 
@@ -142,16 +142,17 @@ def _refuse_wrong_keys(rule: Optimizer, run: Run) -> None:
         except KeyError as error:
             raise RunError(
                 "LS4222",
-                f"optim.name: {run.optim.name}: update asks for the key {error}, which is neither in the state that "
-                f"begin makes ({', '.join(begun) or 'empty'}) nor in the group ({', '.join(group)})",
+                f"optim.name: {run.optim.name}: update reads the key {error}, which is neither in the state "
+                f"that begin creates ({', '.join(begun) or 'empty'}) nor in the group ({', '.join(group)})",
             ) from error
         except (RuntimeError, NotImplementedError):  # it asks for numbers, and there are none
             return
         if rule.any_part and (lost := [key for key in state if state[key] is not begun.get(key)]):
             raise RunError(
                 "LS4223",
-                f"optim.name: {run.optim.name}: update puts another tensor under the key {lost[0]!r} of the state, "
-                "which would be lost: begin makes all tensors of the state, and update writes into them in place",
+                f"optim.name: {run.optim.name}: update replaces the tensor under the key {lost[0]!r} of the "
+                "state, which would be lost; create all tensors of the state in begin, and write into them in "
+                "place in update",
             )
 
 

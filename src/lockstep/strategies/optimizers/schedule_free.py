@@ -38,11 +38,11 @@ class ScheduleFree(Optimizer):
         if run.optim.schedule != "constant":
             raise RunError(
                 "LS4230",
-                "optim.schedule: schedule_free has none, its average takes its place; set optim.schedule=constant (a "
-                "warm-up is of use)",
+                "optim.schedule: schedule_free uses an average instead of a schedule; set "
+                "optim.schedule=constant (warmup is supported)",
             )
         if self.options.betas[0] <= 0:
-            raise RunError("LS4231", "optim.betas: the first must be more than 0 with schedule_free")
+            raise RunError("LS4231", "optim.betas: the first value must be > 0 with schedule_free")
 
     def begin(self, group: GroupOf, like: Tensor) -> State:
         import torch

@@ -30,9 +30,11 @@ def check(run: Run) -> None:
     if importlib.util.find_spec("peft") is None:
         raise RunError("LS3070", "model.adapter: peft is not installed: pip install 'lockstep-train[peft]'")
     if run.model.source is None:
-        raise RunError("LS3071", "model.adapter: an adapter is trained on a pretrained model; give model.source")
+        raise RunError("LS3071", "model.adapter: an adapter needs a pretrained model; set model.source")
     if (export := adapter.get("export", "merged")) not in EXPORTS:
-        raise RunError("LS3072", f"model.adapter.export: {export!r} is not one of {', '.join(EXPORTS)}")
+        raise RunError(
+            "LS3072", f"model.adapter.export: invalid value {export!r}; expected one of {', '.join(EXPORTS)}"
+        )
     config(run, "classification")
 
 

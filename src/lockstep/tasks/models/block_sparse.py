@@ -25,9 +25,10 @@ def check(config: Any, tokens: int, key: str) -> None:
     if tokens > shortest:
         raise RunError(
             "LS3080",
-            f"model.config.attention_type: a {config.model_type} changes from block_sparse to original_full, for good, "
-            f"at the first texts of at most {shortest} tokens, so that what a process computes would depend on what it "
-            f"read before; set it to original_full, or {key} to {shortest} or less",
+            f"model.config.attention_type: a {config.model_type} changes from block_sparse to original_full, "
+            f"for good, at the first batch of texts of at most {shortest} tokens, so a process's results "
+            f"would depend on the batches before; set model.config.attention_type to original_full, or {key} "
+            f"to {shortest} or less",
         )
 
 

@@ -37,13 +37,15 @@ def check(run: Run, head: str, here: bool) -> None:
     if (chunk := run.task.options.get("loss_chunk")) is None:
         return
     if run.strategy.options.get("tensor_parallel", 1) != 1:
-        raise RunError("LS3090", f"{KEY}: was not tried with strategy.options.tensor_parallel{OUT}")
+        raise RunError("LS3090", f"{KEY}: not supported with strategy.options.tensor_parallel{OUT}")
     if run.precision not in ("fp32", "bf16"):
-        raise RunError("LS3091", f"{KEY}: makes gradients before they are scaled, as {run.precision} needs them{OUT}")
+        raise RunError(
+            "LS3091", f"{KEY}: computes gradients before the loss scale that {run.precision} needs is applied{OUT}"
+        )
     if chunk == LIGER:
         instead = f"; give a number of tokens, such as {KEY}=256"
         if run.launch.device == "cpu" or (here and not torch.cuda.is_available()):
-            raise RunError("LS3092", f"{KEY}: {LIGER} is made of Triton kernels, which run on GPUs only{instead}")
+            raise RunError("LS3092", f"{KEY}: {LIGER} consists of Triton kernels, which run on GPUs only{instead}")
         if here and importlib.util.find_spec("liger_kernel") is None:
             raise RunError(
                 "LS3093",
@@ -76,7 +78,7 @@ def head_of(model: Any) -> nn.Linear:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         kind = "none" if head is None else f"a {type(head).__module__}.{type(head).__name__}"
-        raise RunError("LS3094", f"{KEY}: needs a model whose head is a linear layer, and this has {kind}{OUT}")
+        raise RunError("LS3094", f"{KEY}: needs a model whose head is a linear layer, and this model has {kind}{OUT}")
     return head
 
 
@@ -171,15 +173,15 @@ class _Installed:
             return self.plain(input)
         hidden = input  # [B, T, H]
         if hidden.shape[:2] != self.targets.shape:
-            raise RunError("LS3095", f"{KEY}: this model's head is given other positions than there are targets{OUT}")
+            raise RunError("LS3095", f"{KEY}: the head of this model receives other positions than the targets{OUT}")
         wanted = self.targets.flatten()
         rows = (wanted >= 0).nonzero().flatten()  # on CUDA the host waits here
         states, wanted = hidden.flatten(0, 1), wanted[rows]
 
-        def placed(found: Tensor) -> Tensor:
+        def placed(tensor: Tensor) -> Tensor:
             """At the positions that have a target, 0 elsewhere: [B, T, ...]."""
-            every = found.new_zeros(len(states), *found.shape[1:]).index_copy_(0, rows, found)
-            return every.view(*hidden.shape[:2], *found.shape[1:])
+            every = tensor.new_zeros(len(states), *tensor.shape[1:]).index_copy_(0, rows, tensor)
+            return every.view(*hidden.shape[:2], *tensor.shape[1:])
 
         if not self.head.training:
             self.scores = placed(_scores(states[rows], wanted, self.plain, self.finish, _size(self.chunk)))
@@ -275,13 +277,13 @@ def _losses(logits: Tensor, targets: Tensor, finish: Finish, smoothing: float) -
 
 def _scores(states: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], finish: Finish, size: int) -> Tensor:
     """For each row its cross-entropy, and 1 where its target is the likeliest token: float32 [n, 2]."""
-    found = [torch.zeros(0, 2, device=states.device)]
+    chunks = [torch.zeros(0, 2, device=states.device)]
     for start in range(0, len(states), size):
         part, wanted = states[start : start + size], targets[start : start + size]
         logits = finish(head(part).float())
         loss = nn.functional.cross_entropy(logits, wanted, reduction="none")
-        found.append(torch.stack([loss, (logits.argmax(1) == wanted).float()], 1))
-    return torch.cat(found)
+        chunks.append(torch.stack([loss, (logits.argmax(1) == wanted).float()], 1))
+    return torch.cat(chunks)
 
 
 def _by_liger(states: Tensor, targets: Tensor, head: nn.Linear, finish: Finish, smoothing: float) -> Tensor:
@@ -289,7 +291,9 @@ def _by_liger(states: Tensor, targets: Tensor, head: nn.Linear, finish: Finish, 
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as fused
 
     if finish.bias is not None and bool(finish.bias.any()):
-        raise RunError("LS3096", f"{KEY}: {LIGER} knows no second bias of logits; give a number of tokens")
+        raise RunError(
+            "LS3096", f"{KEY}: {LIGER} does not support a second bias of logits; set a number of tokens instead"
+        )
     dtype = _compute_dtype(states)
     states, weight = (states * finish.scale).to(dtype), head.weight.to(dtype)
     bias = None if head.bias is None else (head.bias * finish.scale).to(dtype)
@@ -341,13 +345,13 @@ def agree(model: Any, head: nn.Linear, finish: Finish) -> None:
         others = torch.autograd.grad(logits.sum(), trained, allow_unused=True) if trained else ()
         near = 1e-5 if logits.dtype == torch.float32 else 2e-2
         with torch.no_grad():
-            found = finish(leaves[0][0].float().clone())
-        if all(g is None for g in others) and torch.allclose(found, logits[0].float(), rtol=near, atol=near):
+            probe = finish(leaves[0][0].float().clone())
+        if all(g is None for g in others) and torch.allclose(probe, logits[0].float(), rtol=near, atol=near):
             return
     raise RunError(
         "LS3097",
-        f"{KEY}: what a {model.config.model_type} makes of its head's logits is not known here, so its loss would be "
-        f"another{OUT}",
+        f"{KEY}: the way a {model.config.model_type} computes its loss from logits is not known, so the loss "
+        f"would differ{OUT}",
     )
 
 

@@ -71,8 +71,8 @@ def notes(run: Run, head: str | None) -> list[str]:
     if any(_is_tried(path, value) for path, value in entries.items()):
         without = run.model_copy(update={"model": run.model.model_copy(update={"adapter": {}})})
         given = hashlib.sha256(json.dumps(entries, sort_keys=True, default=str).encode()).hexdigest()
-        found = padding.kept_trial(without, head, config, inert, given)
-        said += [f"model.config.{path} has no effect on this {config.model_type}" for path in (found or "").split()]
+        trial = padding.kept_trial(without, head, config, inert, given)
+        said += [f"model.config.{path} has no effect on this {config.model_type}" for path in (trial or "").split()]
     return said
 
 
@@ -200,8 +200,8 @@ def check(run: Run, head: str) -> None:
     if head == "classification" and "problem_type" in (run.model.config or {}):
         raise RunError(
             "LS3110",
-            "model.config.problem_type: the task says what is learned; leave it out, and set task.multi_label: true or "
-            "task.regression: true, or neither for one label a text",
+            "model.config.problem_type: the task decides the problem type; remove it, and set "
+            "task.multi_label: true or task.regression: true, or neither for one label per text",
         )
     without = run.model_copy(update={"model": run.model.model_copy(update={"adapter": {}})})  # adapters add no term
     refusal = padding.kept_trial(without, head, model_configs.load_config(run), auxiliary_term)

@@ -34,13 +34,13 @@ def answers(
     for start in range(0, len(rows), at_once * SORTED):
         window = rows[start : start + at_once * SORTED]
         order = sorted(range(len(window)), key=lambda place: sum(map(len, window[place])))
-        found: dict[int, dict[str, Any]] = {}
+        by_place: dict[int, dict[str, Any]] = {}
         for first in range(0, len(order), at_once):
             places = order[first : first + at_once]
             with torch.no_grad():
                 told = answer([window[place] for place in places])
-            found |= dict(zip(places, told, strict=True))
-        yield from (found[place] for place in range(len(window)))
+            by_place |= dict(zip(places, told, strict=True))
+        yield from (by_place[place] for place in range(len(window)))
 
 
 def padded(encoded: Sequence[dict[str, list[int]]], pads: dict[str, int]) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ def by_forward(
     lengths = mask.sum(1) if how.start is None else torch.ones_like(rows)  # [B] of what the decoder reads
     given = ids * mask + how.pad * (1 - mask) if how.start is None else torch.full_like(ids[:, :1], how.start)
     grown = torch.nn.functional.pad(given, (0, how.new_tokens), value=how.pad)  # [B, T+N]
-    found = torch.full_like(grown[:, : how.new_tokens], how.pad)  # [B, N]
+    tokens = torch.full_like(grown[:, : how.new_tokens], how.pad)  # [B, N]
     done = torch.zeros_like(rows, dtype=torch.bool)
     for turn in count():
         read = grown[:, : min(given.shape[1] + turn, grown.shape[1] - 1)]
@@ -96,13 +96,13 @@ def by_forward(
             logits = forward({**inputs, "decoder_input_ids": read})
         if turn < how.new_tokens:
             token = logits[rows, lengths - 1].argmax(-1).masked_fill(done, how.pad)
-            found[:, turn] = token
+            tokens[:, turn] = token
             grown[rows, lengths] = token
             lengths = lengths + (~done).long()
             done |= (token == how.end) | (turn + 1 == how.new_tokens)
         if int(unfinished((~done).sum())) == 0:  # the host waits for the device here
             break
-    return found
+    return tokens
 
 
 def by_transformers(model: Any, inputs: Mapping[str, Tensor], how: Decoding, synced: bool = False) -> Tensor:
@@ -128,9 +128,9 @@ def by_transformers(model: Any, inputs: Mapping[str, Tensor], how: Decoding, syn
     state = torch.get_rng_state()
     if how.temperature > 0:
         torch.manual_seed(how.seed)
-    found = model.generate(**given, **options)[:, skipped:]
+    tokens = model.generate(**given, **options)[:, skipped:]
     torch.set_rng_state(state)
-    return torch.nn.functional.pad(found, (0, how.new_tokens - found.shape[1]), value=how.pad)
+    return torch.nn.functional.pad(tokens, (0, how.new_tokens - tokens.shape[1]), value=how.pad)
 
 
 def _to_the_right(ids: Tensor, mask: Tensor | None, pad: int) -> dict[str, Tensor]:

@@ -67,7 +67,8 @@ def set_entries(config: Any, entries: Mapping[str, Any], at: str = "model.config
         if key == "model_type":
             if value != config.model_type:
                 raise RunError(
-                    "LS3120", f"{at}.model_type: {value!r}, but this config is of the type {config.model_type!r}"
+                    "LS3120",
+                    f"{at}.model_type: invalid value {value!r}; this config is of the type {config.model_type!r}",
                 )
             continue
         if key not in known:
@@ -76,7 +77,7 @@ def set_entries(config: Any, entries: Mapping[str, Any], at: str = "model.config
             raise RunError("LS3121", f"{at}.{key}: invalid value {value!r}; {_ELSEWHERE[key]}")
         if isinstance(present, PreTrainedConfig):
             if not isinstance(value, Mapping):
-                raise RunError("LS3122", f"{at}.{key}: a mapping of entries is needed, not {value!r}")
+                raise RunError("LS3122", f"{at}.{key}: invalid value {value!r}; expected a mapping of entries")
             set_entries(present, value, f"{at}.{key}")
             continue
         try:
@@ -139,7 +140,9 @@ def _usual(kind: Any, parts: Mapping[str, Mapping[str, Any]]) -> Any:
     try:
         return kind(**{k: {"model_type": v["model_type"]} for k, v in parts.items() if "model_type" in v})
     except _UNFIT as error:
-        raise RunError("LS3125", f"model: transformers makes no {kind.model_type} of this: {_line(error)}") from None
+        raise RunError(
+            "LS3125", f"model: transformers cannot build a {kind.model_type} from this config: {_line(error)}"
+        ) from None
 
 
 def _line(error: Exception) -> str:
@@ -194,7 +197,8 @@ def load_config(run: Run) -> Any:
             near = difflib.get_close_matches(run.model.type, list(CONFIG_MAPPING), 3)
             raise RunError(
                 "LS3130",
-                f"model.type: transformers knows no type {run.model.type!r}; near are {', '.join(near) or 'none'}",
+                f"model.type: unknown type {run.model.type!r}; similar types of transformers are "
+                f"{', '.join(near) or 'none'}",
             )
         return from_scratch(CONFIG_MAPPING[run.model.type], run.model.config)
     source = local_or_id(run)
@@ -264,12 +268,18 @@ def local_or_id(run: Run) -> str:
     path = Path(source).expanduser()
     if adapters.is_adapter(path):
         raise RunError(
-            "LS3132", f"model.source: {path} holds an adapter alone; name the model it is of, or export: merged"
+            "LS3132",
+            f"model.source: {path} holds only an adapter; name the model that it belongs to, or train it "
+            "again with model.adapter.export: merged",
         )
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise RunError("LS3133", f"model.source: the folder {path} is not a model's: it has no config.json")
+            raise RunError(
+                "LS3133",
+                f"model.source: the folder {path} is not a model folder, because it has no config.json; name a "
+                "folder that save_pretrained wrote",
+            )
         return str(path)
     if source.startswith((".", "/", "~")):
-        raise RunError("LS3134", f"model.source: there is no folder {path}")
+        raise RunError("LS3134", f"model.source: the folder {path} does not exist; correct the path")
     return source

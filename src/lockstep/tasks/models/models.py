@@ -49,7 +49,10 @@ def check(
     config = load_config(run)
     asked = heads.of(head)
     if config.model_type not in getattr(modeling_auto, asked.families) and not run.model.trust_remote_code:
-        raise RunError("LS3140", f"model: transformers has no {asked.called} of the type {config.model_type!r}")
+        raise RunError(
+            "LS3140",
+            f"model: transformers has no {asked.called} for the type {config.model_type!r}; choose another model.type",
+        )
     if run.model.config or run.model.adapter:
         for name, value in entries.items():
             setattr(config, name, value)
@@ -61,8 +64,8 @@ def check(
             switch = "use_sliding_window: true and " if entry(part, "use_sliding_window") is False else ""
             raise RunError(
                 "LS3141",
-                f"model.config.layer_types: sliding_attention, and this {part.model_type} has no window; set "
-                f"model.config.{switch}sliding_window, or take full_attention",
+                f"model.config.layer_types: sliding_attention needs a window, and this {part.model_type} has "
+                f"none; set model.config.{switch}sliding_window, or use full_attention",
             )
         positions = entry(part, "max_position_embeddings")
         if positions is None or positions <= 0:
@@ -73,7 +76,8 @@ def check(
         if (tokens or run.data.max_length) > fits:
             raise RunError(
                 "LS3142",
-                f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits}; lower it",
+                f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits} only; "
+                f"lower it to {fits}",
             )
     block_sparse.check(config, tokens or run.data.max_length, key)
     _check_half_precision(run, config)
@@ -87,8 +91,8 @@ def _check_half_precision(run: Run, config: Any) -> None:
     if config.model_type == "xmod" and run.precision != "fp32" and not run.model.trained_in_bfloat16:
         raise RunError(
             "LS3143",
-            f"precision: the adapters within an xmod do not compute in {run.precision} beside weights in float32; set "
-            "precision: fp32, or precision: bf16 and model.dtype: bfloat16",
+            f"precision: the adapters inside an xmod model cannot compute in {run.precision} with float32 "
+            "weights; set precision: fp32, or precision: bf16 and model.dtype: bfloat16",
         )
 
 
@@ -202,9 +206,9 @@ def _prepare(config: Any, tokenizer: Any, pretrained: bool) -> None:
         if pretrained and isinstance(size, int) and 0 < size <= tokenizer.pad_token_id:
             raise RunError(
                 "LS3145",
-                f"tokenizer: its padding token {tokenizer.pad_token!r} has the number {tokenizer.pad_token_id}, and "
-                f"the model has embeddings for {size} tokens; give the tokenizer that the model was trained with, or "
-                "set its pad_token to one of its own tokens",
+                f"tokenizer: the id of its padding token {tokenizer.pad_token!r} is {tokenizer.pad_token_id}, "
+                f"but the model has embeddings for {size} tokens only; use the tokenizer that the model was "
+                "trained with, or set its pad_token to a token with an embedding",
             )
         part.pad_token_id = tokenizer.pad_token_id
         if hasattr(part, "use_cache"):  # a cache costs memory and may change bits; `save` switches it on again

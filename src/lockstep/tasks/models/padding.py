@@ -60,7 +60,7 @@ def check_foresight(run: Run) -> None:
     if (instead := foresight(run)) is not None:
         raise RunError(
             "LS3150",
-            f"model: {model_configs.load_config(run).model_type} reads the tokens that it is to predict; {instead}",
+            f"model: {model_configs.load_config(run).model_type} sees the tokens that it has to predict; {instead}",
         )
 
 
@@ -87,8 +87,8 @@ def kept_trial(
     def make(aside: Path) -> None:
         aside.write_text(json.dumps(trial(run, head, config)))
 
-    found: str | None = json.loads(cached(cache_folder() / "padding" / f"{key}.json", make).read_text())
-    return found
+    verdict: str | None = json.loads(cached(cache_folder() / "padding" / f"{key}.json", make).read_text())
+    return verdict
 
 
 def trial(run: Run, head: str, config: Any) -> str | None:
@@ -133,7 +133,7 @@ def differs(run: Run, head: str, config: Any) -> str | None:
             continue
         try:
             with small_models.counted(laid, (sum(lengths), sum(targets))) as blocks:
-                found = small_models.computed(laid, head, inputs)
+                outputs = small_models.computed(laid, head, inputs)
             ahead = head == "causal" and reads_ahead(laid, inputs) and not reads_ahead(plain, inputs)
         except unpadded.Cannot as error:
             return str(error)
@@ -141,7 +141,7 @@ def differs(run: Run, head: str, config: Any) -> str | None:
             return f"its layers do not take examples laid end to end ({small_models.brief(error)})"
         if len(lengths) > 1 and not blocks:
             return "its layers do not use transformers' masks and attention functions"
-        if not small_models.near([wanted[0]], [found[0]]) or not small_models.near(wanted[1], found[1]):
+        if not small_models.near([wanted[0]], [outputs[0]]) or not small_models.near(wanted[1], outputs[1]):
             return "laid end to end, its examples would see each other" + _of(lengths)
         if ahead:
             return "laid end to end, its tokens would see those after them" + _of(lengths)

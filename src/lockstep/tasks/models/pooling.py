@@ -35,13 +35,13 @@ def pooled(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
 
     hidden = hidden.float()
     if pooling == "cls":
-        found = hidden[:, 0]
+        vectors = hidden[:, 0]
     elif pooling == "last_token":
-        found = hidden[torch.arange(len(hidden), device=hidden.device), mask.sum(1) - 1]
+        vectors = hidden[torch.arange(len(hidden), device=hidden.device), mask.sum(1) - 1]
     else:
         weights = mask.unsqueeze(-1).to(hidden.dtype)  # [B, T, 1]
-        found = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
-    return normalize(found, dim=-1)
+        vectors = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
+    return normalize(vectors, dim=-1)
 
 
 def install(model: nn.Module, pooling: str) -> nn.Module:
@@ -72,7 +72,7 @@ def of_source(run: Run) -> str | None:
     if run.model.source is None:
         return None
     try:
-        found = cached_file(
+        modules_file = cached_file(
             model_configs.local_or_id(run),
             f"{FOLDER}/config.json",
             revision=run.model.revision,
@@ -82,7 +82,7 @@ def of_source(run: Run) -> str | None:
         )
     except OSError:  # no such repository: that is told when the model is loaded
         return None
-    return _mode(Path(found), run.model.source) if found else None
+    return _mode(Path(modules_file), run.model.source) if modules_file else None
 
 
 def of_folder(folder: Path) -> str:
@@ -100,8 +100,8 @@ def _mode(path: Path, source: str) -> str:
     if len(asked) != 1 or asked[0] not in names:
         raise RunError(
             "LS3160",
-            f"task.pooling: {source} pools by {' and '.join(asked) or 'nothing'} ({FOLDER}/config.json), which is not "
-            f"known here; choose one: {', '.join(MODES)}",
+            f"task.pooling: {source} pools by {' and '.join(asked) or 'nothing'} ({FOLDER}/config.json), "
+            f"which is not supported; choose one of {', '.join(MODES)}",
         )
     return names[asked[0]]
 

@@ -36,8 +36,8 @@ def numbers(output: Any, mask: Tensor) -> Tensor:
     """For each token how much speaks for the answer to begin there, and to end there."""
     import torch
 
-    found = torch.stack([output.start_logits, output.end_logits], -1).float()
-    return found.masked_fill(mask.unsqueeze(-1) == 0, torch.finfo(torch.float32).min)
+    logits = torch.stack([output.start_logits, output.end_logits], -1).float()
+    return logits.masked_fill(mask.unsqueeze(-1) == 0, torch.finfo(torch.float32).min)
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ def best(logits: Tensor, windows: Sequence[Sequence[TokenWindow]], tokens: int, 
         lengths = lengths.masked_fill(better, length)
     none = logits[: len(flat), 0].sum(-1).tolist()
     values, begin, size = scores.tolist(), froms.tolist(), lengths.tolist()
-    found, read = [], 0
+    spans, read = [], 0
     for each in windows:
         here = range(read, read + len(each))
         chosen = max(here, key=values.__getitem__)
         empty = unanswerable and min(none[r] for r in here) > values[chosen]
         window = flat[chosen]
         span = Span(window.begins[begin[chosen]], window.ends[begin[chosen] + size[chosen]])
-        found.append(Span() if empty else span)
+        spans.append(Span() if empty else span)
         read += len(each)
-    return found
+    return spans
 
 
 # -- SQuAD's scores (Rajpurkar et al. 2016, arXiv:1606.05250; its evaluate-v1.1.py and evaluate-v2.0.py) ---------------

@@ -34,8 +34,8 @@ def check(run: Run, possible: bool) -> None:
     if not adapter:
         raise RunError(
             "LS3170",
-            "model.quantization: weights in 4 bits cannot be trained, only an adapter beside them: give model.adapter, "
-            "or leave it out",
+            "model.quantization: 4-bit weights cannot be trained, only an adapter on them; set "
+            "model.adapter, or remove model.quantization",
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise RunError(
@@ -45,29 +45,31 @@ def check(run: Run, possible: bool) -> None:
     if kind != "lora" or adapter.get("use_dora"):
         kind = "lora with use_dora" if kind == "lora" else kind
         raise RunError(
-            "LS3172", f"model.quantization: it goes with adapters of type lora, not with {kind}, which reads weights"
+            "LS3172",
+            f"model.quantization: only adapters of type lora are supported, not {kind}, which reads the "
+            "weights; set model.adapter.type: lora",
         )
     if not possible:
         raise RunError(
             "LS3173",
-            f"model.quantization: {run.strategy.name} takes no weights in 4 bits; use strategy.name=ddp, allreduce "
-            "or single",
+            f"model.quantization: {run.strategy.name} does not support 4-bit weights; use strategy.name=ddp, "
+            "allreduce or single",
         )
     if run.model.compile:
-        raise RunError("LS3174", "model.compile: not with model.quantization; set model.compile=false")
+        raise RunError("LS3174", "model.compile: not supported with model.quantization; set model.compile=false")
 
 
 def pack(run: Run, model: nn.Module) -> None:
     """Keep the layers in 4 bits, in place. What is kept depends on their weights alone; it is computed where the model
     is built, on the CPU, whatever device it goes to then. Errors: `RunError` for a model without such layers."""
-    found = [m for name, m in model.named_modules() if _within_blocks(name) and _fits(m)]
-    if not found:
+    modules = [m for name, m in model.named_modules() if _within_blocks(name) and _fits(m)]
+    if not modules:
         raise RunError(
             "LS3175",
-            f"model.quantization: no block of this model has a frozen linear layer whose inputs are a multiple of "
-            f"{BLOCK}; leave it out, and keep them in bfloat16",
+            "model.quantization: no block of this model has a frozen linear layer whose inputs are a "
+            f"multiple of {BLOCK}; remove model.quantization, which keeps the weights in bfloat16",
         )
-    for layer in found:
+    for layer in modules:
         _pack(layer, str(run.model.quantization))
 
 
@@ -137,12 +139,12 @@ def unpack(model: nn.Module) -> None:
 @torch.no_grad()
 def unpacked(model: nn.Module) -> dict[str, Tensor]:
     """What the weights in 4 bits stand for, by the names that they would have: float32. The model stays as it is."""
-    found = {}
+    tensors = {}
     for name, layer in model.named_modules():
         if hasattr(layer, "kept_as"):
             weight = _library().functional.dequantize_4bit(layer.packed, _state(layer))  # [N, K]
-            found[f"{name}.weight"] = weight.t().contiguous() if isinstance(layer, Conv1D) else weight
-    return found
+            tensors[f"{name}.weight"] = weight.t().contiguous() if isinstance(layer, Conv1D) else weight
+    return tensors
 
 
 def _packed(model: nn.Module) -> Iterator[Any]:

@@ -24,19 +24,19 @@ def numbered(sides: list[np.ndarray]) -> list[np.ndarray]:
     """Numbers of texts from their hashes [N, 2], side by side: the same number for the same text, int64 [N] each."""
     every = np.concatenate(sides)
     order = np.lexsort((every[:, 1], every[:, 0]))
-    found = np.empty(len(every), dtype=np.int64)
-    found[order] = np.cumsum(np.r_[False, (every[order][1:] != every[order][:-1]).any(axis=1)])
-    return np.split(found, np.cumsum([len(side) for side in sides])[:-1])
+    numbers = np.empty(len(every), dtype=np.int64)
+    numbers[order] = np.cumsum(np.r_[False, (every[order][1:] != every[order][:-1]).any(axis=1)])
+    return np.split(numbers, np.cumsum([len(side) for side in sides])[:-1])
 
 
-def ranks(asked: np.ndarray, found: np.ndarray, queries: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, ...]:
+def ranks(asked: np.ndarray, answers: np.ndarray, queries: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, ...]:
     """At which rank, from 0, the right texts stand: `asked` and `found` are unit vectors [N, H] of pairs, `queries` and
     `texts` the numbers of what they stand for [N]. What stands in several pairs is one query, or one text. Returns
     query, from 0, and rank of every right text: int64 [P] each. Of equal scores the first text comes first."""
     _, first_query, query_of = np.unique(queries, return_index=True, return_inverse=True)
     _, first_text, text_of = np.unique(texts, return_index=True, return_inverse=True)
     pairs = np.unique(np.stack([query_of, text_of], 1), axis=0)  # by query
-    among = found[first_text]
+    among = answers[first_text]
     at = np.empty(len(pairs), dtype=np.int64)
     for start in range(0, len(first_query), _AT_ONCE):
         scores = asked[first_query[start : start + _AT_ONCE]] @ among.T  # [Q, D]
@@ -81,8 +81,8 @@ def scores(query: np.ndarray, at: np.ndarray) -> dict[str, float]:
     reciprocal = np.where(first < TOP, 1.0 / (1.0 + first), 0.0)
     gain = np.bincount(query, np.where(at < TOP, 1.0 / np.log2(at + 2.0), 0.0))
     best = np.cumsum(1.0 / np.log2(np.arange(TOP) + 2.0))[np.minimum(right, TOP) - 1]
-    found = [recall(query, at, within) for within in RECALLS]
-    return dict(zip(NAMES, [*found, float(reciprocal.mean()), float((gain / best).mean())], strict=True))
+    recalls = [recall(query, at, within) for within in RECALLS]
+    return dict(zip(NAMES, [*recalls, float(reciprocal.mean()), float((gain / best).mean())], strict=True))
 
 
 def correlation(one: np.ndarray, other: np.ndarray) -> float:

@@ -82,11 +82,11 @@ def smaller(config: Any, head: str) -> Iterator[Any]:
     """The config with narrow layers, and as it is; each with few tokens. All layers are kept: kinds of them may take
     turns."""
     for narrow in (True, False):
-        found = copy.deepcopy(config)
+        small = copy.deepcopy(config)
         try:
-            for part in model_configs.texts(found) if narrow else ():
+            for part in model_configs.texts(small) if narrow else ():
                 _narrow(part)
-            yield _prepared(found, head)
+            yield _prepared(small, head)
         except Exception:  # a config that does not let itself be changed
             continue
 

@@ -33,9 +33,9 @@ def _check_end(run: Run, tokenizer: Any) -> None:
     if end is not None and end == tokenizer.pad_token_id:
         raise RunError(
             "LS3190",
-            f"tokenizer: a {config.model_type} classifies at the end token, and this tokenizer pads with its end token "
-            f"{tokenizer.pad_token!r}, so that padding would be read as ends of texts; give it a padding token of its "
-            "own, or set tokenizer.train, or take an encoder such as bert",
+            f"tokenizer: a {config.model_type} classifies at the end token, and this tokenizer pads with its "
+            f"end token {tokenizer.pad_token!r}, so padding would be read as the end of a text; add a "
+            "separate padding token, set tokenizer.train, or use an encoder such as bert",
         )
 
 
@@ -47,8 +47,8 @@ def _check_separators(run: Run, tokenizer: Any) -> None:
     if around != _SEPARATORS:
         raise RunError(
             "LS3191",
-            f"tokenizer: a longformer finds the question by {_SEPARATORS} tokens of the number {config.sep_token_id} "
-            f"(model.config.sep_token_id) in each example, and this tokenizer writes {around} around a question and "
-            "its text; take one that writes <s> question </s></s> text </s>, as allenai/longformer-base-4096 does, or "
-            "another family",
+            f"tokenizer: a longformer finds the question by {_SEPARATORS} tokens with the id "
+            f"{config.sep_token_id} (model.config.sep_token_id) in each example, but this tokenizer writes "
+            f"{around} around a question and its text; use a tokenizer that writes <s> question </s></s> text "
+            "</s>, as allenai/longformer-base-4096 does, or another family",
         )

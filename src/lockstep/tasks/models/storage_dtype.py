@@ -69,8 +69,8 @@ def _widen(module: nn.Module) -> None:
         module.forward = MethodType(_forward, module)
 
 
-def _float(module: nn.Module, given: Any, found: Tensor) -> Tensor:
-    return found if vars(module).get("gives_bfloat16") else found.float()
+def _float(module: nn.Module, given: Any, output: Tensor) -> Tensor:
+    return output if vars(module).get("gives_bfloat16") else output.float()
 
 
 def keep_narrow(model: nn.Module) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
@@ -100,8 +101,8 @@ class RowMap:
         by_head = value.is_contiguous()
         rows = (value if by_head else value.transpose(1, 2)).reshape(heads * count, width)
         # not at once in this shape: torch.compile cannot order what writes into a view
-        found = _Spread.apply(rows, self._place(heads, by_head), (self.rows * heads * self.width, width))
-        return found.view(self.rows, heads, self.width, width)
+        padded = _Spread.apply(rows, self._place(heads, by_head), (self.rows * heads * self.width, width))
+        return padded.view(self.rows, heads, self.width, width)
 
     def collect(self, value: Tensor) -> Tensor:
         """[B, h, T, d] -> [1, N, h, d]."""
@@ -145,9 +146,9 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(index)
         ctx.row = value.shape[1:]
-        found = value.new_zeros(shape)
-        _put(found if found.dim() == value.dim() else found.view(-1, *ctx.row), index, value)
-        return found
+        padded = value.new_zeros(shape)
+        _put(padded if padded.dim() == value.dim() else padded.view(-1, *ctx.row), index, value)
+        return padded
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -170,15 +171,15 @@ class _Collect(torch.autograd.Function):
         return _put(gradient.new_zeros(ctx.size, *gradient.shape[1:]), index, gradient), None
 
 
-def _put(found: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+def _put(padded: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     """Rows to places that all differ. Where torch shall be deterministic it sorts places first on CUDA, ten kernels for
     one, lest two of them be the same."""
-    if not found.is_cuda or torch.compiler.is_compiling() or not torch.are_deterministic_algorithms_enabled():
-        return found.index_copy_(0, index, rows)
+    if not padded.is_cuda or torch.compiler.is_compiling() or not torch.are_deterministic_algorithms_enabled():
+        return padded.index_copy_(0, index, rows)
     mode = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(0)
     try:
-        return found.index_copy_(0, index, rows)
+        return padded.index_copy_(0, index, rows)
     finally:
         torch.set_deterministic_debug_mode(mode)
 
@@ -245,6 +246,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention of examples laid end to end: query, key and value [1, h, N, d] -> [1, N, h, d]. Of others as
     transformers has it."""
+    if has_torch_function_unary(query):  # of a layer whose products are cut into leaves
+        named = {"dropout": dropout, "scaling": scaling, **more}
+        return handle_torch_function(attention, (query,), module, query, key, value, attention_mask, **named)
     if isinstance(attention_mask, RowMap) and query.shape[0] != 1:  # outside of a stack
         attention_mask = attention_mask.padded_mask
     if not isinstance(attention_mask, RowMap | Across):
@@ -264,8 +268,8 @@ def attention(
     if query.device.type == "cpu" and max(to.width, of.width) <= SHORT.get(query.dtype, 0):
         return to.collect(_written_out(query, key, value, of.bias, dropout, scaling)), None
     more["is_causal"] = causal
-    found, _ = sdpa_attention_forward(module, query, key, value, of.mask, dropout, scaling, **more)  # [B, T, h, d]
-    return to.collect(found.transpose(1, 2)), None
+    attended, _ = sdpa_attention_forward(module, query, key, value, of.mask, dropout, scaling, **more)  # [B, T, h, d]
+    return to.collect(attended.transpose(1, 2)), None
 
 
 def _written_out(
@@ -292,7 +296,7 @@ def _by_length(query: Tensor, key: Tensor, value: Tensor, to: RowMap, of: RowMap
     times = query.shape[1] // key.shape[1]  # heads of queries a head of keys: repeated, as torch 2.11 has no other way
     key, value = (each.repeat_interleave(times, 1) if times > 1 else each for each in (key, value))
     query, key, value = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))  # [N, h, d]
-    found = varlen_attn(
+    attended = varlen_attn(
         query,
         key,
         value,
@@ -303,8 +307,8 @@ def _by_length(query: Tensor, key: Tensor, value: Tensor, to: RowMap, of: RowMap
         scale=scaling,
         window_size=(-1, 0) if of.causal and to is of else (-1, -1),
     )
-    assert isinstance(found, Tensor)  # a tuple where more is asked for
-    return found[None]
+    assert isinstance(attended, Tensor)  # a tuple where more is asked for
+    return attended[None]
 
 
 AttentionInterface.register(NAME, attention)
@@ -338,10 +342,10 @@ def lay(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     own = next((v for n, v in zip(names, given, strict=True) if isinstance(v, RowMap) and not _of_source(n)), None)
     source = next((v for n, v in zip(names, given, strict=True) if isinstance(v, RowMap) and _of_source(n)), None)
     if own is None or not own.fits(next(v for v in given if isinstance(v, Tensor))) or _cached(names, given):
-        found = [value.padded_mask if isinstance(value, RowMap) else value for value in given]
+        arguments = [value.padded_mask if isinstance(value, RowMap) else value for value in given]
     else:
-        found = [_laid(name, value, own, source) for name, value in zip(names, given, strict=True)]
-    return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
+        arguments = [_laid(name, value, own, source) for name, value in zip(names, given, strict=True)]
+    return tuple(arguments[: len(args)]), dict(zip(kwargs, arguments[len(args) :], strict=True))
 
 
 def _laid(name: str, value: Any, own: RowMap, source: RowMap | None) -> Any:

@@ -48,26 +48,28 @@ def function(run: Run, key: str) -> Any:
     if name is None:
         return None
     if "." not in name:
-        raise RunError("LS3200", f"task.{key}: {name!r} names no file: write my_file.{name} for {name} in my_file.py")
+        raise RunError(
+            "LS3200", f"task.{key}: {name!r} does not name a file; write my_file.{name} for {name} in my_file.py"
+        )
     if name.rpartition(".")[0] not in sys.modules:  # what is drawn at its top is the same in every process
         seed_libraries(run.seed)
     try:
-        found = plugins.attribute(name)
+        attribute = plugins.attribute(name)
     except plugins.PluginError as error:
         raise RunError(error.code, f"task.{key}: {error.message}") from error
     except Exception as error:
         raise RunError("LS3201", f"task.{key}: cannot import {name}: {error_line(error)}") from error
-    if key not in ("model", "data") and isinstance(found, type) and issubclass(found, nn.Module):
-        found = found()
-    if key == "loss" and isinstance(found, nn.Module) and any(w.requires_grad for w in found.parameters()):
+    if key not in ("model", "data") and isinstance(attribute, type) and issubclass(attribute, nn.Module):
+        attribute = attribute()
+    if key == "loss" and isinstance(attribute, nn.Module) and any(w.requires_grad for w in attribute.parameters()):
         raise RunError(
             "LS3202",
-            f"task.loss: {name} has weights of its own, which would not be trained: make it a part of the model that "
-            "task.model builds, and let forward return what the loss needs",
+            f"task.loss: {name} has trainable weights that would not be trained; move them into the model "
+            "that task.model builds, and return from forward what the loss needs",
         )
-    if key != "data" and not callable(found):
-        raise RunError("LS3203", f"task.{key}: {name} is a {type(found).__name__}; expected a function")
-    return found
+    if key != "data" and not callable(attribute):
+        raise RunError("LS3203", f"task.{key}: {name} is a {type(attribute).__name__}; expected a function")
+    return attribute
 
 
 @contextmanager
@@ -109,15 +111,19 @@ def data_sets(run: Run) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
             made = made(**run.task.options["data_arguments"])
     if isinstance(made, tuple):
         if not 1 <= len(made) <= len(ORDER):
-            raise RunError("LS3205", f"task.data: {name} gives {len(made)} things; expected train, validation and test")
+            raise RunError(
+                "LS3205", f"task.data: {name} returns {len(made)} values; expected train, validation and test"
+            )
         made = dict(zip(ORDER, made, strict=False))
     if not isinstance(made, Mapping):
         made = {"train": made}
     if unknown := [key for key in made if key not in SPLITS]:
-        raise RunError("LS3206", f"task.data: {name} gives a split {unknown[0]!r}; known are {', '.join(SPLITS)}")
+        raise RunError(
+            "LS3206", f"task.data: {name} returns an unknown split {unknown[0]!r}; known are {', '.join(SPLITS)}"
+        )
     sets = {SPLITS[key]: _indexed(run, data, f"task.data: the {key} split of {name}") for key, data in made.items()}
     if "train" not in sets:
-        raise RunError("LS3207", f"task.data: {name} gives no split train, only {', '.join(made)}")
+        raise RunError("LS3207", f"task.data: {name} returns no train split, only {', '.join(made)}")
     places = {split: np.arange(min(len(data), run.data.limit or len(data))) for split, data in sets.items()}
     if cut := "validation" not in sets:
         sets["validation"] = sets["train"]
@@ -125,7 +131,9 @@ def data_sets(run: Run) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
         count = max(1, round(len(shuffled) * run.data.validation_fraction))
         if count >= len(shuffled):
             raise RunError(
-                "LS3208", f"task.data: {name} gives no validation split, and one example is too few to cut one off"
+                "LS3208",
+                f"task.data: {name} returns no validation split, and a single example is too few to hold one "
+                "out; return a validation split or more examples",
             )
         places |= {"validation": np.sort(shuffled[:count]), "train": np.sort(shuffled[count:])}
     return {split: (sets[split], places[split].astype(np.int64)) for split in ORDER if split in sets}, cut
@@ -136,20 +144,21 @@ def _indexed(run: Run, data: Any, what: str) -> Any:
     if isinstance(data, DataLoader):
         raise RunError(
             "LS3209",
-            f"{what} is a DataLoader; give its data set (`.dataset`): batches are made by batch_size and "
-            "micro_batches, and task.collate takes its collate_fn",
+            f"{what} is a DataLoader; return its data set (`.dataset`) instead. batch_size and micro_batches "
+            "form the batches, and task.collate takes its collate_fn",
         )
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping)
     if isinstance(data, IterableDataset) or not indexed:
         raise RunError(
             "LS3210",
-            f"{what} is a {type(data).__name__}, which can only be gone through from its beginning; the order of "
-            "training is drawn anew at every epoch, shared out and resumed, so it needs items by number: give a data "
-            "set with __getitem__ and __len__. What fits into memory is one as list(data); larger data can be written "
-            "to a file once (datasets.Dataset.from_generator) and read from there by number",
+            f"{what} is a {type(data).__name__}, which can only be iterated from its start. Training shuffles "
+            "at every epoch, splits the order over ranks and resumes in the middle, so it needs access by "
+            "index: return a data set with __getitem__ and __len__. Data that fits into memory can be "
+            "list(data); larger data can be written once with datasets.Dataset.from_generator and read by "
+            "index",
         )
     if len(data) == 0:
-        raise RunError("LS3211", f"{what} is empty")
+        raise RunError("LS3211", f"{what} is empty; return at least one example")
     if getattr(data, "format", {}) and type(data).__module__.startswith("datasets."):
         return data if data.format["type"] else data.with_format("torch")  # lists of numbers as tensors
     return data
@@ -165,20 +174,22 @@ def model(run: Run, empty: bool = False) -> nn.Module:
     if isinstance(build, nn.Module):
         raise RunError(
             "LS3212",
-            f"task.model: {name} is a model; give the function or class "
-            "that makes one, so that every "
-            "process draws the same weights",
+            f"task.model: {name} is a model; give the function or class that builds it, so that every process "
+            "initialises the same weights",
         )
     seed_libraries(run.seed)
     with asked(run, "model"):
-        found = _on_meta(build, run) if empty else build(**run.task.options["model_arguments"])
-    if isinstance(found, list | tuple) and found and all(isinstance(part, nn.Module) for part in found):
-        found = nn.Sequential(*found)
-    if not isinstance(found, nn.Module):
-        raise RunError("LS3213", f"task.model: {name} gives a {type(found).__name__}; expected a torch.nn.Module")
-    if isinstance(found, torch.jit.ScriptModule) or type(found).__name__ == "OptimizedModule":
-        raise RunError("LS3214", f"task.model: {name} gives a compiled model; give the module itself")
-    return found.to("meta") if empty else found
+        built = _on_meta(build, run) if empty else build(**run.task.options["model_arguments"])
+    if isinstance(built, list | tuple) and built and all(isinstance(part, nn.Module) for part in built):
+        built = nn.Sequential(*built)
+    if not isinstance(built, nn.Module):
+        raise RunError("LS3213", f"task.model: {name} returns a {type(built).__name__}; expected a torch.nn.Module")
+    if isinstance(built, torch.jit.ScriptModule) or type(built).__name__ == "OptimizedModule":
+        raise RunError(
+            "LS3214",
+            f"task.model: {name} returns a compiled model; return the module itself, and set model.compile=true",
+        )
+    return built.to("meta") if empty else built
 
 
 def _on_meta(build: Any, run: Run) -> Any:
@@ -196,11 +207,15 @@ def measured(run: Run, data: Any, places: np.ndarray, each: int, key: str) -> st
     columns = {"length": np.ones(len(places), np.int32), "targets": np.full(len(places), each, np.int32)}
     some = {name: call for name, call in functions.items() if call is not None}
     for row, place in enumerate(places if some else ()):
-        found = item(run, data, int(place), -1)
+        sample = item(run, data, int(place), -1)
         for name, call in some.items():
-            columns[name][row] = _number(run, name, call, found, int(place))
+            columns[name][row] = _number(run, name, call, sample, int(place))
     if not columns["targets"].any():
-        raise RunError("LS3215", "task.targets: no item of a split holds a target")
+        raise RunError(
+            "LS3215",
+            "task.targets: no item of the data has a target, so there is nothing to learn; check the "
+            "function task.targets",
+        )
 
     def make(aside: Path) -> None:
         table = pa.table(columns)
@@ -229,13 +244,13 @@ def content(path: str) -> str:
     return seen.hexdigest()
 
 
-def _number(run: Run, name: str, function: Any, found: Any, place: int) -> int:
+def _number(run: Run, name: str, function: Any, value: Any, place: int) -> int:
     """Errors: `RunError`."""
     with asked(run, name, f" of item {place}"):
-        number = int(function(found))
+        number = int(function(value))
     least = 1 if name == "length" else 0
     if not least <= number < 2**31:
-        raise RunError("LS3216", f"task.{name}: item {place} has {number}; expected a whole number of at least {least}")
+        raise RunError("LS3216", f"task.{name}: item {place} has {number}; expected an integer >= {least}")
     return number
 
 
@@ -290,9 +305,8 @@ class Items(Columns):
         if len(places) != len(self):
             raise RunError(
                 "LS3217",
-                f"task.data: the {name} split had {len(self)} items "
-                f"when it was prepared, and {len(places)} "
-                "now; what it gives must not change while a run starts",
+                f"task.data: the {name} split had {len(self)} items when it was prepared and has {len(places)} "
+                "now; task.data must return the same data in every process",
             )
 
     @property
@@ -322,23 +336,23 @@ class Batches(Dataset):
         step, index, rows = job
         blank = len(rows) == 0
         rows = np.zeros(2, dtype=np.int64) if blank else rows
-        found = [item(self.run, self.columns.data, int(self.columns.places[row]), step) for row in rows]
-        self._compare(rows, found)
+        items = [item(self.run, self.columns.data, int(self.columns.places[row]), step) for row in rows]
+        self._compare(rows, items)
         seed_everything(self.run.seed, step, index, 1)
-        batch = collated(self.run, self.collate, found)
+        batch = collated(self.run, self.collate, items)
         return Bundle(batch, len(rows), int(self.columns.targets[rows].sum()), blank)
 
-    def _compare(self, rows: np.ndarray, found: list[Any]) -> None:
+    def _compare(self, rows: np.ndarray, items: list[Any]) -> None:
         """Errors: `RunError` when an item holds another number of targets than before, which divide the loss, or has
         another length, by which steps are cut."""
-        for row, each in zip(rows, found, strict=True):
+        for row, each in zip(rows, items, strict=True):
             if (count := self._measured("targets", each)) not in (None, self.columns.targets[row]):
                 told = "it must not depend on what is drawn at random"
                 if self._again("targets", int(row)) != self.columns.targets[row]:
                     told = self._changed()
                 raise RunError(
                     "LS3218",
-                    f"task.targets: {self._called(row)} holds {count} targets, and held {self.columns.targets[row]} "
+                    f"task.targets: {self._called(row)} has {count} targets now and had {self.columns.targets[row]} "
                     f"when the data was prepared; {told}",
                 )
             if not self.compared[row]:  # once: it may be drawn at random, and differ whenever it is read
@@ -349,7 +363,7 @@ class Batches(Dataset):
                     if length != self.columns.lengths[row]:
                         raise RunError(
                             "LS3219",
-                            f"task.length: {self._called(row)} has the length {length}, and had "
+                            f"task.length: {self._called(row)} has the length {length} now and had "
                             f"{self.columns.lengths[row]} when the data was prepared; {self._changed()}",
                         )
 
@@ -376,19 +390,19 @@ class Batches(Dataset):
         )
 
 
-def collated(run: Run, collate: Callable[[list[Any]], Any], found: list[Any]) -> Any:
+def collated(run: Run, collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:
     """Items as a batch. Errors: `RunError`."""
     try:
-        return collate(found)
+        return collate(items)
     except Exception as error:
         if run.task.options.get("collate") is not None:
             with asked(run, "collate"):
                 raise
         raise RunError(
             "LS3220",
-            "task.data: torch's default_collate cannot make a batch of these items "
-            f"({error_line(error)}); give task.collate: my_file.collate, which makes a batch of a list "
-            "of items (and pads them where they differ)",
+            f"task.data: torch's default_collate cannot make a batch of these items ({error_line(error)}); "
+            "set task.collate: my_file.collate, a function that makes a batch from a list of items (and pads "
+            "them if their sizes differ)",
         ) from error
 
 

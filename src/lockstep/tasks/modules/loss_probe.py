@@ -57,13 +57,13 @@ def groups(run: Run, data: Any, places: np.ndarray) -> list[ContrastGroup]:
     chosen = np.unique(places[np.linspace(0, len(places) - 1, LOOKED_AT).astype(np.int64)])
     read = sorted((dataset.item(run, data, int(place), -1) for place in chosen), key=size)
     half = min(HALF, len(read) // 2)
-    found = []
+    group_list = []
     for start in range(0, min(GROUPS * half, len(read) // 2), max(1, half)):
         stop = min(start + half, len(read) // 2)
         little, much = read[start:stop], read[len(read) - stop : len(read) - start]
         whole = [*little, *much]
-        found.append(ContrastGroup((whole, whole + little * (TIMES - 1), whole + much * (TIMES - 1))))
-    return found
+        group_list.append(ContrastGroup((whole, whole + little * (TIMES - 1), whole + much * (TIMES - 1))))
+    return group_list
 
 
 def size(value: Any, depth: int = 4) -> int:
@@ -197,12 +197,12 @@ def probe(run: Run, data: Any, places: np.ndarray) -> Found:
         metrics = _kinds_of_metrics(tried)
         if kind == "mean" or "mean" in metrics.values():
             _check_means(tried, kind, metrics, groups(run, data, places))
-    found = Found(kind, each, metrics, [], [*doubts, *doubt, *foreign_sums(run, model)])
+    result = Found(kind, each, metrics, [], [*doubts, *doubt, *foreign_sums(run, model)])
     new = dataset.model(run).train()  # has seen nothing yet
     with torch.no_grad(), _Calls(new) as training_calls:
-        found.doubts += _remembers(replace(trial, model=new))
-    found.called_once = [name for name in calls.once() if name in training_calls.once()]
-    return found
+        result.doubts += _remembers(replace(trial, model=new))
+    result.called_once = [name for name in calls.once() if name in training_calls.once()]
+    return result
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------
@@ -215,7 +215,8 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
     for value in values.values():
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise RunError(
-                "LS3230", f"task.loss: expected a tensor of floats, and it gave {wrapped_module.kind_of(value)}"
+                "LS3230",
+                f"task.loss: expected a tensor of floats, but the function returned {wrapped_module.kind_of(value)}",
             )
     named = trial.run.task.options.get("targets") is not None
     if values["A"].numel() > 1:
@@ -224,23 +225,21 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
         if not named and (ratios or each != int(each)):
             raise RunError(
                 "LS3231",
-                f"task.loss: it gives {values['A'].numel()} numbers for {trial.sizes['A']} examples and "
-                f"{values['B'].numel()} for {trial.sizes['B']}, so it does not say how many targets there are; "
+                f"task.loss: it returns {values['A'].numel()} numbers for {trial.sizes['A']} examples and "
+                f"{values['B'].numel()} for {trial.sizes['B']}, so the number of targets is unknown; "
                 f"{wrapped_module.COUNT}",
             )
         return "each", 1 if named else int(each), []
     numbers = {name: float(value) for name, value in values.items()}
     if not all(map(math.isfinite, numbers.values())):
-        raise RunError(
-            "LS3232", f"task.loss: the loss of the untrained model is {numbers['A']}, which is no finite number"
-        )
+        raise RunError("LS3232", f"task.loss: the loss of the untrained model is {numbers['A']}, which is not finite")
     kind = _kind(numbers)
     if kind is None:
         raise RunError(
             "LS3233",
-            f"task.loss: a batch has the loss {numbers['A']:.6g}, and the same batch twice over {numbers['AA']:.6g}: "
-            "that is neither a sum over targets nor their mean; return a sum, or one number a target "
-            "(reduction='none')",
+            f"task.loss: a batch has the loss {numbers['A']:.6g} and the same batch repeated twice "
+            f"{numbers['AA']:.6g}, which is neither a sum over targets nor their mean; return a sum, or one "
+            "number per target (reduction='none')",
         )
     if kind == "mean" and by_class.seen:
         raise _no_mean(trial, "its cross entropy divides by the weights of the classes that a batch holds")
@@ -263,9 +262,9 @@ def _no_mean(trial: _Trial, seen: str) -> RunError:
     over = "targets" if trial.run.task.options.get("targets") is not None else "examples"
     return RunError(
         "LS3234",
-        f"task.loss: it is a mean, but not over {over}: {seen}. Return a sum (reduction='sum'), or one number a "
-        f"target; {wrapped_module.COUNT}. (Or an example's loss depends on the others: padding without a mask, a "
-        "normalisation over the batch)",
+        f"task.loss: the function returns a mean, but not over {over}: {seen}. Return a sum "
+        f"(reduction='sum'), or one number per target; {wrapped_module.COUNT}. (Or an example's loss depends "
+        "on the others: padding without a mask, a normalisation over the batch)",
     )
 
 
@@ -305,14 +304,14 @@ def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: l
 
 def _means(trial: _Trial, metrics: Mapping[str, str]) -> dict[str, dict[str, float]]:
     """Metrics that are means, of each batch."""
-    found: dict[str, dict[str, float]] = {name: {} for name, kind in metrics.items() if kind == "mean"}
-    for batch in trial.batches if found else ():
+    means: dict[str, dict[str, float]] = {name: {} for name, kind in metrics.items() if kind == "mean"}
+    for batch in trial.batches if means else ():
         outputs, seen = trial.forward(batch)
         with dataset.asked(trial.run, "metrics"):
             values = trial.calling.metrics(outputs, seen) if trial.calling.metrics else {}
-        for name in found:
-            found[name][batch] = float(values[name])
-    return found
+        for name in means:
+            means[name][batch] = float(values[name])
+    return means
 
 
 def _sums_up(group: ContrastGroup, numbers: Mapping[str, float], weights: Mapping[str, int]) -> bool:
@@ -356,7 +355,7 @@ def _kinds_of_metrics(trial: _Trial) -> dict[str, str]:
     """Errors: `RunError`."""
     if trial.calling.metrics is None:
         return {}
-    found: dict[str, dict[str, Any]] = {}
+    values_by_name: dict[str, dict[str, Any]] = {}
     for batch in trial.batches:
         outputs, seen = trial.forward(batch)
         with dataset.asked(trial.run, "metrics"):
@@ -364,19 +363,20 @@ def _kinds_of_metrics(trial: _Trial) -> dict[str, str]:
         if not isinstance(values, Mapping) or not values:
             raise RunError(
                 "LS3236",
-                f"task.metrics: expected a mapping of names to numbers, it gave {wrapped_module.kind_of(values)}",
+                "task.metrics: expected a mapping of names to numbers, the function returned "
+                f"{wrapped_module.kind_of(values)}",
             )
         for name, value in values.items():
-            found.setdefault(str(name), {})[batch] = value
-    if taken := {"loss", "examples"} & found.keys():
-        raise RunError("LS3237", f"task.metrics: {taken.pop()} is there already; choose another name")
-    return {name: _kind_of_metric(trial, name, values) for name, values in found.items()}
+            values_by_name.setdefault(str(name), {})[batch] = value
+    if taken := {"loss", "examples"} & values_by_name.keys():
+        raise RunError("LS3237", f"task.metrics: {taken.pop()} is the name of another metric; choose a different name")
+    return {name: _kind_of_metric(trial, name, values) for name, values in values_by_name.items()}
 
 
 def _kind_of_metric(trial: _Trial, name: str, values: Mapping[str, Any]) -> str:
     """Errors: `RunError` for one that cannot be put together from batches."""
     if len(values) < len(trial.batches):
-        raise RunError("LS3238", f"task.metrics: {name} is not there for every batch")
+        raise RunError("LS3238", f"task.metrics: {name} is missing for some batches; return it for every batch")
     if isinstance(values["A"], tuple) and len(values["A"]) == 2:
         return "pair"
     if isinstance(values["A"], Tensor) and values["A"].dim() > 0:
@@ -442,14 +442,14 @@ def _remembers(trial: _Trial) -> list[str]:
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
     """What modules hold beside weights, buffers and modules, by name."""
-    found = {}
+    attributes = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if not (name.startswith("_") and name.endswith(("hooks", "_parameters", "_buffers", "_modules"))):
-                found[f"{path}.{name}" if path else name] = value.clone() if isinstance(value, Tensor) else (
+                attributes[f"{path}.{name}" if path else name] = value.clone() if isinstance(value, Tensor) else (
                     list(value) if isinstance(value, list) else dict(value) if isinstance(value, dict) else value
                 )  # fmt: skip
-    return found
+    return attributes
 
 
 def _alike(first: Any, second: Any) -> bool:
@@ -461,7 +461,7 @@ def _alike(first: Any, second: Any) -> bool:
 
 def foreign_sums(run: Run, model: nn.Module) -> list[str]:
     """Where the user's own code speaks with other ranks, or its model normalises over them."""
-    found = [
+    doubts = [
         f"task.model: {name} is a SyncBatchNorm, which normalises over what all ranks compute at the same moment; "
         "BatchNorm normalises over a micro-batch, which is the same at any number of processes"
         for name, module in model.named_modules()
@@ -474,8 +474,8 @@ def foreign_sums(run: Run, model: nn.Module) -> list[str]:
                     f"{file}, line {line}: code of yours uses torch.distributed: what it gets depends on the number of "
                     "processes and on which micro-batches they run at the same moment"
                 )
-                return [*found, told]
-    return found
+                return [*doubts, told]
+    return doubts
 
 
 def _named(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -59,8 +59,8 @@ class Calling:
             if len(batch) != 2:
                 raise RunError(
                     "LS3250",
-                    f"task.data: a batch is {len(batch)} things in a row; expected a pair (the model sees the first, "
-                    "the loss the second), a mapping, or one tensor",
+                    f"task.data: a batch is a sequence of {len(batch)} values; expected a pair (the model sees the "
+                    "first, the loss the second), a mapping, or one tensor",
                 )
             batch, seen = batch
         if not isinstance(batch, Mapping):
@@ -69,43 +69,47 @@ class Calling:
         if not given:
             raise RunError(
                 "LS3251",
-                f"task.model: forward takes {', '.join(self.names or ())}, and a batch holds {', '.join(batch)}: what "
-                "is passed to the model goes by these names",
+                f"task.model: forward takes {', '.join(self.names or ())}, but a batch has the keys "
+                f"{', '.join(batch)}; arguments are passed by these names",
             )
         return ((), given), seen
 
     def summed(self, value: Any, bundle: Bundle) -> Tensor:
         """What the user's loss gave, as the sum over targets: float32 scalar. Errors: `RunError`."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise RunError("LS3252", f"task.loss: expected a tensor of floats, and it gave {kind_of(value)}")
+            raise RunError(
+                "LS3252", f"task.loss: expected a tensor of floats, but the function returned {kind_of(value)}"
+            )
         if self.loss_kind == "each":
             if self.run.task.options.get("targets") is None and value.numel() != bundle.targets:
                 raise RunError(
                     "LS3253",
-                    f"task.loss: it gave {value.numel()} numbers for a batch of {bundle.examples} examples, and "
-                    f"{bundle.targets} were expected; {COUNT}",
+                    f"task.loss: it returned {value.numel()} numbers for a batch of {bundle.examples} examples; "
+                    f"expected {bundle.targets}; {COUNT}",
                 )
-            found = value.float().sum()
+            loss_total = value.float().sum()
         elif value.numel() != 1:
             raise RunError(
-                "LS3254", f"task.loss: it gave one number for the batches it was tried on, now {kind_of(value)}"
+                "LS3254", f"task.loss: it returned one number for the batches of the trial, and now {kind_of(value)}"
             )
         else:
-            found = value.float().reshape(()) * (bundle.targets if self.loss_kind == "mean" else 1)
-        return nothing(found) if bundle.blank else found
+            loss_total = value.float().reshape(()) * (bundle.targets if self.loss_kind == "mean" else 1)
+        return nothing(loss_total) if bundle.blank else loss_total
 
     def measured(self, outputs: Any, seen: Any, bundle: Bundle) -> list[Any]:
         """Sum and count of each metric, one after the other. Errors: `RunError`."""
         if self.metrics is None:
             return []
-        found = self.metrics(outputs, seen)
-        if not isinstance(found, Mapping) or {*found} != {*self.metric_kinds}:
+        values = self.metrics(outputs, seen)
+        if not isinstance(values, Mapping) or {*values} != {*self.metric_kinds}:
             raise RunError(
-                "LS3255", f"task.metrics: expected a mapping with {', '.join(self.metric_kinds)}, it gave {found!r}"
+                "LS3255",
+                f"task.metrics: expected a mapping with {', '.join(self.metric_kinds)}, but the function "
+                f"returned {values!r}",
             )
         numbers: list[Any] = []
         for name, kind in self.metric_kinds.items():
-            value = found[name]
+            value = values[name]
             if kind == "pair":
                 numbers += value
             elif kind == "each":
@@ -115,9 +119,9 @@ class Calling:
         return numbers
 
 
-def nothing(found: Tensor) -> Tensor:
+def nothing(tensor: Tensor) -> Tensor:
     """A zero that hangs on `found`, so that every rank's backward runs, also through a loss that is no number."""
-    return torch.where(torch.zeros_like(found, dtype=torch.bool), found, 0)
+    return torch.where(torch.zeros_like(tensor, dtype=torch.bool), tensor, 0)
 
 
 def kind_of(value: Any) -> str:
@@ -129,10 +133,10 @@ def kind_of(value: Any) -> str:
 
 def names_of(model: nn.Module) -> tuple[str, ...] | None:
     """What `forward` takes by name; None where it takes anything."""
-    found = inspect.signature(model.forward).parameters.values()
-    if any(p.kind == p.VAR_KEYWORD for p in found):
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return None
-    return tuple(p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
 class Adapted(nn.Module):
@@ -196,7 +200,7 @@ def adapt(model: nn.Module, calling: Calling) -> nn.Module:
     try:
         model.__class__ = type(kind.__name__, (Adapted, kind), {"__module__": kind.__module__})
     except TypeError as error:
-        raise RunError("LS3256", f"task.model: {kind.__name__} cannot be adapted: {error}") from error
+        raise RunError("LS3256", f"task.model: {kind.__name__} cannot take this adapter: {error}") from error
     model.lockstep_calling = calling  # type: ignore[assignment]
     return model
 
@@ -237,5 +241,5 @@ def fill(model: nn.Module, folder: Path) -> None:
         model.load_state_dict(load_file(folder / WEIGHTS))
     except (OSError, RuntimeError) as error:
         raise RunError(
-            "LS3258", f"{folder / WEIGHTS} is not of this model: {' '.join(str(error).split())[:300]}"
+            "LS3258", f"{folder / WEIGHTS} does not belong to this model: {' '.join(str(error).split())[:300]}"
         ) from error

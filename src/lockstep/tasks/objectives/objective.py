@@ -57,25 +57,25 @@ def of_labels(options: ClassificationOptions, names: list[str], counts: list[int
         if 0 in counts:
             raise RunError(
                 "LS3270",
-                f"task.class_weights: the training split has no example of {names[counts.index(0)]!r}, so balanced "
-                "says nothing of its weight; give weights by label, or more data",
+                f"task.class_weights: the training split has no example of {names[counts.index(0)]!r}, so "
+                "balanced cannot compute its weight; give weights by label, or more data",
             )
         of = np.array(counts, np.float64)
-        found = (examples - of) / of if options.multi_label else examples / (len(names) * of)
-        if options.multi_label and (found == 0).any():
+        weights = (examples - of) / of if options.multi_label else examples / (len(names) * of)
+        if options.multi_label and (weights == 0).any():
             raise RunError(
                 "LS3271",
-                f"task.class_weights: every example of train has the label {names[int(np.argmin(found))]!r}, so "
-                "balanced says nothing of its weight; give weights by label, or leave that label out",
+                f"task.class_weights: every example of train has the label {names[int(np.argmin(weights))]!r}, "
+                "so balanced cannot compute its weight; give weights by label, or remove that label",
             )
     else:
         if unknown := sorted(set(given) - set(names)):
             raise RunError(
                 "LS3272",
-                f"task.class_weights: there is no label {unknown[0]!r}; known are {', '.join(map(repr, names[:20]))}",
+                f"task.class_weights: unknown label {unknown[0]!r}; expected one of {', '.join(map(repr, names[:20]))}",
             )
-        found = np.array([given.get(name, 1.0) for name in names])
-    return np.maximum(np.round(found / _FINEST), 1) * _FINEST
+        weights = np.array([given.get(name, 1.0) for name in names])
+    return np.maximum(np.round(weights / _FINEST), 1) * _FINEST
 
 
 def _named(value: Any) -> Any:
@@ -141,29 +141,28 @@ class ClassificationOptions(LabelOptions):
     @model_validator(mode="after")
     def _together(self) -> ClassificationOptions:
         if self.multi_label and self.regression:
-            raise InvalidValue("LS3273", "give multi_label or regression, and not both")
+            raise InvalidValue("LS3273", "multi_label and regression are both set; remove one of them")
         if not self.labels or len({*self.labels.values()}) < len(self.labels):
-            raise InvalidValue("LS3274", f"label is one column, or several different ones, and not {self.label!r}")
+            raise InvalidValue(
+                "LS3274", f"invalid label {self.label!r}; expected one column, or a list of different columns"
+            )
         if len(self.labels) > 1 and not (self.multi_label or self.regression):
             raise InvalidValue(
-                "LS3275", "several columns in label go with multi_label or regression; one label a text has one column"
+                "LS3275",
+                "several columns in label need multi_label or regression; set one of them, or name a single column",
             )
         wanted = ("mse", "mae") if self.regression else ("cross_entropy", "focal")
         if self.loss not in (None, *wanted):
             what = "numbers (regression)" if self.regression else "labels; for numbers set regression"
             raise InvalidValue(
-                "LS3276", f"loss {self.loss!r} is none of {' and '.join(wanted)}, which are those of {what}"
+                "LS3276", f"loss {self.loss!r} is not supported for {what}; expected {' or '.join(wanted)}"
             )
         if self.regression:
             for key in ("class_weights", "label_smoothing", "threshold"):
                 if getattr(self, key) != type(self).model_fields[key].default:
-                    raise InvalidValue(
-                        "LS3277", f"{key} is about labels, and with regression there are none; leave it out"
-                    )
+                    raise InvalidValue("LS3277", f"{key} applies to labels, and regression has none; remove it")
         if self.loss == "focal" and self.label_smoothing:
-            raise InvalidValue(
-                "LS3278", "label_smoothing does not go with the focal loss, of which nobody has a form with it"
-            )
+            raise InvalidValue("LS3278", "label_smoothing cannot be combined with the focal loss; remove one of them")
         return self
 
 
@@ -221,11 +220,11 @@ def best_threshold(true: np.ndarray, scores: np.ndarray) -> float:
     equal ones the highest. 0.5 where nothing is true."""
     if not true.any():
         return 0.5
-    found, given, right = _at_each_threshold(true, scores)
+    predicted, given, right = _at_each_threshold(true, scores)
     best = int(np.argmax(2 * right / (given + true.sum())))
-    below = found[best + 1] if best + 1 < len(found) else 0.0
-    half = (found[best] + below) / 2
-    return float(half if half > below else found[best])
+    below = predicted[best + 1] if best + 1 < len(predicted) else 0.0
+    half = (predicted[best] + below) / 2
+    return float(half if half > below else predicted[best])
 
 
 def f1(right: np.ndarray, true: np.ndarray, given: np.ndarray) -> np.ndarray:

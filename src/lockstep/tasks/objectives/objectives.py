@@ -48,8 +48,9 @@ class OneLabel(Objective):
         if options.threshold is not None and len(names) != 2:
             raise RunError(
                 "LS3290",
-                f"task.threshold: of two labels the second one's, and there are {len(names)} ({', '.join(names[:5])}"
-                f"{', ...' if len(names) > 5 else ''}); leave it out, or set task.multi_label",
+                "task.threshold: expected exactly two labels (the threshold is for the second), but there are "
+                f"{len(names)} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''}); remove it, or set "
+                "task.multi_label",
             )
 
     # -- before any process ------------------------------------------------------------------------------------------
@@ -82,12 +83,16 @@ class OneLabel(Objective):
         if len(held) == 0 and round(len(of_rows) * share) > 0:
             raise RunError(
                 "LS3291",
-                f"task.label: {len(np.unique(of_rows))} distinct labels in {len(of_rows)} rows: no label has enough of "
-                f"them to cut a share of {share:g} off ({key}). Is task.label the column meant? If so, give "
-                f"data.{key.partition('_')[0]}, or a larger data.{key}",
+                f"task.label: {len(np.unique(of_rows))} distinct labels in {len(of_rows)} rows: no label has "
+                f"enough rows to hold out a share of {share:g} ({key}). Check that task.label names the right "
+                f"column; if so, set data.{key.partition('_')[0]}, or a larger data.{key}",
             )
         if len(held) == 0 or len(rest) == 0:
-            raise RunError("LS3292", f"data.{key}: {share:g} of {len(of_rows)} examples leaves one of the splits empty")
+            raise RunError(
+                "LS3292",
+                f"data.{key}: {share:g} of {len(of_rows)} examples leaves one of the splits empty; give another "
+                "share, or more data",
+            )
         return train.select(rest), train.select(held)
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -102,8 +107,8 @@ class OneLabel(Objective):
         return float((counts * self.weights).sum())  # of multiples of 2^-20: exact
 
     def targets_in_batch(self, targets: Tensor) -> float:
-        found = targets[targets >= 0]
-        return len(found) if self.weights is None else float(self.weights[found.cpu().numpy()].sum())
+        labels = targets[targets >= 0]
+        return len(labels) if self.weights is None else float(self.weights[labels.cpu().numpy()].sum())
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         from torch.nn.functional import cross_entropy
@@ -168,7 +173,7 @@ class OneLabel(Objective):
         """Macro F1 is the mean over classes that occur or are predicted of 2 right / (true + predicted), as
         scikit-learn's. ROC AUC is of the second of two labels, else the mean of each label against all others. ECE is
         that of the likeliest label. `f1`, where there is a threshold, is the second label's."""
-        sums, found, used = self._decided(sums, threshold)
+        sums, gathered, used = self._decided(sums, threshold)
         count = float(sums["examples"])
         both = sums["of_class"] + sums["predicted"]
         f1 = 2 * sums["right_of_class"][both > 0] / both[both > 0]
@@ -179,9 +184,9 @@ class OneLabel(Objective):
         }
         if used is not None:
             told |= {"f1": float(2 * sums["right_of_class"][1] / max(float(both[1]), 1.0)), "threshold": used}
-        if found is None:
+        if gathered is None:
             return told
-        probabilities, true = found
+        probabilities, true = gathered
         if not np.isfinite(probabilities).all():
             return told | {"roc_auc": objective.NAN, "ece": objective.NAN}
         of_labels = range(1, 2) if len(self.names) == 2 else range(len(self.names))
@@ -205,12 +210,12 @@ class OneLabel(Objective):
         return sums | self._counts(torch.from_numpy(true), decided), (probabilities, true), used
 
     def tables(self, sums: Sums, threshold: float | None) -> dict[str, Any]:
-        sums, found, _ = self._decided(sums, threshold)
+        sums, gathered, _ = self._decided(sums, threshold)
         told: dict[str, Any] = {}
         if "confusion" in sums:
             told["confusion"] = {"labels": self.names, "counts": sums["confusion"].long().tolist()}
-        if found is not None and np.isfinite(found[0]).all():
-            told["reliability"] = {"of": "the likeliest label"} | _reliability(*found).table()
+        if gathered is not None and np.isfinite(gathered[0]).all():
+            told["reliability"] = {"of": "the likeliest label"} | _reliability(*gathered).table()
         return told
 
     def metric_inputs(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
@@ -225,14 +230,14 @@ class OneLabel(Objective):
 
     def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
         """`label`, its `score`, and the `scores` of all labels, which add up to 1."""
-        found = []
+        results = []
         probabilities = objective.softmax(logits.double().cpu().numpy())  # as `given`: a threshold decides the same
         for row, best in zip(probabilities.tolist(), logits.argmax(-1).tolist(), strict=True):
             if threshold is not None:
                 best = int(row[1] >= threshold)
             scored = dict(zip(self.names, row, strict=True))
-            found.append({"label": self.names[best], "score": row[best], "scores": scored})
-        return found
+            results.append({"label": self.names[best], "score": row[best], "scores": scored})
+        return results
 
     @classmethod
     def format_answer(cls, answer: Mapping[str, Any]) -> str:
@@ -284,10 +289,10 @@ class SeveralLabels(Objective):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def targets(self, columns: Columns, rows: np.ndarray) -> np.ndarray:
-        found = np.zeros((len(rows), len(self.names)), np.int64)  # [B, C]
+        matrix = np.zeros((len(rows), len(self.names)), np.int64)  # [B, C]
         for place, row in enumerate(rows):
-            found[place, columns.ragged("label").row(int(row))] = 1
-        return found
+            matrix[place, columns.ragged("label").row(int(row))] = 1
+        return matrix
 
     def count(self, columns: Columns, rows: np.ndarray) -> float:
         return len(rows) * len(self.names)
@@ -338,9 +343,9 @@ class SeveralLabels(Objective):
         }
 
     def _used(self, probabilities: np.ndarray, true: np.ndarray, chosen: float | None) -> float:
-        found = self.threshold(true.ravel() == 1, probabilities.ravel(), chosen)
-        assert found is not None, "of several labels there is always a threshold"
-        return found
+        threshold = self.threshold(true.ravel() == 1, probabilities.ravel(), chosen)
+        assert threshold is not None, "of several labels there is always a threshold"
+        return threshold
 
     def tables(self, sums: Sums, threshold: float | None) -> dict[str, Any]:
         probabilities, true = self.metric_inputs(sums)
@@ -348,7 +353,7 @@ class SeveralLabels(Objective):
             return {}
         used = self._used(probabilities, true, threshold)
         right, there, given = _counts(probabilities >= used, true)
-        found = objective.reliability(true.ravel(), probabilities.ravel())
+        bins = objective.reliability(true.ravel(), probabilities.ravel())
         return {
             "labels": {
                 "names": self.names,
@@ -360,7 +365,7 @@ class SeveralLabels(Objective):
                     None if np.isnan(each) else each for each in _average_precisions(probabilities, true)
                 ],
             },
-            "reliability": {"of": "each label"} | found.table(),
+            "reliability": {"of": "each label"} | bins.table(),
         }
 
     def metric_inputs(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
@@ -379,14 +384,14 @@ class SeveralLabels(Objective):
 
     def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
         """`labels`, the likeliest first, and the `scores` of all."""
-        found = []
+        results = []
         for row in objective.sigmoid(
             logits.double().cpu().numpy()
         ).tolist():  # as `given`: a threshold decides the same
             scored = dict(zip(self.names, row, strict=True))
             given = [name for name, chance in scored.items() if chance >= (0.5 if threshold is None else threshold)]
-            found.append({"labels": sorted(given, key=lambda name: -scored[name]), "scores": scored})
-        return found
+            results.append({"labels": sorted(given, key=lambda name: -scored[name]), "scores": scored})
+        return results
 
     @classmethod
     def format_answer(cls, answer: Mapping[str, Any]) -> str:

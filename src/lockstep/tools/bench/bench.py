@@ -28,12 +28,12 @@ def bench(asked: Bench, path: str | None, overrides: Mapping[str, Any], defaults
     """Measure, and write down after every job. Returns 0, or 1 when no job could be measured. Errors: `RunError`
     before anything starts, for values that make no run file or when nothing at all can run."""
     if start.joining():
-        raise RunError("LS8020", "bench starts the processes of each job itself: call it outside of torchrun and srun")
+        raise RunError("LS8020", "bench starts the processes of each job itself; run it outside of torchrun and srun")
     console = Console(True)
     rows = rows_of(asked, path, overrides, defaults)
     runnable = [row for row in rows if row.reason is None]
     if not runnable:
-        raise RunError("LS8021", f"nothing of this can run; the first of {len(rows)}: {rows[0].reason}")
+        raise RunError("LS8021", f"none of the {len(rows)} jobs can run; the first fails with: {rows[0].reason}")
     count = len(runnable) * asked.rounds
     each = f"{asked.skip} + {asked.steps} steps"
     console.say(f"{len(runnable)} configuration(s), {asked.rounds} round(s) of {each} each -> {asked.folder}")
@@ -63,7 +63,7 @@ def rows_of(
     for key, values in asked.over.items():
         for value in values:
             load(path, {**overrides, key: value}, defaults)
-    found = []
+    rows = []
     for keys in sweep_file.product(asked.over):
         for count in asked.processes:
             mine: sweep_file.Overrides = {**keys, "launch.processes": count}
@@ -72,13 +72,13 @@ def rows_of(
                 micro_batches = keys.get("micro_batches", asked.base.micro_batches)
                 mine |= {"batch_size": batch * count, "micro_batches": micro_batches * count}
             row = BenchRow(count, series(asked, keys), mine)
-            found.append(row)
+            rows.append(row)
             try:
                 row.run = load(path, {**overrides, **mine}, defaults)
                 row.job = resolved(row.run)
             except RunError as caught:
                 row.reason = " ".join(str(caught).split())
-    return found
+    return rows
 
 
 def series(asked: Bench, keys: sweep_file.Overrides) -> str:
@@ -99,8 +99,8 @@ def resolved(run: Run) -> Job:
     if launcher.submits or elsewhere:
         raise RunError(
             "LS8022",
-            f"launch.name: bench cannot start the processes of {run.launch.name} on other machines; call it inside "
-            "the job, with a launcher of one machine",
+            f"launch.name: bench cannot start the processes of {run.launch.name} on other machines; run it "
+            "inside the job, with a launcher for one machine",
         )
     return start.resolved(run)[2]
 
@@ -119,9 +119,9 @@ def one(asked: Bench, row: BenchRow, number: int, folder: Path) -> None:
     except BaseException:  # Ctrl-C: what was found is written down already
         child.kill()
         raise
-    found = timing.read(folder)
-    if child.status == 0 and found is not None:
-        row.rounds[number] = found
+    measured = timing.read(folder)
+    if child.status == 0 and measured is not None:
+        row.rounds[number] = measured
     elif child.status == STOPPED:
         row.reason = "was stopped"
     else:

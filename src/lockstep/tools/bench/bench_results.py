@@ -63,21 +63,21 @@ class BenchRow:
 
     def middle(self) -> dict[str, float]:
         """Medians over the rounds; bytes are those of the rank that needs most."""
-        found = list(self.rounds.values())
-        step_s = statistics.median(t.seconds / t.steps for t in found)
+        rounds = list(self.rounds.values())
+        step_s = statistics.median(t.seconds / t.steps for t in rounds)
 
         def most(name: str) -> int:
-            return max(getattr(rank, name) for t in found for rank in t.ranks)
+            return max(getattr(rank, name) for t in rounds for rank in t.ranks)
 
         return {
             "examples_per_s": statistics.median(self.rates),
             "examples_per_s_lowest": min(self.rates),
             "examples_per_s_highest": max(self.rates),
-            "tokens_per_s": statistics.median(t.tokens / t.seconds for t in found),
+            "tokens_per_s": statistics.median(t.tokens / t.seconds for t in rounds),
             "seconds_per_step": step_s,
-            "whole_run_s": step_s * found[0].whole_steps,
-            "padding": found[0].padded / found[0].tokens,
-            "threads": found[0].threads,
+            "whole_run_s": step_s * rounds[0].whole_steps,
+            "padding": rounds[0].padded / rounds[0].tokens,
+            "threads": rounds[0].threads,
             "peak_resident": most("peak_resident"),
             "peak_device": most("peak_device"),
             "at_rest": most("at_rest"),
@@ -107,16 +107,16 @@ def table(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
     for row in rows:
         if not row.rounds:
             continue
-        found, share = row.middle(), efficiency(row, rows)
+        middle, share = row.middle(), efficiency(row, rows)
         cells.append(
             [
                 row.series,
                 str(row.count),
-                f"{found['examples_per_s']:.1f}",
+                f"{middle['examples_per_s']:.1f}",
                 "-" if share is None else f"{share:.0%}",
-                f"{found['seconds_per_step']:.3f}",
-                clock(found["whole_run_s"]),
-                f"{max(found['peak_device'], found['peak_resident']) / 2**20:.0f}",
+                f"{middle['seconds_per_step']:.3f}",
+                clock(middle["whole_run_s"]),
+                f"{max(middle['peak_device'], middle['peak_resident']) / 2**20:.0f}",
             ]
         )
     return columns, cells
@@ -137,10 +137,10 @@ def details(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
     columns = ["", "processes", "lowest to highest", "tokens/s", "padding", "threads", *sizes]
     cells = []
     for row in measured:
-        found = row.middle()
-        spread = f"{found['examples_per_s_lowest']:.1f} to {found['examples_per_s_highest']:.1f}"
-        numbers = [spread, f"{found['tokens_per_s']:,.0f}", f"{found['padding']:.2f}", f"{found['threads']:.0f}"]
-        numbers += [f"{found[name] / 2**20:,.1f}" for name in sizes.values()]
+        middle = row.middle()
+        spread = f"{middle['examples_per_s_lowest']:.1f} to {middle['examples_per_s_highest']:.1f}"
+        numbers = [spread, f"{middle['tokens_per_s']:,.0f}", f"{middle['padding']:.2f}", f"{middle['threads']:.0f}"]
+        numbers += [f"{middle[name] / 2**20:,.1f}" for name in sizes.values()]
         cells.append([row.series, str(row.count), *numbers])
     return columns, cells
 
@@ -153,7 +153,7 @@ def write(asked: Bench, rows: Sequence[BenchRow]) -> None:
         "machine": machine(),
         "asked": {
             "processes": list(asked.processes),
-            "over": {key: list(found) for key, found in asked.over.items()},
+            "over": {key: list(tried) for key, tried in asked.over.items()},
             "steps": asked.steps,
             "skip": asked.skip,
             "rounds": asked.rounds,
@@ -190,8 +190,8 @@ def plots(rows: Sequence[BenchRow]) -> list[str]:
     def against(title: str, value: Callable[[BenchRow], float | None], ideal: bool = False) -> str:
         lines: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
-            if row.rounds and (found := value(row)) is not None:
-                lines.setdefault(row.series, []).append((row.count, found))
+            if row.rounds and (height := value(row)) is not None:
+                lines.setdefault(row.series, []).append((row.count, height))
         for points in lines.values():
             points.sort()
         if ideal and len(lines.get(first, [])) > 1:

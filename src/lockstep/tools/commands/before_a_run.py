@@ -133,17 +133,17 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
 def run_doctor(known: argparse.Namespace) -> int:
 
     if known.processes is not None and known.processes < 1:
-        raise RunError("LS8083", f"--processes: {known.processes} is not a positive number of processes")
+        raise RunError("LS8083", f"--processes: invalid value {known.processes}; expected an integer >= 1")
     if known.selftest:
         from lockstep.tools.doctor import selftest
 
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            raise RunError("LS8084", "--selftest: starts its processes itself: call it without torchrun")
+            raise RunError("LS8084", "--selftest: starts its own processes; run it without torchrun")
         names = known.strategies or plugins.names("strategies")
         return selftest(names, known.processes, known.device, Path(known.page or PAGE), known.json)
     for option in ("page", "strategies"):
         if getattr(known, option):
-            raise RunError("LS8085", f"--{option}: belongs to --selftest, which is not asked for")
+            raise RunError("LS8085", f"--{option}: has an effect only with --selftest; add --selftest")
     from lockstep.tools.doctor import doctor, into
 
     if known.into is not None:
@@ -184,15 +184,15 @@ def listed(kind: str) -> list[dict[str, Any]]:
     for name in plugins.names(kind):
         row: dict[str, Any] = {"name": name}
         try:
-            summary, found = plugins.described(kind, name, *_NEEDS.get(kind, ()))
+            summary, attributes = plugins.described(kind, name, *_NEEDS.get(kind, ()))
         except plugins.PluginError as broken:
             rows.append(row | {"summary": f"cannot be loaded: {one_line(broken, 200)}"})
             continue
         if kind == "strategies":
-            row["results"] = "same bits" if found["exact"] else "rounding"
+            row["results"] = "same bits" if attributes["exact"] else "rounding"
         if kind in _NEEDS:
-            missing = plugins.lacking(found.get("needs") or found.get("packages") or ())
-            extra = found.get("extra") or (name if kind == "track" else missing[0] if missing else "")
+            missing = plugins.lacking(attributes.get("needs") or attributes.get("packages") or ())
+            extra = attributes.get("extra") or (name if kind == "track" else missing[0] if missing else "")
             what = f"'lockstep-train[{extra}]'" if name in own else " ".join(missing)
             row |= {"ready": not missing, "install": f"pip install {what}" if missing else None}
         rows.append(row | {"summary": summary} | ({} if name in own else {"distribution": plugins.origin(kind, name)}))
@@ -247,7 +247,7 @@ def run_bench(known: argparse.Namespace) -> int:
     over |= sweep_file.parse(known.over)
     processes = known.processes or upwards(base)
     if min(processes) < 1:
-        raise RunError("LS8088", f"--processes: {min(processes)} is not a positive number")
+        raise RunError("LS8088", f"--processes: invalid value {min(processes)}; expected an integer >= 1")
     folder = Path(known.out or f"{base.folder}-bench")
     asked = Bench(base, over, sorted(set(processes)), known.steps, known.skip, known.rounds, known.weak, folder)
     return bench(asked, path, overrides, QUICK_START)
@@ -261,9 +261,9 @@ def measured_run(known: argparse.Namespace) -> tuple[str | None, messages.Overri
     base = load(path, overrides, QUICK_START)
     for name in ("steps", "rounds"):
         if getattr(known, name) < 1:
-            raise RunError("LS8086", f"--{name}: {getattr(known, name)} is not a positive number")
+            raise RunError("LS8086", f"--{name}: invalid value {getattr(known, name)}; expected a number > 0")
     if known.skip < 0:
-        raise RunError("LS8087", f"--skip: {known.skip} is not a number of steps")
+        raise RunError("LS8087", f"--skip: invalid value {known.skip}; expected an integer >= 0 (steps)")
     return path, overrides, base
 
 

@@ -49,7 +49,11 @@ def parser() -> argparse.ArgumentParser:
 def run_completion(words: list[str]) -> int:
     """Print the script for the shell that is named. Errors: `RunError`."""
     if len(words) != 1 or words[0] not in SHELLS:
-        raise RunError("LS8430", f"--completion: {' '.join(words) or 'nothing'} is no shell; use {', '.join(SHELLS)}")
+        raise RunError(
+            "LS8430",
+            f"--completion: {' '.join(words) or 'nothing'} is not a supported shell; expected one of "
+            f"{', '.join(SHELLS)}",
+        )
     plugins.require(["shtab"], "--completion", "completion")
     import shtab
 

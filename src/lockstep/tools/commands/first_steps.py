@@ -69,7 +69,7 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_verify(known: argparse.Namespace) -> int:
     if known.steps < 1:
-        raise RunError("LS8100", f"--steps: {known.steps} is not a positive number of steps")
+        raise RunError("LS8100", f"--steps: invalid value {known.steps}; expected an integer >= 1 (steps)")
     if known.reference is not None or known.job is not None:
         return of_commands(known)
     if known.exact:
@@ -94,15 +94,17 @@ def of_commands(known: argparse.Namespace) -> int:
     from lockstep.tools import traces
 
     if known.reference is None or known.job is None:
-        raise RunError("LS8102", "verify of commands needs both: --reference COMMAND --job COMMAND")
+        raise RunError("LS8102", "verify needs both commands: --reference COMMAND --job COMMAND")
     if known.run is not None or known.overrides or known.write or known.against or known.plain or known.no_plain:
-        raise RunError("LS8103", "--reference and --job take no run file, and no option for one")
+        raise RunError(
+            "LS8103", "--reference and --job cannot be combined with a run file or its options; remove one of the two"
+        )
     try:
         reference, job = shlex.split(known.reference), shlex.split(known.job)
     except ValueError as error:
         raise RunError("LS8104", f"--reference, --job: {error}") from None
     if not reference or not job:
-        raise RunError("LS8105", "--reference, --job: an empty command")
+        raise RunError("LS8105", "--reference, --job: the command is empty")
     folder = Path(known.output) if known.output is not None else None
     return traces.verify(reference, job, folder, known.steps, known.exact)
 
@@ -126,12 +128,13 @@ def run_trace(known: argparse.Namespace) -> int:
     command = known.command_line[1:] if known.command_line[:1] == ["--"] else known.command_line
     if not command:
         raise RunError(
-            "LS8106", "lockstep trace: no command; write it behind --, as in `lockstep trace -o a -- python train.py`"
+            "LS8106",
+            "lockstep trace: no command given; write it after --, as in `lockstep trace -o a -- python train.py`",
         )
     for name in ("every", "steps"):
         value = getattr(known, name)
         if value is not None and value < 1:
-            raise RunError("LS8107", f"--{name}: {value} is not a positive number of steps")
+            raise RunError("LS8107", f"--{name}: invalid value {value}; expected an integer >= 1 (steps)")
     from lockstep.tools.traces import record
 
     options = {"every": known.every, "steps": known.steps, "level": known.level, "perturb": known.perturb}
@@ -167,7 +170,7 @@ def run_init(known: argparse.Namespace) -> int:
 
     paths = [word for word in known.words if "=" not in word]
     if len(paths) > 1:
-        raise RunError("LS8108", f"one run file is written at a time, not {' and '.join(paths)}")
+        raise RunError("LS8108", f"init writes one run file at a time, but {' and '.join(paths)} were given")
     first, *more = known.data or [None]
     flags = {"data": first, "task": known.task, "model": known.model}
     ask = None if known.yes or not questions.can_ask() else questions.terminal
@@ -175,8 +178,10 @@ def run_init(known: argparse.Namespace) -> int:
     overrides = [word for word in known.words if "=" in word]
     if known.origin is not None:
         if more:
-            raise RunError("LS8109", "--from: give --data once; several sources are written by hand: data.sources")
+            raise RunError(
+                "LS8109", "--from: --data can be given once only; write several sources by hand into data.sources"
+            )
         return import_config.move(path, Path(known.origin), flags, overrides, known.force, ask, known.partial)
     if known.partial:
-        raise RunError("LS8110", "--partial: it goes with --from")
+        raise RunError("LS8110", "--partial: has an effect only with --from; add --from")
     return init.init(path, flags, overrides, known.force, ask, more)

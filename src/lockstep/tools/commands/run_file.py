@@ -37,7 +37,7 @@ def joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
     """`--key value` and `--key=value` as `key=value`, which argparse takes in any order; the command's own options come
     last, so that none that takes several values takes a run file for one of them."""
     own = {name: action for action in parser._actions for name in action.option_strings}
-    found, options, rest = [], [], list(words)
+    paths, options, rest = [], [], list(words)
     while rest:
         word = rest.pop(0)
         name, equals, _ = word.partition("=")
@@ -49,7 +49,7 @@ def joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
             elif own[name].nargs != 0 and not equals and rest:
                 options.append(rest.pop(0))
         elif word.startswith("--") and (equals or rest):
-            found.append(word[2:] if equals else f"{word[2:]}={rest.pop(0)}")
+            paths.append(word[2:] if equals else f"{word[2:]}={rest.pop(0)}")
         else:
-            found.append(word)
-    return [*found, *options]
+            paths.append(word)
+    return [*paths, *options]

@@ -35,10 +35,12 @@ def run_diff(known: argparse.Namespace) -> int:
         return traces.diff(Path(known.a), Path(known.b), known.exact, perturbed, known.align)
     if any(both):
         raise RunError(
-            "LS8120", f"{known.a} and {known.b}: one is a trace and the other is not; compare two traces or two runs"
+            "LS8120", f"{known.a} and {known.b}: one is a trace and the other is a run; compare two traces or two runs"
         )
     if known.exact or known.perturbed or known.align:
-        raise RunError("LS8121", "--exact, --perturbed and --align are options for traces of `lockstep trace`")
+        raise RunError(
+            "LS8121", "--exact, --perturbed and --align apply only to traces of `lockstep trace`; remove them"
+        )
     from lockstep.tools.diff import diff
 
     return diff(Path(known.a), Path(known.b), known.overrides, look=not known.quick)
@@ -62,7 +64,7 @@ def replay_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_replay(known: argparse.Namespace) -> int:
     if known.processes < 1:
-        raise RunError("LS8122", f"--processes: {known.processes} is not a positive number")
+        raise RunError("LS8122", f"--processes: invalid value {known.processes}; expected an integer >= 1")
     from lockstep.tools.diff import replay
 
     return replay(Path(known.output), known.step, known.overrides, known.strategy, known.processes, known.begin)
@@ -107,7 +109,7 @@ def audit_arguments(parser: argparse.ArgumentParser) -> None:
 def run_audit(known: argparse.Namespace) -> int:
     for name in ("samples", "within", "processes"):
         if (value := getattr(known, name)) is not None and value < 1:
-            raise RunError("LS8123", f"--{name}: {value} is not a positive number")
+            raise RunError("LS8123", f"--{name}: invalid value {value}; expected a number > 0")
     from lockstep.tools.attest import audit
 
     return audit(

@@ -105,8 +105,8 @@ def launcher_of(record: JobRecord, trusted: bool) -> Launcher:
     if "." in record.launcher and not trusted:
         raise RunError(
             "LS8130",
-            f"{job_record.FILE} names the launcher {record.launcher}, a class of a module that would be imported; if "
-            "OUTPUT is yours, ask with --trust",
+            f"{job_record.FILE} names the launcher {record.launcher}, whose module would be imported; if you "
+            "trust this output folder, add --trust",
         )
     return start.launcher_named(record.launcher)
 
@@ -118,7 +118,7 @@ def run_and_record(output: str, trusted: bool = False) -> tuple[Run, JobRecord |
     record, state = output_lock.now(folder, job_record.read(folder))
     if not (folder / "run.yaml").is_file():
         if state is not None:
-            raise RunError("LS8131", f"{output}: {state.text} prepares a run there; there is nothing to see yet")
+            raise RunError("LS8131", f"{output}: {state.text} is preparing a run there; there is nothing to show yet")
         require_output(folder)
     return load(folder / "run.yaml", [f"output={json.dumps(output)}"], imports=trusted), record
 
@@ -162,10 +162,10 @@ def checkpoints(run: Run, thorough: bool) -> tuple[dict[int, Manifest], dict[str
 
     sound: dict[int, Manifest] = {}
     damaged: dict[str, str] = {}
-    for path, found in candidates(run):
-        reason = found if isinstance(found, str) else (broken if thorough else misfit)(path, found)
-        if reason is None and not isinstance(found, str):
-            sound[found.step] = found
+    for path, manifest in candidates(run):
+        reason = manifest if isinstance(manifest, str) else (broken if thorough else misfit)(path, manifest)
+        if reason is None and not isinstance(manifest, str):
+            sound[manifest.step] = manifest
         else:
             damaged[path.name] = reason or "not readable"
     return sound, damaged
@@ -215,7 +215,7 @@ def run_logs(known: argparse.Namespace) -> int:
     if record is None:
         raise RunError("LS8133", f"{known.output}: {NOT_WRITTEN}")
     if known.tail is not None and known.tail < 0:
-        raise RunError("LS8134", f"--tail: {known.tail} is not a number of lines")
+        raise RunError("LS8134", f"--tail: invalid value {known.tail}; expected an integer >= 0 (lines)")
     launcher = launcher_of(record, known.trust)
     skip = 0
     if known.tail is not None:
@@ -241,12 +241,12 @@ def run_stop(known: argparse.Namespace) -> int:
     if record is None:
         raise RunError("LS8135", f"{known.output}: {NOT_WRITTEN}")
     if known.wait < 0:
-        raise RunError("LS8136", f"--wait: {known.wait:g} is not a number of seconds")
+        raise RunError("LS8136", f"--wait: invalid value {known.wait:g}; expected a number >= 0 (seconds)")
     if not known.trust and (owner := job_record.stranger(run.folder)) is not None:
         raise RunError(
             "LS8137",
-            f"{known.output}/{job_record.FILE} belongs to user {owner} and not to you, and may name any process or job "
-            "of yours; if you know what it names, ask with --trust",
+            f"{known.output}/{job_record.FILE} belongs to user {owner}, who could have named any of your "
+            "processes or jobs in it; if you trust it, add --trust",
         )
     launcher, console = launcher_of(record, known.trust), Console(True)
     state = state_of(run, record, known.trust)
@@ -262,8 +262,8 @@ def run_stop(known: argparse.Namespace) -> int:
         error(
             coded(
                 "LS8138",
-                f"it still runs after {known.wait:g} s; it ends after its step and the "
-                "checkpoint, or ask for more --wait",
+                f"the run has not ended after {known.wait:g} s; it ends after its current step and a checkpoint. "
+                "Raise --wait to wait longer",
             )
         )
         return 1
@@ -292,10 +292,10 @@ def run_report(known: argparse.Namespace) -> int:
         return of_traces(known, folders, all(traced))
     if known.live:
         if len(folders) > 1 or known.to is not None:
-            raise RunError("LS8139", "--live: it writes the page of one output folder")
+            raise RunError("LS8139", "--live: supports one output folder only")
         return watched(folders[0])
     if known.to is not None and len(folders) == 1:
-        raise RunError("LS8140", "--to: a comparison needs two output folders or more")
+        raise RunError("LS8140", "--to: writes a comparison, which needs two output folders or more")
     for folder in folders:
         require_output(folder)
         try:
@@ -347,6 +347,6 @@ def of_traces(known: argparse.Namespace, folders: list[Path], every: bool) -> in
     from lockstep.tools.verdicts import page
 
     if not every or len(folders) > 2 or known.live or known.to is not None:
-        raise RunError("LS8144", "a page is made of one trace, or of two, the reference first; without --live and --to")
+        raise RunError("LS8144", "expected one trace, or two with the reference first, without --live and --to")
     print(page(folders[-1], folders[0] if len(folders) == 2 else None))
     return 0

@@ -81,8 +81,9 @@ def _task(theirs: Mapping[str, Any], moved: Imported) -> None:
     if moved.task is None and way and way not in (*_LOSSES, "reward_model"):
         raise RunError(
             "LS8180",
-            f"--from: {'rl: ' if theirs.get('rl') else ''}{way} has no counterpart: preference learns from pairs of "
-            f"answers by {', '.join(_LOSSES)} and hinge, reward scores them; to write another task's file, give --task",
+            f"--from: {'rl: ' if theirs.get('rl') else ''}{way} has no counterpart: preference supports the "
+            f"losses {', '.join(_LOSSES)} and hinge, and reward scores answers; to write the file of another "
+            "task, give --task",
         )
     if way in _LOSSES:
         moved.set("task.name", "preference", f"rl {way}")
@@ -276,8 +277,8 @@ def move_llama_factory(theirs: Mapping[str, Any], moved: Imported, processes: in
         way = f"stage: {stage}" if stage not in _STAGES else f"pref_loss: {loss}"
         raise RunError(
             "LS8181",
-            f"--from: {way} has no counterpart: stages are {', '.join(_STAGES)}, and losses of dpo "
-            f"{', '.join(_LLAMA_FACTORY_LOSSES)}; to write another task's file, give --task",
+            f"--from: {way} has no counterpart: supported stages are {', '.join(_STAGES)}, and losses of dpo "
+            f"{', '.join(_LLAMA_FACTORY_LOSSES)}; to write the file of another task, give --task",
         )
     task, columns = _STAGES.get(stage, ("language_modeling", {}))
     moved.set("task.name", task, f"stage {stage}")

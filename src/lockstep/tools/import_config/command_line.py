@@ -246,7 +246,8 @@ def _move(
         theirs = {k: v for k, v in command.options.items() if k in trainer.TABLE}
         if not theirs:
             raise RunError(
-                "LS8191", f"--from: {path}, line {command.line}: {program} is not there, so its options cannot be read"
+                "LS8191",
+                f"--from: {path}, line {command.line}: {program} does not exist, so its options cannot be read",
             )
         moved.unclear(
             command.program,
@@ -310,7 +311,8 @@ def _example(command: Command, stem: str, task: str | None, moved: Imported, pro
         if task is None:
             raise RunError(
                 "LS8192",
-                f"--from: line {command.line}: trl {command.program} has no counterpart: sft, dpo and reward have",
+                f"--from: line {command.line}: trl {command.program} has no counterpart; supported are sft, dpo "
+                "and reward",
             )
         moved.set("task.name", task, f"trl {stem}")
         trainer.move_trl(command.options, moved, processes)

@@ -155,8 +155,8 @@ def _fit(moved: Imported, looked: Look | None, talk: Prompter) -> None:
             if (other := columns.fit(moved.keys["task.name"], looked)) is None:
                 raise RunError(
                     "LS8201",
-                    f"--data: {looked.source} seems to have no columns for {moved.keys['task.name']}; it has "
-                    f"{looked.described()}. Name them: task.text=... task.label=..., or another --task",
+                    f"--data: {looked.source} has no columns that fit {moved.keys['task.name']}; it has "
+                    f"{looked.described()}. Name the columns (task.text=... task.label=...), or give another --task",
                 )
             for key in _COLUMNS:
                 moved.keys.pop(key, None)
@@ -354,8 +354,9 @@ def read(path: Path) -> Read:
     if path.suffix in (".bin", ".pt", ".pkl"):
         raise RunError(
             "LS8202",
-            f"--from: {path} is pickled, and is not opened. In the script that wrote it: "
-            'open("training_args.json", "w").write(args.to_json_string()); then --from training_args.json',
+            f"--from: {path} is a pickle, which could run code, so it is not opened. Add to the script that "
+            'wrote it: open("training_args.json", "w").write(args.to_json_string()); then --from '
+            "training_args.json",
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -372,7 +373,7 @@ def read(path: Path) -> Read:
     except yaml.YAMLError as error:
         raise RunError("LS8205", f"--from: {path} is not valid YAML: {messages.yaml_fault(error)}") from None
     if not isinstance(keys, dict):
-        raise RunError("LS8206", f"--from: {path} must hold a mapping of keys, it holds {messages.kind(keys)}")
+        raise RunError("LS8206", f"--from: {path} must contain a mapping of keys, but contains {messages.kind(keys)}")
     keys = {str(name): value for name, value in keys.items()}
     source = _source_of(path, keys)
     return Read(f"{source.called}, {len(keys)} key(s)", lambda moved, processes: source.move(keys, moved, processes))
@@ -385,8 +386,8 @@ def script(of: Script) -> Read:
             return Read(*known)
     raise RunError(
         "LS8207",
-        f"--from: {of.path} has no Trainer of transformers, TRL or Lightning, and no training loop that would be "
-        "known; a model and a loss of your own: docs/how-to/own-module.md",
+        f"--from: {of.path} has no Trainer of transformers, TRL or Lightning, and no known form of training "
+        "loop; for a custom model and loss see docs/how-to/own-module.md",
     )
 
 
@@ -396,4 +397,4 @@ def _source_of(path: Path, keys: Mapping[str, Any]) -> ScriptSource:
         if source.marks & keys.keys():
             return source
     known = ", ".join(source.called for source in SOURCES.values())
-    raise RunError("LS8208", f"--from: {path} has no key by which it would be known as a file of {known}")
+    raise RunError("LS8208", f"--from: {path} has no key that identifies it as a file of {known}")

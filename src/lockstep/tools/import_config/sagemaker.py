@@ -106,7 +106,8 @@ def arguments(tree: ast.Module, where: str = "the file") -> dict[str, Any] | Non
         return None
     if len(made) > 1:
         raise RunError(
-            "LS8220", f"--from: {where} makes estimators on lines {', '.join(str(c.lineno) for c in made)}; leave one"
+            "LS8220",
+            f"--from: {where} creates estimators on lines {', '.join(str(c.lineno) for c in made)}; keep only one",
         )
     known = _assigned(tree)
     values: dict[str, Any] = {}

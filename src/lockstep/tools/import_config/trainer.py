@@ -171,7 +171,7 @@ def move_trl(theirs: Mapping[str, Any], moved: Imported, processes: int | None) 
     if task not in _RATES:
         raise RunError(
             "LS8240",
-            "--from: TRL's settings do not say which of its trainers they are for: give --task language_modeling "
+            "--from: the settings do not name the TRL trainer they belong to; give --task language_modeling "
             "(SFT), preference (DPO) or reward",
         )
     full = {"learning_rate": _RATES[task], "gradient_checkpointing": True} | dict(theirs)

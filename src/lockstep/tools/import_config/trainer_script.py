@@ -50,18 +50,19 @@ def read(script: Script) -> tuple[str, Move] | None:
     if way is not None:
         raise RunError(
             "LS8250",
-            f"--from: {script.path}: {way} has no counterpart: of TRL's trainers those of SFT, DPO and rewards have, "
-            "and CPO's with loss_type simpo",
+            f"--from: {script.path}: {way} has no counterpart; supported TRL trainers are SFT, DPO, reward, "
+            "and CPO with loss_type simpo",
         )
     if len(settings) > 1:
         lines = ", ".join(str(c.line) for c in settings)
-        raise RunError("LS8251", f"--from: {script.path} calls {settings[0].name} on lines {lines}; leave one")
+        raise RunError("LS8251", f"--from: {script.path} calls {settings[0].name} on lines {lines}; keep only one")
     parsers = [c for c in calls if c.name in ("HfArgumentParser", "TrlParser")]
     if parsers and not settings and not script.options:
         raise RunError(
             "LS8252",
-            f"--from: {script.path} takes its settings from its command line (line {parsers[0].line}): write that "
-            "command to a file, run.sh, and give that: --from run.sh; or training_args.json of args.to_json_string()",
+            f"--from: {script.path} reads its settings from its command line (line {parsers[0].line}); write "
+            "that command to a file, run.sh, and give --from run.sh, or write args.to_json_string() to "
+            "training_args.json and give that",
         )
     name = settings[0].name if settings else trainers[0].name
     return f"a script with {name}", lambda moved, processes: _move(script, moved, processes)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _ROWS = 1000  # looked at of the training split, from its beginning to its end
+_NO_SEMICOLON = "LS2225"  # lines of text that are not `text;label`
 _FEW = 200  # different values that a column of labels may have, at most
 _COUNTED = ("text", "label", "number", "decimal", "true/false")  # kinds whose values are counted
 
@@ -126,8 +127,8 @@ def _check_texts(whole: Dataset, train: Dataset, name: str, source: str) -> None
             if value is not None and not isinstance(value, str):
                 raise RunError(
                     "LS8270",
-                    f"data.train: column {name!r} of {source} holds texts, but row {row:,} holds {str(value)[:60]!r}: "
-                    "make it a text, or take the row out",
+                    f"data.train: column {name!r} of {source} holds texts, but row {row:,} holds "
+                    f"{str(value)[:60]!r}: make it a text, or remove the row",
                 )
 
 
@@ -137,7 +138,7 @@ def _read(data: DataSection, seed: int) -> tuple[source.Source, bool]:
     try:
         loaded = source.load(data, seed)
     except RunError as error:
-        if "no semicolon" not in str(error):
+        if error.code != _NO_SEMICOLON:
             raise
     else:  # a book has semicolons, too
         labels = loaded.splits["train"]["label"] if lines else ()
@@ -276,8 +277,8 @@ def guess(look: Look) -> tuple[str, Fit]:
     if look.sizes.get("train") == 1 and not look.plain:
         raise RunError(
             "LS8271",
-            f"{look.source} holds one row only: {look.described()}. Is it a document that holds the rows? Write each "
-            "row on a line of its own (.jsonl), or say what it is: --task NAME",
+            f"{look.source} has one row only: {look.described()}. If the rows are inside of that document, "
+            "write each row on its own line (.jsonl); if not, give --task NAME",
         )
     if (images := _image_classification(look)) is not None:
         return "image_classification", images
@@ -299,8 +300,8 @@ def guess(look: Look) -> tuple[str, Fit]:
             return task, fitted
     raise RunError(
         "LS8272",
-        f"what {look.source} is for cannot be told from its columns: {look.described()}. "
-        "Say it: --task NAME, and its columns as task.text=... task.label=...",
+        f"the columns of {look.source} do not determine a task: {look.described()}. Give --task NAME, and its "
+        "columns as task.text=... task.label=...",
     )
 
 

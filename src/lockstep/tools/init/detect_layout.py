@@ -231,8 +231,9 @@ def _names(data: DataSection, count: int, talk: Prompter) -> list[str]:
     elif talk.ask is None:
         raise RunError(
             "LS8280",
-            f"what the columns of {look.source} are cannot be told from what they hold; name them, each in its place: "
-            "data.columns=[text,label], [source,target] for translations, [prompt,response] for instructions",
+            f"the columns of {look.source} have no names, and their values do not determine them; name them "
+            "in order: data.columns=[text,label], [source,target] for translations, [prompt,response] for "
+            "instructions",
         )
     rest = [c for c in texts if c not in told]
     if talk.ask is None and (rest or len(labels) > 1):
@@ -242,7 +243,7 @@ def _names(data: DataSection, count: int, talk: Prompter) -> list[str]:
     def check(answer: str) -> list[str]:
         names = [name.strip() for name in answer.split(",")]
         if len(names) != count or len(set(names)) < count or not all(names):
-            raise RunError("LS8281", f"expected {count} names, all different, with commas between them")
+            raise RunError("LS8281", f"expected {count} different names, separated by commas")
         return names
 
     return talk.answer("Names of its columns, in order", ",".join(told.get(c, c) for c in numbered), check)
@@ -317,8 +318,8 @@ def _rename(columns: list[str], task: dict[str, Any], look: Look, talk: Prompter
     if task["name"] == "translation" or len(known) < len(missing):
         raise RunError(
             "LS8282",
-            f"--data: {look.source} has no column {missing[0]!r}, and nothing says which of its columns is that one; "
-            f"it has {look.described()}. Rename it there, or {_BY_HAND}",
+            f"--data: {look.source} has no column {missing[0]!r}, and no other column can be identified with "
+            f"it; it has {look.described()}. Rename the column, or {_BY_HAND}",
         )
     told = ", ".join(f"{ours} is called {theirs}" for ours, theirs in known.items())
     talk.console.say(f"{look.source}: {told}")

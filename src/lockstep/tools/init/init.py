@@ -23,6 +23,7 @@ from lockstep.config.data_sources import OWN
 from lockstep.config.run import PATHS, Run, RunError, load, overrides_of
 from lockstep.config.sections import DataSection, at_length
 from lockstep.data import splitting
+from lockstep.data.hub import unreached
 from lockstep.data.source import BUILTIN, local_splits
 from lockstep.tools.init import columns, detect_layout, questions
 from lockstep.tools.init.columns import Look
@@ -30,6 +31,8 @@ from lockstep.tools.init.questions import CHAT, SCRATCH, Ask, MachineInfo, NoAns
 from lockstep.track.console import Console
 
 _RETRIES = 5  # remedies tried on one run file
+_LACKS_VALUES, _NO_CHAT_TEMPLATE = "LS2323", "LS3351"
+_LOADS_MODEL = ("LS2303", "LS3131")  # its tokenizer, its config
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,9 @@ def keys_of(overrides: list[str]) -> dict[str, Any]:
 def free(path: Path, force: bool) -> None:
     """Errors: `RunError` when the run file is there already, or cannot be."""
     if path.exists() and not force:
-        raise RunError("LS8290", f"{path} is there already; choose another name, or replace it with --force")
+        raise RunError("LS8290", f"{path} exists; choose another name, or add --force to replace it")
     if not path.absolute().parent.is_dir():
-        raise RunError("LS8291", f"{path}: there is no folder {path.absolute().parent}")
+        raise RunError("LS8291", f"{path}: no such folder: {path.absolute().parent}")
 
 
 @contextmanager
@@ -106,7 +109,7 @@ def _aside(path: Path, text: str) -> Iterator[Path]:
     except OSError as error:
         raise RunError("LS8292", f"cannot write {path}: {error.strerror}") from error
     except RunError as error:
-        raise RunError(error.code, error.message.replace(str(aside), str(path))) from None
+        raise RunError(error.code, error.message.replace(str(aside), str(path))) from error
     finally:
         aside.unlink(missing_ok=True)
 
@@ -145,7 +148,7 @@ def _data(given_source: str | None, given: dict[str, Any], talk: Prompter) -> tu
         talk.console.say(f"reading {given_source or more['train']}")
         return read(given_source)
     if talk.ask is None:
-        raise RunError("LS8293", "give the data: --data FOLDER, FILE, HUB-ID or builtin/emotion")
+        raise RunError("LS8293", "no data given; add --data FOLDER, FILE, HUB-ID or builtin/emotion")
     return talk.answer(f"Data (a folder, a file, a Hub id, or {BUILTIN})", BUILTIN, read)
 
 
@@ -167,13 +170,13 @@ def _task(look: Look, name: str | None, given: dict[str, Any], talk: Prompter) -
             name = talk.answer(f"Task ({', '.join(columns.tasks())})", default, one_of(columns.tasks(), "task"))
     name = name or default
     if name not in columns.tasks() and "." not in name:  # a class of the user's
-        raise RunError("LS8294", f"--task: {name!r} is not one of {', '.join(columns.tasks())}")
+        raise RunError("LS8294", f"--task: invalid value {name!r}; expected one of {', '.join(columns.tasks())}")
     fitted = columns.fit(name, look)
     if fitted is None and not own and talk.ask is None:
         raise RunError(
             "LS8295",
-            f"--task: {look.source} seems to have no columns for {name}; it has {look.described()}. "
-            "Name them: task.text=... task.label=... (see `lockstep schema`)",
+            f"--task: {look.source} has no columns that fit {name}; it has {look.described()}. Name the "
+            "columns: task.text=... task.label=... (see `lockstep schema`)",
         )
     keys = dict(fitted.keys) if fitted else {}
     doubts = fitted.doubts if fitted else dict.fromkeys(_kind(name).column_keys, "")
@@ -256,14 +259,14 @@ def _trial(path: Path, filled: dict[str, Any], look: Look, here: MachineInfo, ta
         try:
             return _prepared(path, filled, look, True)
         except RunError as error:
-            if "data.drop_missing=true" in str(error) and talk.ask is not None:
+            if error.code == _LACKS_VALUES and talk.ask is not None:
                 talk.console.say(str(error))
                 if not talk.sure("Leave such rows out?", True):
                     raise
                 filled["data"]["drop_missing"] = True
-            elif "has no chat template" in str(error):
+            elif error.code == _NO_CHAT_TEMPLATE:
                 filled["task"]["chat_template"] = CHAT
-            elif "cannot load a" in str(error) and not _is_folder(filled) and _unreachable(str(error), here):
+            elif error.code in _LOADS_MODEL and not _is_folder(filled) and (not here.hub or unreached(error)):
                 talk.note(
                     f"the model {filled['model'].get('source')} cannot be fetched from here, so whether there is one "
                     "of that name, and what it wants, was not tried"
@@ -277,13 +280,7 @@ def _trial(path: Path, filled: dict[str, Any], look: Look, here: MachineInfo, ta
                 return _prepared(path, small, look, exact)
             else:
                 raise
-    raise RunError("LS8296", f"{look.source}: what training wants of it cannot be found out; write a run file by hand")
-
-
-def _unreachable(said: str, here: MachineInfo) -> bool:
-    from lockstep.data.hub import OFFLINE
-
-    return not here.hub or OFFLINE in said or any(text in said for text in ("couldn't connect", "cannot be reached"))
+    raise RunError("LS8296", f"{look.source}: the run file cannot be derived from this data; write it by hand")
 
 
 def _is_folder(filled: dict[str, Any]) -> bool:
@@ -451,11 +448,9 @@ def scalar(value: Any) -> str:
     return str(dumped).removesuffix("...\n").strip()
 
 
-# what `plan` says of a machine that lacks something, and not of a run file
-_OF_MACHINE = (
-    *("not installed", "CUDA device(s)", "runs on GPUs only", "this job has no GPU", "this job has none"),
-    *("couldn't connect", "HF_HUB_OFFLINE", "cannot be reached"),
-)
+# what `plan` says of a machine that lacks something, and not of a run file: packages, GPUs
+_OF_MACHINE = {"LS0500", "LS1120", "LS2139", "LS3070", "LS3093", "LS3129", "LS3171", "LS3373", "LS4045", "LS7202"}
+_OF_MACHINE |= {"LS7215", "LS7361", "LS3092", "LS3127", "LS7070", "LS7290"}
 
 
 def plan(run: Run) -> list[str]:
@@ -469,7 +464,7 @@ def plan(run: Run) -> list[str]:
             start.resolve_options(each)
             break
         except RunError as error:
-            if not any(mark in str(error) for mark in _OF_MACHINE):
+            if error.code not in _OF_MACHINE and not unreached(error):
                 raise
             lacking.append(str(error))
     return lacking

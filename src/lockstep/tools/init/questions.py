@@ -226,7 +226,9 @@ class Prompter:
                 given = self.ask(question, default)
             except EOFError:
                 raise RunError(
-                    "LS8300", "the answers ended; give --data, --task and --model, or --yes for what is guessed"
+                    "LS8300",
+                    "standard input ended before all questions were answered; give --data, --task and --model, or "
+                    "--yes to accept the guesses",
                 ) from None
             try:
                 return check(given)
@@ -246,7 +248,7 @@ class Prompter:
 def _yes(text: str) -> bool:
     if text.lower() in ("yes", "y", "no", "n"):
         return text.lower().startswith("y")
-    raise RunError("LS8301", f"{text!r} is neither yes nor no")
+    raise RunError("LS8301", f"invalid answer {text!r}; expected yes or no")
 
 
 def one_of(names: list[str], what: str) -> Callable[[str], str]:
@@ -254,7 +256,7 @@ def one_of(names: list[str], what: str) -> Callable[[str], str]:
 
     def check(answer: str) -> str:
         if answer not in names:
-            raise RunError("LS8302", f"{answer!r} is no {what}; there are {', '.join(names)}")
+            raise RunError("LS8302", f"{answer!r} is not a {what}; expected one of {', '.join(names)}")
         return answer
 
     return check

@@ -60,14 +60,14 @@ class SweepTrial:
                 key = differing[0]
                 raise RunError(
                     "LS8350",
-                    f"{self.run.folder} holds a trial of another run file ({key}: {newest.arithmetic.get(key)!r} "
-                    f"there, {now[key]!r} now): give another --out, or remove that folder",
+                    f"{self.run.folder} contains a trial of another run file ({key}: {newest.arithmetic.get(key)!r} "
+                    f"there, {now[key]!r} now); give another --out, or remove that folder",
                 )
             if self.run.checkpoint.changed_code == "refuse" and (files := changed_code(self.run, newest)):
                 raise RunError(
                     "LS8351",
-                    f"{self.run.folder} holds a trial of other code ({', '.join(files)} changed since): give another "
-                    "--out, or remove that folder; checkpoint.changed_code=allow keeps it",
+                    f"{self.run.folder} contains a trial of other code ({', '.join(files)} changed since); give "
+                    "another --out, remove that folder, or set checkpoint.changed_code=allow to keep it",
                 )
         lines = history.lines_of(self.run.folder / "metrics.jsonl", ("step", "split"))
         for line in lines:
@@ -117,9 +117,9 @@ class Leaderboard:
             return None
         from lockstep.tools.sweep.sweep_file import propose
 
-        found = [(t.keys, self.metric(t)) for t in self.trials if t.state in ("done", "running")]
+        results = [(t.keys, self.metric(t)) for t in self.trials if t.state in ("done", "running")]
         for seed in range(search.seed, search.seed + 100 * search.trials, search.trials):
-            keys = propose(self.sweep.over, found, seed, not self.sweep.metric.startswith("-"))
+            keys = propose(self.sweep.over, results, seed, not self.sweep.metric.startswith("-"))
             if all(dict(t.keys) != keys for t in self.trials):
                 trial = self.add(keys)
                 self._tried.add(trial.name)
@@ -181,8 +181,8 @@ class Leaderboard:
             there = ", ".join(sorted(k for k in trial.scores if k != "examples")) or "none"
             raise RunError(
                 "LS8352",
-                f"--metric: {name} is no metric of the split {self.sweep.split}; this task has {there} there. What is "
-                "finished is kept: call the sweep again with another --metric or --split",
+                f"--metric: {name} is not a metric of the split {self.sweep.split}; expected one of {there}. "
+                "Finished trials are kept; run the sweep again with another --metric or --split",
             )
 
     def write(self) -> None:
@@ -258,16 +258,18 @@ def _known(sweep: Sweep) -> list[Mapping[str, Any]]:
     try:
         listed = [row["keys"] for row in json.loads(path.read_text(encoding="utf-8"))["trials"]]
     except (ValueError, KeyError, TypeError):
-        raise RunError("LS8354", f"{path} is not a sweep's: remove it, or give another --out") from None
+        raise RunError("LS8354", f"{path} was not written by a sweep; remove it, or give another --out") from None
     if any(keys.keys() != sweep.over.keys() for keys in listed):
-        raise RunError("LS8355", f"{path} is of a sweep over other keys: give another --out")
+        raise RunError("LS8355", f"{path} belongs to a sweep over other keys; give another --out")
     return listed
 
 
 def prepare_trials(sweep: Sweep) -> int:
     """Write the run file of every trial and start none: for a job array, or to start them by hand."""
     if sweep.search is not None:
-        raise RunError("LS8356", "--prepare: a search does not know its trials beforehand")
+        raise RunError(
+            "LS8356", "--prepare: not supported for a search, whose trials are not known in advance; remove it"
+        )
     console = Console(True)
     board = Leaderboard(sweep, console)
     for trial in board.trials:
@@ -281,9 +283,7 @@ def sweep(asked: Sweep) -> int:
     """Run what is not finished; then the table and the comparison. Returns 0, 1 when a trial failed, 75 when the sweep
     was stopped. Errors: `RunError`, before anything starts where that can be."""
     if start.joining():
-        raise RunError(
-            "LS8357", "sweep starts the processes of each trial itself: call it outside of torchrun and srun"
-        )
+        raise RunError("LS8357", "sweep starts the processes of each trial itself; run it outside of torchrun and srun")
     console = Console(True)
     board = Leaderboard(asked, console)
     for trial in board.trials:
@@ -389,9 +389,9 @@ def _ended(board: Leaderboard, trial: SweepTrial, child: Child, seconds: float, 
         trial.reason = child.reason()
     board.write()
     name, value = board.sweep.metric.removeprefix("-"), board.metric(trial)
-    found = trial.state if value is None else f"{name} {value:.4f}"
+    outcome = trial.state if value is None else f"{name} {value:.4f}"
     why = f": {trial.reason}" if trial.reason else ""
-    board.console.say(f"{place} {trial.name}: {found}{why} ({clock(seconds)})")
+    board.console.say(f"{place} {trial.name}: {outcome}{why} ({clock(seconds)})")
     board.check_metric(trial)
 
 
@@ -419,8 +419,9 @@ class Slots:
         if self._devices and self._each < int(run.launch.processes):
             raise RunError(
                 "LS8358",
-                f"--parallel: {self._sweep.parallel} trials of {run.launch.processes} process(es) need a GPU each, and "
-                f"there are {len(self._devices)}; take fewer at once or launch.device=cpu",
+                f"--parallel: {self._sweep.parallel} trials of {run.launch.processes} process(es) need one GPU "
+                f"per process, and there are {len(self._devices)} GPUs; lower --parallel, or set "
+                "launch.device=cpu",
             )
         return {}
 
@@ -454,7 +455,7 @@ def check(keys: Sequence[str]) -> None:
     """Errors: `RunError` for a key that all tasks of an array have in common."""
     if common := [key for key in keys if key.startswith("launch.")]:
         raise RunError(
-            "LS8359", f"{common[0]}: all trials of an array job have the same launch section; it cannot be varied"
+            "LS8359", f"{common[0]}: cannot be varied, because all trials of an array job share one launch section"
         )
 
 

@@ -94,24 +94,24 @@ class Sweep:
         """What is tried without a search: every listed trial with every combination."""
         listed = self.trials or [{}]
         lists = {key: values for key, values in self.over.items() if not isinstance(values, Range)}
-        found = [{**dict(one), **combined} for one in listed for combined in product(lists)]
-        return [keys for i, keys in enumerate(found) if keys not in found[:i]]
+        trials = [{**dict(one), **combined} for one in listed for combined in product(lists)]
+        return [keys for i, keys in enumerate(trials) if keys not in trials[:i]]
 
 
 def read(path: str | None, defaults: Mapping[str, Any], words: Sequence[str], options: Mapping[str, Any]) -> Sweep:
     """The sweep of a file (either kind; None: `defaults` as the run), overrides, and options: `over` words, and
     `metric`, `split`, `parallel`, `share`, `search` (number of trials), `out`, each None where it is not given. Errors:
     `RunError`."""
-    found = _sweep_file(path) if path is not None else None
-    run = str(Path(str(path)).parent / found.run) if found is not None else path
-    overrides = {**overrides_of(found.set if found is not None else {}), **overrides_of(words)}
+    section = _sweep_file(path) if path is not None else None
+    run = str(Path(str(path)).parent / section.run) if section is not None else path
+    overrides = {**overrides_of(section.set if section is not None else {}), **overrides_of(words)}
     base = load(run, overrides, defaults)
-    over: dict[str, list[Any] | Range] = dict(found.over) if found is not None else {}
+    over: dict[str, list[Any] | Range] = dict(section.over) if section is not None else {}
     over |= {key: _range(key, values) for key, values in parse(options["over"]).items()}
-    trials = [overrides_of(keys) for keys in (found.trials if found is not None else [])]
+    trials = [overrides_of(keys) for keys in (section.trials if section is not None else [])]
     given = {name: value for name, value in options.items() if value is not None}
-    filed = found.model_dump(exclude_none=True) if found is not None else {}
-    search = SearchSection(trials=given["search"], seed=0) if "search" in given else (found.search if found else None)
+    filed = section.model_dump(exclude_none=True) if section is not None else {}
+    search = SearchSection(trials=given["search"], seed=0) if "search" in given else (section and section.search)
     sweep = Sweep(
         path=run,
         defaults=defaults,
@@ -141,7 +141,7 @@ def _sweep_file(path: str) -> SweepFile | None:
         raise RunError("LS8373", f"{path} is not valid YAML: {messages.yaml_fault(error)}") from error
     if not isinstance(values, dict) or not {"run", "over", "trials", "search"} & values.keys():
         return None
-    values["over"] = {key: _range(key, found) for key, found in (values.get("over") or {}).items()}
+    values["over"] = {key: _range(key, candidates) for key, candidates in (values.get("over") or {}).items()}
     try:
         return SweepFile.model_validate(values)
     except ValidationError as error:
@@ -160,7 +160,7 @@ def _range(key: str, values: Any) -> Any:
         return Range(low=low, high=high, log=match["log"] is not None)
     except (ValueError, TypeError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise RunError("LS8374", f"{key}: {text!r} is no range such as 1e-5..1e-3:log: {reason}") from None
+        raise RunError("LS8374", f"{key}: {text!r} is not a range such as 1e-5..1e-3:log: {reason}") from None
 
 
 def _check(sweep: Sweep) -> None:
@@ -168,16 +168,14 @@ def _check(sweep: Sweep) -> None:
         raise RunError("LS8375", "nothing to vary: give --over key=value,value, or a sweep file with over or trials")
     ranges = [key for key, values in sweep.over.items() if isinstance(values, Range)]
     if ranges and sweep.search is None:
-        raise RunError("LS8376", f"{ranges[0]}: a range needs a search: --search TRIALS, or give values to try")
+        raise RunError("LS8376", f"{ranges[0]}: a range needs a search; add --search TRIALS, or list the values to try")
     if sweep.search is not None and (sweep.trials or not sweep.over):
-        raise RunError(
-            "LS8377", "search: a search chooses among the values and ranges of over; it takes no list of trials"
-        )
+        raise RunError("LS8377", "search: cannot be combined with trials; list values and ranges under over instead")
     if sweep.parallel < 1:
-        raise RunError("LS8378", f"--parallel: {sweep.parallel} is not a positive number")
+        raise RunError("LS8378", f"--parallel: invalid value {sweep.parallel}; expected an integer >= 1")
     for key in ("output", "name"):
         if key in sweep.over or any(key in keys for keys in sweep.trials):
-            raise RunError("LS8379", f"{key}: every trial has its own; it cannot be varied")
+            raise RunError("LS8379", f"{key}: cannot be varied, because the sweep sets it for every trial")
 
 
 Overrides = dict[str, Any]  # dotted key of the run file -> value
@@ -186,7 +184,7 @@ Overrides = dict[str, Any]  # dotted key of the run file -> value
 def parse(words: Sequence[str]) -> dict[str, list[Any]]:
     """`optim.learning_rate=1e-5,3e-5` words as key -> values. A value is YAML; a comma inside brackets or quotes does
     not separate. Errors: `RunError`."""
-    found: dict[str, list[Any]] = {}
+    lists: dict[str, list[Any]] = {}
     for word in words:
         key, equals, text = word.partition("=")
         key = key.strip().replace("-", "_")
@@ -202,10 +200,10 @@ def parse(words: Sequence[str]) -> dict[str, list[Any]]:
             ) from None
         if not values:
             raise RunError("LS8382", f"--over: {key} has no values; give them as {key}=value,value")
-        if key in found:
-            raise RunError("LS8383", f"--over: {key} is given twice; give all its values in one place")
-        found[key] = values
-    return found
+        if key in lists:
+            raise RunError("LS8383", f"--over: {key} is given twice; list all its values once")
+        lists[key] = values
+    return lists
 
 
 def product(over: Mapping[str, Sequence[Any]]) -> list[Overrides]:
@@ -239,7 +237,7 @@ def corners(over: Mapping[str, Sequence[Any] | Range]) -> list[Overrides]:
 
 
 def propose(
-    over: Mapping[str, Sequence[Any] | Range], found: Sequence[Found], seed: int, more_is_better: bool
+    over: Mapping[str, Sequence[Any] | Range], results: Sequence[Found], seed: int, more_is_better: bool
 ) -> Overrides:
     """The keys of the trial after `found`, by optuna's tree-structured Parzen estimator (Bergstra et al., "Algorithms
     for hyper-parameter optimization", NeurIPS 2011); the first ten are drawn at random."""
@@ -247,10 +245,10 @@ def propose(
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     places = {key: _distribution(values) for key, values in over.items()}
-    sampler = optuna.samplers.TPESampler(seed=seed + len(found))
+    sampler = optuna.samplers.TPESampler(seed=seed + len(results))
     study = optuna.create_study(direction="maximize" if more_is_better else "minimize", sampler=sampler)
-    known = [value for _, value in found if value is not None]
-    for keys, value in found:
+    known = [value for _, value in results if value is not None]
+    for keys, value in results:
         if value is None:  # one that runs: taken as the worst so far, so that the next one looks elsewhere
             if not known:
                 continue

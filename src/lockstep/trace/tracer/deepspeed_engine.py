@@ -30,10 +30,10 @@ class EngineOptimizer:
         """Read the parts that this rank has now."""
         groups: dict[int, list[Part]] = {}
         for parameter in self.engine.module.parameters():
-            found = _part(parameter, gradients)
-            if found is None:
+            gradient_part = _part(parameter, gradients)
+            if gradient_part is None:
                 continue
-            number, part = found
+            number, part = gradient_part
             known = self._parts.setdefault(id(parameter), part)
             known.tensor, known.grad = part.tensor, part.grad
             groups.setdefault(number, []).append(known)

@@ -44,7 +44,7 @@ class Block:
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def flat(self) -> tuple[int, int] | None:
         """(start, stop) in the flattened whole tensor; None: the box is not contiguous there."""
         if len(self.offset) == 1:
@@ -60,12 +60,22 @@ class Block:
 
 def whole(tensor: Tensor) -> Block:
     """The place of a tensor that is not cut."""
-    return Block(tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
+    return _whole(tensor.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(shape: torch.Size) -> Block:
+    return Block(tuple(shape), (0,) * len(shape), tuple(shape))
 
 
 def width_of(shape: Sequence[int]) -> int:
     """The number of buckets: the first prime of `WIDTHS` that divides no dimension. The sketch of a matrix whose rows
     are a multiple of P long would mix a column with nothing but itself."""
+    return _width_of(tuple(shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _width_of(shape: tuple[int, ...]) -> int:
     return next((p for p in WIDTHS if all(n % p for n in shape if n)), WIDTHS[-1])
 
 
@@ -86,8 +96,8 @@ def measure(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool = T
         for (_, _, p), items in small.items():
             for batch in _batches(items):
                 layout = tuple((start, flat.numel()) for _, flat, start in batch)
-                found = _batch([flat for _, flat, _ in batch], layout, p, sketch)
-                for (i, _, _), vector in zip(batch, found, strict=True):
+                measured = _batch([flat for _, flat, _ in batch], layout, p, sketch)
+                for (i, _, _), vector in zip(batch, measured, strict=True):
                     results[i] = vector
     return [r for r in results if r is not None]
 
@@ -181,7 +191,6 @@ class _Layout:
     signs: Tensor  # [rows * p]
     odd: Tensor  # [rows * p]
     pads: tuple[tuple[int, int], ...]  # zeros before and behind each tensor
-    rows: tuple[tuple[int, int], ...]  # first and last + 1 of each tensor
     owner: Tensor  # [rows]: the tensor of a row
 
 
@@ -189,7 +198,7 @@ class _Layout:
 def _layout(places: tuple[tuple[int, int], ...], p: int, device: torch.device) -> _Layout:
     """Tables for tensors that lie, each within one chunk, at (start, numel)."""
     table_signs, table_odd = _tables(p, device)
-    signs, odd, pads, rows, owner, at = [], [], [], [], [], 0
+    signs, odd, pads, owner = [], [], [], []
     for k, (start, count) in enumerate(places):
         chunk, begin = divmod(start, ROWS * p)
         first, lead = divmod(begin, p)
@@ -198,14 +207,11 @@ def _layout(places: tuple[tuple[int, int], ...], p: int, device: torch.device) -
         signs.append(table_signs[part].view(n, p) * _chunk_signs(p, chunk, device).float())
         odd.append(table_odd[part] * _chunk_number(chunk))
         pads.append((lead, n * p - lead - count))
-        rows.append((at, at + n))
         owner += [k] * n
-        at += n
     return _Layout(
         torch.cat([s.reshape(-1) for s in signs]),
         torch.cat(odd),
         tuple(pads),
-        tuple(rows),
         torch.tensor(owner, device=device),
     )
 
@@ -225,9 +231,9 @@ def _batch(flats: list[Tensor], places: tuple[tuple[int, int], ...], p: int, ske
     out[:, 0] = prints
     out[:, 1] = squares.view(torch.int64)
     if sketch:
-        signed, buckets = (numbers * layout.signs).view(-1, p), out.view(torch.float64)
-        for k, (a, b) in enumerate(layout.rows):
-            buckets[k, 2:] = signed[a:b].sum(0, dtype=torch.float64)
+        signed = (numbers * layout.signs).view(-1, p)
+        buckets = torch.zeros(n, p, dtype=torch.float64, device=device)
+        out[:, 2:] = buckets.index_add_(0, layout.owner, signed.double()).view(torch.int64)
     return list(out.unbind(0))
 
 
@@ -257,7 +263,7 @@ def _ranges(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]
         return
     place = block.flat
     if place is not None:
-        yield tensor.reshape(-1), place[0]
+        yield from _flat(tensor, place[0], ROWS * p)
         return
     shape, dim = block.shape, next(d for d, n in enumerate(block.size) if n > 1)  # every dimension before is one thick
     stride = 1
@@ -277,6 +283,18 @@ def _ranges(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]
         room = part.new_zeros((part.shape[0], *shape[dim + 1 :]))
         room[(slice(None), *inside)] = part
         yield room.reshape(-1), start + a * stride
+
+
+def _flat(tensor: Tensor, start: int, most: int) -> Iterator[tuple[Tensor, int]]:
+    """A tensor's elements in their order: itself where it lies so in memory, else copies of at most `most` elements."""
+    if tensor.is_contiguous() or tensor.numel() <= most:
+        yield tensor.reshape(-1), start
+        return
+    row = tensor.numel() // tensor.shape[0]
+    rows = max(most // row, 1)
+    for a in range(0, tensor.shape[0], rows):
+        part = tensor[a] if row > most else tensor[a : a + rows]
+        yield from _flat(part, start + a * row, most)
 
 
 @dataclass(frozen=True)

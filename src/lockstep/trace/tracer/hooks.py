@@ -202,8 +202,8 @@ def _wrap_clipping(hooks: Hooks) -> None:
             record = hooks.guarded(recorder.clipping, parameters, name, value)
             with hooks.clipping():
                 result = original(parameters, *args, **kwargs)
-            if record is not None and is_plain_tensor(result) and not result.is_cuda:
-                record["norm"] = float(result)
+            if record is not None and is_plain_tensor(result):
+                recorder.since.norms.append((record, result.detach().clone()))
             return result
 
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -223,7 +223,7 @@ def _wrap_scaler(hooks: Hooks) -> None:
     def scale_(self: Any, outputs: Any) -> Any:
         result = scale(self, outputs)
         if hooks.recorder is not None and self.is_enabled():
-            hooks.recorder.since.scale = self.get_scale()
+            hooks.recorder.since.scale = self._scale.detach().clone()  # `get_scale` would wait for the device
             hooks._scaled = result
         return result
 

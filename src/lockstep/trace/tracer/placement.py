@@ -56,6 +56,8 @@ DTENSOR = ("torch.distributed.tensor", "torch.distributed._tensor")  # the secon
 
 
 def is_dtensor(tensor: Any) -> bool:
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
     kinds = (getattr(sys.modules.get(name), "DTensor", None) for name in DTENSOR)
     kind = next((k for k in kinds if k is not None), None)
     return kind is not None and isinstance(tensor, kind)
@@ -140,13 +142,13 @@ def is_fsdp(root: nn.Module) -> bool:
 
 def kinds_of(root: nn.Module) -> list[str]:
     """The wrappers around a model, from the outside."""
-    found = []
+    kinds = []
     module = root
     while [name for name, _ in module.named_children()] in [[w] for w in WRAPPERS]:
-        found.append(type(module).__name__)
+        kinds.append(type(module).__name__)
         module = next(module.children())
-    found.append(type(module).__name__)
-    return found
+    kinds.append(type(module).__name__)
+    return kinds
 
 
 def device_of(tensors: list[Tensor]) -> str:
@@ -160,25 +162,25 @@ BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def stochastic(root: nn.Module) -> list[str]:
     """Names of the modules that are in training mode and compute something else there: dropout, statistics of
     batches."""
-    found = []
+    modules = []
     for name, module in root.named_modules():
         if not module.training:
             continue
         if (isinstance(module, DROPOUT) and module.p > 0) or (
             isinstance(module, BATCH_NORM) and module.momentum is not None
         ):
-            found.append(plain_name(name) or type(module).__name__)
-    return found
+            modules.append(plain_name(name) or type(module).__name__)
+    return modules
 
 
 def deciding(root: nn.Module) -> list[nn.Module]:
     """The modules whose `training` decides whether a model trains: those that compute something else then, else the
     innermost of wrappers. A wrapper's own flag may say something else than its model's (Lightning around DDP)."""
-    found: list[nn.Module] = [
+    modules: list[nn.Module] = [
         m for m in root.modules() if isinstance(m, BATCH_NORM) or (isinstance(m, DROPOUT) and m.p > 0)
     ]
-    if found:
-        return found
+    if modules:
+        return modules
     while [name for name, _ in root.named_children()] in [[w] for w in WRAPPERS]:
         root = next(root.children())
     return [root]

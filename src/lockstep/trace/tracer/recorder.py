@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from . import fsdp1, placement
 from .fingerprint import Block, measure, width_of
 from .inputs import Seen, seen
+from .pending import Pending, bits_of, number_of
 from .settings import Settings
 from .writer import Writer, blob
 
@@ -33,13 +34,14 @@ class Since:
     """What happened since the last step of an optimizer."""
 
     seen: list[Seen] = field(default_factory=list)
-    losses: list[tuple[Tensor, float | None]] = field(default_factory=list)  # value, scale
+    losses: list[tuple[Tensor, bool]] = field(default_factory=list)  # value, whether it is scaled
     backwards: int = 0
     clips: list[dict[str, Any]] = field(default_factory=list)
+    norms: list[tuple[dict[str, Any], Tensor]] = field(default_factory=list)  # clip, the norm before it
     clipped: dict[int, Tensor] = field(default_factory=dict)  # id of parameter -> measured before clipping
     schedulers: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    scale: float | None = None
+    scale: Tensor | None = None
     unscaled: bool = False
     training: bool | None = None
     autocast: str | None = None  # dtype that products are computed in, "" where autocast is off
@@ -174,8 +176,7 @@ class Recorder:
                 clip["early"] = True
         loss = tensors if isinstance(tensors, Tensor) else (tensors[0] if len(tensors) == 1 else None)
         if loss is not None and placement.is_plain_tensor(loss) and loss.numel() == 1:
-            scale = self.since.scale if scaled else None
-            self.since.losses.append((loss.detach().reshape(()).clone(), scale))
+            self.since.losses.append((loss.detach().reshape(()).clone(), scaled))
 
     def _look_for_zeroed_gradients(self) -> None:
         """Whether anybody has zeroed gradients since the last step of each optimizer: they are None, other objects, or
@@ -201,13 +202,13 @@ class Recorder:
         grads = [p for p in self.parts(parameters) if p.grad is not None]
         clip: dict[str, Any] = {"how": how, "limit": _number(limit), "backwards": self.since.backwards}
         clip["of"] = len(grads)
-        if self.since.scale is not None and self.since.scale != 1.0 and not self.since.unscaled:
-            clip["scaled"] = True
+        if self.since.scale is not None and not self.since.unscaled:
+            clip["scaled"] = True  # unless the scale turns out to be 1
         self.since.clips.append(clip)
         if self.measures(self._next_step()) and grads:
             parts = [placement.local(p.grad) for p in grads]
-            found = measure([t for t, _, _ in parts], [b for _, b, _ in parts])
-            self.since.clipped = {placement.key(p): v for p, v in zip(grads, found, strict=True)}
+            measured = measure([t for t, _, _ in parts], [b for _, b, _ in parts])
+            self.since.clipped = {placement.key(p): v for p, v in zip(grads, measured, strict=True)}
         return clip
 
     def scheduled(self, name: str, by: str) -> None:
@@ -266,8 +267,7 @@ class Recorder:
             sketch = layout.sketches is None
             weights = measure([t for t, _, _ in locals_], [b for _, b, _ in locals_], sketch=sketch)
         if layout.sketches is None:
-            layout.sketches = weights
-            self._start(number, layout, weights, locals_)
+            layout.sketches = here["start"] = weights
         here["before"] = weights
         present = [i for i, p in enumerate(params) if p.grad is not None]
         here["none"] = [i for i, p in enumerate(params) if p.grad is None]
@@ -299,10 +299,11 @@ class Recorder:
         own = (p if p.grad is not None else q for p, (q, _) in zip(sources, here["parameters"], strict=True))
         self.last_grads[number] = _held(own)
         self.zeroed[number] = not self.last_grads[number]
-        self.pending.append(Pending(record, vectors, self.since))
+        pending = Pending(record, self.since, vectors | _numbers(self.since, here["groups"]))
+        self.pending.append(pending)
         self.steps[number] += 1
         self.since = Since()
-        if not any(v.is_cuda for each in vectors.values() for v in each):
+        if not pending.on_device:
             self.flush()
 
     def _cheap(self, here: dict[str, Any]) -> dict[str, Any]:
@@ -332,7 +333,6 @@ class Recorder:
             "clips": since.clips,
             "schedulers": since.schedulers,
             "notes": since.notes,
-            "scale": since.scale,
             "unscaled": since.unscaled,
             "training": since.training,
             "autocast": since.autocast,
@@ -345,13 +345,15 @@ class Recorder:
         layout, locals_ = here["layout"], here["locals"]
         after = measure([t for t, _, _ in locals_], [b for _, b, _ in locals_])
         old = layout.sketches or after
-        updates = [difference(new, before) for new, before in zip(after, old, strict=True)]
+        updates = differences(after, old)
         layout.sketches = after
         params = [p for p, _ in here["parameters"]]
         layout.versions = [written(p) for p in params]
         record["none"], record["partial"] = here["none"], here["partial"]
         record["grad_dtypes"] = here["grad_dtypes"]
         vectors = {"before": [v[:2] for v in here["before"]], "weights": [v[:2] for v in after], "updates": updates}
+        if "start" in here:
+            vectors["start"] = here["start"]
         grads, clipped = here["grads"], here["clipped"]
         if clipped and all(v is not None for v in clipped):
             vectors["grads"] = [v[:2] for v in grads]
@@ -390,12 +392,12 @@ class Recorder:
         return measure(tensors, blocks, sketch=False), names
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
-        found: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         for root in (r for ref in self.roots if (r := ref()) is not None):
             for name, buffer in root.named_buffers():
                 if placement.is_plain_tensor(buffer) and buffer.numel() and buffer.layout == torch.strided:
-                    found.setdefault(placement.plain_name(name), buffer)
-        return list(found.items())[:2000]
+                    buffers.setdefault(placement.plain_name(name), buffer)
+        return list(buffers.items())[:2000]
 
     def _layout_of(self, optimizer: Any, number: int, parameters: list[tuple[Tensor, int]]) -> Layout:
         fresh = self.steps[number] % 16 == 0
@@ -457,17 +459,13 @@ class Recorder:
                     return all(w is not None for w in weights) and weights[0] is not weights[1]
         return False
 
-    def _start(self, number: int, layout: Layout, weights: list[Tensor], locals_: Any) -> None:
-        copied = [v.cpu() for v in weights]
-        self.write("start", opt=number, step=self.steps[number], layout=layout.number, weights=packed(copied))
-
     def skipped(self, optimizer: Any) -> None:
         """A scaler found gradients that are not finite, and the optimizer made no step."""
         number = self.number_of(optimizer)
         self.flush()
-        self.write(
-            "skipped", opt=number, step=self.steps[number], scale=self.since.scale, examples=self._examples(self.since)
-        )
+        scale = None if self.since.scale is None else float(self.since.scale)  # the scaler has waited for the device
+        examples = hexed([s.hashes for s in self.since.seen])
+        self.write("skipped", opt=number, step=self.steps[number], scale=scale, examples=examples)
         self.last_grads = {}
         self.since = Since()
 
@@ -481,15 +479,13 @@ class Recorder:
         """Write the records whose numbers were on their way."""
         pending, self.pending = self.pending, []
         for each in pending:
-            record = each.record
-            record |= {"examples": self._examples(each.since), "targets": _counts(each.since)}
-            record["micro"] = [len(s.hashes) for s in each.since.seen]
-            record["losses"] = [[_number(v), s] for v, s in each.since.losses]
-            record |= {name: packed(each.host(name)) for name in each.vectors}
+            record, numbers = each.record, each.host()
+            _fill_in(record, each.since, numbers)
+            for name in [n for n in numbers if n not in OF_STEP]:
+                record[name] = packed(numbers[name])
+            if (start := record.pop("start", None)) is not None:
+                self.write("start", opt=record["opt"], step=record["step"], layout=record["layout"], weights=start)
             self.write("step", **record)
-
-    def _examples(self, since: Since) -> list[str]:
-        return hexed([s.hashes for s in since.seen])
 
     def end(self) -> None:
         """The process ends by itself."""
@@ -497,35 +493,6 @@ class Recorder:
         self.end_evaluation()
         if self.steps:
             self.write("end", steps=self.steps, backwards=self.since.backwards)
-
-
-class Pending:
-    """A step's record whose numbers are still on their way from the device: one copy for all of them."""
-
-    def __init__(self, record: dict[str, Any], vectors: dict[str, list[Tensor]], since: Since) -> None:
-        self.record, self.vectors, self.since = record, vectors, since
-        self._event: Any = None
-        self._sizes = {name: [v.numel() for v in each] for name, each in vectors.items()}
-        flat = [v for each in vectors.values() for v in each]
-        self._host: Tensor | None = None
-        cuda = [v for v in flat if v.is_cuda]
-        if cuda:
-            joined = torch.cat([v.to(cuda[0].device).reshape(-1) for v in flat])
-            self._host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
-            self._host.copy_(joined, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def host(self, name: str) -> list[Tensor]:
-        if self._host is None:
-            return [v.cpu() for v in self.vectors[name]]
-        self._event.synchronize()
-        at = 0
-        for each, sizes in self._sizes.items():
-            if each == name:
-                return list(self._host[at : at + sum(sizes)].split(sizes)) if sizes else []
-            at += sum(sizes)
-        return []
 
 
 def packed(vectors: list[Tensor]) -> dict[str, str]:
@@ -541,12 +508,20 @@ def packed(vectors: list[Tensor]) -> dict[str, str]:
     }
 
 
-def difference(after: Tensor, before: Tensor) -> Tensor:
-    """Sketches subtracted; the fingerprint's difference modulo 2^64; the sum of squares, as the sketch has it."""
-    sketch = after[2:].view(torch.float64) - before[2:].view(torch.float64)
-    return torch.cat(
-        [(after[:1] - before[:1]), sketch.square().sum().reshape(1).view(torch.int64), sketch.view(torch.int64)]
-    )
+def differences(after: list[Tensor], before: list[Tensor]) -> list[Tensor]:
+    """Of each pair: sketches subtracted; the fingerprint's difference modulo 2^64; the sum of squares, as the sketch
+    has it."""
+    results: dict[int, Tensor] = {}
+    alike: dict[tuple[int, torch.device], list[int]] = {}
+    for i, vector in enumerate(after):
+        alike.setdefault((vector.numel(), vector.device), []).append(i)
+    for numbers in alike.values():
+        new, old = (torch.stack([each[i] for i in numbers]) for each in (after, before))
+        sketches = new[:, 2:].view(torch.float64) - old[:, 2:].view(torch.float64)
+        squares = sketches.square().sum(1, keepdim=True)
+        rows = [new[:, :1] - old[:, :1], squares.view(torch.int64), sketches.view(torch.int64)]
+        results |= dict(zip(numbers, torch.cat(rows, 1).unbind(0), strict=True))
+    return [results[i] for i in range(len(after))]
 
 
 def hexed(hashes: list[Tensor]) -> list[str]:
@@ -556,37 +531,67 @@ def hexed(hashes: list[Tensor]) -> list[str]:
     return [f"{n & (1 << 64) - 1:016x}" for n in numbers]
 
 
-def _counts(since: Since) -> list[int | None]:
-    return [None if s.targets is None else int(s.targets) for s in since.seen]
+OF_STEP = ("examples", "targets", "losses", "scale", "norms", "options")  # of `_numbers`
+
+
+def _numbers(since: Since, groups: list[dict[str, Any]]) -> dict[str, list[Tensor]]:
+    """What was kept since the last step and may lie on a device. `_fill_in` reads it a step later."""
+    return {
+        "examples": [s.hashes for s in since.seen],
+        "targets": [s.targets.reshape(1) for s in since.seen if s.targets is not None],
+        "losses": [bits_of(value) for value, _ in since.losses],
+        "scale": [] if since.scale is None else [bits_of(since.scale)],
+        "norms": [bits_of(norm) for _, norm in since.norms],
+        "options": [bits_of(v) for group in groups for v in group.values() if isinstance(v, Tensor)],
+    }
+
+
+def _fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tensor]]) -> None:
+    """Put what `_numbers` kept into a step's record."""
+    scale = record["scale"] = next((number_of(v) for v in numbers["scale"]), None)
+    record["examples"] = hexed(numbers["examples"])
+    record["micro"] = [len(s.hashes) for s in since.seen]
+    targets = iter(numbers["targets"])
+    record["targets"] = [None if s.targets is None else int(next(targets)) for s in since.seen]
+    values = zip(numbers["losses"], since.losses, strict=True)
+    record["losses"] = [[number_of(v), scale if scaled else None] for v, (_, scaled) in values]
+    for (clip, _), norm in zip(since.norms, numbers["norms"], strict=True):
+        clip["norm"] = number_of(norm)
+    for clip in since.clips:
+        if scale == 1.0:
+            clip.pop("scaled", None)
+    options = iter(numbers["options"])
+    for group in record["groups"]:
+        group |= {name: number_of(next(options)) for name, v in group.items() if isinstance(v, Tensor)}
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a parameter group."""
-    found: dict[str, Any] = {"of": len(group["params"])}
+    """The numbers of a parameter group; tensors of one number are still tensors."""
+    options: dict[str, Any] = {"of": len(group["params"])}
     for name, value in group.items():
         if name == "params":
             continue
         if isinstance(value, Tensor) and value.numel() == 1:
-            value = float(value)
-        if isinstance(value, bool | int | float | str) or value is None:
-            found[name] = value
+            options[name] = value.detach().clone()  # a number later: it may lie on a device
+        elif isinstance(value, bool | int | float | str) or value is None:
+            options[name] = value
         elif isinstance(value, tuple | list) and all(isinstance(v, int | float) for v in value):
-            found[name] = list(value)
-    return found
+            options[name] = list(value)
+    return options
 
 
 def generators() -> dict[str, str]:
     """Hashes of the states of the generators of random numbers."""
     state = torch.random.get_rng_state()
-    found = {
+    states = {
         "torch": f"{zlib.crc32(bytes(memoryview_of(state))):08x}",
         "random": f"{hash(random.getstate()) & 0xFFFFFFFF:08x}",
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         _, keys, position, *_ = numpy.random.get_state()
-        found["numpy"] = f"{zlib.crc32(keys.tobytes() + str(position).encode()):08x}"
-    return found
+        states["numpy"] = f"{zlib.crc32(keys.tobytes() + str(position).encode()):08x}"
+    return states
 
 
 def memoryview_of(tensor: Tensor) -> bytes:
@@ -597,8 +602,8 @@ def memoryview_of(tensor: Tensor) -> bytes:
 
 def _held(parameters: Iterable[Any]) -> list[tuple[weakref.ref[Any], weakref.ref[Any], int]]:
     """Of the first few parameters with gradients, what tells whether the gradient is written to."""
-    found = ((weakref.ref(p), weakref.ref(p.grad), _version(p.grad)) for p in parameters if p.grad is not None)
-    return list(itertools.islice(found, 8))
+    references = ((weakref.ref(p), weakref.ref(p.grad), _version(p.grad)) for p in parameters if p.grad is not None)
+    return list(itertools.islice(references, 8))
 
 
 def _same(parameter: Any, grad: Any, version: int) -> Tensor | None:

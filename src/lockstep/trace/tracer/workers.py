@@ -53,10 +53,10 @@ def _end(write: Callable[..., None], loader: str, number: int, data: Any, before
 
 def states(data: Any) -> dict[str, str]:
     """Hashes by name: `torch`, `numpy`, `random`, and `dataset.PATH` of what a data set holds."""
-    found = {"torch": _hash(torch.random.get_rng_state().tolist()), "random": _hash(random.getstate())}
+    digests = {"torch": _hash(torch.random.get_rng_state().tolist()), "random": _hash(random.getstate())}
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
-        found["numpy"] = _hash(numpy.random.get_state())
+        digests["numpy"] = _hash(numpy.random.get_state())
     seen: set[int] = set()
     waiting = [("dataset", data, 0)]
     while waiting and len(seen) < LOOKED_AT:
@@ -66,10 +66,10 @@ def states(data: Any) -> dict[str, str]:
         seen.add(id(value))
         state = _state(value, numpy)
         if state is not None:
-            found[path] = _hash(state)
+            digests[path] = _hash(state)
         elif depth < 4:
             waiting += [(f"{path}.{key}", inner, depth + 1) for key, inner in _inside(value)]
-    return found
+    return digests
 
 
 def _inside(value: Any) -> list[tuple[str, Any]]:

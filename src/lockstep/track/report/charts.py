@@ -77,33 +77,33 @@ def decades(low: float, high: float) -> list[float]:
     """Round numbers on a logarithmic scale: 1, 2 and 5 times powers of ten, powers alone where these are many."""
     digits = (1, 2, 5) if high / low < 2000 else (1,)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-    found = [digit * 10.0**power for power in powers for digit in digits]
-    first = max(v for v in found if v <= low * (1 + 1e-9))
-    last = min(v for v in found if v >= high * (1 - 1e-9))
-    return [v for v in found if first <= v <= last]
+    ticks = [digit * 10.0**power for power in powers for digit in digits]
+    first = max(v for v in ticks if v <= low * (1 + 1e-9))
+    last = min(v for v in ticks if v >= high * (1 - 1e-9))
+    return [v for v in ticks if first <= v <= last]
 
 
 def thinned(points: Series) -> list[tuple[float, float, float, float]]:
     """(x, mean, least, most) of at most POINTS stretches of a series."""
     every = -(-len(points) // POINTS)
-    found = []
+    selected = []
     for start in range(0, len(points), every):
         part = points[start : start + every]
         ys = [y for _, y in part]
-        found.append((part[-1][0], sum(ys) / len(ys), min(ys), max(ys)))
-    return found
+        selected.append((part[-1][0], sum(ys) / len(ys), min(ys), max(ys)))
+    return selected
 
 
 def smoothed(points: Series) -> list[tuple[float, float]]:
     """Each point as the mean of a twentieth of the series around it, of fewer near the ends, as many on either side:
     neither end is pulled to the middle."""
     around, last = max(1, len(points) // 40), len(points) - 1
-    found = []
+    averages = []
     for i, (x, _) in enumerate(points):
         wide = min(around, i, last - i)
         part = points[i - wide : i + wide + 1]
-        found.append((x, sum(y for _, y in part) / len(part)))
-    return found
+        averages.append((x, sum(y for _, y in part) / len(part)))
+    return averages
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ class Axes:
 def _drawn(points: Sequence[tuple[float, float, float, float]], colour: int, smooth: bool, place: Axes) -> str:
     """One series: a band where points stand for stretches, a line (faint below a smoothed one), dots where few."""
 
-    def path(kind: str, found: Series) -> str:
-        text = " ".join(f"{place.across(x):.1f},{place.up(y):.1f}" for x, y in found)
+    def path(kind: str, series: Series) -> str:
+        text = " ".join(f"{place.across(x):.1f},{place.up(y):.1f}" for x, y in series)
         dash = f' stroke-dasharray="{3 + 2 * (colour // COLOURS)} 3"' if colour >= COLOURS else ""
         return f'<polyline class="{kind} c{colour % COLOURS}"{dash} points="{text}"/>'
 
@@ -231,13 +231,13 @@ def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: Axes) 
     every = -(-len(xs) // STRIPS)
     ends = [xs[min(i + every, len(xs)) - 1] for i in range(0, len(xs), every)]
     edges = [place.left, *((a + b) / 2 for a, b in pairwise(ends)), place.right]
-    found: list[dict[str, float]] = [{} for _ in ends]
+    entries: list[dict[str, float]] = [{} for _ in ends]
     for name, (points, _) in drawn.items():
         for x, y in points:
-            found[bisect_left(ends, x)][name] = y
+            entries[bisect_left(ends, x)][name] = y
     names = {name: f"{escape(name)} " if len(drawn) < 3 else "" for name in drawn}  # colours tell more apart
     body = ""
-    for end, begin, until, values in zip(ends, edges[:-1], edges[1:], found, strict=True):
+    for end, begin, until, values in zip(ends, edges[:-1], edges[1:], entries, strict=True):
         at, first, last = place.across(end), place.across(begin), place.across(until)
         told = "".join(
             f'<tspan class="c{drawn[name][1] % COLOURS}" dx="7">{names[name]}{number(float(f"{value:.4g}"))}</tspan>'
@@ -356,9 +356,9 @@ def timeline(
         cells += f'<i class="{"c0" if i % 2 == 0 else "c4"}" style="width:{wide:.2f}%" title="{tip}"></i>'
         at += wide
     body = f'<b>running</b><div class="bar">{cells}</div>'
-    for name, found in marks.items():
+    for name, marked in marks.items():
         dots = ""
-        for when, what in found:
+        for when, what in marked:
             place = next((p for p in places if p[0] <= when <= p[1]), None)
             if place is not None:
                 left = place[2] + (when - place[0]) * scale

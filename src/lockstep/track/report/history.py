@@ -70,8 +70,8 @@ class History:
 
     def series(self, split: str, key: str) -> list[tuple[float, float]]:
         """(step, value) of a number that is finite."""
-        found = ((line["step"], line.get(key)) for line in self.metrics if line["split"] == split)
-        return [(float(x), float(y)) for x, y in found if isinstance(y, int | float) and math.isfinite(y)]
+        values = ((line["step"], line.get(key)) for line in self.metrics if line["split"] == split)
+        return [(float(x), float(y)) for x, y in values if isinstance(y, int | float) and math.isfinite(y)]
 
     @property
     def results(self) -> dict[str, dict[str, Any]]:
@@ -79,23 +79,23 @@ class History:
         last ones."""
         if self.state == "finished" and self.scores:
             return {split: {"step": self.scores["step"], **numbers} for split, numbers in self.scores["splits"].items()}
-        found: dict[str, dict[str, Any]] = {}
+        latest: dict[str, dict[str, Any]] = {}
         for line in self.metrics:
             if line["split"] != "train":
-                found[line["split"]] = {k: v for k, v in line.items() if k != "split"}
-        return found
+                latest[line["split"]] = {k: v for k, v in line.items() if k != "split"}
+        return latest
 
     @cached_property
     def attempts(self) -> list[Attempt]:
         """Every start, in the order in which they came; empty for a folder without events."""
         places = [i for i, event in enumerate(self.events) if event["event"] == "start"]
-        found = []
+        rows = []
         for place, after in zip(places, [*places[1:], len(self.events)], strict=False):
             start, events = self.events[place], self.events[place:after]  # in the file's order: clocks are set back
             until = self.events[after]["time"] if after < len(self.events) else math.inf
             during = [*events, *(line for line in self.ranks if start["time"] <= line["time"] < until)]
             ends = [e["event"] for e in events if e["event"] in ("finish", "stop", "failed")]
-            found.append(
+            rows.append(
                 Attempt(
                     start["time"],
                     max(sign["time"] for sign in during),
@@ -105,16 +105,16 @@ class History:
                     start,
                 )
             )
-        return found
+        return rows
 
     @cached_property
     def best(self) -> Best:
         """The best evaluation, by the metric that the run file names."""
-        found = Best(_section(self.run, "checkpoint").get("best"))
+        saved = Best(_section(self.run, "checkpoint").get("best"))
         for line in self.metrics:
             if line["split"] == "validation":
-                found.seen(line["step"], line)
-        return found
+                saved.seen(line["step"], line)
+        return saved
 
     @property
     def state(self) -> str:
@@ -198,14 +198,14 @@ class History:
     @cached_property
     def memory(self) -> list[tuple[int, list[float]]]:
         """(step, bytes of each rank): of a GPU the most its tensors took so far, else what the process held."""
-        found = []
+        rows = []
         for line in self.system:
             for name in ("gpu_memory_gb", "memory_gb"):
                 each = [v for k, v in line.items() if k.partition("/")[0] == name and isinstance(v, int | float)]
                 if each:
-                    found.append((int(line["step"]), [v * 1e9 for v in each]))
+                    rows.append((int(line["step"]), [v * 1e9 for v in each]))
                     break
-        return found
+        return rows
 
     @property
     def peak_bytes(self) -> float | None:
@@ -236,7 +236,7 @@ def read(folder: Path) -> History:
         list(lines_of(folder / "events.jsonl", ("time", "event"))),
         list(lines_of(folder / "samples.jsonl", ("step", "samples"))),
         _object(folder / "tables.json"),
-        [found for path in sorted(folder.glob("profile/*.summary.json")) if (found := _object(path))],
+        [summary for path in sorted(folder.glob("profile/*.summary.json")) if (summary := _object(path))],
         scores_of(folder),
     )
 
@@ -265,18 +265,18 @@ def lines_of(path: Path, needed: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 
 def scores_of(folder: Path) -> dict[str, Any]:
     """What the exported model of an output folder scores: its `step`, and numbers by name in `splits`; or nothing."""
-    found = _object(folder / SCORES)
-    return found if isinstance(found.get("step"), int) and isinstance(found.get("splits"), dict) else {}
+    scores = _object(folder / SCORES)
+    return scores if isinstance(scores.get("step"), int) and isinstance(scores.get("splits"), dict) else {}
 
 
 def _section(run: dict[str, Any], name: str) -> dict[str, Any]:
-    found = run.get(name)
-    return found if isinstance(found, dict) else {}
+    section = run.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -70,17 +70,17 @@ def middle(values: Sequence[float]) -> float:
 def curves(history: History) -> list[str]:
     """Every curve of a run that has points, all over the same steps, and a chart for each metric of evaluations."""
     best = history.best
-    found = {
+    groups = {
         title: {name: history.series(split, key) for name, (split, key) in lines.items()}
         for title, lines in _CURVES.items()
     }
-    loss = found.pop("loss")
+    loss = groups.pop("loss")
     metrics = {
         key.replace("_", " "): {s: history.series(s, key) for s in ("train", "validation")} for key in _metrics(history)
     }
-    if found["learning rate"]["rate"]:
-        found["learning rate"]["as planned"] = history.planned_rates
-    drawn = {"loss": loss} | metrics | found
+    if groups["learning rate"]["rate"]:
+        groups["learning rate"]["as planned"] = history.planned_rates
+    drawn = {"loss": loss} | metrics | groups
     charted = []
     for title, lines in drawn.items():
         ring = (
@@ -168,7 +168,7 @@ def _heat(history: History, shown: Sequence[int]) -> str:
 
 def prices(history: History) -> list[tuple[str, str, str]]:
     """What padding, communication, checkpoints and evaluation cost: (name, value, how it is reckoned)."""
-    found = []
+    rows = []
     padding = [y for _, y in history.series("train", "padding")]
     if padding:
         ratio = sum(padding) / len(padding)
@@ -176,14 +176,14 @@ def prices(history: History) -> list[tuple[str, str, str]]:
         text = f"{ratio:.2f} tokens are computed per real token"
         if chance:
             text += f"; cut at random it would have been {sum(chance) / len(chance):.2f}"
-        found.append(("padding", f"{1 - 1 / ratio:.1%} of the computing", text))
+        rows.append(("padding", f"{1 - 1 / ratio:.1%} of the computing", text))
     if not history.timed:
-        return found
+        return rows
     sums, ranks = history.seconds, int(history.timed[-1]["ranks"])
     mean = {phase: sum(each) / ranks for phase, each in sums.items()}
     total = sum(mean.values()) or 1.0
     if ranks > 1 and "reduction" in mean:
-        found.append(
+        rows.append(
             (
                 "communication",
                 f"{mean['reduction'] / total:.1%} of the time",
@@ -198,8 +198,8 @@ def prices(history: History) -> list[tuple[str, str, str]]:
     ):
         if mean.get(phase, 0.0) > 0:
             name = {"data": "waiting for data", "checkpoint": "checkpoints"}.get(phase, phase)
-            found.append((name, f"{mean[phase] / total:.1%} of the time", f"{charts.seconds(mean[phase])}: {why}"))
-    return found
+            rows.append((name, f"{mean[phase] / total:.1%} of the time", f"{charts.seconds(mean[phase])}: {why}"))
+    return rows
 
 
 def timeline(history: History) -> str:
@@ -270,11 +270,11 @@ def checks(history: History) -> list[tuple[str, bool, str]]:
         rows.append(("plain reference, before the first step", True, str(text)))
     if text := history.facts_of("finish").get("export"):
         rows.append(("export", bool(history.facts_of("finish").get("export_agrees", True)), str(text)))
-    found = [_differed(event) for event in history.events if event["event"] == "guard"]
+    events = [_differed(event) for event in history.events if event["event"] == "guard"]
     every = (history.run.get("sdc_check") or {}).get("every") or 0
-    if every or found:
+    if every or events:
         fine = f"ranks came to the same bits, as far as every {every:,}th step says" if every else ""
-        rows.append(("silent data corruption (sdc_check)", not found, "; ".join(found) or fine))
+        rows.append(("silent data corruption (sdc_check)", not events, "; ".join(events) or fine))
     unusual = [text for text in _unusual(history) if text]
     rows.append(("loss and gradients", not unusual, "; ".join(unusual) or "finite in every step, without a jump"))
     return rows if history.metrics else []
@@ -297,13 +297,13 @@ def _git(git: Mapping[str, Any]) -> str:
 def _unusual(history: History) -> list[str]:
     """Losses that jumped, and updates that were left out."""
     jumps = [f"{line['step']:,}" for line in history.metrics if line.get("spike")]
-    found = (
+    events = (
         [f"the loss jumped at step {', '.join(jumps[:10])}{' and more' if len(jumps) > 10 else ''}"] if jumps else []
     )
     for name, why in (("skipped_steps", "not finite"), ("overflowed_steps", "fp16 overflowed at their loss scale")):
         if count := sum(int(line.get(name) or 0) for line in history.metrics):
-            found.append(f"{count} step(s) were skipped: {why}")
-    return found
+            events.append(f"{count} step(s) were skipped: {why}")
+    return events
 
 
 def _differed(event: Mapping[str, Any]) -> str:
@@ -331,12 +331,12 @@ def overlaid(histories: Mapping[str, History]) -> list[str]:
     wanted = {"training loss": ("train", "loss"), "validation loss": ("validation", "loss")}
     wanted |= {f"{key.replace('_', ' ')}, validation": ("validation", key) for key in metrics}
     wanted |= {title: next(iter(lines.values())) for title, lines in _CURVES.items() if title != "loss"}
-    found = []
+    curves = []
     steps = span(*histories.values())
     for title, (split, key) in wanted.items():
         series = {name: history.series(split, key) for name, history in histories.items()}
         smooth = tuple(series) if split == "train" and title != "learning rate" else ()
-        found.append(
+        curves.append(
             charts.lines(title, series, charts.ChartStyle(linear=title in _FROM_ZERO, span=steps, smooth=smooth))
         )
         if key == "loss":
@@ -344,8 +344,8 @@ def overlaid(histories: Mapping[str, History]) -> list[str]:
             last = max((points[-1][0] for points in clocked.values() if points), default=0.0)
             ends = (0.0, math.ceil(last * 100) / 100)
             look = charts.ChartStyle("minutes", span=ends, smooth=smooth)
-            found.append(charts.lines(f"{title} against running time", clocked, look))
-    return [chart for chart in found if chart]
+            curves.append(charts.lines(f"{title} against running time", clocked, look))
+    return [chart for chart in curves if chart]
 
 
 def _by_clock(history: History, split: str) -> list[tuple[float, float]]:
@@ -377,7 +377,7 @@ _MOST_LABELS = 100  # drawn at most, the commonest
 
 def panels(tables: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of each split that has any: its name, charts, and the scores of its labels."""
-    found = []
+    sections = []
     for split, of_split in tables.items():
         drawn = [_reliability(of_split["reliability"])] if "reliability" in of_split else []
         drawn += _scatters(of_split["scatter"]) if "scatter" in of_split else []
@@ -385,8 +385,8 @@ def panels(tables: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
             drawn.append(charts.lines(plot["title"], plot["lines"], charts.ChartStyle(x_name=plot["x"], linear=True)))
         labels = _labels(of_split["labels"]) if "labels" in of_split else None
         if drawn or labels:
-            found.append({"split": split, "charts": drawn, "labels": labels})
-    return found
+            sections.append({"split": split, "charts": drawn, "labels": labels})
+    return sections
 
 
 def _labels(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -440,7 +440,7 @@ def _reliability(table: Mapping[str, Any]) -> str:
 
 def _scatters(table: Mapping[str, Any]) -> list[str]:
     """True numbers against predicted ones, a chart for each number."""
-    found = []
+    points = []
     for name, true, predicted in zip(table["names"], table["true"], table["predicted"], strict=True):
         low, high = min(*true, *predicted), max(*true, *predicted)
         if high - low <= 1e-12 * max(abs(low), abs(high)):  # one point, or one level
@@ -451,8 +451,8 @@ def _scatters(table: Mapping[str, Any]) -> list[str]:
         for x, y in zip(true, predicted, strict=True):
             body += _dot(place, x, y, 2.0, f"true {charts.number(x)}, predicted {charts.number(y)}")
         some = f", {len(true):,} of {table['examples']:,} examples" if len(true) < table["examples"] else ""
-        found.append(_figure(f"{name}: predicted, by what is true{some}", body, "true"))
-    return found
+        points.append(_figure(f"{name}: predicted, by what is true{some}", body, "true"))
+    return points
 
 
 def _diagonal(place: charts.Axes) -> str:

@@ -62,7 +62,7 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_told,  # each value before HTML writes its quotes and ampersands in another way
+        finalize=_for_page,  # each value before HTML writes its quotes and ampersands in another way
     )
     pages.filters |= {"number": charts.number, "seconds": charts.seconds, "size": charts.size, "percent": _percent}
     values = {"live": None, "written": time.strftime("%Y-%m-%d %H:%M:%S")} | values
@@ -169,12 +169,12 @@ def _matrix(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _classes(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> list[tuple[str, str, str, str, int]]:
     """(label, precision, recall, F1, examples) of each class; a dash where there is nothing to divide by."""
-    found = []
+    rows = []
     for i, label in enumerate(labels):
         right, true, guessed = counts[i][i], sum(counts[i]), sum(row[i] for row in counts)
         scores = [(right, guessed), (right, true), (2 * right, true + guessed)]
-        found.append((label, *(f"{part / whole:.3f}" if whole else "\u2013" for part, whole in scores), true))
-    return found  # type: ignore[return-value]
+        rows.append((label, *(f"{part / whole:.3f}" if whole else "\u2013" for part, whole in scores), true))
+    return rows  # type: ignore[return-value]
 
 
 # -- several runs ----------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def _value(value: object) -> str:
     return "" if value is None else charts.number(value) if isinstance(value, int | float) else str(value)
 
 
-def _told(value: Any) -> Any:
+def _for_page(value: Any) -> Any:
     """A value as the page may have it; what is HTML already (`safe`) was made by us of texts that are escaped."""
     return printable(value) if type(value) is str else value
 

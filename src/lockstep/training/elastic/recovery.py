@@ -153,15 +153,18 @@ class Recovery:
             if generation is None and world.joining and not members.given_up:
                 raise SystemExit(STOPPED)  # by which its launcher knows that all are asked to stop
             if generation is None and members.given_up:
-                raise TrainingFailed("LS5030", "the ranks that are left cannot go on by themselves")
+                raise TrainingFailed(
+                    "LS5030",
+                    "the surviving ranks cannot continue by themselves; the job restarts from its last checkpoint",
+                )
             if generation is None:
                 raise TrainingFailed(
-                    "LS5031", f"rank {world.rank} lost contact with another rank, and nobody is known to be lost"
+                    "LS5031", f"rank {world.rank}: a collective failed, but the launcher reported no failed rank"
                 )
             if not members.all_come(generation, patience_s):  # one may be in the middle of a long micro-batch
                 if members.newest() == generation:
                     raise TrainingFailed(
-                        "LS5032", f"the ranks that are left did not meet again within {patience_s:g} s"
+                        "LS5032", f"the surviving ranks did not form a new group within {patience_s:g} s"
                     )
                 continue
             try:
@@ -181,7 +184,9 @@ class Recovery:
         first = self._trained.members[:1]
         if len(set(world.all_gather(world.agreed))) > 1:
             raise TrainingFailed(
-                "LS5033", "a rank that comes in has another run file, code, data or package than the others"
+                "LS5033",
+                "a joining rank has another run file, code, data or package version than the others; start it "
+                "with the same",
             )
         gone = bool(set(first) - set(generation.members))
         positions = world.all_gather((state.step, state.hooks_pending, gone, self._trained.members))
@@ -217,10 +222,10 @@ class Recovery:
         """Where each rank holds the whole state: those that are behind take it from one that is not. Collective."""
         newest = max(steps)
         if newest < 0:
-            raise TrainingFailed("LS5034", "no rank that is left holds the training state")
+            raise TrainingFailed("LS5034", "no surviving rank has the training state")
         if any(0 <= step < newest - 1 for step in steps):
             raise TrainingFailed(
-                "LS5035", f"the ranks that are left hold the states after {steps} updates, which cannot be"
+                "LS5035", f"internal error: the surviving ranks are at steps {steps}; they may differ by at most one"
             )
         if min(steps) < newest:
             self._hand_on(steps.index(newest), steps[self.session.world.rank] < newest)
@@ -254,7 +259,7 @@ class Recovery:
             seen.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {int(summed(tensor.detach()))}\n".encode())
         if len(set(session.world.all_gather(seen.hexdigest()))) > 1:
             raise TrainingFailed(
-                "LS5036", f"after the loss of a rank the others do not hold the same state after step {state.step}"
+                "LS5036", f"after a rank failed, the other ranks have different states after step {state.step}"
             )
 
 

@@ -89,7 +89,7 @@ class Resharder:
         strategy.load_sharded_state_dict(saved)
         if StateHash(world).of(strategy.sharded_state_dict()) != expected:
             raise TrainingFailed(
-                "LS5040", f"the state after step {key[0]} is not what the ranks that are left have held"
+                "LS5040", f"the restored state after step {key[0]} differs from the state of the surviving ranks"
             )
         _compare(strategy, world)
         assert world.members is not None
@@ -141,7 +141,7 @@ def newest_complete(held: list[list[tuple[Key, list[int], int]]]) -> Key:
             shares.setdefault(key, set()).update(numbers)
             counts[key] = count
     if not counts:
-        raise TrainingFailed("LS5041", "no rank that is left holds the training state")
+        raise TrainingFailed("LS5041", "no surviving rank has the training state")
     able = [key for key, numbers in shares.items() if len(numbers) == counts[key]]
     if able:
         return max(able, key=lambda key: (key[0], key[2] == "live", key[1]))
@@ -149,8 +149,9 @@ def newest_complete(held: list[list[tuple[Key, list[int], int]]]) -> Key:
     gone = sorted(set(range(counts[nearest])) - shares[nearest])
     raise TrainingFailed(
         "LS5042",
-        f"share{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} of {counts[nearest]} of the state "
-        f"{'are' if len(gone) > 1 else 'is'} lost with every rank that held {'them' if len(gone) > 1 else 'it'}",
+        f"shard{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} of {counts[nearest]} of the state "
+        f"{'are' if len(gone) > 1 else 'is'} lost with every rank that held "
+        f"{'them' if len(gone) > 1 else 'it'}",
     )
 
 
@@ -164,7 +165,7 @@ def _compare(strategy: Any, world: World) -> None:
     for place in {place for each in every for place in each}:
         sums = [each[place] for each in every if place in each]
         if len(sums) != copies or len(set(sums)) > 1:
-            raise TrainingFailed("LS5043", f"{place.name} was not cut anew as it should be")
+            raise TrainingFailed("LS5043", f"internal error: {place.name} was not resharded correctly")
 
 
 def _slices_of(mine: Version | None) -> SliceMap:
@@ -179,7 +180,7 @@ def _hash_of_held(saved: PeerReader, mine: Version | None, session: Session) -> 
     for name, pieces in saved.holders.items():
         for place, rank in pieces.items():
             if any(each.get(place, every[rank][place]) != every[rank][place] for each in every):
-                raise TrainingFailed("LS5044", f"the ranks that are left do not hold the same {name}")
+                raise TrainingFailed("LS5044", f"the surviving ranks have different values of {name}")
             sums[name] = sums.get(name, 0) + every[rank][place]
     layouts = {
         name: (str(next(iter(pieces)).dtype), next(iter(pieces)).whole) for name, pieces in saved.holders.items()

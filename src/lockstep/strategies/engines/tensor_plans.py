@@ -1,0 +1,325 @@
+"""Which matrix products of a model are cut into leaves (`strategy.tensor_leaves`), and the model that computes them so.
+
+In: a run, its model, and the ranks that share the leaves out. Out: a refusal; or the same model, the `forward` of whose
+products is that of `exact/tensor_leaves.py`, and of several ranks their parts of its weights.
+
+Which products are cut along their outputs and which along their inner dimension says transformers' own plan for tensor
+parallelism, where a family has one. `_PLANS` has those of families that have none.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.functional import embedding, linear
+from transformers.pytorch_utils import Conv1D
+
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError
+from lockstep.strategies.engines import layers
+from lockstep.strategies.exact.tensor_leaves import (
+    LeafRanks,
+    Product,
+    WeightCut,
+    column_product,
+    cut_weight,
+    row_product,
+)
+from lockstep.tasks.models import heads, padding, small_models
+from lockstep.tasks.models.model_configs import load_config
+
+KEY = "strategy.tensor_leaves"
+COLUMN, ROW = "colwise", "rowwise"  # transformers' words
+_PASSED = "replicated_with_grad_allreduce"  # a norm of each head: leaves read its weight, and their gradients are added
+
+
+@dataclass(frozen=True)
+class FamilyPlan:
+    """`products`: the ends of modules' names, as patterns, and how each is cut. `fused`: of how many matrices side by
+    side a product is one. `counts`: names of modules, and of their attributes that count what all leaves have."""
+
+    products: Mapping[str, str]
+    fused: Mapping[str, int]
+    counts: Mapping[str, tuple[str, ...]]
+
+
+_BERT = FamilyPlan(
+    {
+        r"encoder\.layer\.\d+\.attention\.self\.(query|key|value)": COLUMN,
+        r"encoder\.layer\.\d+\.attention\.output\.dense": ROW,
+        r"encoder\.layer\.\d+\.intermediate\.dense": COLUMN,
+        r"encoder\.layer\.\d+\.output\.dense": ROW,
+    },
+    {},
+    {r"encoder\.layer\.\d+\.attention\.self": ("num_attention_heads", "all_head_size")},
+)
+_T5 = FamilyPlan(
+    {
+        r"block\.\d+\.layer\.\d+\.(SelfAttention|EncDecAttention)\.[qkv]": COLUMN,
+        r"block\.\d+\.layer\.\d+\.SelfAttention\.relative_attention_bias": COLUMN,
+        r"block\.\d+\.layer\.\d+\.(SelfAttention|EncDecAttention)\.o": ROW,
+        r"block\.\d+\.layer\.\d+\.DenseReluDense\.wi(_[01])?": COLUMN,
+        r"block\.\d+\.layer\.\d+\.DenseReluDense\.wo": ROW,
+    },
+    {},
+    {r"block\.\d+\.layer\.\d+\.(SelfAttention|EncDecAttention)": ("n_heads", "inner_dim")},
+)
+_GPT2 = FamilyPlan(
+    {
+        r"h\.\d+\.attn\.c_attn": COLUMN,
+        r"h\.\d+\.attn\.c_proj": ROW,
+        r"h\.\d+\.mlp\.c_fc": COLUMN,
+        r"h\.\d+\.mlp\.c_proj": ROW,
+    },
+    {r"h\.\d+\.attn\.c_attn": 3},
+    {r"h\.\d+\.attn": ("num_heads", "split_size", "embed_dim")},
+)
+_PLANS = {"bert": _BERT, "roberta": _BERT, "xlm-roberta": _BERT, "electra": _BERT}
+_PLANS |= {"gpt2": _GPT2, "t5": _T5, "mt5": _T5}
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def check(run: Run) -> None:
+    """Before any process starts. Errors: `RunError`."""
+    leaves = run.strategy.tensor_leaves
+    if leaves == 1:
+        return
+    if not run.strategy.exact:
+        raise RunError(
+            "LS4310", f"{KEY}: is for sums in a fixed order, and strategy.exact is false; leave one of the two out"
+        )
+    beside = {
+        "model.adapter": run.model.adapter,
+        "model.quantization": run.model.quantization,
+        "model.compile": run.model.compile,
+    }
+    for key, value in beside.items():
+        if value:
+            raise RunError("LS4311", f"{KEY}: products of {key} are not cut into leaves; leave one of the two out")
+    if run.strategy.name == "pipeline":
+        raise RunError(
+            "LS4312",
+            f"{KEY}: the stages of a pipeline compute whole products; use strategy.name=fsdp2 or ddp, or leave it out",
+        )
+    if layers.own_model(run):
+        raise RunError("LS4313", f"{KEY}: transformers has no plan for a model of your own; leave it out")
+    config = load_config(run)
+    plan = plan_of(config, leaves)
+    with torch.device("meta"):
+        try:
+            from transformers import AutoModel
+
+            model = AutoModel.from_config(config, trust_remote_code=run.model.trust_remote_code)
+        except Exception:  # code from the Hub, sizes that do not fit: looked at when the model is there
+            return
+    list(_products(plan, leaves, model))
+    task: Any = plugins.find("tasks", run.task.name)
+    tried = task.head is not None and heads.of(task.head).reads_texts
+    if tried and (why := padding.kept_trial(run, task.head, config, differs)) is not None:
+        raise RunError("LS4319", f"{KEY}: a {config.model_type} cannot be cut into leaves: {why}; leave it out")
+
+
+def differs(run: Run, head: str, config: Any) -> str | None:
+    """Why a small model of this config cannot be cut, or computes something else then; None: it computes the same."""
+    why = "no small model of it could be made"
+    with torch.random.fork_rng([]):
+        for wanted in small_models.smaller(config, head):
+            batches = [small_models.examples(head, *lengths) for lengths in small_models.BATCHES[:2]]
+            try:
+                whole, cut = (small_models.small(run, head, wanted, run.model.attention) for _ in range(2))
+                outputs = [small_models.computed(whole, head, batch) for batch in batches]
+            except Exception as error:  # entries that do not fit each other any more
+                why = f"a small model of it could not be tried ({small_models.brief(error)})"
+                continue
+            try:
+                install_leaves(cut, wanted, LeafRanks(2))
+                parts = [small_models.computed(cut, head, batch) for batch in batches]
+            except Exception as error:
+                return f"what lies between its products cannot be computed in parts ({small_models.brief(error)})"
+            for (logits, gradients), (own, own_gradients) in zip(outputs, parts, strict=True):
+                pairs = [(logits, own), *zip(gradients, own_gradients, strict=True)]
+                if not all(_near(*pair) for pair in pairs):
+                    return "in parts it computes something else"
+            return None
+    return why
+
+
+def _near(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or not one.numel():
+        return one is other or (one is not None and other is not None)
+    size = max(float(one.abs().max()), 1e-3)
+    return bool((one - other).abs().max() <= small_models.NEAR * size)
+
+
+def plan_of(config: Any, leaves: int) -> FamilyPlan:
+    """Of a model's family. Errors: `RunError` where it has none, and where attention heads cannot be shared."""
+    plan = _PLANS.get(config.model_type)
+    if plan is None:
+        theirs = getattr(config, "base_model_tp_plan", None) or {}
+        if not theirs or set(theirs.values()) - {COLUMN, ROW, _PASSED}:
+            raise RunError(
+                "LS4314",
+                f"{KEY}: the products of a {config.model_type} cannot be cut into leaves: transformers has no plan for "
+                f"it, or one of other products than Linear's (llama, qwen2, qwen3, mistral and their like, "
+                f"{', '.join(sorted(_PLANS))} can be cut); leave it out",
+            )
+        products = {re.escape(n).replace(r"\*", r"\d+"): style for n, style in theirs.items() if style != _PASSED}
+        plan = FamilyPlan(products, {}, {})
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, name, None) or leaves
+        if count % leaves:
+            raise RunError(
+                "LS4315",
+                f"{KEY}: {leaves} leaves cannot share the {count} {name} of a {config.model_type}; choose a number "
+                f"that divides {count}",
+            )
+    return plan
+
+
+@dataclass(frozen=True)
+class PlannedProduct:
+    """A module whose product is cut."""
+
+    name: str
+    module: nn.Module
+    column: bool
+    fused: int
+
+    @property
+    def dim(self) -> int:
+        """The dimension of its weight that is cut."""
+        outputs = 0 if isinstance(self.module, nn.Linear) else 1
+        return outputs if self.column else 1 - outputs
+
+    @property
+    def size(self) -> int:
+        """Of that dimension, by what the module says: an engine may have put something else in its weight's place."""
+        module: Any = self.module
+        if isinstance(module, nn.Embedding):
+            sizes = (module.num_embeddings, module.embedding_dim)
+        elif isinstance(module, Conv1D):
+            sizes = (module.nx, module.nf)
+        else:
+            sizes = (module.out_features, module.in_features)
+        return int(sizes[self.dim])
+
+
+def _products(plan: FamilyPlan, leaves: int, model: nn.Module) -> Iterator[PlannedProduct]:
+    """The model's products that the plan names. Errors: `RunError` where there is none, or one that cannot be cut."""
+    ways = set()
+    for name, module in model.named_modules():
+        if (way := _entry(plan.products, name)) is None:
+            continue
+        product = PlannedProduct(name, module, way == COLUMN, _entry(plan.fused, name) or 1)
+        if type(module) not in _CALLS or (isinstance(module, nn.Embedding) and not product.column):
+            raise RunError(
+                "LS4316", f"{KEY}: {name} is a {type(module).__name__}, which cannot be cut into leaves; leave it out"
+            )
+        if (size := product.size) % (leaves * product.fused):
+            side = "outputs" if product.column else "inputs"
+            raise RunError(
+                "LS4317",
+                f"{KEY}: {leaves} leaves cannot share the {size // product.fused} {side} of {name}; choose a number "
+                "that divides it",
+            )
+        ways.add(way)
+        yield product
+    if ways != {COLUMN, ROW}:
+        raise RunError("LS4318", f"{KEY}: this model has none of the products that are cut; leave it out")
+
+
+def _entry(patterns: Mapping[str, Any], name: str) -> Any:
+    return next((value for end, value in patterns.items() if re.search(rf"(^|\.){end}$", name)), None)
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def install(run: Run, model: nn.Module, ranks: LeafRanks | None = None) -> None:
+    """Replace the `forward` of the products that are cut, in place. `ranks`: those that share the leaves out; None:
+    this one has them all. Errors: `RunError`."""
+    if run.strategy.tensor_leaves > 1:
+        install_leaves(model, load_config(run), ranks or LeafRanks(run.strategy.tensor_leaves))
+
+
+def install_leaves(model: nn.Module, config: Any, ranks: LeafRanks) -> None:
+    """Replace the `forward` of the products that are cut, of a model of this config."""
+    plan, leaves = plan_of(config, ranks.count), ranks.count
+    for product in _products(plan, leaves, model):
+        module: Any = product.module
+        if product.column:
+            held = "own" if product.fused == 1 else "rows"
+            weight = WeightCut(product.dim, product.fused, held)
+            bias = WeightCut(0, product.fused, "own" if product.fused == 1 else "all")
+            module.forward = partial(_column, module, ranks, weight, bias)
+        else:
+            module.forward = partial(_row, module, ranks, WeightCut(product.dim))
+    for name, part in model.named_modules():
+        for attribute in _entry(plan.counts, name) or ():
+            setattr(part, attribute, getattr(part, attribute) // leaves)
+
+
+def share_out(run: Run, model: nn.Module, mesh: DeviceMesh) -> None:
+    """Of the weights that are cut, each rank of the mesh keeps its leaves; of a fused one, whose leaves do not lie
+    side by side, an equal share of the rows."""
+    # It warns of sums in another order where such weights are gathered for a checkpoint, which sums nothing.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    leaves = run.strategy.tensor_leaves
+    for product in _products(plan_of(load_config(run), leaves), leaves, model):
+        module: Any = product.module
+        dims = {"weight": 0 if product.fused > 1 else product.dim}
+        if product.column and product.fused == 1 and getattr(module, "bias", None) is not None:
+            dims["bias"] = 0
+        for name, dim in dims.items():
+            whole = getattr(module, name)
+            part = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
+            setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
+
+
+def _conv1d(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    made = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+    return made.view(*inputs.shape[:-1], weight.shape[1])
+
+
+def _embedding(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return embedding(inputs, weight)
+
+
+_CALLS: dict[type[nn.Module], Product] = {nn.Linear: linear, Conv1D: _conv1d, nn.Embedding: _embedding}
+
+
+def _column(module: Any, ranks: LeafRanks, weight: WeightCut, bias: WeightCut, inputs: Tensor) -> Tensor:
+    dtype = _computed_in(module, inputs)
+    weights = cut_weight(_held(module.weight), weight, ranks, dtype)
+    own = getattr(module, "bias", None)
+    biases = None if own is None else cut_weight(_held(own), bias, ranks, dtype)
+    return column_product(_CALLS[type(module)], ranks, inputs, weights, biases)
+
+
+def _row(module: Any, ranks: LeafRanks, weight: WeightCut, inputs: Tensor) -> Tensor:
+    weights = cut_weight(_held(module.weight), weight, ranks, _computed_in(module, inputs))
+    return row_product(_CALLS[type(module)], ranks, inputs, weights, module.bias)
+
+
+def _held(weight: Tensor) -> Tensor:
+    """This rank's part, through which its gradient goes back."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _computed_in(module: Any, inputs: Tensor) -> torch.dtype:
+    """The type of a product: under autocast its own, and else the weight's."""
+    kind, weight = inputs.device.type, module.weight.dtype
+    low = torch.is_autocast_enabled(kind) and not isinstance(module, nn.Embedding)
+    return torch.get_autocast_dtype(kind) if low else weight

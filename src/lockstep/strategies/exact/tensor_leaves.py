@@ -1,0 +1,345 @@
+"""The leaves of a matrix product: a layer computed in a fixed number of parts, whose sums do not depend on the ranks.
+
+In: the inputs and weights of the products that share a layer out (`strategy.tensor_leaves`). Out: the same bits at
+every number of tensor ranks that divides the leaves. A column-parallel product is cut along its outputs, and makes
+`Leaves`: one activation a leaf. What follows is computed leaf by leaf, each in one call on tensors of the same shapes
+wherever it runs, so a rank has no influence on which kernel is chosen. A row-parallel product is cut along its inner
+dimension, and ends them: its partial products are added over the tree of `reduction.py`. In backward the gradients of
+what all leaves read (a layer's input, a norm's weight) are added over the same tree, and gradients of cut weights are
+those of their leaves.
+
+Letters: L leaves, of which a rank computes L/R.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.config.run import RunError
+from lockstep.distributed.randomness import mix
+from lockstep.strategies.exact.optim import ALIGNED
+from lockstep.strategies.exact.reduce_schedule import LinkSpeeds, all_gather
+from lockstep.strategies.exact.reduction import Exchange, ReductionTree, share
+
+
+class LeafRanks:
+    """The ranks that share the leaves out, and which of them are this rank's: contiguous ones, as many on each."""
+
+    def __init__(
+        self,
+        count: int,
+        rank: int = 0,
+        size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        links: LinkSpeeds | None = None,
+    ) -> None:
+        self.count, self.rank, self.size, self.group, self._links = count, rank, size, group, links
+        self.own = share(count, rank, size)
+        self._read: tuple[weakref.ref[Tensor], Leaves] | None = None  # the input of the layer's products
+
+    def sum(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The sum over all leaves in tree order, in float32 or wider, from this rank's. Collective."""
+        wide = torch.promote_types(tensors[0].dtype, torch.float32)
+        tree = ReductionTree(self.count)
+        for leaf, tensor in zip(self.own, tensors, strict=True):
+            # The tree writes into the left one of two, and never into another: only that one must be a copy.
+            tree.add(leaf, [tensor.to(wide, copy=not leaf % 2, memory_format=torch.contiguous_format)])
+        if self.size == 1:
+            return tree.root[0]
+        exchange = Exchange(self.count, self.rank, self.size, self.group, self._links)
+        exchange.submit(tree.nodes)
+        return exchange.finish()[0][0].clone()
+
+    def all_gather(self, own: Tensor) -> Tensor:
+        """Tensors of one shape of all ranks, end to end along their first dimension. Collective."""
+        if self.size == 1:
+            return own
+        every = own.new_empty(self.size * len(own), *own.shape[1:])
+        all_gather(every, own.contiguous(), group=self.group)
+        return every
+
+    def spread(self, tensor: Tensor, dtype: torch.dtype) -> Leaves:
+        """A tensor that is whole, given to each leaf; the products that read the same one share what is made of it."""
+        if self._read is not None:
+            read, leaves = self._read
+            if read() is tensor and leaves.dtype == dtype and leaves.tracked == _tracked(tensor):
+                return leaves
+        leaves = Leaves.of(_Spread.apply(tensor, self, dtype), self, _tracked(tensor))
+        self._read = weakref.ref(tensor), leaves
+        return leaves
+
+    def close(self) -> None:
+        """The layer's products are through: nothing reads their input any more."""
+        self._read = None
+
+
+def _tracked(tensor: Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+class _Spread(torch.autograd.Function):
+    """What all leaves read, once a leaf; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: LeafRanks, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.dtype = ranks, tensor.dtype
+        read = tensor.to(dtype)
+        return tuple(read.view_as(read) for _ in ranks.own)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.ranks.sum(gradients).to(ctx.dtype), None, None
+
+
+class _TreeSum(torch.autograd.Function):
+    """The sum of partial products over the tree."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: LeafRanks, *products: Tensor) -> Tensor:
+        ctx.dtype, ctx.count = products[0].dtype, len(products)
+        return ranks.sum(products)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *[gradient.to(ctx.dtype)] * ctx.count
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WeightCut:
+    """Which numbers of a weight are a leaf's."""
+
+    dim: int  # that is cut
+    parts: int = 1  # matrices that lie side by side along it, such as a fused query, key and value: each is cut
+    held: str = "own"  # of several ranks each holds "own" leaves, an equal share of "rows", or "all"
+
+    def leaf(self, weight: Tensor, index: int, count: int) -> Tensor:
+        """Of a weight that holds `count` leaves: a view [..., parts, width, ...]."""
+        return weight.unflatten(self.dim, (self.parts, count, -1)).select(self.dim + 1, index)
+
+
+class _Cut(torch.autograd.Function):
+    """A weight as this rank's leaves, each laid out in memory as if it were alone: products walk through memory, and
+    their last bits may depend on how it is laid out. The gradient is put together from theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, cut: WeightCut, ranks: LeafRanks, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        ctx.cut, ctx.ranks, ctx.dtype, ctx.held = cut, ranks, weight.dtype, len(weight)
+        whole = ranks.all_gather(weight) if cut.held == "rows" else weight
+        ctx.shape, first = whole.shape, 0
+        count = len(ranks.own) if cut.held == "own" else ranks.count
+        if cut.held != "own":
+            first = ranks.own.start
+        ctx.count = count
+        leaves = (cut.leaf(whole, first + i, count).flatten(cut.dim, cut.dim + 1) for i in range(len(ranks.own)))
+        return tuple(_laid_out(leaf.to(dtype)) for leaf in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        cut, ranks = ctx.cut, ctx.ranks
+        leaves = list(gradients)
+        if len(leaves) < ctx.count:  # other ranks have made the others
+            leaves = list(ranks.all_gather(torch.stack(leaves)))
+        whole = leaves[0].new_empty(ctx.shape, dtype=ctx.dtype)
+        for i, gradient in enumerate(leaves):
+            cut.leaf(whole, i, ctx.count).copy_(gradient.unflatten(cut.dim, (cut.parts, -1)))
+        if cut.held == "rows":
+            whole = whole[ranks.rank * ctx.held : (ranks.rank + 1) * ctx.held].contiguous()
+        return whole, None, None, None
+
+
+def _laid_out(leaf: Tensor) -> Tensor:
+    if leaf.is_contiguous() and leaf.data_ptr() % ALIGNED == 0:
+        return leaf
+    return leaf.clone(memory_format=torch.contiguous_format)
+
+
+def cut_weight(weight: Tensor, cut: WeightCut, ranks: LeafRanks, dtype: torch.dtype) -> Sequence[Tensor]:
+    """This rank's leaves of a weight, in the type that products are computed in. Collective where ranks hold rows."""
+    leaves: Sequence[Tensor] = _Cut.apply(weight, cut, ranks, dtype)
+    return leaves
+
+
+# -- activations -----------------------------------------------------------------------------------------------------
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of an input, a weight, a bias
+
+
+def column_product(
+    product: Product, ranks: LeafRanks, inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None
+) -> Leaves:
+    """A product that is cut along its outputs: one call a leaf."""
+    if isinstance(inputs, Leaves):
+        raise RunError("LS4300", "strategy.tensor_leaves: this model cuts a layer twice in a row; leave the key out")
+    dtype = weights[0].dtype if inputs.is_floating_point() else inputs.dtype
+    whole = [inputs] * len(weights) if not inputs.is_floating_point() else ranks.spread(inputs, dtype).leaves
+    own = biases if biases is not None else [None] * len(weights)
+    products = [product(x, w, b) for x, w, b in zip(whole, weights, own, strict=True)]
+    return Leaves.of(products, ranks, any(map(_tracked, products)))
+
+
+def row_product(
+    product: Product, ranks: LeafRanks, inputs: Tensor, weights: Sequence[Tensor], bias: Tensor | None
+) -> Tensor:
+    """A product that is cut along its inner dimension: one call a leaf, added over the tree, and the bias once.
+    Collective."""
+    if not isinstance(inputs, Leaves):
+        raise RunError(
+            "LS4301", "strategy.tensor_leaves: this model computes a layer otherwise than it is cut; leave the key out"
+        )
+    if inputs.tracked and torch.is_grad_enabled() and not all(leaf.requires_grad for leaf in inputs.leaves):
+        raise RunError(
+            "LS4302",
+            "strategy.tensor_leaves: an operation of this model loses the gradient of leaves; leave the key out",
+        )
+    ranks.close()
+    pairs = zip(inputs.leaves, weights, strict=True)
+    products = [product(leaf.to(weight.dtype), weight, None) for leaf, weight in pairs]
+    total: Tensor = _TreeSum.apply(ranks, *products)
+    if bias is not None:
+        total = total + bias
+    return total.to(products[0].dtype)
+
+
+class Leaves(Tensor):
+    """An activation as this rank's leaves. Every function of torch is called once for each of them, with what is whole
+    beside it; what is whole and has a gradient is spread, so that its gradient is added over the tree.
+
+    A `Tensor`, since models look whether they are given one; of the shape, type and device of one leaf. It has no
+    memory of its own: what would look for it is an error."""
+
+    leaves: tuple[Tensor, ...]
+    ranks: LeafRanks
+    tracked: bool  # whether they are to have a gradient
+
+    @staticmethod
+    def of(leaves: Sequence[Tensor], ranks: LeafRanks, tracked: bool) -> Leaves:
+        """One for each of this rank's leaves."""
+        made = torch.empty(0).as_subclass(Leaves)
+        made.leaves, made.ranks, made.tracked = tuple(leaves), ranks, tracked
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _READS or (name == "__setitem__" and not isinstance(args[0], Leaves)):
+            raise RunError(
+                "LS4303",
+                f"strategy.tensor_leaves: this model reads the numbers of a leaf by themselves ({name}); "
+                "leave the key out",
+            )
+        given = list(_within((args, kwargs)))
+        leaves = [each for each in given if isinstance(each, Leaves)]
+        ranks = leaves[0].ranks
+        shared = {
+            id(each): _Spread.apply(each, ranks, each.dtype)
+            for each in given
+            if not isinstance(each, Leaves) and _tracked(each)
+        }
+        tracked = bool(shared) or any(each.tracked for each in leaves)
+        calls = ((_leaf_of(args, i, shared), _leaf_of(kwargs, i, shared)) for i in range(len(ranks.own)))
+        if not _draws(name, args, kwargs):
+            return _together([func(*a, **k) for a, k in calls], ranks, tracked)
+        with _drawing(ranks, leaves[0].leaves[0].device) as begin:
+            results = []
+            for leaf, (a, k) in zip(ranks.own, calls, strict=True):
+                begin(leaf)
+                results.append(func(*a, **k))
+        return _together(results, ranks, tracked)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RunError(
+            "LS4304", f"strategy.tensor_leaves: this model's {func} cannot be computed leaf by leaf; leave the key out"
+        )
+
+
+# What makes a number of Python's of a tensor: it would differ between ranks.
+_READS = {
+    "item",
+    "tolist",
+    "numpy",
+    "equal",
+    "allclose",
+    "is_nonzero",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__contains__",
+}
+_DROPOUTS = {"dropout", "dropout_", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"}
+_RANDOM = {"bernoulli", "bernoulli_", "rand_like", "randn_like", "randint_like", "multinomial", "normal_", "uniform_"}
+_ATTENTION = {"scaled_dot_product_attention": ("dropout_p", 4), "attention": ("dropout", 5)}
+
+
+def _draws(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a function of torch draws random numbers."""
+    if name in _DROPOUTS:
+        return bool(kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True)))
+    if name in _ATTENTION:
+        key, place = _ATTENTION[name]
+        return bool(kwargs.get(key, args[place] if len(args) > place else 0.0))
+    return name in _RANDOM
+
+
+@contextmanager
+def _drawing(ranks: LeafRanks, device: torch.device) -> Iterator[Callable[[int], None]]:
+    """In here each leaf draws from numbers of its own, wherever it is computed; afterwards the generator is where it is
+    on every rank. Call what comes out before each leaf."""
+    seed = int(torch.randint(2**63 - 1, (), generator=torch.default_generator))
+    cuda = device.type == "cuda"
+    generator = torch.cuda.default_generators[device.index] if cuda else torch.default_generator
+    before = generator.get_state()
+
+    def begin(leaf: int) -> None:
+        generator.manual_seed(mix(seed, leaf))
+
+    try:
+        yield begin
+    finally:
+        generator.set_state(before)
+
+
+def _within(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _within(each)
+    elif isinstance(value, dict):
+        yield from _within(list(value.values()))
+
+
+def _leaf_of(value: Any, index: int, shared: dict[int, tuple[Tensor, ...]]) -> Any:
+    """Arguments, as one leaf is given them."""
+    if isinstance(value, Leaves):
+        return value.leaves[index]
+    if isinstance(value, Tensor):
+        return shared[id(value)][index] if id(value) in shared else value
+    if type(value) in (tuple, list):
+        return type(value)(_leaf_of(each, index, shared) for each in value)
+    if type(value) is dict:
+        return {key: _leaf_of(each, index, shared) for key, each in value.items()}
+    return value
+
+
+def _together(results: list[Any], ranks: LeafRanks, tracked: bool) -> Any:
+    """What a function gave for each leaf: of tensors `Leaves`, of anything else (a shape) the first."""
+    first = results[0]
+    if isinstance(first, Tensor):
+        return Leaves.of(results, ranks, tracked)
+    if isinstance(first, tuple | list) and any(isinstance(each, Tensor) for each in first):
+        return type(first)([_together(list(each), ranks, tracked) for each in zip(*results, strict=True)])
+    return first

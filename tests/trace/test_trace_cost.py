@@ -1,0 +1,157 @@
+"""What tracing may cost: no wait for a device, no copy of a model, and no more than a full disk has room for."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lockstep.trace
+from lockstep.trace.findings import findings
+from lockstep.trace.read import read
+from lockstep.trace.tracer import fingerprint, pending
+from lockstep.trace.tracer.fingerprint import Block, measure, whole
+from support.harness import lockstep_environment
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in next(folder.glob("rank-*.jsonl")).read_text().splitlines()]
+
+
+def test_a_step_begins_one_copy_and_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device `meta`, where reading any value is an error: each step begins one copy, whose numbers are read when
+    the next step was made. The controls read a loss, and find the error that a wait would be."""
+    events: list[str] = []
+
+    def transfer(joined: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        assert joined.device.type == "meta"
+        events.append("copy")
+        return torch.zeros(joined.shape, dtype=joined.dtype), lambda: events.append("wait")
+
+    monkeypatch.setattr(pending, "transfer", transfer)
+    device = torch.device("meta")
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.1), nn.Linear(5, 2)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    x, y = torch.ones(8, 6, device=device), torch.ones(8, dtype=torch.int64, device=device)
+    with lockstep.trace(model, optimizer, folder=tmp_path, level="modules"):  # type: ignore[operator]
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            events.append("step")
+    with pytest.raises(RuntimeError):
+        float(loss.detach())
+    with pytest.raises(NotImplementedError):
+        loss.cpu()
+    assert events == ["copy", "step", "wait", "copy", "step", "wait", "copy", "step", "wait"]
+    kinds = [each["kind"] for each in records(tmp_path)]
+    assert "error" not in kinds
+    assert kinds.count("step") == 3
+    assert kinds.count("start") == 1
+    (last,) = [each for each in records(tmp_path) if each["kind"] == "step" and each["step"] == 2]
+    assert len(last["examples"]) == 8
+    assert last["losses"] == [[0.0, None]]  # what `transfer` made of it
+    assert last["groups"][0]["lr"] == pytest.approx(0.1)
+    assert last["clips"][0]["norm"] == 0.0
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest storage that an operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {t.untyped_storage().data_ptr() for t in _tensors(args)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            if tensor.untyped_storage().data_ptr() not in before:
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for v in value for t in _tensors(v)] if isinstance(value, list | tuple) else []
+
+
+CHUNK = fingerprint.BATCH * 8 + 4096  # bytes: small tensors are measured together, up to so many int64
+
+
+@pytest.mark.parametrize("rows", [1_000, 4_000])
+@pytest.mark.parametrize("how", ["whole", "transposed", "permuted", "box", "bfloat16"])
+def test_measuring_needs_room_for_a_chunk_whatever_the_size(rows: int, how: str) -> None:
+    """4,000 rows have 16 MB as float32 and more. The control is a copy, which the judge sees."""
+    tensor = torch.rand(rows, 1_024)
+    block = whole(tensor)
+    if how == "transposed":
+        tensor = torch.rand(1_024, rows).t()
+    elif how == "permuted":  # rows too long for a chunk
+        tensor = torch.rand(512, rows, 2).permute(2, 1, 0)
+        block = whole(tensor)
+    elif how == "box":
+        block = Block((rows, 2_048), (0, 512), (rows, 1_024))
+    elif how == "bfloat16":
+        tensor = tensor.bfloat16()
+    measure([torch.ones(2)], [whole(torch.ones(2))])
+    with Largest() as largest:
+        measure([tensor], [block])
+    assert largest.bytes <= CHUNK
+    one, other = measure([tensor, tensor.contiguous()], [block, block])
+    assert one[0] == other[0]
+    assert torch.allclose(one[1:].view(torch.float64), other[1:].view(torch.float64), rtol=1e-12, atol=1e-9)
+    with Largest() as largest:
+        tensor.float().clone()
+    assert largest.bytes >= rows * 1_024 * 2
+
+
+def test_a_traced_step_makes_no_copy_of_the_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2_048, 1_500), nn.Linear(1_500, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    with lockstep.trace(model, optimizer, folder=tmp_path):  # type: ignore[operator]
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(4, 2_048)).square().mean().backward()
+            with Largest() as largest:
+                optimizer.step()
+            assert 0 < largest.bytes <= CHUNK < 2_048 * 1_500 * 4
+    assert read(tmp_path).steps(0) == [0, 1]
+
+
+FULL = """
+import lockstep.trace, resource, torch
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # what does not fit is an error, as on a full disk
+model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(30):
+    optimizer.zero_grad()
+    model(torch.ones(3, 4) * step).square().mean().backward()
+    optimizer.step()
+print("trained", step)
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.processes
+def test_a_full_disk_ends_the_trace_and_not_the_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FULL)
+    environment = lockstep_environment(tmp_path / "cache") | {"LOCKSTEP_TRACE": str(tmp_path / "t")}
+    words = [sys.executable, "train.py"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (3, "trained 29\n"), done.stderr
+    assert done.stderr.count("nothing more can be written") == 1
+    assert "Traceback" not in done.stderr
+    steps = read(tmp_path / "t").steps(0)
+    assert 2 < len(steps) < 30
+    assert steps == list(range(len(steps)))
+    assert findings(read(tmp_path / "t")) == []
