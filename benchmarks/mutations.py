@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -366,9 +367,9 @@ class Reach:
 
     def runs(self, judge: str, fault: Fault) -> tuple[str, ...]:
         """Those that execute the faulty statement; of a fault that is not of ranks `verify` is asked once."""
-        names = [name for name in concerned(judge, fault) if fault.name in self._of(judge, name)]
+        reached = (name for name in concerned(judge, fault) if fault.name in self._of(judge, name))
         alone = judge == "verify" and fault.file.partition("/")[0] not in OF_RANKS
-        return tuple(names[:1] if alone else names)
+        return tuple(itertools.islice(reached, 1 if alone else None))
 
     def _of(self, judge: str, name: str) -> set[str]:
         if (judge, name) not in self._names:

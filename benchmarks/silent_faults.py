@@ -265,6 +265,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         "link of such a",
         "fault shows that others met it. To run one, by its name, and to trace a script by hand:",
         "",
+        "<!-- not run: minutes; tests/museum/test_museum.py runs the exhibits -->",
         "```sh",
         f"python benchmarks/silent_faults.py run --only {rows[0][0].name}",
         f"lockstep trace -o a -- torchrun --nproc-per-node 2 tests/museum/{OWN[0].script} {OWN[0].arguments}",

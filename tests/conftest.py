@@ -14,10 +14,13 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from support.command import CommandJob
 
 _cache = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
 os.environ["LOCKSTEP_CACHE"] = _cache.name  # before any worker process starts
@@ -177,6 +180,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of the test's own, in which it runs."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def job(tmp_path: Path, cache: Path) -> "CommandJob":
+    """A job by the command in a folder of the test's own."""
+    from support.command import CommandJob
+
+    return CommandJob(tmp_path, cache)
 
 
 @pytest.fixture

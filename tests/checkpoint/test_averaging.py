@@ -24,7 +24,7 @@ from lockstep.training.evaluation import evaluate
 from lockstep.training.model_stats import memory
 from lockstep.training.resolve import resolve_strategy
 from support.best import told
-from support.command import train
+from support.command import CommandJob, train
 from support.harness import TINY, build, digest, run_on, tiny
 from support.marks import slow
 from support.messages import mentions, raises
@@ -283,14 +283,14 @@ def test_the_average_is_evaluated_and_exported_and_changes_no_training(
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "processes"), [("fsdp2", 2), slow("pipeline", 2), slow("ddp", 2)])
 def test_gone_on_with_on_another_strategy(
-    name: str, processes: int, averaged_job: Path, tmp_path: Path, cache: Path
+    name: str, processes: int, averaged_job: Path, tmp_path: Path, job: CommandJob
 ) -> None:
     """The average of the checkpoint of step 2, which is whole, is taken up in parts."""
     assert trained(tmp_path, EMA, "steps=7", "max_time=null", "checkpoint.keep=9") == 0
     for step in (4, 6, 7):
         shutil.rmtree(tmp_path / f"out/checkpoints/step-{step:06d}")
     shutil.rmtree(tmp_path / "out/export")
-    status, _, err = train(tmp_path, cache, f"strategy={name}", f"launch.processes={processes}", EMA)
+    status, _, err = job.train(f"strategy={name}", f"launch.processes={processes}", EMA)
     assert status == 0, err
     assert the_same(exported(tmp_path), exported(averaged_job))
     assert told(tmp_path / "out") == told(averaged_job / "out")

@@ -14,7 +14,7 @@ from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.tools.sweep.sweep import SweepTrial
 from support.best import told
-from support.command import train
+from support.command import CommandJob, train
 from support.harness import TINY
 from support.marks import slow
 from support.messages import raises
@@ -293,8 +293,8 @@ def test_resumed_on_another_strategy_the_same_model_is_exported(
 
 
 @pytest.mark.processes
-def test_from_the_start_on_two_processes(early: Path, tmp_path: Path, cache: Path) -> None:
+def test_from_the_start_on_two_processes(early: Path, tmp_path: Path, job: CommandJob) -> None:
     shutil.copy(early / "run.yaml", tmp_path)
-    status, _, err = train(tmp_path, cache, "strategy=fsdp2", "launch.processes=2")
+    status, _, err = job.train("strategy=fsdp2", "launch.processes=2")
     assert status == 0, err
     assert end_of(tmp_path / "out") == end_of(early / "out")

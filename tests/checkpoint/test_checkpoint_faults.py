@@ -24,6 +24,7 @@ from support.checkpoints import digest as digest_of
 from support.command import (
     LOCKSTEP,
     STEPS,
+    CommandJob,
     bits,
     ended,
     finish,
@@ -32,7 +33,6 @@ from support.command import (
     saved,
     start,
     step_of,
-    train,
     until,
     write,
 )
@@ -385,23 +385,23 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path, cache: Path) -> None:
 @pytest.mark.processes
 @on_linux
 @pytest.mark.usefixtures("nobody_is_left")
-def test_a_run_that_is_to_stop_at_a_failed_checkpoint_ends_with_status_1(tmp_path: Path, cache: Path) -> None:
-    write(tmp_path, checkpoint={"every": 10, "on_failure": "stop"})
+def test_a_run_that_is_to_stop_at_a_failed_checkpoint_ends_with_status_1(tmp_path: Path, job: CommandJob) -> None:
+    job.write(checkpoint={"every": 10, "on_failure": "stop"})
     in_the_way(tmp_path / "out")
-    status, out, err = train(tmp_path, cache)
+    status, out, err = job.train()
     assert status == 1, (out, err)
     assert err.count("the checkpoint of step 10 could not be written (rank 0 on ") == 1
     assert "rank 1 on " in err
     assert "Traceback" not in out + err
-    assert step_of(tmp_path) < 30
+    assert job.step() < 30
 
 
 @pytest.mark.processes
 @on_linux
 @pytest.mark.usefixtures("nobody_is_left")
-def test_a_run_goes_on_without_checkpoints_and_says_so(tmp_path: Path, cache: Path, untouched: Path) -> None:
-    write(tmp_path)
+def test_a_run_goes_on_without_checkpoints_and_says_so(tmp_path: Path, job: CommandJob, untouched: Path) -> None:
+    job.write()
     in_the_way(tmp_path / "out")
-    assert finish(tmp_path, cache).count("could not be written") == STEPS // 10
+    assert job.finish().count("could not be written") == STEPS // 10
     export = "out/export/model.safetensors"
     assert (tmp_path / export).read_bytes() == (untouched / export).read_bytes()

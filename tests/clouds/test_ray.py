@@ -15,7 +15,7 @@ from lockstep.config import plugins
 from lockstep.config.errors import BAD
 from lockstep.config.run import load
 from lockstep_clouds.ray_train import Ray, RayBoard, outcome
-from support.command import LOCKSTEP, bits, each_step_once, ended, start_anew, step_of, train, until, write
+from support.command import LOCKSTEP, CommandJob, bits, each_step_once, ended, start_anew, step_of, until, write
 from support.harness import TINY, lean
 from support.messages import raises
 from support.places import TESTS_PATH
@@ -60,9 +60,9 @@ def test_one_bad_rank_is_bad_and_a_stop_is_a_stop() -> None:
 
 
 @pytest.mark.processes
-def test_no_cluster_at_the_address(tmp_path: Path, cache: Path) -> None:
-    write(tmp_path, launch=LAUNCH | {"address": "127.0.0.1:1"})
-    status, out, err = train(tmp_path, cache)
+def test_no_cluster_at_the_address(job: CommandJob) -> None:
+    job.write(launch=LAUNCH | {"address": "127.0.0.1:1"})
+    status, out, err = job.train()
     assert status == 2
     assert all(line.startswith(("lockstep  ", "preparing  ")) for line in out.splitlines()), out
     assert "launch.address: no Ray cluster answers at 127.0.0.1:1: 127.0.0.1:1 is not reachable from" in err
@@ -70,10 +70,10 @@ def test_no_cluster_at_the_address(tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.processes
-def test_without_ray(tmp_path: Path, cache: Path) -> None:
+def test_without_ray(tmp_path: Path, job: CommandJob) -> None:
     (tmp_path / "ray.py").write_text("raise ImportError('not here')\n")
-    write(tmp_path, launch=LAUNCH)
-    status, _, err = train(tmp_path, cache, PYTHONPATH=str(tmp_path))
+    job.write(launch=LAUNCH)
+    status, _, err = job.train(PYTHONPATH=str(tmp_path))
     assert status == 2
     assert "pip install 'lockstep-train[ray]'" in err
     assert len(err.strip().splitlines()) == 1

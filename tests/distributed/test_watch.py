@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.distributed.watchdog import Watchdog, verdict
 from lockstep.distributed.world import World
-from support.command import LOCKSTEP, STEPS, bits, ended, ranks_of, saved, start, step_of, until, write
+from support.command import STEPS, CommandJob, bits, ended, until
 from support.harness import tiny
 from support.marks import slow
 from support.messages import mentions
@@ -29,18 +29,18 @@ HANG_S = 12  # a job is held for some seconds here, and a busy machine takes its
 
 @pytest.mark.processes
 @pytest.mark.parametrize("rank", [1, slow(0)])  # rank 0 holds the store that the others beat in
-def test_a_frozen_rank_is_named_and_the_job_goes_on(rank: int, tmp_path: Path, cache: Path, untouched: Path) -> None:
-    write(tmp_path)
+def test_a_frozen_rank_is_named_and_the_job_goes_on(
+    rank: int, tmp_path: Path, job: CommandJob, untouched: Path
+) -> None:
+    job.write()
     options = ["launch.max_restarts=1", f"launch.hang_timeout_s={HANG_S}", "strategy.name=support.held.Held"]
-    process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=TESTS_PATH)
-    until(
-        lambda: saved(tmp_path) >= 20 and len(list(tmp_path.glob("held-*"))) == 2, "both in a step that waits", process
-    )
+    process = job.start(*options, PYTHONPATH=TESTS_PATH)
+    until(lambda: job.saved() >= 20 and len(list(tmp_path.glob("held-*"))) == 2, "both in a step that waits", process)
     time.sleep(
         3 * Watchdog(World(tiny()), HANG_S).interval_s
     )  # each beats, the other one reads it, and one more for a busy machine
     main = json.loads((tmp_path / "out" / "launch.json").read_text())["main"]["pid"]
-    (frozen,) = (pid for pid in ranks_of(process, tmp_path) if (pid == main) is (rank == 0))
+    (frozen,) = (pid for pid in job.ranks(process) if (pid == main) is (rank == 0))
     os.kill(frozen, signal.SIGSTOP)
     (tmp_path / "go").touch()
     status, out, err = ended(process)
@@ -50,14 +50,14 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on(rank: int, tmp_path: Path, c
     assert re.search(r"on \S+, (step|saving after step) \d+\.", err)  # where it was
     assert "restarting from the last checkpoint" in err
     assert "resuming after step" in out
-    assert bits(tmp_path) == bits(untouched)
+    assert job.bits() == bits(untouched)
 
 
 @pytest.mark.processes
-def test_a_rank_that_does_something_else_is_named_with_its_stack(tmp_path: Path, cache: Path, untouched: Path) -> None:
-    write(tmp_path)
+def test_a_rank_that_does_something_else_is_named_with_its_stack(job: CommandJob, untouched: Path) -> None:
+    job.write()
     options = ["launch.max_restarts=1", f"launch.hang_timeout_s={HANG_S}", "strategy.name=support.misbehaving.Dawdling"]
-    process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=TESTS_PATH)
+    process = job.start(*options, PYTHONPATH=TESTS_PATH)
     status, _, err = ended(process)
     assert status == 0, err
     assert err.count(f"nothing has moved for {HANG_S} s") == 1
@@ -67,8 +67,8 @@ def test_a_rank_that_does_something_else_is_named_with_its_stack(tmp_path: Path,
     assert "step 20" in held_up
     assert "time.sleep(0.1)" in held_up
     assert re.search(r"waiting for it: .*, in gloo:\w+ number \d+ of default_pg \(Float \[\d+\]", err)
-    assert bits(tmp_path)["export"] == bits(untouched)["export"]
-    assert step_of(tmp_path) == STEPS
+    assert job.bits()["export"] == bits(untouched)["export"]
+    assert job.step() == STEPS
 
 
 class Gone:

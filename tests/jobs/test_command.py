@@ -17,6 +17,7 @@ from support.command import (
     LOCKSTEP,
     STEPS,
     TORCHRUN,
+    CommandJob,
     bits,
     each_step_once,
     ended,
@@ -24,11 +25,9 @@ from support.command import (
     lines,
     processes_in,
     ranks_of,
-    saved,
     start,
     start_anew,
     step_of,
-    train,
     until,
     write,
 )
@@ -127,22 +126,22 @@ def test_the_export_is_the_model_that_was_measured(untouched: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 2), (signal.SIGINT, 1)])
 def test_a_stop_on_request_is_75_and_the_same_command_goes_on(
-    number: signal.Signals, processes: int, tmp_path: Path, cache: Path, untouched: Path
+    number: signal.Signals, processes: int, tmp_path: Path, job: CommandJob, untouched: Path
 ) -> None:
-    write(tmp_path)
+    job.write()
     option = f"launch.processes={processes}"
-    process = start([*LOCKSTEP, "train", "run.yaml", option], tmp_path, cache)
-    until(lambda: step_of(tmp_path) >= 13, "step 13", process)
+    process = job.start(option)
+    until(lambda: job.step() >= 13, "step 13", process)
     process.send_signal(number)
     status, out, err = ended(process)
     assert status == 75, (out, err)
     assert "stopped on request" in out
     assert "Traceback" not in out + err
-    stopped = saved(tmp_path)
+    stopped = job.saved()
     assert 13 <= stopped < STEPS
     assert not (tmp_path / "out" / "export").exists()
-    assert f"resuming after step {stopped}" in finish(tmp_path, cache, option)
-    assert bits(tmp_path) == bits(untouched)
+    assert f"resuming after step {stopped}" in job.finish(option)
+    assert job.bits() == bits(untouched)
 
 
 @pytest.mark.processes
@@ -157,17 +156,19 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path, cache: Path) -> Non
 
 
 @pytest.mark.processes
-def test_a_killed_rank_is_named_and_the_job_restarts_by_itself(tmp_path: Path, cache: Path, untouched: Path) -> None:
-    write(tmp_path)
-    process = start([*LOCKSTEP, "train", "run.yaml", "launch.max_restarts=2"], tmp_path, cache)
-    until(lambda: saved(tmp_path) >= 10, "a checkpoint", process)
-    victim = ranks_of(process, tmp_path)[-1]
+def test_a_killed_rank_is_named_and_the_job_restarts_by_itself(
+    tmp_path: Path, job: CommandJob, untouched: Path
+) -> None:
+    job.write()
+    process = job.start("launch.max_restarts=2")
+    until(lambda: job.saved() >= 10, "a checkpoint", process)
+    victim = job.ranks(process)[-1]
     os.kill(victim, signal.SIGKILL)
     status, out, err = ended(process)
     assert status == 0, (out, err)
     assert re.search(rf"^lockstep: rank [01] \(pid {victim}\) on \S+ was killed by SIGKILL; restarting", err, re.M)
     assert "resuming after step" in out
-    assert bits(tmp_path) == bits(untouched)
+    assert job.bits() == bits(untouched)
     each_step_once(tmp_path, untouched)
 
 
@@ -189,10 +190,10 @@ class Failing(Classification):
 
 
 @pytest.mark.processes
-def test_a_failing_rank_s_traceback_is_shown_once_with_its_name(tmp_path: Path, cache: Path) -> None:
+def test_a_failing_rank_s_traceback_is_shown_once_with_its_name(tmp_path: Path, job: CommandJob) -> None:
     (tmp_path / "mytask.py").write_text(FAILING)
-    write(tmp_path, task={"name": "mytask.Failing"})
-    status, _, err = train(tmp_path, cache)
+    job.write(task={"name": "mytask.Failing"})
+    status, _, err = job.train()
     assert status == 1, err
     assert err.count("RuntimeError: the data went away") == 1, err
     assert err.count("Traceback (most recent call last)") == 1, err
@@ -201,10 +202,10 @@ def test_a_failing_rank_s_traceback_is_shown_once_with_its_name(tmp_path: Path, 
 
 
 @pytest.mark.processes
-def test_a_tmpdir_too_long_for_a_socket_is_named(tmp_path: Path, cache: Path) -> None:
-    write(tmp_path)
+def test_a_tmpdir_too_long_for_a_socket_is_named(tmp_path: Path, job: CommandJob) -> None:
+    job.write()
     (long := tmp_path / ("x" * 100)).mkdir()
-    status, out, err = train(tmp_path, cache, TMPDIR=str(long))
+    status, out, err = job.train(TMPDIR=str(long))
     assert status == 2, (out, err)
     assert err.startswith("lockstep: TMPDIR: no socket can be opened in ")
     assert "Traceback" not in err
@@ -247,20 +248,18 @@ def test_whatever_an_earlier_job_left_a_failing_one_shows_its_traceback_once(
 
 
 @pytest.mark.processes
-def test_by_hand_over_tcp_gives_the_same_bits(tmp_path: Path, cache: Path, untouched: Path) -> None:
-    write(tmp_path)
+def test_by_hand_over_tcp_gives_the_same_bits(job: CommandJob, untouched: Path) -> None:
+    job.write()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = ["strategy.name=allreduce", "launch.name=tcp", f"launch.init_method=tcp://127.0.0.1:{port}"]
     options.append("launch.world_size=2")
-    ranks = [
-        start([*LOCKSTEP, "train", "run.yaml", *options, f"launch.rank={rank}"], tmp_path, cache) for rank in range(2)
-    ]
+    ranks = [job.start(*options, f"launch.rank={rank}") for rank in range(2)]
     for rank in ranks:
         status, _, err = ended(rank)
         assert status == 0, err
-    assert bits(tmp_path) == bits(untouched)
+    assert job.bits() == bits(untouched)
 
 
 @pytest.fixture
@@ -272,9 +271,9 @@ def joined(tmp_path: Path, untouched: Path) -> dict[str, str]:
 
 
 @pytest.mark.processes
-def test_joining_refuses_what_the_launcher_would(tmp_path: Path, cache: Path, joined: dict[str, str]) -> None:
+def test_joining_refuses_what_the_launcher_would(tmp_path: Path, job: CommandJob, joined: dict[str, str]) -> None:
     before = (tmp_path / "out" / "run.yaml").read_text()
-    status, _, err = train(tmp_path, cache, "seed=1", **joined)
+    status, _, err = job.train("seed=1", **joined)
     assert status == 2
     assert "seed: 0 in the checkpoint, 1 now" in err
     assert "Traceback" not in err
@@ -282,18 +281,18 @@ def test_joining_refuses_what_the_launcher_would(tmp_path: Path, cache: Path, jo
 
 
 @pytest.mark.processes
-def test_joining_a_finished_run_says_so(tmp_path: Path, cache: Path, joined: dict[str, str], untouched: Path) -> None:
-    status, out, err = train(tmp_path, cache, **joined)
+def test_joining_a_finished_run_says_so(job: CommandJob, joined: dict[str, str], untouched: Path) -> None:
+    status, out, err = job.train(**joined)
     assert status == 0, err
     assert "finished" in out
-    assert lines(tmp_path) == lines(untouched)
+    assert job.lines() == lines(untouched)
 
 
 @pytest.mark.processes
 def test_killed_between_the_last_step_and_the_export(
-    tmp_path: Path, cache: Path, joined: dict[str, str], untouched: Path
+    tmp_path: Path, job: CommandJob, joined: dict[str, str], untouched: Path
 ) -> None:
     shutil.rmtree(tmp_path / "out" / "export")
-    assert f"resuming after step {STEPS}" in finish(tmp_path, cache, "launch.processes=1")
-    assert bits(tmp_path) == bits(untouched)
+    assert f"resuming after step {STEPS}" in job.finish("launch.processes=1")
+    assert job.bits() == bits(untouched)
     each_step_once(tmp_path, untouched)

@@ -2,15 +2,12 @@
 
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.data import builtin
-from support.command import LOCKSTEP, start, until
-from support.harness import lockstep_environment
+from support.command import LOCKSTEP, ended, start, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 AS_FAR = 60  # of its 563 steps
@@ -19,11 +16,10 @@ AS_FAR = 60  # of its 563 steps
 def train(folder: Path, cache: Path, *arguments: str) -> tuple[str, str]:
     """Hash of the weights, and what was printed."""
     folder.mkdir()
-    command = [sys.executable, "-m", "lockstep", "train", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=lockstep_environment(cache))
-    assert done.returncode == 0, done.stderr
+    status, out, err = ended(start([*LOCKSTEP, "train", *arguments], folder, cache), 800)
+    assert status == 0, err
     weights = folder / "outputs" / "quickstart" / "export" / "model.safetensors"
-    return hashlib.sha256(weights.read_bytes()).hexdigest(), done.stdout
+    return hashlib.sha256(weights.read_bytes()).hexdigest(), out
 
 
 def lines(folder: Path, split: str) -> list[dict]:

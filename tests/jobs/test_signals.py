@@ -14,6 +14,7 @@ from lockstep.distributed.world import World
 from support.command import (
     LOCKSTEP,
     STEPS,
+    CommandJob,
     bits,
     each_step_once,
     ended,
@@ -64,16 +65,16 @@ def test_ctrl_c_in_a_terminal_keeps_what_was_trained(tmp_path: Path, cache: Path
 
 
 @pytest.mark.processes
-def test_a_closed_terminal_too_and_nohup_does_not_mind(tmp_path: Path, cache: Path) -> None:
-    write(tmp_path, steps=20, checkpoint={"every": 1000})
+def test_a_closed_terminal_too_and_nohup_does_not_mind(job: CommandJob) -> None:
+    job.write(steps=20, checkpoint={"every": 1000})
     hung_up = variables("step 3", signal.SIGHUP, "group")
-    status, out, err = ended(start([*LOCKSTEP, "train", "run.yaml", SIGNALLED], tmp_path, cache, **hung_up))
+    status, out, err = ended(job.start(SIGNALLED, **hung_up))
     assert status == 75, (out, err)
-    assert 4 <= saved(tmp_path) < 20
+    assert 4 <= job.saved() < 20
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which is all that nohup does
     try:
-        hung_up["MOMENT"] = f"step {saved(tmp_path) + 2}"
-        process = start([*LOCKSTEP, "train", "run.yaml", SIGNALLED], tmp_path, cache, **hung_up)
+        hung_up["MOMENT"] = f"step {job.saved() + 2}"
+        process = job.start(SIGNALLED, **hung_up)
     finally:
         signal.signal(signal.SIGHUP, before)
     status, out, err = ended(process)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.distributed.signals import AGAIN_S
-from support.command import LOCKSTEP, bits, ended, finish, start, step_of, until, write
+from support.command import CommandJob, bits, ended, until
 from support.harness import tiny
 from support.messages import raises
 from support.places import TESTS_PATH
@@ -21,25 +21,23 @@ pytestmark = [
 
 @pytest.mark.processes
 @pytest.mark.parametrize("processes", [1, 2])
-def test_stop_after_is_75_and_the_same_command_goes_on(
-    processes: int, tmp_path: Path, cache: Path, untouched: Path
-) -> None:
-    write(tmp_path)
+def test_stop_after_is_75_and_the_same_command_goes_on(processes: int, job: CommandJob, untouched: Path) -> None:
+    job.write()
     option = f"launch.processes={processes}"
-    process = start([*LOCKSTEP, "train", "run.yaml", option, "max_time=0.001s"], tmp_path, cache)
+    process = job.start(option, "max_time=0.001s")
     status, out, err = ended(process)
     assert status == 75, err
     assert "stopped on request after step" in out
-    finish(tmp_path, cache, option)  # without the limit: it is no part of the arithmetic
-    assert bits(tmp_path) == bits(untouched)
+    job.finish(option)  # without the limit: it is no part of the arithmetic
+    assert job.bits() == bits(untouched)
 
 
 @pytest.mark.processes
-def test_the_second_interrupt_does_not_wait(tmp_path: Path, cache: Path) -> None:
-    write(tmp_path)
+def test_the_second_interrupt_does_not_wait(job: CommandJob) -> None:
+    job.write()
     options = ["strategy.name=support.misbehaving.Endless", "launch.processes=1"]
-    process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=TESTS_PATH)
-    until(lambda: step_of(tmp_path) >= 15, "step 15", process)
+    process = job.start(*options, PYTHONPATH=TESTS_PATH)
+    until(lambda: job.step() >= 15, "step 15", process)
     process.send_signal(signal.SIGINT)
     time.sleep(AGAIN_S / 2)
     process.send_signal(signal.SIGINT)  # as torchrun passes on what the terminal has sent already

@@ -13,6 +13,7 @@ from lockstep.launchers.processes import output_lock
 from support.command import (
     LOCKSTEP,
     TORCHRUN,
+    CommandJob,
     bits,
     each_step_once,
     ended,
@@ -20,7 +21,6 @@ from support.command import (
     processes_in,
     start,
     step_of,
-    train,
     until,
     write,
 )
@@ -35,14 +35,14 @@ pytestmark = [
 HELD = "is already in use by a training run"
 
 
-def test_the_same_command_twice_at_once(tmp_path: Path, cache: Path, untouched: Path) -> None:
+def test_the_same_command_twice_at_once(tmp_path: Path, job: CommandJob, untouched: Path) -> None:
     """Also where the data is not prepared yet: neither knows of the other's launch.json."""
-    write(tmp_path)
-    first, second = (start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache) for _ in range(2))
+    job.write()
+    first, second = (job.start() for _ in range(2))
     (status, _, err), (other, _, said) = sorted([ended(first), ended(second)])
     assert (status, other) == (0, 2), (err, said)
     assert HELD in said
-    assert bits(tmp_path) == bits(untouched)
+    assert job.bits() == bits(untouched)
     each_step_once(tmp_path, untouched)
 
 
@@ -79,12 +79,12 @@ def test_ranks_of_torchrun_are_not_locked_out_by_themselves(tmp_path: Path, cach
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_output_that_is_deleted_in_training_is_no_success(processes: int, tmp_path: Path, cache: Path) -> None:
+def test_output_that_is_deleted_in_training_is_no_success(processes: int, tmp_path: Path, job: CommandJob) -> None:
     """What was learned is saved, and the run ends with 1; the same command goes on from there."""
-    write(tmp_path, strategy={"name": "support.held.Held"})
+    job.write(strategy={"name": "support.held.Held"})
     option = f"launch.processes={processes}"
-    process = start([*LOCKSTEP, "train", "run.yaml", option], tmp_path, cache, PYTHONPATH=TESTS_PATH, HELD_S="600")
-    until(lambda: step_of(tmp_path) >= 25, "step 25", process)
+    process = job.start(option, PYTHONPATH=TESTS_PATH, HELD_S="600")
+    until(lambda: job.step() >= 25, "step 25", process)
     found = output_lock.look(tmp_path / "out" / output_lock.FILE)
     assert found is not None
     assert found.alive
@@ -93,7 +93,7 @@ def test_output_that_is_deleted_in_training_is_no_success(processes: int, tmp_pa
     assert status == 1, (out, err)
     assert err.count("was deleted or moved away") == 1
     (tmp_path / "go").touch()
-    status, out, err = train(tmp_path, cache, option, PYTHONPATH=TESTS_PATH)
+    status, out, err = job.train(option, PYTHONPATH=TESTS_PATH)
     assert status == 0, (out, err)
     assert "resuming after step" in out
 
@@ -118,12 +118,12 @@ def test_output_that_a_link_replaces_in_training_promises_nothing(tmp_path: Path
     assert [path.name for path in theirs.iterdir()] == ["letter.txt"]
 
 
-def test_a_finished_run_whose_other_files_are_gone_says_so(tmp_path: Path, cache: Path, untouched: Path) -> None:
+def test_a_finished_run_whose_other_files_are_gone_says_so(tmp_path: Path, job: CommandJob, untouched: Path) -> None:
     """OUTPUT was moved away in the last moment: a new folder holds the last checkpoint and the export."""
     shutil.copytree(untouched, tmp_path, dirs_exist_ok=True)
     for name in ("run.yaml", "launch.json", "metrics.jsonl", "report.html"):
         (tmp_path / "out" / name).unlink()
-    status, out, err = train(tmp_path, cache)
+    status, out, err = job.train()
     assert status == 0, err
     assert "is finished" in out
     assert "holds the model and no metrics.jsonl" in " ".join(out.split())

@@ -25,6 +25,7 @@ from lockstep.strategies.exact.tensor_leaves import (
     cut_weight,
     row_product,
 )
+from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.training.resolve import resolve_strategy
 from support.fsdp2_runs import of, steps_of
 from support.harness import run_on, tiny
@@ -294,6 +295,17 @@ def test_a_family_that_computes_something_else_in_parts_is_refused(monkeypatch: 
     run = tiny(model=FAMILIES["gpt2"], strategy={"name": "ddp", "tensor_leaves": 4})
     config = tensor_plans.load_config(run)
     assert tensor_plans.differs(run, "classification", config) is not None
+
+
+@pytest.mark.parametrize(
+    ("processes", "replicate", "wanted"),
+    [(8, 1, (4, 1)), (6, 1, (2, 1)), (3, 1, (1, 1)), (7, 2, (1, 1)), (6, 2, (2, 1))],
+)
+def test_ranks_that_are_left_share_leaves_as_they_can(processes: int, replicate: int, wanted: tuple[int, int]) -> None:
+    options = {"tensor_parallel": 4, "replicate": replicate}
+    run = tiny(strategy={"name": "fsdp2", "tensor_leaves": 4, "options": options})
+    left = FSDP2.fit_options(run, processes).strategy.options
+    assert (left["tensor_parallel"], left["replicate"]) == wanted
 
 
 def test_leaves_are_part_of_the_arithmetic() -> None:

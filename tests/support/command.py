@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -151,6 +152,44 @@ def ranks_of(process: Process, folder: Path) -> list[int]:
     """pids of the ranks: children of the launcher's fork server."""
     parents = processes_in(folder)
     return sorted(pid for pid, parent in parents.items() if parents.get(parent) == process.pid)
+
+
+@dataclass(frozen=True)
+class CommandJob:
+    """A job by the command in a folder of its own: `run.yaml`, whose results go to `out`."""
+
+    folder: Path
+    cache: Path
+
+    def write(self, **values: object) -> Path:
+        return write(self.folder, **values)
+
+    def start(self, *overrides: str, **variables: str) -> Process:
+        return start([*LOCKSTEP, "train", "run.yaml", *overrides], self.folder, self.cache, **variables)
+
+    def train(self, *overrides: str, **variables: str) -> tuple[int, str, str]:
+        return train(self.folder, self.cache, *overrides, **variables)
+
+    def finish(self, *overrides: str) -> str:
+        return finish(self.folder, self.cache, *overrides)
+
+    def lines(self) -> list[dict]:
+        return lines(self.folder)
+
+    def step(self) -> int:
+        return step_of(self.folder)
+
+    def saved(self) -> int:
+        return saved(self.folder)
+
+    def bits(self, steps: int = STEPS) -> dict[str, str]:
+        return bits(self.folder, steps)
+
+    def ranks(self, process: Process) -> list[int]:
+        return ranks_of(process, self.folder)
+
+    def processes(self) -> dict[int, int]:
+        return processes_in(self.folder)
 
 
 def each_step_once(folder: Path, untouched: Path) -> None:

@@ -1,6 +1,5 @@
 """`lockstep.fit`: from a script without a main guard, from a module; and what cannot be handed to other processes."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 from lockstep import api
 from lockstep.config import plugins
 from lockstep.tools import import_path
-from support.harness import lockstep_environment
+from support.command import ended, start
 from support.messages import raises
 from support.own_modules import MEAN
 
@@ -40,16 +39,15 @@ except lockstep.RunError as error:
 def test_a_script_without_a_main_guard(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "toy-script.py").write_text(SCRIPT)
     (tmp_path / "toy_script.py").write_text(SCRIPT)
-    found = {}
+    found: dict[str, list[str]] = {}
     for name in ("toy_script.py", "toy-script.py"):
         command = [sys.executable, f"../{tmp_path.name}/{name}"]  # wherever it is started from
-        env = lockstep_environment(cache)
-        found[name] = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
-        assert "Traceback" not in found[name].stderr or "-" in name, found[name].stderr
-    said = found["toy_script.py"].stdout
+        _, *found[name] = ended(start(command, tmp_path, cache), 400)
+        assert "Traceback" not in found[name][1] or "-" in name, found[name][1]
+    said = found["toy_script.py"][0]
     assert "bits True done" in said
     assert "model: late is defined after the script's first call that starts a job" in said
-    assert "cannot under that name; rename the script" in found["toy-script.py"].stderr
+    assert "cannot under that name; rename the script" in found["toy-script.py"][1]
     assert sorted(p.name for p in (tmp_path / "outputs").iterdir()) == ["first", "second"]
 
 

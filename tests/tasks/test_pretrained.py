@@ -1,8 +1,6 @@
 """Fine-tuning from a local folder: GPT-2 without a padding token, BERT with another head, and what is exported."""
 
 import json
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +31,8 @@ from lockstep.tasks.models import models as models_of
 from lockstep.tasks.models.models import build
 from lockstep.tasks.translation import Translation
 from lockstep.training.data_loader import StepLoader
-from support.harness import TINY, digest, lockstep_environment, run_on, tiny
+from support.command import CommandJob
+from support.harness import TINY, digest, run_on, tiny
 from support.harness import build as built
 from support.messages import raises
 from support.task_runs import TASKS, make
@@ -80,7 +79,7 @@ class _Words:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
-def test_a_local_folder_is_fine_tuned_and_exported(kind: str, tmp_path: Path, cache: Path) -> None:
+def test_a_local_folder_is_fine_tuned_and_exported(kind: str, tmp_path: Path, job: CommandJob) -> None:
     saved(tmp_path / "model", kind)
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
     values = {
@@ -94,9 +93,7 @@ def test_a_local_folder_is_fine_tuned_and_exported(kind: str, tmp_path: Path, ca
         "launch": {"processes": 1, "device": "cpu", "threads": 1},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    command = [sys.executable, "-m", "lockstep", "train", "run.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=lockstep_environment(cache))
-    assert done.returncode == 0, done.stderr
+    job.finish()
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     recorded = next(line for line in lines if line["split"] == "validation")
 

@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from lockstep.config.run import DataSection, Run, RunError
 from lockstep.data import annotated, conversations, source
 from lockstep.data.prepare import prepare
 from lockstep.training import predicting
-from support.harness import lockstep_environment
+from support.command import ended, start
 from support.init_runs import here, written
 from support.messages import mentions, raises
 
@@ -198,9 +197,9 @@ def test_what_it_writes_trains(here: Path, cache: Path) -> None:
         f"from lockstep.cli import main\nfor n in range({len(names)}):\n"
         "    main(['train', f'r{n}.yaml', 'steps=1', 'evaluate.every=1', 'launch.processes=1', 'launch.threads=1'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=lockstep_environment(cache), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert [n for n in range(len(names)) if not (here / f"outputs/r{n}/export/config.json").exists()] == [], done.stderr
+    status, _, err = ended(start([sys.executable, "-c", code], here, cache), 400)
+    assert status == 0, err
+    assert [n for n in range(len(names)) if not (here / f"outputs/r{n}/export/config.json").exists()] == [], err
 
 
 # -- what the files hold ---------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -15,7 +14,8 @@ import pytest
 from lockstep.cli import main
 from lockstep.distributed.world import World
 from lockstep.tools import doctor, machine_info
-from support.harness import lockstep_environment, run_on
+from support.command import ended, start
+from support.harness import run_on
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -208,11 +208,9 @@ def test_under_a_launcher_a_different_version_is_status_1(tmp_path: Path, cache:
         "status = main(['doctor', '--json', '--device', 'cpu'])\n"
         "open(f'status-{os.environ[\"RANK\"]}', 'w').write(str(status))\n"
     )
-    environment = lockstep_environment(cache) | {"GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*TORCHRUN, "rank.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
-    found = json.loads(done.stdout)["facts"]  # one rank speaks
+    status, out, err = ended(start([*TORCHRUN, "rank.py"], tmp_path, cache))
+    assert status == 0, err
+    found = json.loads(out)["facts"]  # one rank speaks
     assert [each["what"] for each in found["ranks"]["differs"]] == ["transformers"]
     sides = found["ranks"]["differs"][0]["sides"]
     assert [side["value"] for side in sides] == [machine_info.version("transformers"), "0.0.1"]

@@ -1,6 +1,5 @@
 """`lockstep init`: columns are found, the file loads and trains as it is, and nothing is replaced unasked."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,8 +9,8 @@ from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.tasks.classification import Classification
 from lockstep.tools.init import questions
+from support.command import ended, start
 from support.contributed import example
-from support.harness import lockstep_environment
 from support.init_runs import EMOTION, answering, here, jsonl, written
 from support.messages import mentions
 
@@ -229,6 +228,6 @@ def test_what_it_writes_trains(here: Path, cache: Path) -> None:
         f"from lockstep.cli import main\nfor name in {list(cases)}:\n"
         "    main(['train', f'{name}.yaml', 'steps=2', 'launch.processes=1', 'launch.threads=1'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=lockstep_environment(cache), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert [name for name in cases if not (here / f"outputs/{name}/export/config.json").exists()] == [], done.stderr
+    status, _, err = ended(start([sys.executable, "-c", code], here, cache), 400)
+    assert status == 0, err
+    assert [name for name in cases if not (here / f"outputs/{name}/export/config.json").exists()] == [], err

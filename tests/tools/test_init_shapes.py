@@ -3,7 +3,6 @@ arithmetic is training's."""
 
 import gzip
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from lockstep.tasks.models import models
 from lockstep.tools.init import columns, detect_layout, questions
 from lockstep.tools.init.init import _unread
 from lockstep.track.console import Console
-from support.harness import lockstep_environment
+from support.command import ended, start
 from support.init_runs import EMOTION, answering, check_arithmetic, here, jsonl, steps_in, written
 from support.messages import mentions
 
@@ -286,15 +285,9 @@ def test_what_it_writes_trains_from_any_folder(here: Path, cache: Path) -> None:
         f"from lockstep.cli import main\nfor name in {names}:\n"
         "    main(['train', f'../{name}.yaml', 'steps=2', 'launch.processes=1', f'output={name}'])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=lockstep_environment(cache),
-        capture_output=True,
-        text=True,
-        cwd=here / "elsewhere",
-    )
-    assert done.returncode == 0, done.stderr
-    assert [name for name in names if not (here / f"elsewhere/{name}/export/config.json").exists()] == [], done.stderr
+    status, _, err = ended(start([sys.executable, "-c", code], here / "elsewhere", cache), 400)
+    assert status == 0, err
+    assert [name for name in names if not (here / f"elsewhere/{name}/export/config.json").exists()] == [], err
 
 
 # -- questions -------------------------------------------------------------------------------------------------------

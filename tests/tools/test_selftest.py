@@ -38,7 +38,7 @@ def test_each_strategy_is_told_as_it_is(tmp_path: Path, cache: Path) -> None:
     status, out, err = ended(process, 280)
     assert status == 1, err
     outcomes = {
-        each["strategy"]: (each["found"], " ".join(each["why"])) for each in json.loads(out)["tables"]["outcomes"]
+        each["strategy"]: (each["result"], " ".join(each["why"])) for each in json.loads(out)["tables"]["outcomes"]
     }
     assert outcomes["allreduce"] == ("same bits", "")
     mistake, why = outcomes["support.buggy.OneNotReduced"]

@@ -1,20 +1,17 @@
 """A traced run has the bits of an untraced one, under each engine, and its standard output. Starts processes."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from support.harness import lockstep_environment
+from support.command import LOCKSTEP, ended, start
 from support.places import TESTS
 
 pytestmark = pytest.mark.processes
 
 HERE = Path(__file__).parent
-LOCKSTEP = [sys.executable, "-m", "lockstep"]
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # --divisible: what pads a partition of ZeRO is not initialized, and the judge would read it
 ENGINES = {  # name: (script, arguments, processes, modules it needs)
@@ -47,12 +44,11 @@ def digests(name: str, folder: Path, *options: str) -> tuple[list[str], str]:
     words = [*words, str(HERE / "weight_digest.py"), str(TESTS / "museum" / script), *arguments.split()]
     if options:
         words = [*LOCKSTEP, "trace", *options, "--", *words]
-    environment = lockstep_environment(folder / "cache") | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    found = re.findall(r"digest \d+ [0-9a-f]{8}", done.stdout)
-    assert len(found) == processes
-    return sorted(found), done.stderr
+    status, out, err = ended(start(words, folder, folder / "cache"), 250)  # what is traced is a new interpreter
+    assert status == 0, out + err[-3000:]
+    lines = re.findall(r"digest \d+ [0-9a-f]{8}", out)
+    assert len(lines) == processes
+    return sorted(lines), err
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ENGINES])

@@ -15,7 +15,7 @@ from rich.console import Console as RichConsole
 
 from lockstep.cli import main
 from lockstep.track.console import Console
-from support.command import LOCKSTEP, finish, train, write
+from support.command import LOCKSTEP, CommandJob, write
 from support.consoles import TRAIN, console, screen
 from support.harness import lockstep_environment
 
@@ -167,13 +167,13 @@ SHORT = {"steps": 8, "evaluate": {"every": 4}, "launch": {"device": "cpu", "thre
 
 
 @pytest.mark.processes
-def test_quiet_and_verbose_runs_of_two_processes(tmp_path: Path, cache: Path) -> None:
-    write(tmp_path, **SHORT)
-    status, out, err = train(tmp_path, cache, "--quiet")
+def test_quiet_and_verbose_runs_of_two_processes(tmp_path: Path, job: CommandJob) -> None:
+    job.write(**SHORT)
+    status, out, err = job.train("--quiet")
     assert (status, out, err) == (0, "", "")
     assert "accuracy" in (tmp_path / "out" / "log.txt").read_text()
-    write(tmp_path, **SHORT)
-    out = finish(tmp_path, cache, "--verbose", "output=again")
+    job.write(**SHORT)
+    out = job.finish("--verbose", "output=again")
     assert len(re.findall(r"^step +\d+  train: ", out, re.MULTILINE)) == 8, "one voice for both ranks"
     assert len(re.findall(r"^step +\d+  system: .*memory_gb/rank1", out, re.MULTILINE)) == 8
 

@@ -17,7 +17,7 @@ from lockstep.track.report import charts
 from lockstep.track.report.history import lines_of, read
 from lockstep.track.report.report import write_comparison, write_report
 from support.browser import CHROMIUM, browser
-from support.command import LOCKSTEP, STEPS, each_step_once, ended, finish, start, write
+from support.command import STEPS, CommandJob, each_step_once, ended
 from support.harness import run_on, tiny
 from support.reports import folder_of, text_of
 
@@ -288,11 +288,11 @@ def untouched_said(folder: Path) -> str:
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
 def test_a_run_that_was_stopped_has_two_starts_and_the_same_metrics(
-    tmp_path: Path, cache: Path, untouched: Path
+    tmp_path: Path, job: CommandJob, untouched: Path
 ) -> None:
-    write(tmp_path)
-    assert ended(start([*LOCKSTEP, "train", "run.yaml", "max_time=0.001s"], tmp_path, cache))[0] == 75
-    finish(tmp_path, cache)
+    job.write()
+    assert ended(job.start("max_time=0.001s"))[0] == 75
+    job.finish()
     history = read(tmp_path / "out")
     first, second = history.attempts
     assert (first.first, first.how, second.how, second.last) == (0, "stop", "finish", STEPS)

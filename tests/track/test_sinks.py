@@ -23,7 +23,7 @@ from lockstep.track import console
 from lockstep.track.report.report import write_report
 from lockstep.track.tracker import Tracker
 from lockstep.track.trackers import Trackers, reason
-from support.command import finish, write
+from support.command import CommandJob
 from support.harness import TINY, run_on, tiny
 from support.messages import raises
 
@@ -231,13 +231,13 @@ def test_no_way_into_run_yaml_by_a_sweep(part: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_a_run_writes_of_data_with_secrets_and_escapes(tmp_path: Path, cache: Path) -> None:
+def test_what_a_run_writes_of_data_with_secrets_and_escapes(tmp_path: Path, job: CommandJob) -> None:
     text, label = TOLD.replace("\ud800", ""), f"joy \x1b[2J {TOKEN}"
     rows = [{"text": f"{text} {i}", "label": label if i % 2 else "b"} for i in range(80)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     launch = {"device": "cpu", "threads": 1, "processes": 1}
-    write(tmp_path, data={"source": "rows.jsonl", "max_length": 32}, launch=launch, steps=2, evaluate={"every": 1})
-    out = finish(tmp_path, cache)
+    job.write(data={"source": "rows.jsonl", "max_length": 32}, launch=launch, steps=2, evaluate={"every": 1})
+    out = job.finish()
     folder = tmp_path / "out"
     paths = [path for path in folder.iterdir() if path.is_file()] + [folder / "export/README.md"]
     assert {"samples.jsonl", "tables.json", "report.html", "log.txt"} <= {path.name for path in paths}

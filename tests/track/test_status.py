@@ -20,7 +20,20 @@ from lockstep.distributed.world import World
 from lockstep.tools.commands.json_output import Answer
 from lockstep.tools.commands.while_it_runs import advice, run_and_record
 from lockstep.training.rank import note_end
-from support.command import LOCKSTEP, STEPS, TORCHRUN, bits, ended, saved, start, step_of, train, until, write
+from support.command import (
+    LOCKSTEP,
+    STEPS,
+    TORCHRUN,
+    CommandJob,
+    bits,
+    ended,
+    saved,
+    start,
+    step_of,
+    train,
+    until,
+    write,
+)
 from support.harness import tiny
 from support.places import TESTS_PATH
 
@@ -83,11 +96,11 @@ def test_a_run_in_another_terminal(
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
 def test_a_run_that_was_killed_is_not_said_to_run(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, job: CommandJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path, strategy={"name": "support.held.Held"})
-    process = start([*LOCKSTEP, "train", "run.yaml", "launch.processes=1"], tmp_path, cache, PYTHONPATH=TESTS_PATH)
-    until(lambda: step_of(tmp_path) >= 25, "step 25", process)
+    job.write(strategy={"name": "support.held.Held"})
+    process = job.start("launch.processes=1", PYTHONPATH=TESTS_PATH)
+    until(lambda: job.step() >= 25, "step 25", process)
     process.kill()
     process.wait()
     found = status_of(tmp_path, capsys)
@@ -105,9 +118,9 @@ def test_a_run_that_was_killed_is_not_said_to_run(
 
 
 @pytest.mark.processes
-def test_what_a_failed_run_leaves(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, strategy={"name": "support.held.None"})
-    process = start([*LOCKSTEP, "train", "run.yaml", "strategy.name=single"], tmp_path, cache)
+def test_what_a_failed_run_leaves(tmp_path: Path, job: CommandJob, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(strategy={"name": "support.held.None"})
+    process = job.start("strategy.name=single")
     status, _, err = ended(process)
     assert status == 2, err
     assert not (tmp_path / "out").exists()

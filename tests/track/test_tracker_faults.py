@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.distributed.world import World
 from lockstep.track.trackers import Trackers
-from support.command import finish, lines, write
+from support.command import CommandJob
 from support.harness import run_on, tiny
 from support.places import ROOT
 from support.tracked import numbers, there
@@ -53,16 +53,16 @@ HOW = {
 
 @pytest.mark.processes
 @pytest.mark.parametrize("how", HOW)
-def test_a_tracker_that_fails_is_named_once_and_training_goes_on(how: str, tmp_path: Path, cache: Path) -> None:
+def test_a_tracker_that_fails_is_named_once_and_training_goes_on(how: str, tmp_path: Path, job: CommandJob) -> None:
     (tmp_path / "mine.py").write_text(FAILING.replace("        pass\n", f"        {HOW[how]}\n"))
     track = {"to": ["mine.Broken", "tensorboard"], "every": 1, "close_timeout_s": 1}
-    write(tmp_path, track=track, steps=8, evaluate={"every": 4}, launch={"device": "cpu", "threads": 1, "processes": 1})
-    out = finish(tmp_path, cache)
+    job.write(track=track, steps=8, evaluate={"every": 4}, launch={"device": "cpu", "threads": 1, "processes": 1})
+    out = job.finish()
     notes = re.findall(r"^note: mine\.Broken .*", out, re.MULTILINE)
     assert len(notes) == 1, out
     wanted = {"open": "no such host", "log": "No space left", "close": "500", "exit": "trial", "hang": "still sending"}
     assert wanted[how] in notes[0]
-    assert [line["step"] for line in lines(tmp_path) if line["split"] == "train"] == list(range(1, 9))
+    assert [line["step"] for line in job.lines() if line["split"] == "train"] == list(range(1, 9))
     assert list((tmp_path / "out" / "tensorboard").iterdir()), "the others go on"
 
 

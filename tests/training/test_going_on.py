@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from support import striking
-from support.command import LOCKSTEP, bits, each_step_once, ended, finish, ranks_of, saved, start, step_of, until, write
+from support.command import (
+    CommandJob,
+    bits,
+    each_step_once,
+    ended,
+    finish,
+    until,
+    write,
+)
 from support.marks import long, slow
 from support.places import TESTS_PATH
 
@@ -87,25 +95,25 @@ def test_without_others_to_take_their_places_the_last_one_trains_alone(
 
 @pytest.mark.parametrize("rank", [1, slow(0)])
 def test_a_rank_that_is_stopped_is_waited_for_and_then_left(
-    rank: int, tmp_path: Path, cache: Path, untouched: Path
+    rank: int, tmp_path: Path, job: CommandJob, untouched: Path
 ) -> None:
     """SIGSTOP for less than `hang_timeout_s` costs the time; for longer, the rank is ended, and the others go on."""
-    write(tmp_path)
+    job.write()
     options = [
         "launch.on_rank_failure=continue",
         "launch.processes=3",
         f"launch.hang_timeout_s={HANG_S}",
         "strategy.name=allreduce",
     ]
-    process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache)
-    until(lambda: step_of(tmp_path) >= 5, "step 5", process)
+    process = job.start(*options)
+    until(lambda: job.step() >= 5, "step 5", process)
     main = json.loads((tmp_path / "out" / "launch.json").read_text())["main"]["pid"]
-    others = [pid for pid in ranks_of(process, tmp_path) if pid != main]
+    others = [pid for pid in job.ranks(process) if pid != main]
     frozen = main if rank == 0 else others[0]
     os.kill(frozen, signal.SIGSTOP)
     time.sleep(1.5)
     os.kill(frozen, signal.SIGCONT)
-    until(lambda: step_of(tmp_path) >= 15, "step 15", process)
+    until(lambda: job.step() >= 15, "step 15", process)
     assert "was lost" not in (tmp_path / "out/log.txt").read_text()
     os.kill(frozen, signal.SIGSTOP)
     status, out, err = ended(process)
@@ -113,47 +121,47 @@ def test_a_rank_that_is_stopped_is_waited_for_and_then_left(
     assert err.count(f"no heartbeat for {HANG_S} s") == 1
     assert f"note: rank {rank if rank == 0 else 1} was lost; 2 ranks go on from step" in out
     assert "resuming after step" not in out
-    assert bits(tmp_path) == bits(untouched)
+    assert job.bits() == bits(untouched)
     each_step_once(tmp_path, untouched)
 
 
-def test_a_stop_signal_to_one_that_is_about_to_come_in(tmp_path: Path, cache: Path) -> None:
+def test_a_stop_signal_to_one_that_is_about_to_come_in(tmp_path: Path, job: CommandJob) -> None:
     """In the moment in which its process is there, long before it listens; nobody else is asked."""
-    write(tmp_path, steps=400, checkpoint={"every": 1000}, evaluate={"every": 1000})
+    job.write(steps=400, checkpoint={"every": 1000}, evaluate={"every": 1000})
     (tmp_path / "hold").write_text("5")
     options = [
         "launch.on_rank_failure=continue",
         "launch.max_restarts=1",
         "strategy.name=support.held_steps.HeldTogether",
     ]
-    process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=TESTS_PATH)
-    until(lambda: step_of(tmp_path) >= 5, "step 5", process)
-    before = ranks_of(process, tmp_path)
+    process = job.start(*options, PYTHONPATH=TESTS_PATH)
+    until(lambda: job.step() >= 5, "step 5", process)
+    before = job.ranks(process)
     os.kill(before[1], signal.SIGKILL)
-    until(lambda: set(ranks_of(process, tmp_path)) - set(before), "another", process)
-    (comes,) = set(ranks_of(process, tmp_path)) - set(before)
+    until(lambda: set(job.ranks(process)) - set(before), "another", process)
+    (comes,) = set(job.ranks(process)) - set(before)
     os.kill(comes, signal.SIGTERM)
     status, out, err = ended(process)
     assert status == 75, (out, err)
     assert "stopped on request after step" in out
-    assert saved(tmp_path) >= 5
+    assert job.saved() >= 5
     assert "SIGTERM" not in err
 
 
-def test_what_cannot_go_on_starts_again_and_says_so(tmp_path: Path, cache: Path, untouched: Path) -> None:
+def test_what_cannot_go_on_starts_again_and_says_so(tmp_path: Path, job: CommandJob, untouched: Path) -> None:
     """Sharded strategies: as without the key."""
-    write(tmp_path)
+    job.write()
     options = ["launch.on_rank_failure=continue", "launch.max_restarts=1", "strategy.name=fsdp2"]
-    process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache)
+    process = job.start(*options)
     kept = tmp_path / "out" / "checkpoints"
     until(lambda: any(kept.glob("step-*/manifest.json")), "a checkpoint", process)
-    os.kill(ranks_of(process, tmp_path)[1], signal.SIGKILL)
+    os.kill(job.ranks(process)[1], signal.SIGKILL)
     status, out, err = ended(process)
     assert status == 0, err
     assert "launch.on_rank_failure: continue is not possible (strategy fsdp2 does not keep a whole copy" in out
     assert "restarting from the last checkpoint (1 restart(s) left)" in err
     assert "resuming after step" in out
-    assert bits(tmp_path) == bits(untouched)
+    assert job.bits() == bits(untouched)
 
 
 @pytest.mark.timeout(1800)

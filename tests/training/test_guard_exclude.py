@@ -14,7 +14,7 @@ from lockstep.config.run import load
 from lockstep.distributed import job_record
 from lockstep.training.resolve import resolve_strategy
 from lockstep.training.sdc_check import check_eviction, decide_eviction, third_of
-from support.command import LOCKSTEP, bits, each_step_once, ended, start, write
+from support.command import LOCKSTEP, CommandJob, bits, each_step_once, ended, start, write
 from support.harness import TINY
 from support.marks import slow
 from support.messages import mentions, raises
@@ -147,15 +147,15 @@ def differences(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("nobody_is_left")
-def test_what_stops_is_not_started_again_by_itself(tmp_path: Path, cache: Path) -> None:
-    write(tmp_path, steps=9)
+def test_what_stops_is_not_started_again_by_itself(tmp_path: Path, job: CommandJob) -> None:
+    job.write(steps=9)
     words = [
         "launch.processes=2",
         "launch.max_restarts=2",
         "strategy.name=support.planted.BitFlip",
         "sdc_check.every=1",
     ]
-    status, _, err = ended(start([*LOCKSTEP, "train", "run.yaml", *words], tmp_path, cache, PYTHONPATH=TESTS_PATH), 600)
+    status, _, err = ended(job.start(*words, PYTHONPATH=TESTS_PATH), 600)
     assert status == 1
     assert "sdc_check: step 6: rank" in err
     assert "restarting" not in err

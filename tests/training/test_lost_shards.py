@@ -95,6 +95,18 @@ def test_one_replica_of_each_shard_is_enough_to_finish_the_step(
 
 
 @pytest.mark.slow
+def test_tensor_ranks_become_as_many_as_divide_those_that_are_left(tmp_path: Path, cache: Path) -> None:
+    """Two pairs of ranks that share each product: of three that are left each computes all leaves."""
+    leaves = ("strategy.tensor_leaves=2",)
+    alone = untouched(tmp_path / "alone", cache, *leaves)
+    pairs = ("strategy.options.tensor_parallel=2", *leaves, *COPIED)
+    done = striking.carried_out(job("StruckFSDP2", 4, (5, 1, "agreed", 4)), tmp_path / "job", cache, alone, *pairs)
+    assert [each["phase"] for each in done.done] == ["agreed"]
+    assert done.restarted == 0
+    assert any("by copies in memory" in what for what in moved(tmp_path / "job"))
+
+
+@pytest.mark.slow
 def test_both_holders_of_a_shard_are_lost_and_all_start_again_and_say_why(
     tmp_path: Path, cache: Path, eight: Path
 ) -> None:

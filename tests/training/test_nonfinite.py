@@ -28,7 +28,7 @@ from lockstep.training.recording import TRACE, Recording, _recorded
 from lockstep.training.recording import read as read_recording
 from lockstep.training.throughput import Spikes
 from lockstep_plan import calibrate
-from support.command import bits, lines, train, write
+from support.command import CommandJob, bits, lines, train, write
 from support.harness import build, digest, run_on, tiny
 from support.messages import raises
 from support.misbehaving import BAD_STEP
@@ -38,18 +38,16 @@ from support.places import TESTS_PATH
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_step_that_is_not_finite_ends_the_job_and_names_the_examples(
-    processes: int, tmp_path: Path, cache: Path
-) -> None:
-    write(tmp_path)
+def test_a_step_that_is_not_finite_ends_the_job_and_names_the_examples(processes: int, job: CommandJob) -> None:
+    job.write()
     options = ["strategy.name=support.misbehaving.Exploding", f"launch.processes={processes}"]
-    status, _, err = train(tmp_path, cache, *options, PYTHONPATH=TESTS_PATH)
+    status, _, err = job.train(*options, PYTHONPATH=TESTS_PATH)
     assert status == 1
     assert "step 7: the loss is not a finite number; nothing was updated" in err
     assert "micro-batch 3: rows " in err
     assert err.count("micro-batch 3") == 1
     assert "Traceback" not in err
-    assert max(line["step"] for line in lines(tmp_path)) == BAD_STEP
+    assert max(line["step"] for line in job.lines()) == BAD_STEP
 
 
 @pytest.mark.processes
@@ -73,15 +71,15 @@ def test_a_step_may_be_skipped_on_all_ranks_alike(tmp_path: Path, cache: Path) -
 
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
-def test_memory_that_does_not_suffice_is_told_before_the_first_step(tmp_path: Path, cache: Path) -> None:
-    write(tmp_path)
+def test_memory_that_does_not_suffice_is_told_before_the_first_step(job: CommandJob) -> None:
+    job.write()
     options = ["strategy.name=support.misbehaving.NoMemory", "launch.max_restarts=3"]
-    status, _, err = train(tmp_path, cache, *options, PYTHONPATH=TESTS_PATH)
+    status, _, err = job.train(*options, PYTHONPATH=TESTS_PATH)
     assert status == 2
     assert err.count("out of memory on the longest examples") == 1
     assert "more micro_batches" in err
     assert "restarting" not in err
-    assert lines(tmp_path) == []
+    assert job.lines() == []
 
 
 def dry_run(world: World, run: Run) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from lockstep.tasks.classification import Classification
 from lockstep.track.console import _of_sources
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.throughput import Meter, SourceLosses
-from support.command import train
+from support.command import CommandJob
 from support.harness import build, digest, run_on, tiny
 from support.marks import slow
 from support.messages import raises
@@ -201,10 +201,10 @@ def test_no_source_is_called_as_another_number_is() -> None:
 
 
 @pytest.mark.processes
-def test_they_are_in_metrics_the_log_and_the_report(tmp_path: Path, cache: Path) -> None:
+def test_they_are_in_metrics_the_log_and_the_report(tmp_path: Path, job: CommandJob) -> None:
     run = mixed(tmp_path, "steps=6", "track.every=2", f"output={tmp_path / 'out'}", "launch.processes=1")
     (tmp_path / "run.yaml").write_text(run.dump())
-    status, told, errors = train(tmp_path, cache)
+    status, told, errors = job.train()
     assert status == 0, errors
     lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["split"] == "train"] == [1, 2, 4, 6]

@@ -10,6 +10,7 @@ hands every rank its slice of each leaf, summed in tree order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -270,13 +271,12 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
 
     @classmethod
-    def gives_bits(cls, run: Run) -> bool:
-        return run.strategy.exact and not {"param_dtype", "reduce_dtype"} & set(run.strategy.options)
+    def inexact_options(cls, run: Run) -> list[str]:
+        return fsdp.low_dtypes(run)
 
     @classmethod
     def rounding(cls, run: Run) -> float:
-        low = "bf16" in (run.strategy.options.get(key) for key in ("param_dtype", "reduce_dtype"))
-        return 0.1 if low or (run.precision != "fp32" and tensor_ranks(run) > 1) else 1e-4
+        return 0.1 if fsdp.low_dtypes(run) or (run.precision != "fp32" and tensor_ranks(run) > 1) else 1e-4
 
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)
@@ -531,9 +531,12 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     @classmethod
     def fit_options(cls, run: Run, processes: int) -> Run:
-        """The run with the replicas of its file, or with as many as divide the processes and leave something to
-        shard."""
+        """The run with the tensor ranks and replicas of its file, or with as many as divide the processes: leaves have
+        the same bits on fewer ranks."""
         options, tensor = dict(run.strategy.options), tensor_ranks(run)
+        if run.strategy.exact and tensor > 1:
+            shared = math.gcd(processes, run.strategy.tensor_leaves)
+            tensor = options["tensor_parallel"] = max(n for n in range(1, tensor + 1) if not shared % n)
         able = [n for n in range(1, int(options.get("replicate", 1)) + 1) if not processes % (n * tensor)]
         if "replicate" in options:
             options["replicate"] = max((n for n in able if n == 1 or n * tensor < processes), default=1)

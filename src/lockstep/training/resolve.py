@@ -219,6 +219,12 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     quantized.check(run, WeightFormats.FOUR_BITS in formats)
     averaging.check(run, strategy.flat_parts)
     strategy.check(run, processes)
+    if run.strategy.exact and (keys := strategy.inexact_options(run)):
+        raise RunError(
+            "LS5138",
+            f"{keys[0]}: it computes in another way than one process does, so that bits depend on the number of "
+            "processes; set strategy.exact=false to have it so, or leave it out",
+        )
     tensor_plans.check(run)
     beside = ["peft"] * bool(run.model.adapter) + ["bitsandbytes"] * bool(run.model.quantization)
     plugins.refuse_old(["torch", "transformers", "tokenizers", *strategy.needs, *beside])
@@ -303,7 +309,7 @@ def _data(job: Job, data: Run, tell: Tell | None, fresh: bool) -> Job:
     """Data, tokens, and what they and the model decide. `fresh`: the Hub is asked again. Errors: `RunError`."""
     from lockstep.data.prepare import prepare
     from lockstep.tasks import own_metrics
-    from lockstep.tasks.models import padding, unpadded
+    from lockstep.tasks.models import model_configs, padding
     from lockstep.training import model_stats
     from lockstep.training.checkpoint_model import fetch
 
@@ -316,7 +322,7 @@ def _data(job: Job, data: Run, tell: Tell | None, fresh: bool) -> Job:
     own_metrics.check(run, prepared)
     model_stats.check_average(run, prepared)
     why = "the task pads" if task.head is None else padding.unsupported_reason(run, task.head)
-    attention = unpadded.NAME if why is None else run.model.attention or OWN_ATTENTION
+    attention = model_configs.UNPADDED if why is None else run.model.attention or OWN_ATTENTION
     return replace(job, prepared=prepared, padding=why, attention=attention)
 
 

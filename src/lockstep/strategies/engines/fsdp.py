@@ -103,10 +103,18 @@ def check_options(run: Run, processes: int) -> None:
         _check_tensor_ranks(run, tensor)
 
 
+def low_dtypes(run: Run) -> list[str]:
+    """The keys that ask for bfloat16 where `single` has float32."""
+    options = run.strategy.options
+    return [f"strategy.options.{key}" for key in ("param_dtype", "reduce_dtype") if options.get(key) == "bf16"]
+
+
 def policies(run: Run) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
     """FSDP's own mixed precision: of a block, and of the whole, which returns logits."""
     if run.model.trained_in_bfloat16:  # shards are the masters; leaves are bfloat16, and are added up in float32
         return (MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),) * 2
+    if not low_dtypes(run):  # weights and gradients are float32 as they are
+        return (MixedPrecisionPolicy(),) * 2
     param, reduce = (DTYPES.get(str(run.strategy.options.get(key))) for key in ("param_dtype", "reduce_dtype"))
     logits = torch.float32 if param or reduce else None
     return MixedPrecisionPolicy(param, reduce), MixedPrecisionPolicy(param, reduce, logits)

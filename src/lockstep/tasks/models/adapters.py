@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,7 +74,9 @@ def wrap(run: Run, model: nn.Module, head: str) -> nn.Module:
     from peft import get_peft_model
 
     try:
-        return get_peft_model(model, config(run, head))
+        with warnings.catch_warnings():  # peft asks for a name that transformers has renamed, once a model and rank
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+            return get_peft_model(model, config(run, head))
     except ValueError as error:  # no such modules, a kind that this family cannot have
         raise RunError("LS3076", f"model.adapter: {' '.join(str(error).split())[:400]}") from error
 

@@ -18,6 +18,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.sharded import Incomplete, PeerReader, SliceMap, local
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
+from lockstep.strategies.engines.fsdp import cuts
 from lockstep.strategies.exact.averaging import Averaged
 from lockstep.training.elastic.peer_checkpoints import Key, PeerCheckpoints, Version
 from lockstep.training.errors import TrainingFailed
@@ -161,10 +162,10 @@ def _compare(strategy: Any, world: World) -> None:
     state = strategy.own_state()
     cut = {place: t for place, t in held_here(state).items() if isinstance(state[place.name], DTensor)}
     every = world.all_gather({place: int(summed(t.detach(), place.whole, place.offsets)) for place, t in cut.items()})
-    copies = world.size // strategy.part_of_state[1]
     for place in {place for each in every for place in each}:
         sums = [each[place] for each in every if place in each]
-        if len(sums) != copies or len(set(sums)) > 1:
+        holders = world.size // cuts(state[place.name])  # tensor ranks hold what they do not share as often as they are
+        if len(sums) != holders or len(set(sums)) > 1:
             raise TrainingFailed("LS5043", f"internal error: {place.name} was not resharded correctly")
 
 
