@@ -11,17 +11,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.trace.losses import Losses
+from lockstep.trace.losses import Losses, agreeing
 from lockstep.trace.ranks import data_ranks
 from lockstep.trace.read import Step, Trace
 
 COSINE = 0.99  # below it a factor means nothing
+ROUNDING = 5e-6  # relative, of a loss: what differs by more is no rounding of float32
 NEAR = 0.01  # relative: a factor is this number
 ROUGHLY = 0.1  # relative: a factor is about this number, where means over unequal numbers are added
 
 MISSING_GRADIENT = (
     "these parameters take part in the computation on one side only: a branch that depends on the rank, or parameters "
     "that one side freezes"
+)
+OTHER_DRAWS = (
+    "random numbers (dropout, augmentation) differ between the runs, which gradients show first: the losses are nearly "
+    "alike; compare without dropout"
 )
 SYNC = "SyncBatchNorm computes them over all ranks, and a norm without batch statistics needs none"
 CLIPPED_ELSEWHERE = (
@@ -269,9 +274,10 @@ def of_gradient(
     sides: tuple[Mapping[str, float], Mapping[str, float], Mapping[str, tuple[float, float]]],
     split: set[str],
     losses: tuple[Losses, Losses, str] | None,
+    stochastic: bool = False,
 ) -> str:
-    """`found`: differences beyond the limit, all differences, (factor, cosine) of those beyond; `split`: parameters
-    whose gradient is not the same on all ranks."""
+    """`sides`: differences beyond the limit, all differences, (factor, cosine) of those beyond; `split`: parameters
+    whose gradient is not the same on all ranks; `stochastic`: a model has modules of dropout."""
     wrong, every, factors = sides
     if any(math.isnan(d) for d in wrong.values()):
         return NOT_FINITE
@@ -285,6 +291,9 @@ def of_gradient(
     unequal = losses is not None and not (losses[0].equal_counts and losses[1].equal_counts)
     pure = [f for f, cosine in factors.values() if cosine > COSINE]
     scale = next((s.scale for s in records if s.scale), None)
+    most = len(wrong) > len(every) / 2 and len(pure) < 0.9 * len(factors)
+    if stochastic and most and losses and agreeing(losses[0], losses[1], ROUNDING)[0] is None:
+        return OTHER_DRAWS  # a model that knows nothing yet has nearly one loss, whatever is drawn
     return of_sums(
         list(wrong), len(every), pure if len(pure) >= 0.9 * len(factors) else [], (len(ranks), *micro), unequal, scale
     )

@@ -343,7 +343,9 @@ def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | No
                 f"differ: {_listed(wrong)}"
             )
             raise _Parted("clipping", (text,), causes.CLIPPED_ELSEWHERE)
-        cause = causes.of_gradient(pair.b, pair.optimizer, pair.step, (wrong, differences, factors), set(split), losses)
+        sides = (wrong, differences, factors)
+        stochastic = _stochastic(pair)
+        cause = causes.of_gradient(pair.b, pair.optimizer, pair.step, sides, set(split), losses, stochastic)
         where = _first_module(pair, limit, "returned", "in backward whose output gets another gradient")
         raise _Parted("gradient", (f"gradients differ: {_listed(wrong)}", *where), cause)
 

@@ -153,8 +153,8 @@ def _check_tensor_ranks(run: Run, ranks: int) -> None:
     if run.strategy.exact and leaves % ranks:
         raise RunError(
             "LS4085",
-            f"strategy.tensor_leaves: {ranks} ranks (strategy.options.tensor_parallel) cannot share {leaves} leaves of "
-            f"each product; set it to {ranks}, or to a multiple of it, and keep it wherever the same bits are wanted",
+            f"strategy.tensor_leaves: {leaves}, which {ranks} ranks (strategy.options.tensor_parallel) cannot share; "
+            f"set it to a multiple of {ranks}, the same for every run that is to have the same bits",
         )
     if run.strategy.exact:
         tensor_plans.check(run)
