@@ -1,4 +1,7 @@
-"""One process, two, and two that are killed: the same bits. `python examples/exactness.py`, a minute."""
+"""One process, two, and two that are killed: the same bits. `python examples/exactness.py`, a minute.
+
+Also as a notebook: `exactness.ipynb`, which `python docs/notebooks.py` makes of this file.
+"""
 
 import hashlib
 import shutil
@@ -30,11 +33,13 @@ def weights(name: str) -> str:
     return hashlib.sha256((FOLDER / name / "export/model.safetensors").read_bytes()).hexdigest()[:16]
 
 
+# %% One process, then two
 shutil.rmtree(FOLDER, ignore_errors=True)
 FOLDER.mkdir(parents=True)
 (FOLDER / "run.yaml").write_text(RUN)
 subprocess.run(command("one", 1), check=True)
 subprocess.run(command("two", 2), check=True)
+# %% Two that are killed after their first checkpoint, and started again
 killed = subprocess.Popen(command("killed", 2))
 while not (FOLDER / "killed/checkpoints/latest").exists() and killed.poll() is None:
     time.sleep(0.05)
@@ -42,6 +47,7 @@ killed.send_signal(signal.SIGKILL)
 killed.wait()
 time.sleep(1)  # its ranks notice that their launcher is gone
 subprocess.run(command("killed", 2), check=True)
+# %% The same weights, bit for bit
 found = {name: weights(name) for name in ("one", "two", "killed")}
 print(*(f"{name:<7} {digest}" for name, digest in found.items()), sep="\n")
-sys.exit(0 if len(set(found.values())) == 1 else "the weights differ")
+assert len(set(found.values())) == 1, "the weights differ"

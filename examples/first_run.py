@@ -1,4 +1,7 @@
-"""Train a small classifier on a csv file, ask it, and look at its scores. `python examples/first_run.py`, a minute."""
+"""Train a small classifier on a csv file, ask it, and look at its scores. `python examples/first_run.py`, a minute.
+
+Also as a notebook: `first_run.ipynb`, which `python docs/notebooks.py` makes of this file.
+"""
 
 import csv
 import random
@@ -8,6 +11,7 @@ import lockstep
 
 WORDS = {"good": ["wonderful", "happy", "superb", "love"], "bad": ["sad", "broken", "angry", "boring"]}
 
+# %% A csv file of 300 texts, with a label each
 folder = Path("outputs/examples")
 folder.mkdir(parents=True, exist_ok=True)
 draw = random.Random(0)
@@ -18,6 +22,7 @@ with (folder / "reviews.csv").open("w", newline="") as file:
         label = draw.choice(["good", "bad"])
         rows.writerow([" ".join(["the", "plot", "was", *draw.choices(WORDS[label], k=3)]), label])
 
+# %% The run: a GPT-2 of one layer from scratch, on two processes
 run = lockstep.Run.load(
     {
         "output": str(folder / "first-run"),
@@ -33,6 +38,8 @@ run = lockstep.Run.load(
     }
 )
 result = lockstep.train(run, show=None)
+
+# %% How good it is, and two answers
 print("validation accuracy", result.metrics["validation"]["accuracy"])
 for answer in lockstep.predict(result, ["the plot was superb", "the plot was boring"]):
     print(answer["review"], "->", answer["label"])

@@ -1,7 +1,6 @@
 """The documents name every key of the run file, every command and every plug-in; the run files in runs/ load."""
 
 import re
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +11,7 @@ from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.tools import commands
+from support.page_commands import script
 from support.places import ROOT
 
 KEYS = [key for key, section in messages._fields(Run).items() if section is None]
@@ -115,16 +115,7 @@ def test_every_link_to_a_file_and_every_named_test_is_there(page: Path) -> None:
 
 
 def _agents() -> ModuleType:
-    return _script("agents")
-
-
-def _script(name: str) -> ModuleType:
-    spec = spec_from_file_location(name, ROOT / f"docs/{name}.py")
-    assert spec
-    assert spec.loader
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("agents")
 
 
 def test_what_agents_are_told_is_what_contributing_says() -> None:
@@ -135,7 +126,7 @@ def test_what_agents_are_told_is_what_contributing_says() -> None:
 
 def test_the_options_of_commands_are_those_of_the_parsers() -> None:
     text = (DOCS / "reference/options.md").read_text(encoding="utf-8")
-    assert text == _script("options").page(), "PYTHONPATH=src python docs/options.py writes it"
+    assert text == script("options").page(), "PYTHONPATH=src python docs/options.py writes it"
 
 
 def test_the_list_of_pages_has_every_page_of_the_index() -> None:

@@ -1,11 +1,13 @@
-"""The scripts in examples/, as a reader runs them."""
+"""The scripts in examples/, as a reader runs them, and the notebooks that are made of them."""
 
+import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from support.page_commands import environment
+from support.page_commands import environment, script
 from support.places import ROOT
 
 WANTED = {
@@ -34,3 +36,41 @@ def test_an_example_ends_well_and_says_so(name: str, tmp_path: Path, cache: Path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert WANTED[name] in done.stdout
+
+
+def test_notebooks_are_those_of_the_scripts() -> None:
+    notebooks = script("notebooks")
+    made = {path.with_suffix(".ipynb").name: notebooks.notebook(path) for path in notebooks.scripts()}
+    assert made == {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.ipynb")}, (
+        "python docs/notebooks.py writes them"
+    )
+    assert len(made) >= 2
+
+
+def test_a_notebook_has_all_of_its_script_s_code() -> None:
+    for path in (ROOT / "examples").glob("*.ipynb"):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code").split()
+        lines = path.with_suffix(".py").read_text(encoding="utf-8").splitlines()
+        assert " ".join(line for line in lines if not line.startswith("# %%")).split()[-len(code) :] == code
+        assert len(code) > 100
+
+
+@pytest.mark.extras
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["exactness", "first_run"])
+def test_a_notebook_runs(name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    for variable, value in environment(tmp_path, cache).items():
+        monkeypatch.setenv(variable, value)
+    book = nbformat.read(ROOT / f"examples/{name}.ipynb", as_version=4)
+    nbformat.validate(book)
+    kernel = client.NotebookClient(book, timeout=None, resources={"metadata": {"path": str(tmp_path)}})
+    kernel.create_kernel_manager()
+    kernel.km.kernel_spec.argv[0] = sys.executable  # this Python, whatever kernels are installed
+    kernel.execute()
+    printed = "".join(output.get("text", "") for cell in book.cells for output in cell.get("outputs", []))
+    assert WANTED[f"{name}.py"] in printed

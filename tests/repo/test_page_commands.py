@@ -1,19 +1,24 @@
-"""Every code block of every page: parsed, with its keys looked up; and run where the page says so."""
+"""Every code block of every page: parsed, with its keys looked up, and run, or the page says why not."""
 
 from pathlib import Path
 
 import pytest
 
 from support import page_commands
-from support.page_commands import PAGES, Block, blocks, level_of, problems, same
+from support.page_commands import PAGES, Block, blocks, levels_of, modules_of, problems, same, unmarked
 from support.places import ROOT
 
 MARKS = {"quick": [pytest.mark.processes], "slow": [pytest.mark.processes, pytest.mark.slow]}
 MARKS["long"] = [pytest.mark.processes, pytest.mark.long]
 RUN = [
-    pytest.param(page, id=str(page.relative_to(ROOT)), marks=[*MARKS[level], pytest.mark.timeout(3600)])
+    pytest.param(
+        page,
+        level,
+        id=f"{page.relative_to(ROOT)}-{level}",
+        marks=[*MARKS[level], pytest.mark.timeout(3600), *([pytest.mark.extras] if modules_of(page) else [])],
+    )
     for page in PAGES
-    if (level := level_of(page))
+    for level in levels_of(page)
 ]
 
 
@@ -23,9 +28,15 @@ def test_commands_keys_and_files_that_a_page_names_are_there(page: Path) -> None
     assert {where: texts for where, texts in found.items() if texts} == {}
 
 
-@pytest.mark.parametrize("page", RUN)
-def test_a_page_s_commands_print_what_it_shows(page: Path, tmp_path: Path, cache: Path) -> None:
-    page_commands.run(page, tmp_path, cache)
+def test_every_command_is_run_or_its_page_says_why_not() -> None:
+    assert [where for page in PAGES if page.name != "messages.md" for where in unmarked(page)] == []
+
+
+@pytest.mark.parametrize(("page", "level"), RUN)
+def test_a_page_s_commands_print_what_it_shows(page: Path, level: str, tmp_path: Path, cache: Path) -> None:
+    for module in modules_of(page):
+        pytest.importorskip(module)
+    page_commands.run(page, tmp_path, cache, level)
 
 
 @pytest.mark.parametrize(

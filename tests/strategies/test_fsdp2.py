@@ -31,6 +31,7 @@ def single() -> dict[str, Any]:
         (2, {"reshard_after_forward": False}),
         (4, {"reshard_after_forward": 2}),
         (2, {"cpu_offload": True}),
+        (2, {"param_dtype": "fp32", "reduce_dtype": "fp32"}),
     ],
 )
 def test_options_keep_the_bits(ranks: int, options: dict, single: dict) -> None:

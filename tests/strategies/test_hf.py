@@ -143,6 +143,18 @@ def test_fsdp2_through_accelerate_keeps_the_bits(options: dict) -> None:
 
 
 @pytest.mark.processes
+def test_fsdp2_through_accelerate_keeps_the_bits_in_bf16() -> None:
+    """The control: Accelerate's own bf16, which gathers bf16 weights, has others."""
+    own, exact = (
+        tiny("precision=bf16", *CONSTANT, strategy={"name": "hf_accelerate", "options": {"fsdp": {}}, "exact": each})
+        for each in (False, True)
+    )
+    single = digest(alone("precision=bf16"))
+    assert digest(run_on(2, by_lockstep, exact, run=exact)[0]) == single
+    assert digest(run_on(2, by_lockstep, own, run=own)[0]) != single
+
+
+@pytest.mark.processes
 def test_fsdp2_through_accelerate_takes_models_whose_embeddings_are_a_block() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     bert = {"model": {"type": "bert", "config": sizes}, "tokenizer": {"train": "wordpiece", "vocab_size": 400}}

@@ -20,6 +20,7 @@ from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import strategy_class as class_of
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
+from lockstep.training.resolve import resolve_strategy
 from support.harness import build, digest, run_on, tiny
 from support.marks import slow
 from support.messages import raises
@@ -166,6 +167,37 @@ def test_which_options_leave_the_bits_to_deepspeed(options: str, bits: bool) -> 
     assert class_of(run).gives_bits(run) is bits
     own = tiny("strategy.name=zero3", f"strategy.options={options}", "precision=bf16", OWN)
     assert not class_of(own).gives_bits(own)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("strategy.name=zero3", *BF16_WEIGHTS), "strategy.options.bf16"),
+        (
+            ("strategy.name=zero1", "strategy.options={communication_data_type: bf16}"),
+            "strategy.options.communication_data_type",
+        ),
+        (
+            (
+                "strategy.name=hf_accelerate",
+                "precision=bf16",
+                "strategy.options={deepspeed: {zero_stage: 2, bf16: {enabled: true}}}",
+            ),
+            "strategy.options.deepspeed.bf16",
+        ),
+        (("strategy.name=hf_accelerate", "strategy.options={fsdp: {mixed_precision_policy: bf16}}"), "fsdp.mixed_pre"),
+        (("strategy.name=hf_trainer", "strategy.options={torch_compile: true}"), "strategy.options.torch_compile"),
+        (
+            ("strategy.name=fsdp2", "strategy.options={gather: micro_batch, reduce_dtype: bf16}"),
+            "strategy.options.reduce_dtype",
+        ),
+    ],
+)
+def test_what_cannot_have_the_bits_is_refused_unless_the_run_says_so(words: tuple[str, ...], key: str) -> None:
+    with raises("LS5138", key, "strategy.exact=false"):
+        resolve_strategy(tiny(*words), 2)
+    own = tiny(*words, OWN)
+    assert not resolve_strategy(own, 2).gives_bits(own)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])  # 8 micro-batches on 3 ranks: one is levelled with a blank micro-batch

@@ -210,10 +210,12 @@ def address() -> str:
 
 
 def programs(folder: Path) -> Path:
-    """`python`, `lockstep` and `torchrun` in `folder`: programs that are this interpreter's."""
+    """`python`, `lockstep`, `torchrun` and `accelerate` in `folder`: programs that are this interpreter's."""
     folder.mkdir(parents=True, exist_ok=True)
     client = shlex.join([sys.executable, "-I", "-S", f"{TESTS_PATH}/support/warm_python.py", address()])
-    for name, module in {"lockstep": "-m lockstep ", "python": "", "torchrun": "-m torch.distributed.run "}.items():
+    modules = {"lockstep": "lockstep", "torchrun": "torch.distributed.run"}
+    modules["accelerate"] = "accelerate.commands.accelerate_cli"
+    for name, module in {"python": "", **{name: f"-m {module} " for name, module in modules.items()}}.items():
         (folder / name).write_text(f'#!/bin/sh\nexec {client} {module}"$@"\n')
         (folder / name).chmod(0o755)
     return folder

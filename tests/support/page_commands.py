@@ -7,15 +7,24 @@ In: pages of Markdown. A comment before a fence says what a test does with the b
     <!-- run quick -->          seconds: part of the quick tests, where all blocks that are run on the page say so
     <!-- run long -->           many minutes: the page is run by hand
     <!-- run hub -->            HF_ENDPOINT and HF_TOKEN are those of a small Hub on the loopback
+    <!-- run needs=MODULE -->   the page is run where this module can be imported, with the tests of extras
     <!-- file NAME -->          the block is written to this file first
     <!-- output -->             the block is what the command before it printed; numbers, paths, times and lines of
                                 progress may differ, and a line "..." stands for any lines
+    <!-- drawing -->            a text that no command prints: a figure, the layout of a folder
+    <!-- source FILE -->        lines of this file, in order; "..." stands for others, and comments may differ
+    <!-- tested by FILE -->     a test of its own runs the block: this file names the page
+    <!-- not run: REASON -->    a block that no test runs: what it needs that a test has not
     <!-- setup
-    COMMANDS -->                run, but not shown: the data of the examples
+    COMMANDS -->                run, but not shown: the data of the examples; with its level as "setup long"
+
+A page runs once for each of its levels, with the blocks of this level and those before it. `pip install` is not run:
+the extras it names are looked up.
 
 Out: `blocks`; `problems`, what is wrong with a block that is not run: every `lockstep` command is parsed, its keys are
-looked up, and scripts, targets and extras it names must exist; `run`, which runs a page. `python -m
-support.page_commands PAGE ...` runs pages and writes what was printed into their blocks of output.
+looked up, and scripts, targets and extras it names must exist; `unmarked`, those without a mark that need one; `run`,
+which runs a page. `python -m support.page_commands PAGE ...` runs pages and writes what was printed into their blocks
+of output.
 """
 
 from __future__ import annotations
@@ -33,7 +42,9 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -50,12 +61,14 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 LEVELS = ("quick", "slow", "long")
 # (comment, fence, language, code), or (comment of setup)
 _BLOCK = re.compile(
-    r"(?:^<!-- (?P<note>run[^\n>]*|file [^\n>]*|output) -->\n+)?"
+    r"(?:^<!-- (?P<note>(?:run|file|source|tested by|not run:) [^\n>]*|run|output|drawing) -->\n+)?"
     r"^(?P<fence>```+)(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=fence)$"
-    r"|^<!-- setup\n(?P<setup>.*?)-->$",
+    r"|^<!-- (?P<name>setup[^\n>]*)\n(?P<setup>.*?)-->$",
     re.M | re.S,
 )
 LIMIT_S = 1200
+_SHELL = "pip() { :; }\n"
+NEED_A_MARK = ("sh", "bash", "console", "python", "text", "")
 # How many of these lines there are depends on the time that passed.
 _PROGRESS = re.compile(r"preparing |checks made |step (PATH|0 validation)")
 
@@ -66,7 +79,7 @@ class Block:
     line: int
     language: str
     code: str
-    note: str  # run ... | file NAME | output | setup | ""
+    note: str  # as above, without the marks of a comment; "" where there is none
     span: tuple[int, int]  # of the code, in the text of the page
 
     @property
@@ -75,7 +88,7 @@ class Block:
 
     @property
     def level(self) -> str:
-        return next((level for level in LEVELS if level in self.note.split()), "slow")
+        return next((level for level in LEVELS if level in self.note.split()), LEVELS[self.note != "setup"])
 
 
 def blocks(page: Path) -> list[Block]:
@@ -84,17 +97,38 @@ def blocks(page: Path) -> list[Block]:
     for each in _BLOCK.finditer(text):
         line = text.count("\n", 0, each.start()) + 1
         if each["setup"] is not None:
-            found.append(Block(page, line, "sh", each["setup"], "setup", each.span("setup")))
+            found.append(Block(page, line, "sh", each["setup"], each["name"], each.span("setup")))
         else:
             language = each["language"].strip()
             found.append(Block(page, line, language, each["code"], each["note"] or "", each.span("code")))
     return found
 
 
-def level_of(page: Path) -> str | None:
-    """How long the page takes to run; None: nothing of it is run."""
-    levels = [block.level for block in blocks(page) if block.note.startswith("run")]
-    return max(levels, key=LEVELS.index) if levels else None
+def script(name: str) -> ModuleType:
+    """A script of docs/ as a module."""
+    spec = spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def levels_of(page: Path) -> list[str]:
+    """How long the page takes to run, the shortest first; none: nothing of it is run."""
+    levels = {block.level for block in blocks(page) if block.note.startswith("run")}
+    return sorted(levels, key=LEVELS.index)
+
+
+def modules_of(page: Path) -> list[str]:
+    """The modules beyond those of a development environment that the page's commands need."""
+    words = {word for block in blocks(page) if block.note.startswith("run") for word in block.note.split()}
+    return sorted(word.removeprefix("needs=") for word in words if word.startswith("needs="))
+
+
+def unmarked(page: Path) -> list[str]:
+    """Where blocks stand that a command could run or print, without a mark that says that it does or why not."""
+    return [block.where for block in blocks(page) if block.language in NEED_A_MARK and not block.note]
 
 
 # -- blocks that are not run ------------------------------------------------------------------------------------------
@@ -105,7 +139,12 @@ STARTERS = ("torchrun", "accelerate", "srun")
 
 def problems(block: Block) -> list[str]:
     """What is wrong with a block, as far as this can be said without running it."""
-    if block.language in ("sh", "bash", "console") or block.note == "setup":
+    if block.note.startswith("source "):
+        return _of_source(block.code, ROOT / block.note.removeprefix("source ").strip())
+    if block.note.startswith("tested by "):
+        test = ROOT / block.note.removeprefix("tested by ").strip()
+        return [] if block.page.name in test.read_text(encoding="utf-8") else [f"{test.name} names no such page"]
+    if block.language in ("sh", "bash", "console"):
         return [text for words in command_lines(block.code) for text in _of_command(words)]
     if block.language == "python":
         return _of_python(block.code)
@@ -222,6 +261,22 @@ def _of_python(code: str) -> list[str]:
     return errors[:1]
 
 
+def _of_source(code: str, path: Path) -> list[str]:
+    """Parts between lines "..." that a file does not have, or has elsewhere. Lines may be broken otherwise."""
+    there, at, wrong = _without_spaces(path.read_text(encoding="utf-8")), 0, []
+    for part in re.split(r"^\s*\.\.\.$", code, flags=re.M):
+        found = there.find(_without_spaces(part), at)
+        if found < 0:
+            wrong.append(f"not in {path.name}, or before the parts above it: {part.strip()}")
+        at = max(at, found)
+    return wrong
+
+
+def _without_spaces(code: str) -> str:
+    lines = [line.partition("  #")[0] if line.strip()[:1] != "#" else "" for line in code.splitlines()]
+    return re.sub(r",(?=[])}])", "", re.sub(r"\s", "", "".join(lines)))
+
+
 def _of_yaml(code: str) -> list[str]:
     """A run file, or some sections of one, must load."""
     try:
@@ -241,12 +296,14 @@ def _of_yaml(code: str) -> list[str]:
 # -- blocks that are run ----------------------------------------------------------------------------------------------
 
 
-def run(page: Path, folder: Path, cache: Path, write: bool = False) -> None:
-    """Run a page in a folder. Errors: `AssertionError`, which shows the command and what it printed."""
+def run(page: Path, folder: Path, cache: Path, level: str = LEVELS[-1], write: bool = False) -> None:
+    """Run a page in a folder, its blocks up to a level. Errors: `AssertionError`, which shows the command and what it
+    printed."""
+    text = page.read_text(encoding="utf-8")
     with Hub() as hub:
-        shown = _run(page, folder, environment(folder, cache), hub, write)
+        shown = _run(page, folder, environment(folder, cache), hub, level, write)
     if write:
-        text = page.read_text(encoding="utf-8")
+        assert page.read_text(encoding="utf-8") == text, f"{page} was changed meanwhile"
         for (begin, end), printed in reversed(shown):
             for place, name in ((folder, "/home/me/job"), (cache, "~/.cache/lockstep"), (sys.executable, "python")):
                 printed = printed.replace(str(place), name)
@@ -256,23 +313,27 @@ def run(page: Path, folder: Path, cache: Path, write: bool = False) -> None:
 
 
 def _run(
-    page: Path, folder: Path, variables: dict[str, str], hub: Hub, write: bool
+    page: Path, folder: Path, variables: dict[str, str], hub: Hub, level: str, write: bool
 ) -> list[tuple[tuple[int, int], str]]:
     """What was printed, by where the page shows it."""
-    printed, shown = "", []
-    for at, block in enumerate(blocks(page)):
+    printed: str | None = ""
+    shown = []
+    for block in reversed(blocks(page)):  # a page may show a file after the command that reads it
         if block.note.startswith("file "):
-            target = folder / block.note.removeprefix("file ").strip()
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(block.code, encoding="utf-8")
-        elif block.note == "output":
+            _save(folder, block)
+    for at, block in enumerate(blocks(page)):
+        if block.note.startswith(("run", "setup")) and LEVELS.index(block.level) > LEVELS.index(level):
+            printed = None
+        elif block.note.startswith("file "):
+            _save(folder, block)
+        elif block.note == "output" and printed is not None:
             shown.append((block.span, printed))
             if not write:
                 assert same(block.code, printed), f"{block.where} shows\n{block.code}\nand printed was\n{printed}"
-        elif block.note:
+        elif block.note.startswith(("run", "setup")):
             wanted = int(next((w[7:] for w in block.note.split() if w.startswith("status=")), "0"))
             script = folder / f".block-{at}.{'py' if block.language == 'python' else 'sh'}"
-            script.write_text(block.code, encoding="utf-8")
+            script.write_text((_SHELL if block.language != "python" else "") + block.code, encoding="utf-8")
             command = ["python", script] if block.language == "python" else ["bash", "-e", "-o", "pipefail", script]
             done = _ended(
                 command,
@@ -283,6 +344,12 @@ def _run(
             printed = done.stdout
             assert done.returncode == wanted, f"{block.where} ended with {done.returncode}:\n{block.code}\n{printed}"
     return shown
+
+
+def _save(folder: Path, block: Block) -> None:
+    target = folder / block.note.removeprefix("file ").strip()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(block.code, encoding="utf-8")
 
 
 def _ended(command: list[str | Path], cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -346,6 +413,7 @@ def environment(folder: Path, cache: Path) -> dict[str, str]:
         "PATH": f"{programs(cache / 'programs')}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), TESTS_PATH]),
         "LOCKSTEP_CACHE": str(cache),
+        "HOME": str(folder),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -373,6 +441,7 @@ def _plain(text: str) -> str:
 
 
 def main() -> None:
+    """Run pages, and write what their commands print into them."""
     for name in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
             run(Path(name).resolve(), Path(folder).resolve(), Path(cache).resolve(), write=True)

@@ -105,6 +105,11 @@ def count_of(world: World, run: Run) -> int:
         ("ddp", 2, ()),
         ("ddp", 3, ()),
         ("ddp", 2, ("model.checkpoint_activations=true",)),
+        ("hf_accelerate", 2, ()),
+        ("hf_trainer", 2, ()),
+        ("fsdp2", 2, ("strategy.options.gather=step",)),
+        ("zero1", 2, ()),
+        ("zero2", 2, ()),
     ],
 )
 def test_the_same_bits_under_every_strategy(
@@ -219,8 +224,8 @@ REFUSED = [
     (["model.adapter.type=ia3"], "LS3172", "ia3"),
     (["model.adapter.use_dora=true"], "LS3172", "use_dora"),
     (["model.compile=true"], "LS3174", "model.compile=false"),
-    *((["strategy.name=" + n], "LS3173", n) for n in ("fsdp2", "zero2", "zero3", "pipeline", "hf_trainer")),
-    (["strategy.name=fsdp2", "strategy.options.gather=step"], "LS3173", "fsdp2"),
+    *((["strategy.name=" + n], "LS3173", n) for n in ("fsdp2", "zero3", "pipeline")),
+    (["strategy.name=fsdp2", "strategy.options.gather=micro_batch"], "LS3173", "fsdp2"),
 ]
 
 

@@ -114,7 +114,10 @@ def test_plan_says_what_a_run_amounts_to(here: Path, capsys: pytest.CaptureFixtu
         (["strategy=zero1"], (4, 4, 3)),
         (["strategy=zero2"], (4, 1, 3)),
         (["strategy=zero3"], (1, 1, 3)),
-        (["strategy=zero3", "precision=bf16", "strategy.options={bf16: {enabled: true}}"], (0.5, 0.5, 3)),
+        (
+            ["strategy=zero3", "precision=bf16", "strategy.options={bf16: {enabled: true}}", "strategy.exact=false"],
+            (0.5, 0.5, 3),
+        ),
         (["strategy=hf_accelerate", "strategy.options={deepspeed: {zero_stage: 2}}"], (4, 1, 3)),
         (["strategy=fsdp2"], (1, 1, 2)),
         (["strategy=fsdp2", "strategy.options={gather: step}"], (4, 4, 2)),

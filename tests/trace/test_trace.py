@@ -314,6 +314,27 @@ def test_the_module_whose_backward_is_wrong_is_named_at_the_level_of_modules(tmp
     assert compare(read(tmp_path / "a"), read(tmp_path / "c")).first is None
 
 
+@pytest.mark.parametrize("dropout", [0.5, 0.0])
+def test_dropout_is_named_where_gradients_differ_and_losses_nearly_agree(tmp_path: Path, dropout: float) -> None:
+    """As in the first step of any model from scratch: its loss is the logarithm of the number of classes. The control
+    has no dropout, and gradients that were changed."""
+    x, y = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 2
+    for name, seed in (("a", 1), ("b", 2)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(dropout), nn.Linear(16, 2), Scaled(3e-4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(seed)
+        with lockstep.trace(model, optimizer, folder=tmp_path / name):  # type: ignore[operator]
+            nn.functional.cross_entropy(model(x), y).backward()
+            for parameter in model.parameters():
+                if seed == 2 and not dropout and parameter.grad is not None:
+                    parameter.grad = parameter.grad.roll(1, 0)
+            optimizer.step()
+    verdict = compare(read(tmp_path / "a"), read(tmp_path / "b"))
+    assert verdict.first == "gradient"
+    assert (verdict.cause == causes.OTHER_DRAWS) is (dropout > 0), verdict.cause
+
+
 def test_a_trace_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
     train(tmp_path / "a")
     path = next((tmp_path / "a").glob("rank-*.jsonl"))

@@ -92,7 +92,7 @@ def test_a_line_without_any_work_is_drawn(tmp_path: Path) -> None:
     line = {"time": 1010.0, "step": 0, "steps": 3, "ranks": 3, "seconds": {"other": [0.1, 0.1, 0.1]}}
     lines = (folder / "ranks.jsonl").read_text()
     (folder / "ranks.jsonl").write_text(json.dumps(line) + "\n" + lines)
-    assert "own work against the middle rank's" in text_of(write_report(folder))
+    assert "own work relative to the median rank" in text_of(write_report(folder))
 
 
 def test_smoothing_keeps_a_line_and_calms_noise() -> None:

@@ -17,10 +17,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lockstep.config.errors import CodedError
 from lockstep.config.run import Run
+from lockstep.distributed.torch_internals import is_dtensor
 from lockstep.distributed.world import World
 
 
@@ -70,7 +70,7 @@ def gather(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     at a time travels. Collective."""
     whole_tensors = {}
     for name, tensor in parts.items():
-        if not isinstance(tensor, DTensor):
+        if not is_dtensor(tensor):
             whole_tensors[name] = tensor
         elif (gathered := whole(tensor)) is not None and world.is_main:
             whole_tensors[name] = gathered.cpu()
@@ -95,7 +95,7 @@ def gather(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
 def local(tensor: Tensor | None) -> Tensor:
     """This rank's part, without communication."""
     assert tensor is not None
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():  # the tensor itself, and not a view with a graph
         return tensor.to_local()
@@ -104,12 +104,14 @@ def local(tensor: Tensor | None) -> Tensor:
 def whole(tensor: Tensor | None) -> Tensor:
     """All of it, on every rank. Collective."""
     assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def fill(own: Tensor, whole_tensor: Tensor) -> None:
     """Write this rank's part of `whole_tensor` (whole, the same on every rank) into `own`."""
-    if isinstance(own, DTensor):
+    if is_dtensor(own):
+        from torch.distributed.tensor import distribute_tensor
+
         spread = distribute_tensor(whole_tensor.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
         local(own).copy_(local(spread))
     else:

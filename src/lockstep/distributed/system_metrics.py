@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lockstep.distributed.torch_internals import values_of
+from lockstep.distributed.torch_internals import is_dtensor, values_of
 from lockstep.distributed.world import World
 
 LET_GO_S = 0.05  # for a group's thread, which needs Python to let go of the last bucket that it has sent
@@ -46,7 +45,7 @@ def tensor_bytes() -> int:
 
 
 def _count(tensor: Tensor | None, storages: dict[int, int]) -> None:
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         with torch.no_grad():
             tensor = tensor.to_local()
     if tensor is None or tensor.device.type == "meta":

@@ -15,15 +15,25 @@ import io
 import json
 import os
 import pickle
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed import network
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether a value is a DTensor. Whoever made one has imported its module, which takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def rows_of(gradient: Tensor) -> Tensor:

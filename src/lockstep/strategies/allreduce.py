@@ -13,8 +13,7 @@ from torch import Tensor
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, buckets
-from lockstep.strategies.native import Native, WholeStateRecovery
-from lockstep.strategies.strategy import WeightFormats
+from lockstep.strategies.native import WholeStateRecovery
 from lockstep.tasks.task import Task
 
 
@@ -22,8 +21,6 @@ class AllReduce(WholeStateRecovery):
     """`strategy.options.bucket_cap_mb` (default 25): how much travels at a time, in MiB."""
 
     gloo_threads = 2
-
-    weight_formats = Native.weight_formats | WeightFormats.FOUR_BITS
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines.hooked_ddp import Hooked
-from lockstep.strategies.strategy import WeightFormats
 
 _OURS = {"module", "device_ids", "output_device", "process_group", "device_mesh"}
 
@@ -24,8 +23,6 @@ class DDP(Hooked):
     `find_unused_parameters`, ...)."""
 
     gloo_threads = 2
-
-    weight_formats = Hooked.weight_formats | WeightFormats.FOUR_BITS
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

@@ -271,13 +271,12 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
 
     @classmethod
-    def gives_bits(cls, run: Run) -> bool:
-        return run.strategy.exact and not {"param_dtype", "reduce_dtype"} & set(run.strategy.options)
+    def inexact_options(cls, run: Run) -> list[str]:
+        return fsdp.low_dtypes(run)
 
     @classmethod
     def rounding(cls, run: Run) -> float:
-        low = "bf16" in (run.strategy.options.get(key) for key in ("param_dtype", "reduce_dtype"))
-        return 0.1 if low or (run.precision != "fp32" and tensor_ranks(run) > 1) else 1e-4
+        return 0.1 if fsdp.low_dtypes(run) or (run.precision != "fp32" and tensor_ranks(run) > 1) else 1e-4
 
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)

@@ -34,8 +34,8 @@ class HFTrainer(Accelerated, Hooked):
     `gradient_checkpointing`, `torch_compile`, ...)."""
 
     @classmethod
-    def gives_bits(cls, run: Run) -> bool:
-        return run.strategy.exact and not _OTHER_KERNELS & set(run.strategy.options)
+    def inexact_options(cls, run: Run) -> list[str]:
+        return [f"strategy.options.{key}" for key in sorted(_OTHER_KERNELS & set(run.strategy.options))]
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

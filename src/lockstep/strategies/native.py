@@ -41,7 +41,7 @@ class Native(Recomputes):
     plugin = "strategies"  # a base: it has no name in a run file
 
     exact = True
-    weight_formats = WeightFormats.BFLOAT16 | WeightFormats.BFLOAT16_ALONE
+    weight_formats = WeightFormats.BFLOAT16 | WeightFormats.BFLOAT16_ALONE | WeightFormats.FOUR_BITS
     gloo_threads: ClassVar[int] = 1  # 2 where, as long as it is exact, it makes no functional collectives
     statistics: Statistics
     travelling = False  # whether gradients leave during this micro-batch's backward: it then waits for other ranks, too

@@ -9,13 +9,10 @@ from torch import Tensor
 
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.native import Native
-from lockstep.strategies.strategy import WeightFormats
 
 
 class Single(Native):
     """The reduction is the root of this process's own tree."""
-
-    weight_formats = Native.weight_formats | WeightFormats.FOUR_BITS
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

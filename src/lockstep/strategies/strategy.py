@@ -106,7 +106,13 @@ class Strategy(ABC):
     @classmethod
     def gives_bits(cls, run: Run) -> bool:
         """Whether this run ends with the bits of `single`, rather than equal to rounding."""
-        return cls.exact and run.strategy.exact
+        return cls.exact and run.strategy.exact and not cls.inexact_options(run)
+
+    @classmethod
+    def inexact_options(cls, run: Run) -> list[str]:
+        """The keys of options that compute in another way than `single` does, and so are refused where
+        `strategy.exact` is set."""
+        return []
 
     @classmethod
     def rounding(cls, run: Run) -> float:

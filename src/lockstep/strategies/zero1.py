@@ -8,10 +8,12 @@ DeepSpeed reduces by itself, ranks that have fewer micro-batches than others run
 """
 
 from lockstep.strategies.engines.zero import Zero
+from lockstep.strategies.strategy import WeightFormats
 
 
 class Zero1(Zero):
     """Optimizer state sharded."""
 
     stage = 1
+    weight_formats = WeightFormats.FOUR_BITS  # which are in buffers, whole on every rank
     waits_inside = ("backward", "reduction", "optimizer")

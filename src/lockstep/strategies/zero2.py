@@ -8,10 +8,12 @@ the cheapest way to save memory; with many, stage 1 sends less.
 """
 
 from lockstep.strategies.engines.zero import Zero
+from lockstep.strategies.strategy import WeightFormats
 
 
 class Zero2(Zero):
     """Optimizer state and gradients sharded."""
 
     stage = 2
+    weight_formats = WeightFormats.FOUR_BITS  # which are in buffers, whole on every rank
     waits_inside = ("backward", "reduction", "optimizer")

@@ -107,7 +107,7 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
         for step in result.steps:
             number, *allowed = _row(step.number, step.allowed)
             named = (f"{name} {size}" for name, size in zip(COLUMNS[1:], allowed, strict=True) if size)
-            console.say(f"allowed in step {number}, by what a change of the last bit comes to: {', '.join(named)}")
+            console.say(f"allowed in step {number}, by what a change of the last bit comes to: {', '.join(named)}", 2)
     if verdict is not None:
         held = json.loads(verdict.read_text(encoding="utf-8")) if verdict.exists() else {"agrees": True}
         held["agrees"] = held["agrees"] and not result.differences
@@ -115,14 +115,14 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
         verdict.write_text(json.dumps(held | {"plain": told}), encoding="utf-8")
     if result.scores:
         console.say(
-            f"evaluation: compared are {', '.join(sorted(result.scores))}, each computed by the field's libraries"
+            f"evaluation: compared are {', '.join(sorted(result.scores))}, each computed by the field's libraries", 2
         )
     if result.uncovered is not None:
-        console.say(f"not compared with the plain reference: {result.uncovered}")
+        console.say(f"not compared with the plain reference: {result.uncovered}", 2)
     if result.differences:
         console.say("found: NOT what the plain reference computes")
         for line in result.differences:
-            console.say(f"  {line}")
+            console.say(f"  {line}", 4)
     elif result.steps:
         console.say("found: what the plain reference computes, to rounding")
     return int(bool(result.differences))

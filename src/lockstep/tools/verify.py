@@ -159,23 +159,23 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
         verdict.write_text(json.dumps(answer), encoding="utf-8")
     say_numbers(console, compared, f"{mine.strategy} on {mine.processes} process(es), beside one process")
     kinds = (f"{what} {' and '.join(names)}" for what, names in mine.dtypes.items())
-    console.say(f"kept in: {', '.join(kinds)}".replace("torch.", ""))
-    console.say(promise(mine))
+    console.say(f"kept in: {', '.join(kinds)}".replace("torch.", ""), 2)
+    console.say(promise(mine), 2)
     if mine.uncovered:
-        console.say(f"{UNCOVERED}: {', '.join(mine.uncovered)}")
+        console.say(f"{UNCOVERED}: {', '.join(mine.uncovered)}", 2)
     for doubt in mine.doubts:
-        console.say(doubt)
+        console.say(doubt, 2)
     if not wrong:
         console.say("found: " + ("the same bits" if mine.bits else "equal to rounding") + ". All is as promised")
     else:
         console.say("found: NOT what was promised")
         for line in wrong:
-            console.say(f"  {line}")
+            console.say(f"  {line}", 4)
     if folder is not None:
         for name, recorded in (("reference", single), ("job", ours)):
             shutil.rmtree(folder / name, ignore_errors=True)
             shutil.copytree(recorded / TRACE, folder / name)
-        console.say(str(page(folder / "job", folder / "reference", compared)))
+        console.say(str(page(folder / "job", folder / "reference", [compared])))
     return int(bool(wrong))
 
 
@@ -215,9 +215,9 @@ def against(run: Run, path: Path) -> int:
         for line in beside:
             console.say(f"  (other than then: {line})")
         return 0
-    console.say(f"found: NOT the bits of {path}: {first}")
+    console.say(f"found: NOT the bits of {path}: {first}", 2)
     for line in beside or ["nothing else that is written down differs: look at the code, the driver, the processor"]:
-        console.say(f"  {line}")
+        console.say(f"  {line}", 4)
     return 1
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.manifest import broken, read_manifest
-from lockstep.checkpoint.storage import Files
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data import hub
@@ -23,6 +22,9 @@ from lockstep.data.prepare import prepare
 from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.tasks.abilities import Calibrates
 from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.storage import Files
 
 
 def fetch(run: Run) -> None:
@@ -59,6 +61,8 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
         )
 
     def make(aside: Path) -> None:
+        from lockstep.checkpoint.storage import Files  # with torch.distributed.checkpoint
+
         files = Files(checkpoint, manifest.hashes)
         task: Task = task_class(run, prepared)
         if isinstance(task, Calibrates):

@@ -1,11 +1,16 @@
 """The numbers of a run before it starts: its data, its model, its steps, tokens a step, and memory by a formula.
 
 In: a run, its prepared data and the number of processes. Out: facts for `lockstep plan`. The model is built on the meta
-device, where it takes no memory; nothing is trained.
+device, where it takes no memory, once for each that is asked about; nothing is trained.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from lockstep.config.optim import drawn
 from lockstep.config.run import Run, RunError
 from lockstep.data import stream
 from lockstep.data.arrow_cache import Columns, Prepared, examples_in
+from lockstep.data.cache import cache_folder, cached
 from lockstep.data.splitting import left_out, warnings
 from lockstep.data.streamed import Streamed
 from lockstep.distributed.system_metrics import capacity
@@ -26,7 +32,7 @@ from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.exact.optim import ParamGroupSpec, assigned, freeze, state_bytes
 from lockstep.strategies.strategy import strategy_class
-from lockstep.tasks.models import config_checks, quantized
+from lockstep.tasks.models import config_checks, model_configs, quantized
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
 
@@ -39,21 +45,64 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepared)
     feed = StepLoader(run, task, [], torch.device("cpu"))
-    model = freeze(run, task.model(empty=True))
-    every, trained = counts(model)
-    of_them = f", of which {trained / 1e6:.2f}M are trained" if trained < every else ""
+    of = model_facts(run, task)
+    of_them = f", of which {of.trained / 1e6:.2f}M are trained" if of.trained < of.every else ""
     return {
-        "model": f"{task.origin}, {every / 1e6:.2f}M parameters{of_them}",
+        "model": f"{task.origin}, {of.every / 1e6:.2f}M parameters{of_them}",
         "data": data(task),
         **feed.mixture,
         "length": length(run, feed),
         "rate": drawn(run.optim, feed.total),
-        "optimizer": treatment(run, model),
+        "optimizer": of.treatment,
         **({task.unit: units(feed)} if task.unit else {}),
         **padding(run, task),
         **selection_lines(run, task),
-        "memory": memory(run, processes, every, trained, quantized.count(model), state_bytes(run.optim, model)),
+        "memory": memory(run, processes, of.every, of.trained, of.packed, of.state_bytes),
     }
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a plan says of a model's weights."""
+
+    every: int  # parameters
+    trained: int
+    packed: int  # kept in 4 bits
+    state_bytes: float  # of the optimizer, for each parameter that is trained
+    treatment: str  # the optimizer's groups
+
+
+def model_facts(run: Run, task: Task) -> ModelFacts:
+    """From an empty model. Of a built-in task with a model of transformers' own code they are kept in the cache: the
+    import of its models takes longer than the rest of a plan. Errors: `RunError`."""
+
+    def computed() -> ModelFacts:
+        model = freeze(run, task.model(empty=True))
+        return ModelFacts(*counts(model), quantized.count(model), state_bytes(run.optim, model), treatment(run, model))
+
+    own_code = run.model.trust_remote_code or not type(task).__module__.startswith("lockstep.tasks.")
+    if task.head is None or own_code or run.optim.name not in plugins.built_in("optimizers"):
+        return computed()
+    keys = run.model_dump(mode="json", include={"model", "task", "optim", "tokenizer"})
+    data = [task.prepared.key, task.prepared.tokenizer, task.prepared.facts]
+    asked = [keys, model_configs.load_config(run).to_dict(), data, _versions(), _code()]
+    key = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+    def make(aside: Path) -> None:
+        aside.write_text(json.dumps(asdict(computed())))
+
+    return ModelFacts(**json.loads(cached(cache_folder() / "sizes" / f"{key}.json", make).read_text()))
+
+
+def _versions() -> list[str]:
+    return [f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "bitsandbytes") if find_spec(name)]
+
+
+def _code() -> str:
+    """A hash of the source that builds models and groups their weights."""
+    ours = Path(__file__).parents[1]
+    files = sorted(path for name in ("tasks", "strategies") for path in (ours / name).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in [*files, Path(__file__)])).hexdigest()
 
 
 def counts(model: nn.Module) -> tuple[int, int]:
@@ -210,11 +259,8 @@ def shortage(run: Run, prepared: Prepared, processes: int, there: float) -> str 
     if "offload" in str(run.strategy.options):
         return None
     task_class: Any = plugins.find("tasks", run.task.name)
-    model = freeze(run, task_class(run, prepared).model(empty=True))
-    every, trained = counts(model)
-    needed = sum(
-        held(run, processes, every, trained, quantized.count(model), state_bytes(run.optim, model))[0].values()
-    )
+    of = model_facts(run, task_class(run, prepared))
+    needed = sum(held(run, processes, of.every, of.trained, of.packed, of.state_bytes)[0].values())
     if needed <= there:
         return None
     return (

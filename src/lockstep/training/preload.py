@@ -5,9 +5,6 @@ import gc
 from lockstep.config.plugins import importing
 
 with importing():
-    import transformers.modeling_utils
-    import transformers.models.auto.tokenization_auto  # noqa: F401
-
-    import lockstep.training.rank  # noqa: F401
+    from lockstep.tasks.models import unpadded  # noqa: F401
 
 gc.freeze()  # ranks that collect garbage would look through all of this, and copy it to do so

@@ -21,6 +21,7 @@ from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, check_output, load
 from lockstep.config.sections import LaunchSection
+from lockstep.distributed.hardware import gpus_of
 from lockstep.strategies.engines import zero_agreement
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
     run.check_shared(processes, f"launch: {processes} processes")
     strategy = resolve_strategy(run, processes)
     blocks.check(run, machine.like_this_one)
+    _refuse_unportable(run, strategy, machine.like_this_one)
     remote_sync.require_extra(run)
     return Job(run, processes, Scope.OPTIONS, task, strategy, strategy.gives_bits(run))
 
@@ -219,6 +221,12 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     quantized.check(run, WeightFormats.FOUR_BITS in formats)
     averaging.check(run, strategy.flat_parts)
     strategy.check(run, processes)
+    if run.strategy.exact and (keys := strategy.inexact_options(run)):
+        raise RunError(
+            "LS5138",
+            f"{keys[0]}: it computes in another way than one process does, so that bits depend on the number of "
+            "processes; set strategy.exact=false to have it so, or leave it out",
+        )
     tensor_plans.check(run)
     beside = ["peft"] * bool(run.model.adapter) + ["bitsandbytes"] * bool(run.model.quantization)
     plugins.refuse_old(["torch", "transformers", "tokenizers", *strategy.needs, *beside])
@@ -288,6 +296,32 @@ def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
         )
 
 
+def _refuse_unportable(run: Run, strategy: type[Strategy], like_this_one: bool) -> None:
+    """Refuse under `strategy.exact: portable` what has other bits on other processors. Errors: `RunError`."""
+    if run.strategy.exact != "portable":
+        return
+    from lockstep.config.processor import missing_instructions
+
+    why: dict[str, str | None] = {
+        f"launch.device: {run.launch.device}": "a GPU is no x86-64 processor" if gpus_of(run) else None,
+        "model.compile": "its code is made for the processor" if run.model.compile else None,
+        "model.quantization": "its kernels are chosen by the processor" if run.model.quantization else None,
+        f"optim.name: {run.optim.name}": "its kernels are chosen by the processor"
+        if "8bit" in run.optim.name
+        else None,
+        f"strategy.name: {run.strategy.name}": None
+        if strategy.gives_bits(run)
+        else "with these options it does not have the bits of one process on one processor either",
+    }
+    for key, reason in why.items():
+        if reason is not None:
+            raise RunError(
+                "LS5138", f"strategy.exact: portable cannot be had with {key}: {reason}; set strategy.exact=true"
+            )
+    if like_this_one and (lacking := missing_instructions()) is not None:
+        raise RunError("LS5139", f"strategy.exact: portable: {lacking}; set strategy.exact=true")
+
+
 def _output(run: Run, scope: Scope) -> tuple[str, ...]:
     """Whether results can be written: OUTPUT, the object store, the Hub. Returns notes. Errors: `RunError`."""
     from lockstep.checkpoint import export as hub
@@ -303,7 +337,7 @@ def _data(job: Job, data: Run, tell: Tell | None, fresh: bool) -> Job:
     """Data, tokens, and what they and the model decide. `fresh`: the Hub is asked again. Errors: `RunError`."""
     from lockstep.data.prepare import prepare
     from lockstep.tasks import own_metrics
-    from lockstep.tasks.models import padding, unpadded
+    from lockstep.tasks.models import model_configs, padding
     from lockstep.training import model_stats
     from lockstep.training.checkpoint_model import fetch
 
@@ -316,7 +350,7 @@ def _data(job: Job, data: Run, tell: Tell | None, fresh: bool) -> Job:
     own_metrics.check(run, prepared)
     model_stats.check_average(run, prepared)
     why = "the task pads" if task.head is None else padding.unsupported_reason(run, task.head)
-    attention = unpadded.NAME if why is None else run.model.attention or OWN_ATTENTION
+    attention = model_configs.UNPADDED if why is None else run.model.attention or OWN_ATTENTION
     return replace(job, prepared=prepared, padding=why, attention=attention)
 
 

@@ -52,11 +52,9 @@ def accelerator(run: Run, world: World, handlers: list[Any], **options: Any) -> 
     with world.variables_for_engines():
         if sharded and world.device.type == "cpu":  # Accelerate shards on GPUs only, unless it takes CPUs for them
             PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
-        engine = Accelerator(
-            mixed_precision="bf16" if run.precision == "bf16" and not run.model.trained_in_bfloat16 else "no",
-            kwargs_handlers=handlers,
-            **({"cpu": world.device.type == "cpu"} | options),
-        )
+        low = run.precision == "bf16" and not run.model.trained_in_bfloat16
+        own = {"mixed_precision": "bf16" if low else "no", "cpu": world.device.type == "cpu"}
+        engine = Accelerator(kwargs_handlers=handlers, **(own | options))
     assert engine.num_processes == world.size, f"Accelerate sees {engine.num_processes} of {world.size} processes"
     assert engine.device.type == world.device.type, f"Accelerate is on {engine.device}, the run on {world.device}"
     return engine

@@ -68,9 +68,9 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         return False
 
     @classmethod
-    def gives_bits(cls, run: Run) -> bool:
-        own = "mixed_precision_policy" in run.strategy.options["fsdp"]
-        return run.strategy.exact and run.precision != "bf16" and not own  # in bf16 Accelerate gathers bf16 weights
+    def inexact_options(cls, run: Run) -> list[str]:
+        key = "mixed_precision_policy"
+        return [f"strategy.options.fsdp.{key}"] if key in run.strategy.options["fsdp"] else []
 
     @classmethod
     def rounding(cls, run: Run) -> float:
@@ -80,7 +80,9 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         from accelerate import FullyShardedDataParallelPlugin
         from accelerate.utils import DistributedType
 
-        if self.run.precision == "bf16":
+        # Accelerate's own bf16 gathers bf16 weights, which would be another arithmetic: exact runs have an autocast.
+        precision = {"mixed_precision": "no"} if self.in_tree_order else {}
+        if self.run.precision == "bf16" and not precision:
             storage_dtype.keep_narrow(self.model)
         section = dict(self.run.strategy.options["fsdp"])
         embedding = self.model.get_input_embeddings()  # type: ignore[operator]
@@ -90,7 +92,7 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, **section
         )
-        self.accelerator = accelerator(self.run, self.world, [], fsdp_plugin=plugin)
+        self.accelerator = accelerator(self.run, self.world, [], fsdp_plugin=plugin, **precision)
         assert self.accelerator.distributed_type == DistributedType.FSDP, self.accelerator.distributed_type
         self.model, self.optimizer = prepared(self.accelerator, self.model, self.make_stepper(treated))
 

@@ -29,12 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch._dynamo
-import torch._functorch.config
-import torch._inductor.config
-import torch.fx.experimental._config
 from torch import Tensor, nn
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
@@ -258,12 +253,14 @@ def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
         return
     ACTIVITY.at("compiling the layers")
     torch.compiler.reset()  # what was made for another run in this process met other sizes
+    from torch._dynamo.exc import TorchDynamoException
+
     batches = list(examples(run, strategy, task))
     with shared_cache(batches), making():
         for batch in batches:
             try:
                 strategy.dry_run(batch.to(strategy.world.device))
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except TorchDynamoException as error:
                 said = " ".join(str(error).partition("\n\nSet TORCH")[0].split())[:300]
                 raise RunError(
                     "LS4048",
@@ -276,6 +273,8 @@ def shared_cache(batches: Sequence[StepBatch]) -> Iterator[None]:
     """Inductor's cache in here, unless TORCHINDUCTOR_CACHE_DIR names one. The ranks of a machine share it: what one of
     them compiles, the others wait for, under inductor's own locks. So do later starts with examples of these sizes.
     Inductor would also take what was made for others, and a run's bits would depend on what else ran on the machine."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
     before = os.environ.get(CACHE)
     if before not in (None, default_cache_dir()):  # the latter is what torch itself puts there
         yield
@@ -298,6 +297,11 @@ def shared_cache(batches: Sequence[StepBatch]) -> Iterator[None]:
 @contextmanager
 def making() -> Iterator[None]:
     """What layers meet in here is compiled."""
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+    import torch.fx.experimental._config
+
     _stance[0] = "default"
     try:
         with (

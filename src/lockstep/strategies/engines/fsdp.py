@@ -103,10 +103,18 @@ def check_options(run: Run, processes: int) -> None:
         _check_tensor_ranks(run, tensor)
 
 
+def low_dtypes(run: Run) -> list[str]:
+    """The keys that ask for bfloat16 where `single` has float32."""
+    options = run.strategy.options
+    return [f"strategy.options.{key}" for key in ("param_dtype", "reduce_dtype") if options.get(key) == "bf16"]
+
+
 def policies(run: Run) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
     """FSDP's own mixed precision: of a block, and of the whole, which returns logits."""
     if run.model.trained_in_bfloat16:  # shards are the masters; leaves are bfloat16, and are added up in float32
         return (MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),) * 2
+    if not low_dtypes(run):  # weights and gradients are float32 as they are
+        return (MixedPrecisionPolicy(),) * 2
     param, reduce = (DTYPES.get(str(run.strategy.options.get(key))) for key in ("param_dtype", "reduce_dtype"))
     logits = torch.float32 if param or reduce else None
     return MixedPrecisionPolicy(param, reduce), MixedPrecisionPolicy(param, reduce, logits)
@@ -145,8 +153,8 @@ def _check_tensor_ranks(run: Run, ranks: int) -> None:
     if run.strategy.exact and leaves % ranks:
         raise RunError(
             "LS4085",
-            f"strategy.tensor_leaves: {ranks} ranks (strategy.options.tensor_parallel) cannot share {leaves} leaves of "
-            f"each product; set it to {ranks}, or to a multiple of it, and keep it wherever the same bits are wanted",
+            f"strategy.tensor_leaves: {leaves}, which {ranks} ranks (strategy.options.tensor_parallel) cannot share; "
+            f"set it to a multiple of {ranks}, the same for every run that is to have the same bits",
         )
     if run.strategy.exact:
         tensor_plans.check(run)

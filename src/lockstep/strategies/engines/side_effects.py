@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config.run import RunError
+from lockstep.distributed.torch_internals import is_dtensor
 from lockstep.distributed.world import World
 
 _ENGINES = frozenset(["accelerate", "builtins", "deepspeed", "lockstep", "torch"])
@@ -77,7 +77,7 @@ class Writes(TorchDispatchMode):
     def _note(self, tensor: Tensor) -> None:
         name = self.names.get(_storage(tensor))
         if name is not None and name not in self.before:
-            held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            held = tensor._local_tensor if is_dtensor(tensor) else tensor
             memory = torch.empty(0, dtype=held.dtype, device=held.device).set_(held.untyped_storage())
             self.before[name] = memory, memory.clone()
 
@@ -88,7 +88,7 @@ class Writes(TorchDispatchMode):
             self.moved |= {known.name} if _storage(own) != _storage(known.memory) else set()
             self.switched |= {known.name} if own.requires_grad != known.trained else set()
             self.hooked |= {known.name} if set(own._backward_hooks or ()) - known.hooks else set()
-            if id(now) not in self.known and not isinstance(now, DTensor):
+            if id(now) not in self.known and not is_dtensor(now):
                 self.replaced.add(known.name)
 
     def restore(self) -> None:
@@ -97,7 +97,7 @@ class Writes(TorchDispatchMode):
             if memory.untyped_storage().nbytes() == copy.untyped_storage().nbytes():  # FSDP frees what it has gathered
                 memory.copy_(copy)
         for known in self.known.values():
-            if known.name in self.moved and not isinstance(known.tensor, DTensor):
+            if known.name in self.moved and not is_dtensor(known.tensor):
                 known.tensor.data = known.memory
 
 
@@ -108,13 +108,13 @@ class _Known:
         self.name, self.module, self.last = name, module, last
         self.tensor, self.memory = tensor, tensor.detach()
         self.trained, self.hooks = tensor.requires_grad, set(tensor._backward_hooks or ())
-        self.plain_parameter = isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor)
+        self.plain_parameter = isinstance(tensor, nn.Parameter) and not is_dtensor(tensor)
 
 
 def _storage(tensor: Tensor) -> int:
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
-    held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    held = tensor._local_tensor if is_dtensor(tensor) else tensor
     return 0 if held.is_sparse else held.untyped_storage()._cdata
 
 

@@ -73,9 +73,10 @@ class Sharded(ShardedRecovery, Recomputes):
         return 1e-4 if run.precision == "fp32" else 1e-3
 
     @classmethod
-    def gives_bits(cls, run: Run) -> bool:
+    def inexact_options(cls, run: Run) -> list[str]:
+        key = "strategy.options.deepspeed" if "deepspeed" in run.strategy.options else "strategy.options"
         options = run.strategy.options.get("deepspeed", run.strategy.options)
-        return run.strategy.exact and not zero_config.other_arithmetic(options)
+        return [f"{key}.{name}" for name in zero_config.other_arithmetic(options)]
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
@@ -422,7 +423,7 @@ class Sharded(ShardedRecovery, Recomputes):
         return inner.fp32_partitioned_groups_flat if self.stage == 3 else inner.single_partition_of_fp32_groups
 
     def _whole_weight(self, name: str) -> Tensor:
-        """fp32. Collective."""
+        """fp32, or a frozen one as it is kept. Collective."""
         from deepspeed import zero
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
         from deepspeed.utils import safe_get_full_fp32_param
@@ -436,7 +437,7 @@ class Sharded(ShardedRecovery, Recomputes):
         if self.stage == 3 and fetched == ZeroParamStatus.INFLIGHT:  # an evaluation asked for it in advance
             self.engine.optimizer.empty_partition_cache()
         with zero.GatheredParameters([parameter], enabled=self.stage == 3):
-            return parameter.detach().float().clone()
+            return (parameter.detach().float() if self.low_precision else parameter.detach()).clone()
 
     def _moments(self) -> list[str]:
         """The names of the optimizer's moments, once there are some."""

@@ -12,20 +12,19 @@ micro-batch, and neighbours in the tree come together at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
-from lockstep.strategies.exact.reduce_schedule import Bucket, InFlight, Node
-from lockstep.strategies.exact.reduction import ReductionTree, buckets
+from lockstep.strategies.exact.reduce_schedule import LinkSpeeds, Node
+from lockstep.strategies.exact.reduction import ReductionTree, Scatter, buckets
 
 Layout = Sequence[Sequence[Node]]  # by rank: the nodes of which it has a partial sum
 
@@ -119,7 +118,7 @@ class CutSums(ABC):
     def start(self, leaves: int) -> None:
         """A step of so many micro-batches."""
         self.trees = [ReductionTree(leaves) for _ in self.buckets]  # of this rank's cuts, laid end to end
-        self.travelling = InFlight()
+        self.scatter = Scatter(leaves, self.world.rank, self.world.size, links=LinkSpeeds("flat"))
 
     @abstractmethod
     def begin(self, leaf: int | None) -> None:
@@ -148,7 +147,7 @@ class CutSums(ABC):
 
     def finish(self) -> list[Tensor]:
         """This rank's cut of the sum of all leaves, by parameter: flat tensors, float32. Collective."""
-        self.travelling.finish()
+        self.scatter.finish()
         sums: dict[int, Tensor] = {}
         for bucket, tree in zip(self.buckets, self.trees, strict=True):
             own = tree.root[0].split([self.cuts[self.world.rank][i].length for i in bucket])
@@ -159,31 +158,17 @@ class CutSums(ABC):
     def _send(self, number: int, nodes: Mapping[Node, Mapping[int, Tensor]], layout: Layout) -> None:
         """Start a bucket: to each rank its cuts of this rank's partial sums, which are by node, then by position.
         Collective."""
-        self.travelling.add(self._exchange(number, nodes, layout))
-
-    def _exchange(self, number: int, nodes: Mapping[Node, Mapping[int, Tensor]], layout: Layout) -> Bucket:
         bucket, mine = self.buckets[number], layout[self.world.rank]
         pieces = [of_rank[i].of(nodes[node][i]) for of_rank in self.cuts for node in mine for i in bucket]
-        device = self.parameters[0].device
-        sent = torch.cat(pieces) if pieces else torch.empty(0, device=device)
-        own = self.owned[self.world.rank][number]
-        if self.world.size == 1:
-            received, work = sent, None
-        else:
-            received = torch.empty(sum(map(len, layout)) * own, device=device)
-            arriving = [len(theirs) * own for theirs in layout]
-            leaving = [len(mine) * of_rank[number] for of_rank in self.owned]
-            work = dist.all_to_all_single(received, sent, arriving, leaving, async_op=True)
-        yield
-        if work is not None:
-            work.wait()
-        turn = ReductionTree(self.trees[number].leaves)
-        rows = iter(received.split(own)) if own else iter([received] * sum(map(len, layout)))
-        for node in (node for theirs in layout for node in theirs):
-            turn.place(node, [next(rows)])
-        alone = sum(map(len, layout)) == 1
-        for node, tensors in turn.nodes.items():  # not all that was received with them
-            self.trees[number].place(node, [tensors[0] if alone else tensors[0].clone()])
+        laid = torch.cat(pieces) if pieces else torch.empty(0, device=self.parameters[0].device)
+        sizes = [of_rank[number] for of_rank in self.owned]
+        self.scatter.submit_laid(laid, sizes, layout, partial(self._arrived, number, sum(map(len, layout)) == 1))
+
+    def _arrived(self, number: int, alone: bool, nodes: Mapping[Node, Tensor]) -> Iterable[None]:
+        """This rank's cut of a bucket's partial sums. `alone`: all that was received with it."""
+        for node, tensor in nodes.items():
+            self.trees[number].place(node, [tensor if alone else tensor.clone()])
+        return ()
 
 
 class LocalSums(CutSums):

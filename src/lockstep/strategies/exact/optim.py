@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.config.optim import OptimSection
 from lockstep.config.optim import learning_rate as learning_rate  # the rate of a step belongs here, too
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.sharded import Saved, fill, local, whole
+from lockstep.distributed.torch_internals import is_dtensor
 from lockstep.strategies.engines.side_effects import first_few, hooks
 from lockstep.strategies.optimizers.optimizer import Optimizer, State, Weight, rule
 from lockstep.tasks.task import Task
@@ -274,7 +274,7 @@ class Stepper(torch.optim.Optimizer):
     def _cut(self, group: Mapping[str, Any]) -> bool:
         """Whether ranks hold parts of this group's parameters (single numbers are never cut)."""
         named = zip(group["names"], group["params"], strict=True)
-        return any(isinstance(self.spread(name, p.detach()), DTensor) for name, p in named)
+        return any(is_dtensor(self.spread(name, p.detach())) for name, p in named)
 
     def _rounds(self, group: Mapping[str, Any]) -> Iterator[list[tuple[str, Tensor]]]:
         """The group's parameters, as many at a time as there are ranks: the first is rank 0's to update, and so on.

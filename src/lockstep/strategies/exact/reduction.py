@@ -159,8 +159,24 @@ class Scatter:
         is the scatter's from now on; `like` is of that shape where the rank may have none. `order`: the ranks that the
         rows are for, if not 0, 1, 2, ... Collective."""
         like = next(iter(nodes.values())) if like is None else like
-        way = self._at_once(nodes, like) if self.plan is None else self._in_stages(nodes, like, order)
-        self._travelling.add(way)
+        if self.plan is not None:
+            self._travelling.add(self._in_stages(nodes, like, order))
+            return
+        mine = [nodes[node] for node in self._layout[self._rank]]
+        laid = mine[0] if len(mine) == 1 else torch.stack(mine, 1) if mine else like.new_empty(0)
+        self.submit_laid(laid.view(-1), [like.shape[1]] * self._ranks)
+
+    def submit_laid(
+        self,
+        laid: Tensor,
+        sizes: Sequence[int],
+        layout: Sequence[Sequence[Node]] | None = None,
+        then: Callable[[dict[Node, Tensor]], Iterable[None]] | None = None,
+    ) -> None:
+        """Start a bucket that goes through one all-to-all. `laid`: rank after rank what it is to have of each of this
+        rank's partial nodes, end to end; `sizes`: how many numbers each rank has of a node. `layout` and `then`: of
+        this bucket, where they are not those of the others. Collective."""
+        self._travelling.add(self._at_once(laid, sizes, layout or self._layout, then or self._then))
 
     def finish(self) -> list[dict[Node, Tensor]]:
         """This rank's slot of every bucket's sums [N], in the order of `submit`. Collective."""
@@ -173,24 +189,33 @@ class Scatter:
         self._sums.append({node: tensor.clone() for node, tensor in nodes.items()})
         return ()
 
-    def _at_once(self, nodes: Mapping[Node, Tensor], like: Tensor) -> Bucket:
-        chunk, mine = like.shape[1], [nodes[node] for node in self._layout[self._rank]]
-        sent = mine[0] if len(mine) == 1 else torch.stack(mine, 1) if mine else like.new_empty(0)
-        received = like.new_empty(sum(map(len, self._layout)), chunk)  # of no rows in a turn that nobody has
-        work = dist.all_to_all_single(
-            received.view(-1),
-            sent.view(-1),
-            [len(nodes) * chunk for nodes in self._layout],
-            [len(mine) * chunk] * self._ranks,
-            group=self._group,
-            async_op=True,
-        )
+    def _at_once(
+        self,
+        laid: Tensor,
+        sizes: Sequence[int],
+        layout: Sequence[Sequence[Node]],
+        then: Callable[[dict[Node, Tensor]], Iterable[None]],
+    ) -> Bucket:
+        own, arriving = sizes[self._rank], [node for nodes in layout for node in nodes]
+        received, work = laid, None
+        if self._ranks > 1:
+            received = laid.new_empty(len(arriving) * own)
+            work = dist.all_to_all_single(
+                received,
+                laid,
+                [len(nodes) * own for nodes in layout],
+                [len(layout[self._rank]) * size for size in sizes],
+                group=self._group,
+                async_op=True,
+            )
         yield
-        work.wait()
+        if work is not None:
+            work.wait()
+        del laid, work
         tree = ReductionTree(self._leaves)
-        for node, part in zip((n for nodes in self._layout for n in nodes), received, strict=True):
+        for node, part in zip(arriving, received.view(len(arriving), own), strict=True):
             tree.place(node, [part])
-        yield from self._then({node: tensors[0] for node, tensors in tree.nodes.items()})
+        yield from then({node: tensors[0] for node, tensors in tree.nodes.items()})
 
     def _in_stages(self, nodes: Mapping[Node, Tensor], like: Tensor, order: tuple[int, ...] | None) -> Bucket:
         assert self.plan is not None

@@ -29,6 +29,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.hub import explained, model_folder
 from lockstep.tasks.models import adapters
 
+UNPADDED = "lockstep_unpadded"  # `attn_implementation` of `unpadded.py`, which imports transformers' models
 _UNFIT = (AttributeError, TypeError, ValueError, KeyError, NotImplementedError, StrictDataclassError)  # of configs
 # Entries that keys of the run file stand for, or whose other values training cannot have -> what to do.
 _ELSEWHERE = {

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.cache import cache_folder, cached
-from lockstep.tasks.models import heads, model_configs, small_models, unpadded
+from lockstep.tasks.models import heads, model_configs, small_models
 
+_UNPADDED = str(Path(__file__).with_name("unpadded.py"))
 # Lengths of texts that share a block, for each block of a batch; a block may hold one text.
 BLOCKS = (((7, 5), (5, 7)), ((12,), (12,)), ((12,), (3, 9)), ((8, 4),), ((50, 30), (80,)), ((80,), (80,)))
 
@@ -113,6 +114,8 @@ def trial(run: Run, head: str, config: Any) -> str | None:
 def differs(run: Run, head: str, config: Any) -> str | None:
     """Why padding is computed, seen from a small model of this very config; None: nothing differed in any of `BATCHES`.
     A batch that the plain model does not take, such as one longer than its positions, is one that no run has."""
+    from lockstep.tasks.models import unpadded  # with transformers' models
+
     plain = small_models.small(run, head, config, None)
     try:
         laid = small_models.small(run, head, config, unpadded.NAME)
@@ -192,6 +195,8 @@ def _ahead(run: Run, head: str, config: Any) -> bool:
 
 def tried_apart(run: Run, head: str, config: Any) -> str | None:
     """Compare texts that share a block with the same texts, each in a row of its own."""
+    from lockstep.tasks.models import unpadded  # with transformers' models
+
     why = ""
     attention = unpadded.NAME if unsupported_reason(run, head) is None else run.model.attention
     with torch.random.fork_rng([]):
@@ -253,5 +258,5 @@ def _code_of_model(run: Run, config: Any) -> list[str]:
 
 def _code(trial: Callable[..., Any]) -> list[str]:
     """Of what decides: this file, what lays end to end, and the trial's own file."""
-    files = dict.fromkeys([__file__, small_models.__file__, unpadded.__file__, sys.modules[trial.__module__].__file__])
+    files = dict.fromkeys([__file__, small_models.__file__, _UNPADDED, sys.modules[trial.__module__].__file__])
     return [hashlib.sha256(Path(str(each)).read_bytes()).hexdigest() for each in files]

@@ -52,8 +52,8 @@ def check(run: Run, possible: bool) -> None:
     if not possible:
         raise RunError(
             "LS3173",
-            f"model.quantization: {run.strategy.name} does not support 4-bit weights; use strategy.name=ddp, "
-            "allreduce or single",
+            f"model.quantization: {run.strategy.name} does not support 4-bit weights; use strategy.name=ddp, or fsdp2 "
+            "with strategy.options.gather=step",
         )
     if run.model.compile:
         raise RunError("LS3174", "model.compile: not supported with model.quantization; set model.compile=false")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters, heads, model_configs, unpadded
+from lockstep.tasks.models import adapters, heads, model_configs
 
 # Lengths of the examples that are tried together, and of what is decoded. Attention takes other ways for texts that are
 # equally long, for one, and for those above `unpadded.SHORT`.
@@ -153,6 +153,8 @@ def gradients(model: nn.Module, logits: Tensor) -> list[Tensor | None]:
 @contextmanager
 def counted(model: nn.Module, tokens: Sequence[int]) -> Iterator[list[str]]:
     """The blocks that are given examples end to end, meanwhile: [1, one of `tokens`, ...]."""
+    from lockstep.tasks.models import unpadded  # with transformers' models
+
     blocks: list[str] = []
 
     def count(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

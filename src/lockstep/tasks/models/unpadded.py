@@ -27,8 +27,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from lockstep.distributed.torch_internals import to_device
+from lockstep.tasks.models.model_configs import UNPADDED
 
-NAME = "lockstep_unpadded"  # `attn_implementation`
+NAME = UNPADDED
 # Tokens of a padded text up to which attention on a CPU is written out: measured, benchmarks/log.md.
 SHORT = {torch.float32: 64, torch.bfloat16: 128}
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from lockstep.config import error_messages as messages
 from lockstep.config.run import RunError
+from lockstep.strategies.engines.zero_config import other_arithmetic
 from lockstep.tools.import_config import trainer
 from lockstep.tools.import_config.script import Script
 from lockstep.tools.import_config.table import Imported, apply, batches, number, read_table, whole
@@ -432,6 +433,8 @@ def move_deepspeed(theirs: Mapping[str, Any], moved: Imported, processes: int | 
         rest["zero_optimization"] = zero
     if stage and rest:
         moved.set("strategy.options", rest, "DeepSpeed's own, untouched")
+        if own := other_arithmetic(rest):
+            moved.set("strategy.exact", False, f"DeepSpeed's {own[0]} computes in another way than one process")
     for name, value in {} if stage else rest.items():
         moved.drop(name, value, "without ZeRO DeepSpeed is not used")
     _steps(theirs, moved, processes)

@@ -162,7 +162,7 @@ def _heat(history: History, shown: Sequence[int]) -> str:
     rows = {f"rank {rank}": [column[rank] for column in columns] for rank in shown}
     ends = (f"step {lines[0]['step']:,}", f"step {lines[-1]['step']:,}")
     return charts.heat(
-        "own work against the middle rank's (no colour: the same; full colour: twice)", rows, ends, "times"
+        "own work relative to the median rank (no colour: equal; full colour: twice)", rows, ends, "times"
     )
 
 

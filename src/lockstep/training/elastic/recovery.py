@@ -155,7 +155,7 @@ class Recovery:
             if generation is None and members.given_up:
                 raise TrainingFailed(
                     "LS5030",
-                    "the surviving ranks cannot continue by themselves; the job restarts from its last checkpoint",
+                    "the surviving ranks cannot continue by themselves; the launcher restarts the job if it can",
                 )
             if generation is None:
                 raise TrainingFailed(
