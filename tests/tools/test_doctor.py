@@ -24,6 +24,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the seconds that importing torch takes, and without a look at the network."""
     monkeypatch.setattr(machine_info, "_TORCH", "print('{}')")
+    monkeypatch.setattr(machine_info, "_PORTABLE", "print('a hash')")
     monkeypatch.setattr(machine_info, "network", lambda: {"host_resolves": "127.0.0.1"})
 
 
@@ -204,6 +205,7 @@ def test_under_a_launcher_a_different_version_is_status_1(tmp_path: Path, cache:
     (tmp_path / "rank.py").write_text(
         "import os, sys\nfrom lockstep.tools import machine_info as machine\nfrom lockstep.cli import main\n"
         "machine._TORCH = \"print('{}')\"\n"
+        "machine._PORTABLE = \"print('a hash')\"\n"
         "if os.environ['RANK'] == '1': sys.path.insert(0, 'fake')\n"
         "status = main(['doctor', '--json', '--device', 'cpu'])\n"
         "open(f'status-{os.environ[\"RANK\"]}', 'w').write(str(status))\n"
@@ -228,3 +230,11 @@ def test_ranks_that_do_not_meet(
     found = report(capfd, tmp_path, status=1)
     assert "MASTER_ADDR" in found["ranks"]["failed"]
     assert found["machine"]["cores"] > 0
+
+
+@pytest.mark.processes
+def test_whether_this_machine_computes_portably_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = machine_info.portable_facts(200)
+    assert len(facts["computes"]) == 16
+    monkeypatch.setattr(machine_info, "_PORTABLE", "raise SystemExit('no AVX2')")
+    assert "no AVX2" in machine_info.portable_facts(200)["unsupported"]
