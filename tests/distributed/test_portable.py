@@ -82,7 +82,7 @@ def test_portable_is_part_of_the_arithmetic() -> None:
 )
 def test_what_has_other_bits_elsewhere_is_refused_before_a_process_starts(values: dict[str, Any], key: str) -> None:
     run = load(None, {"strategy.name": "ddp", "strategy.exact": "portable", **values}, TINY)
-    with raises("LS5138", key):
+    with raises("LS5140", key):
         resolve(run, Machine(), 2, Scope.OPTIONS)
 
 
