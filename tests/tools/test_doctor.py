@@ -127,9 +127,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "code"), [(["--folder", "none"], "LS8170"), (["--processes", "0"], "LS8083")]
-)
+@pytest.mark.parametrize(("words", "code"), [(["--folder", "none"], "LS8170"), (["--processes", "0"], "LS8083")])
 def test_bad_usage(words: list[str], code: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
     assert mentions(capfd.readouterr().err, code, words[0], words[1])
