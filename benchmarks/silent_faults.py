@@ -45,7 +45,7 @@ from lockstep.trace.tracer.settings import Settings  # noqa: E402
 from museum.exhibit import Exhibit, Healthy  # noqa: E402
 from museum.exhibits import FAULTS, HEALTHY, OWN  # noqa: E402
 from museum.patches import PATCHES  # noqa: E402
-from museum.reports import FIRST_RUN, FROM_REPORTS, IN_PUBLIC_SCRIPTS, REPORTS  # noqa: E402
+from museum.reports import FIRST_RUN, FROM_REPORTS, IN_PUBLIC_SCRIPTS, NOT_SHOWN, REPORTS, Report  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -285,6 +285,9 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
     lines += ["", "## Found in public scripts", "", "Unchanged, as they are fetched, with generated data:", ""]
     lines += ["| repository | script | processes | finding |", "|---|---|---|---|"]
     lines += [f"| {where} | `{path}` | {n} | {what} |" for where, path, n, what in IN_PUBLIC_SCRIPTS]
+    lines += ["", "## Reports that are not shown as they are", ""]
+    lines += ["| report | why, and what stands for it |", "|---|---|"]
+    lines += [f"| {_linked(where)} | {why} |" for where, why in NOT_SHOWN]
     lines += ["", "## Healthy scripts", ""]
     lines += ["| script | processes | beside | finding |", "|---|---|---|---|"]
     for each, result in healthy:
@@ -299,6 +302,13 @@ AS_RELEASED = ("version", "patch", "library")
 
 def _how(exhibit: Exhibit) -> str:
     return REPORTS[exhibit.name].how if exhibit.name in REPORTS else "planted"
+
+
+def _linked(where: str) -> str:
+    """A report, with its address."""
+    if where.startswith("arXiv "):
+        return f"[{where}](https://arxiv.org/abs/{where.removeprefix('arXiv ')})"
+    return f"[{where}]({Report(where).link})"
 
 
 def _how_in_words(exhibit: Exhibit) -> str:

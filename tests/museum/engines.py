@@ -1,9 +1,11 @@
 """Training by Accelerate and by the Trainer of transformers, on a tiny model, with one fault of a list.
 
-    python engines.py --engine accelerate|trainer|resumed|stream [--fault NAME] [--batch N] [--accumulate N]
+    python engines.py --engine accelerate|trainer|distilled|resumed|stream [--fault NAME] [--batch N] [--accumulate N]
 
-`resumed` skips the batches of a second epoch that an earlier run has seen, `stream` reads an iterable data set of
-datasets in DDP. It imports torch, transformers, accelerate and, for `stream`, datasets.
+`distilled` is the Trainer with the loss of TRL's GKDTrainer, between the model and a teacher. `resumed` skips the
+batches of a second epoch that an earlier run has seen, with the sampler of Accelerate or (`--sampler swift`) of
+ms-swift. `stream` reads an iterable data set of datasets in DDP. It imports torch, transformers, accelerate and, where
+they are named, datasets, trl and a file of swift.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import types
 
 import torch
 from torch.utils.data import Dataset
@@ -24,6 +27,8 @@ parser.add_argument("--model", default="bert")
 parser.add_argument("--fault", default="")
 parser.add_argument("--batch", type=int, default=8, help="of a process")
 parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--smoothing", type=float, default=0.0, help="of labels, by the Trainer")
+parser.add_argument("--sampler", default="accelerate", help="of `resumed`: accelerate or swift")
 parser.add_argument("--patch", help="of patches.py")
 parser.add_argument("--no-datasets", action="store_true", help="old versions fail to import a newer datasets")
 a = parser.parse_args()
@@ -44,13 +49,18 @@ class Texts(Dataset):
         return len(self.ids)
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        if a.model == "qwen3-moe":  # two batches after each other are the same: each rank gets the whole of one
+            i = i // 8 * 4 + i % 4
         mask = (torch.arange(10) < self.lengths[i]).long()
         ids = self.ids[i] * mask
         labels = ids.masked_fill(mask == 0, -100) if a.model != "bert" else self.ids[i, 0] % 2
+        if a.engine == "distilled" or a.smoothing:  # the first token is a prompt
+            labels = labels.clone()
+            labels[0] = -100
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def model() -> torch.nn.Module:
+def model(seed: int = 0) -> torch.nn.Module:
     from transformers import (
         BertConfig,
         BertForSequenceClassification,
@@ -58,9 +68,16 @@ def model() -> torch.nn.Module:
         GPT2LMHeadModel,
         LlamaConfig,
         LlamaForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
     )
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
+    if a.model == "qwen3-moe":
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 32}
+        routed = {"output_router_logits": True, "router_aux_loss_coef": 0.1, "head_dim": 8}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, **sizes, **experts, **routed))
     if a.model == "llama":
         sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
         return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=16, **sizes))
@@ -73,7 +90,13 @@ def model() -> torch.nn.Module:
 
 
 def by_trainer() -> None:
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
+
+    train_with(Trainer)
+
+
+def train_with(trainer: type) -> None:
+    from transformers import TrainingArguments
 
     with tempfile.TemporaryDirectory() as folder:
         options = TrainingArguments(
@@ -82,6 +105,8 @@ def by_trainer() -> None:
             gradient_accumulation_steps=a.accumulate,
             num_train_epochs=2,
             learning_rate=1e-3,
+            label_smoothing_factor=a.smoothing,
+            **({"train_sampling_strategy": "sequential"} if a.model == "qwen3-moe" else {}),
             report_to=[],
             save_strategy="no",
             eval_strategy="epoch",
@@ -90,7 +115,29 @@ def by_trainer() -> None:
             logging_strategy="no",
         )
         data = Texts()
-        Trainer(model=model(), args=options, train_dataset=data, eval_dataset=data).train()
+        trainer(model=model(), args=options, train_dataset=data, eval_dataset=data).train()
+
+
+def distilled() -> None:
+    from transformers import Trainer
+    from trl.experimental.gkd import GKDTrainer
+
+    teacher = model(seed=1).eval()
+
+    class Distilling(Trainer):
+        """GKDTrainer's loss, without the texts that it generates."""
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            with torch.no_grad():
+                told = teacher(**inputs).logits[:, :-1]
+            loss = GKDTrainer.generalized_jsd_loss(
+                outputs.logits[:, :-1], told, labels[:, 1:], num_items_in_batch=num_items_in_batch
+            )
+            return (loss, outputs) if return_outputs else loss
+
+    train_with(Distilling)
 
 
 def by_accelerate() -> None:
@@ -138,15 +185,41 @@ def resumed() -> None:
     net = model()
     loader = DataLoader(Texts(), batch_size=a.batch, shuffle=True)
     net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-3), loader)
+    if a.sampler == "swift":  # made anew for the rest of the epoch, as ms-swift does, and nobody tells it the epoch
+        data, seed = Texts(), 42
+        if a.fault == "whole-epoch":  # what it gives in epoch 1
+            sampler = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed + 1)).split(a.batch)
+        else:
+            sampler = swift_sampler()(len(data), a.batch, shuffle=True, drop_last=False, data_seed=seed)
+        loader = DataLoader(data, batch_sampler=sampler)
+        batches = [batch for i, batch in enumerate(loader) if i >= len(loader) // 2]
+        train_on(batches, accelerator, net, optimizer)
+        return
     loader.set_epoch(1)
     rest = loader if a.fault == "whole-epoch" else skip_first_batches(loader, len(loader) // 2)
     for i, batch in enumerate(rest):
         if a.fault == "whole-epoch" and i < len(loader) // 2:
             continue  # the reference: the epoch is gone through, and its first half is left out
+        train_on([batch], accelerator, net, optimizer)
+    accelerator.end_training()
+
+
+def train_on(batches, accelerator, net, optimizer) -> None:
+    for batch in batches:
         accelerator.backward(net(**batch).loss)
         optimizer.step()
         optimizer.zero_grad()
-    accelerator.end_training()
+
+
+def swift_sampler() -> type:
+    """Of the file that holds it, as swift itself imports a great deal."""
+    root = next(p for p in sys.path if os.path.exists(os.path.join(p, "swift", "dataloader", "shard.py")))
+    sys.modules["swift.utils"] = types.SimpleNamespace(to_device=None)  # type: ignore[assignment]
+    sys.modules["swift"] = types.ModuleType("swift")
+    spec = importlib.util.spec_from_file_location("shard", os.path.join(root, "swift", "dataloader", "shard.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.BatchSamplerShard
 
 
 def stream() -> None:
@@ -168,4 +241,5 @@ def stream() -> None:
 
 if a.patch:
     patches.apply(a.patch)
-{"trainer": by_trainer, "accelerate": by_accelerate, "resumed": resumed, "stream": stream}[a.engine]()
+engines = {"trainer": by_trainer, "accelerate": by_accelerate, "distilled": distilled}
+(engines | {"resumed": resumed, "stream": stream})[a.engine]()

@@ -8,6 +8,7 @@ It imports torch alone. Without a fault it trains rightly, on one process or, un
 import argparse
 import contextlib
 import copy
+import math
 import os
 import random
 import sys
@@ -56,7 +57,21 @@ class Double(torch.autograd.Function):
         return grad * 2
 
 
+class Overflowing(torch.autograd.Function):
+    """The identity, whose gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + float("inf")
+
+
 class Classifier(nn.Module):
+    overflows = False  # the gradient of the last bias
+
     def __init__(self) -> None:
         super().__init__()
         norm = nn.BatchNorm1d(32) if a.norm == "batch" else nn.LayerNorm(32)
@@ -84,6 +99,8 @@ class Classifier(nn.Module):
         if a.reuse:
             held = {n: p.detach() if fault("second-use") else p for n, p in self.middle.named_parameters()}
             x = torch.tanh(torch.func.functional_call(self.middle, held, (x,)))
+        if self.overflows:
+            return nn.functional.linear(x, self.last.weight, Overflowing.apply(self.last.bias))
         return self.last(x)
 
 
@@ -132,149 +149,204 @@ def reduce_by_hand(model: nn.Module) -> None:
             parameter.grad /= world
 
 
-def main() -> None:
-    if world > 1:
-        dist.init_process_group("gloo")
+def start_model() -> nn.Module:
     torch.manual_seed(rank if fault("seed-by-rank") else 1 if fault("other-seed") else 0)
     if fault("no-seed"):
         torch.seed()
-    plain = Classifier()
+    model = Classifier()
     if fault("bf16-weights"):
-        plain = plain.to(torch.bfloat16)
-    optimizer = None
-    if fault("stale-optimizer"):
-        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-        plain = copy.deepcopy(plain)
+        model = model.to(torch.bfloat16)
     if fault("eval-mode"):
-        plain.eval()
+        model.eval()
+    return model
+
+
+def loaders() -> tuple[DataLoader, DistributedSampler, DataLoader]:
+    """Of training, its sampler, and of evaluation."""
     dataset = data()
-    replicas, index = (1, 0) if fault("no-sampler") else (world, rank)
-    shuffled = DistributedSampler(
-        dataset, replicas, index, shuffle=True, seed=3 + (rank if fault("sampler-seed") else 0)
-    )
+    replicas, index = (1, 0) if fault("no-sampler", "own-order") else (world, rank)
+    seed = 3 + (rank if fault("sampler-seed", "own-order") else 0)
+    shuffled = DistributedSampler(dataset, replicas, index, shuffle=True, seed=seed)
     examples = Noisy(dataset) if a.workers else dataset
     loader = DataLoader(examples, batch_size=a.batch, sampler=shuffled, num_workers=a.workers)
-    batches = len(loader)
     if fault("whole-stream"):
         loader = DataLoader(Stream(dataset), batch_size=a.batch)
     ordered = DistributedSampler(dataset, world, rank, shuffle=False)
-    test = DataLoader(dataset, batch_size=24, sampler=ordered, drop_last=fault("drop-evaluation"))
+    return loader, shuffled, DataLoader(dataset, batch_size=24, sampler=ordered, drop_last=fault("drop-evaluation"))
 
-    model: nn.Module = plain
-    if world > 1 and a.wrap == "ddp" and not fault("not-wrapped", "seed-by-rank"):
+
+def wrapped(plain: nn.Module) -> nn.Module:
+    if a.wrap == "compile":
+        return torch.compile(plain, backend="aot_eager")  # type: ignore[return-value]
+    if world == 1:
+        return plain
+    if a.wrap == "ddp" and not fault("not-wrapped", "seed-by-rank"):
         if fault("ignored"):
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(plain, ["middle.weight"])
-        model = DistributedDataParallel(plain)
-    elif world > 1 and a.wrap == "fsdp":
+        return DistributedDataParallel(plain)
+    if a.wrap == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(plain.first)
         fully_shard(plain)
-    elif world > 1 and a.wrap == "fsdp1":
+    elif a.wrap == "fsdp1":
         options = {"use_orig_params": a.original, "device_id": torch.device("cpu")}
         if fault("one-shard"):  # a mesh of two replicas of one shard each
             mesh = dist.device_mesh.init_device_mesh("cpu", (world, 1), mesh_dim_names=("ddp", "fsdp"))
             options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-        model = FullyShardedDataParallel(plain, **options)
-    elif a.wrap == "compile":
-        model = torch.compile(plain, backend="aot_eager")  # type: ignore[assignment]
+        return FullyShardedDataParallel(plain, **options)
+    return plain
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     rate = 1e-2 * (world if fault("scaled-rate") else 1 + rank * 0.1 if fault("rate-by-rank") else 1)
     rate = 1e-6 if fault("bf16-weights") else 1e38 if fault("explodes") else rate
-    kind = getattr(torch.optim, a.optimizer)
     options = {"weight_decay": 0.1} if fault("weight-decay") else {}
-    if optimizer is None:
-        held = [p for n, p in model.named_parameters() if not (fault("not-in-optimizer") and "middle" in n)]
-        optimizer = kind(held, lr=rate, **options)
-    steps = max(a.epochs * batches // a.accumulate, 1)
-    if fault("one-cycle"):
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=8 * steps)
-    else:
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=8 * steps)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=a.amp == "float16")
-    made = 0
-    for epoch in range(a.epochs):
+    held = [p for n, p in model.named_parameters() if not (fault("not-in-optimizer") and "middle" in n)]
+    return getattr(torch.optim, a.optimizer)(held, lr=rate, **options)
+
+
+class Training:
+    """What a step needs."""
+
+    def __init__(self) -> None:
+        self.plain = start_model()
+        stale = torch.optim.AdamW(self.plain.parameters(), lr=1e-2) if fault("stale-optimizer") else None
+        if stale is not None:
+            self.plain = copy.deepcopy(self.plain)
+        self.loader, self.shuffled, self.test = loaders()
+        self.model = wrapped(self.plain)
+        self.caller = self.plain if fault("around-wrapper") else self.model
+        self.optimizer = stale or optimizer_of(self.model)
+        batches = math.ceil(len(self.shuffled) / a.batch)
+        length = 8 * max(a.epochs * batches // a.accumulate, 1)
+        if fault("one-cycle"):
+            self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, total_steps=length)
+        else:
+            self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=length)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=a.amp == "float16")
+        self.steps = 0
+
+    def epoch(self, number: int) -> None:
         if not fault("no-set-epoch"):
-            shuffled.set_epoch(epoch)
-        for i, (x, y) in enumerate(loader):
-            last = (i + 1) % a.accumulate == 0
+            self.shuffled.set_epoch(number)
+        for i, (x, y) in enumerate(self.loader):
             if fault("divided-twice") and i % world != rank:
                 continue
-            if fault("bf16-weights"):
-                x = x.to(torch.bfloat16)
-            if fault("zero-never"):
-                pass
-            elif (i % a.accumulate == 0) or fault("zero-each-micro-batch"):
-                optimizer.zero_grad(set_to_none=not fault("zero-to-zero"))
-            quiet = isinstance(model, DistributedDataParallel) and (not last or fault("no-sync"))
-            with model.no_sync() if quiet else contextlib.nullcontext():
-                with torch.autocast("cpu", getattr(torch, a.amp or "bfloat16"), enabled=bool(a.amp)):
-                    caller = plain if fault("around-wrapper") else model
-                    loss = nn.functional.cross_entropy(caller(x).float(), y, label_smoothing=0.1 * fault("smoothed"))
-                if fault("zeroed-loss") and rank == 1:
-                    loss = loss * 0
-                if fault("overflow") and made == 3:
-                    loss = loss * float("inf")
-                if fault("doubled") and i % a.accumulate:  # the buffer is reduced with itself
-                    for parameter in plain.parameters():
-                        parameter.grad.mul_(2)
-                divisor = 1 if fault("not-divided") else a.accumulate**2 if fault("divided-loss") else a.accumulate
-                scaler.scale(loss / divisor).backward()
-                if fault("clip-each-micro-batch"):
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                if fault("twice"):
-                    scaler.scale(nn.functional.cross_entropy(caller(x).float(), y)).backward()
-            if not last:
-                if fault("schedule-each-micro-batch"):
-                    schedule.step()
-                continue
-            if fault("zero-before-step"):
-                optimizer.zero_grad()
-            if fault("clip-before-reduce"):
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            if world > 1 and a.wrap == "hand":
-                reduce_by_hand(plain)
-            if a.amp == "float16" and not fault("clip-before-unscale"):
-                scaler.unscale_(optimizer)
-            if fault("one-zero"):
-                plain.last.bias.grad.zero_()
-            if fault("clip-own-shard"):
-                own = [p.grad.to_local() for p in model.parameters()]
-                norm = torch.stack([g.norm() for g in own]).norm()
-                for g in own:
-                    g.mul_(min(0.1 / float(norm), 1.0))
-            elif fault("clip-value"):
-                nn.utils.clip_grad_value_(model.parameters(), 0.001)
-            elif isinstance(model, FullyShardedDataParallel):
-                model.clip_grad_norm_(0.1)
-            elif not fault("clip-each-micro-batch", "clip-before-reduce", "no-clip", "explodes"):
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5 if fault("clip-limit") else 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-            made += 1
-            for _ in range(world if fault("schedule-by-rank") else 2 if fault("schedule-twice") else 1):
-                schedule.step()
-            if fault("write-on-one-rank") and made == 3 and rank == 1:
-                with torch.no_grad():
-                    plain.last.bias.add_(0.01)
-            if fault("state-on-one-rank") and made == 3 and rank == 1:
-                for state in optimizer.state.values():
-                    state["exp_avg"].mul_(1.5)
-            if fault("half") and made == 3:
-                plain.to(torch.bfloat16)
-                plain.register_forward_pre_hook(lambda _, inputs: tuple(t.to(torch.bfloat16) for t in inputs))
-            if fault("reset-state"):
-                optimizer.state.clear()
+            first, last = i % a.accumulate == 0, (i + 1) % a.accumulate == 0
+            if (first or fault("zero-each-micro-batch")) and not fault("zero-never"):
+                self.optimizer.zero_grad(set_to_none=not fault("zero-to-zero"))
+            self.micro_batch(x, y, first, last)
+            if last:
+                self.step()
+            elif fault("schedule-each-micro-batch"):
+                self.schedule.step()
+        if fault("schedule-by-epoch"):
+            self.schedule.step()
         if a.evaluate:
-            if not fault("evaluate-in-training-mode"):
-                model.eval()
-            right = 0
+            self.evaluate()
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if fault("bf16-weights"):
+            x = x.to(torch.bfloat16)
+        with torch.autocast("cpu", getattr(torch, a.amp or "bfloat16"), enabled=bool(a.amp)):
+            logits = self.caller(x).float()
+            loss = nn.functional.cross_entropy(logits, y, label_smoothing=0.1 * fault("smoothed"))
+        if fault("zeroed-loss") and rank == 1:
+            loss = loss * 0
+        if fault("overflow") and self.steps == 3:
+            loss = loss * float("inf")
+        return loss
+
+    def micro_batch(self, x: torch.Tensor, y: torch.Tensor, first: bool, last: bool) -> None:
+        """Forward and backward."""
+        quiet = isinstance(self.model, DistributedDataParallel) and (not last or fault("no-sync"))
+        divisor = 1 if fault("not-divided") else a.accumulate**2 if fault("divided-loss") else a.accumulate
+        with self.model.no_sync() if quiet else contextlib.nullcontext():
+            loss = self.loss(x, y)
+            if fault("doubled") and not first:  # the buffer is reduced with itself
+                for parameter in self.plain.parameters():
+                    parameter.grad.mul_(2)
+            self.scaler.scale(loss / divisor).backward()
+            if fault("clip-each-micro-batch"):
+                nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+            if fault("twice"):
+                self.scaler.scale(self.loss(x, y)).backward()
+
+    def step(self) -> None:
+        """The update, from gradients that are complete on each rank."""
+        if fault("zero-before-step"):
+            self.optimizer.zero_grad()
+        if fault("clip-before-reduce"):
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        if world > 1 and a.wrap == "hand":
+            reduce_by_hand(self.plain)
+        if a.amp == "float16" and not fault("clip-before-unscale"):
+            self.scaler.unscale_(self.optimizer)
+        if fault("one-zero"):
+            self.plain.last.bias.grad.zero_()
+        self.clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.steps += 1
+        times = world if fault("schedule-by-rank") else 2 if fault("schedule-twice") else 1
+        if fault("schedule-by-epoch") or (fault("schedule-seldom") and self.steps % 3):
+            times = 0
+        for _ in range(times):
+            self.schedule.step()
+        self.spoil()
+
+    def clip(self) -> None:
+        parameters = list(self.model.parameters())
+        if fault("clip-own-shard"):
+            own = [p.grad.to_local() for p in parameters]
+            norm = torch.stack([g.norm() for g in own]).norm()
+            for g in own:
+                g.mul_(min(0.1 / float(norm), 1.0))
+        elif fault("clip-value"):
+            nn.utils.clip_grad_value_(parameters, 0.001)
+        elif isinstance(self.model, FullyShardedDataParallel):
+            self.model.clip_grad_norm_(0.1)
+        elif not fault("clip-each-micro-batch", "clip-before-reduce", "no-clip", "explodes"):
+            limit = 0.1 * (1 + rank) if fault("clip-by-rank") else 0.5 if fault("clip-limit") else 0.1
+            nn.utils.clip_grad_norm_(parameters, limit)
+
+    def spoil(self) -> None:
+        """What some faults do to a model between two steps."""
+        if fault("reset-state"):
+            self.optimizer.state.clear()
+        self.plain.overflows = fault("overflow-in-one-shard") and self.steps == 3
+        if self.steps != 3:
+            return
+        if fault("write-on-one-rank") and rank == 1:
             with torch.no_grad():
-                for x, y in test:
-                    right += int((plain(x).argmax(1) == y).sum())
-            if not fault("left-in-evaluation-mode"):
-                model.train()
+                self.plain.last.bias.add_(0.01)
+        if fault("state-on-one-rank") and rank == 1:
+            for state in self.optimizer.state.values():
+                state["exp_avg"].mul_(1.5)
+        if fault("half"):
+            self.plain.to(torch.bfloat16)
+            self.plain.register_forward_pre_hook(lambda _, inputs: tuple(t.to(torch.bfloat16) for t in inputs))
+
+    def evaluate(self) -> None:
+        if not fault("evaluate-in-training-mode"):
+            self.model.eval()
+        right = 0
+        with torch.no_grad():
+            for x, y in self.test:
+                right += int((self.plain(x).argmax(1) == y).sum())
+        if not fault("left-in-evaluation-mode"):
+            self.model.train()
+
+
+def main() -> None:
+    if world > 1:
+        dist.init_process_group("gloo")
+    training = Training()
+    for epoch in range(a.epochs):
+        training.epoch(epoch)
     if rank == 0:
-        print("steps", made)
+        print("steps", training.steps)
 
 
 if a.patch:

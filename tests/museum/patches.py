@@ -78,6 +78,36 @@ PATCHES = {
         "torch.utils.data._utils.worker",
         (("            np.random.seed(np_seed)\n", "            pass\n"),),
     ),
+    "local-norm": Patch(
+        "pytorch/pytorch#170862",
+        "torch.nn.utils.clip_grad",
+        (
+            (
+                "    total_norm = _get_total_norm(grads,",
+                "    total_norm = _get_total_norm([g.to_local() for g in grads],",
+            ),
+        ),
+    ),
+    "ranks-not-counted": Patch(
+        "huggingface/transformers#37474",
+        "transformers.trainer",
+        (("            loss *= loss_scale if self.args.n_gpu <= 1 else self.args.n_gpu\n", "            pass\n"),),
+    ),
+    "smoothed-mean": Patch(
+        "huggingface/transformers#46731",
+        "transformers.trainer_pt_utils",
+        (
+            (
+                "        if num_items_in_batch is None:\n            denominator",
+                "        if True:\n            denominator",
+            ),
+        ),
+    ),
+    "distilled-mean": Patch(
+        "huggingface/trl#6006",
+        "trl.experimental.gkd.gkd_trainer",
+        (("        if num_items_in_batch is not None:\n", "        if False:\n"),),
+    ),
     "first-label-counts": Patch(
         "huggingface/transformers#46204",
         "transformers.trainer",

@@ -2,6 +2,7 @@
 here, all of them by `pytest -m long`. Starts processes."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -15,6 +16,18 @@ from support.places import ROOT
 QUICK = ("no-set-epoch", "around-wrapper", "summed", "stale-optimizer", "mean-of-ranks", "one-shard", "numpy-workers")
 AS_RELEASED = ("version", "patch", "library")
 QUICK_HEALTHY = ("--batch 16 --wrap fsdp1", "--cut tensor-data", "--batch 32 --workers 2")
+
+
+def codes() -> set[str]:
+    """Of the findings that there are."""
+    room = ROOT / "src" / "lockstep" / "trace"
+    made = re.findall(r'Finding\(\s*"([a-z-]+)"', (room / "findings.py").read_text())
+    return {*made, *re.findall(r'(?:yield|return) \(?\s*\(?"([a-z-]+)"', (room / "epochs.py").read_text())}
+
+
+def test_every_finding_has_an_exhibit() -> None:
+    assert len(codes()) > 25
+    assert codes() - {e.expected for e in FAULTS if e.reference is None} == set()
 
 
 def run(*arguments: str) -> None:

@@ -125,7 +125,7 @@ def verify(
                 return status
         verdicts = compared(root / "reference", root / "job", exact, None if exact else root / "perturbed")
         if keep:
-            console.say(str(page(root / "job", root / "reference", verdicts[0])))
+            console.say(str(page(root / "job", root / "reference", verdicts)))
         return int(any(v.first is not None for v in verdicts))
     finally:
         if not keep:

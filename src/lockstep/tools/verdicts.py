@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.config.run import RunError
-from lockstep.trace.compare import Row, Verdict
+from lockstep.trace.compare import COLUMNS, Verdict, row_cells
 from lockstep.trace.errors import TraceError
 from lockstep.trace.findings import Finding
 from lockstep.trace.page import values_of
 from lockstep.trace.read import read
 from lockstep.track.console import Console
 
-COLUMNS = ["step", "loss", "differs", "norm", "differs", "gradients", "changes"]
 ROWS = 12  # of a table
 
 
@@ -37,25 +36,13 @@ def say_numbers(console: Console, verdict: Verdict, title: str = "") -> None:
     shown = rows if len(rows) <= ROWS else (*rows[: ROWS // 2], *rows[-ROWS // 2 :])
     if not shown:
         return
-    cells = [[str(row.step), *_cells(row)] for row in shown]
+    cells = [row_cells(row) for row in shown]
     console.table(title, COLUMNS, cells, key="steps")
     for what, of in (("gradient", "gradient_of"), ("update", "update_of")):
         row = max(rows, key=lambda r: _size(getattr(r, what)))
         if getattr(row, of):
             name = "gradients" if what == "gradient" else "changes"
             console.say(f"{name} are furthest apart in {getattr(row, of)} (step {row.step})")
-
-
-def _cells(row: Row) -> list[str]:
-    numbers = ["" if x is None else f"{x:.6f}" for x in (row.losses, row.norms)]
-    apart = [_in_words(x) for x in (row.loss, row.norm, row.gradient, row.update)]
-    return [numbers[0], apart[0], numbers[1], *apart[1:]]
-
-
-def _in_words(difference: float | None) -> str:
-    if difference is None:
-        return ""
-    return "not finite" if math.isnan(difference) else "same bits" if difference == 0 else f"{difference:.1e}"
 
 
 def _size(value: float | None) -> float:
@@ -76,12 +63,12 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
     return [line for each in findings for line in (f"[{each.code}] {each.what}", f"    {each.cause}")]
 
 
-def page(folder: Path, reference: Path | None = None, verdict: Verdict | None = None) -> Path:
-    """Write `report.html` of a trace, beside a reference where there is one. `verdict`: of the comparison that was
-    made, where it was not `diff`'s without options. Errors: `RunError`."""
+def page(folder: Path, reference: Path | None = None, verdicts: Sequence[Verdict] = ()) -> Path:
+    """Write `report.html` of a trace, beside a reference where there is one. `verdicts`: of the comparison that was
+    made, by optimizer, where it was not `diff`'s without options. Errors: `RunError`."""
     from lockstep.track.report.report import write_page
 
     with refusing():
         trace = read(folder)
-        values = values_of(trace, read(reference) if reference is not None else None, verdict)
+        values = values_of(trace, read(reference) if reference is not None else None, verdicts)
     return write_page(folder / "report.html", "trace.html.jinja", **values)

@@ -175,7 +175,7 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
         for name, recorded in (("reference", single), ("job", ours)):
             shutil.rmtree(folder / name, ignore_errors=True)
             shutil.copytree(recorded / TRACE, folder / name)
-        console.say(str(page(folder / "job", folder / "reference", compared)))
+        console.say(str(page(folder / "job", folder / "reference", [compared])))
     return int(bool(wrong))
 
 

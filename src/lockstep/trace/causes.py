@@ -18,6 +18,7 @@ from lockstep.trace.read import Step, Trace
 COSINE = 0.99  # below it a factor means nothing
 ROUNDING = 5e-6  # relative, of a loss: what differs by more is no rounding of float32
 NEAR = 0.01  # relative: a factor is this number
+ROUGHLY = 0.1  # relative: a factor is about this number, where means over unequal numbers are added
 
 MISSING_GRADIENT = (
     "these parameters take part in the computation on one side only: a branch that depends on the rank, or parameters "
@@ -130,6 +131,49 @@ def of_loss(
         return NOT_FINITE
     if micro_batches is not None:
         return _of_micro_batches(micro_batches, stochastic)
+    if (cause := _of_records(other, ours, theirs)) is not None:
+        return cause
+    targets = targets_of(ours)
+    ratio = other.summed / one.summed if one.summed else math.nan
+    for way, name in _factors(len(other.each), other.micro_batches, one.micro_batches):
+        if math.isfinite(ratio) and abs(ratio / way - 1) < NEAR and abs(way - 1) > NEAR:
+            return (
+                f"the loss is {name} times what it should be: {_why_factor(way, len(other.each), other.micro_batches)}"
+            )
+    examples = sum(n for s in ours for n in s.micro or ())
+    alike = one.equal_counts and other.equal_counts  # else a mean of means can come near a whole number by chance
+    if alike and (divided := _divided(targets, examples, ratio)) is not None:
+        return (
+            f"the loss is divided by another number: by {divided[1]}, where the step has {divided[0]} targets "
+            "(a count of other examples, or of padding)"
+        )
+    if (len(theirs), other.micro_batches) != (len(ours), one.micro_batches) and _batch_norm(theirs):
+        return f"batch norm computes statistics of each rank's or micro-batch's own examples: {SYNC}"
+    if not one.equal_counts or not other.equal_counts:
+        return (
+            "losses are means over unequal numbers of targets: divide the sum of all ranks' and "
+            "micro-batches' losses by the "
+            "number of all targets"
+        )
+    if {s.autocast for s in ours} != {s.autocast for s in theirs}:
+        return "products are computed in another precision on one side: compare autocast and the model's dtype"
+    for way, name in _factors(len(other.each), other.micro_batches, one.micro_batches):
+        if math.isfinite(ratio) and abs(ratio / way - 1) < ROUGHLY:
+            return (
+                f"the loss is about {name} times what it should be: "
+                f"{_why_factor(way, len(other.each), other.micro_batches)}, and numbers of targets are unequal"
+            )
+    if not stochastic:
+        term = ", an auxiliary term that is multiplied by the ranks" if len(theirs) != len(ours) else ""
+        return (
+            f"the loss function or its options differ (label smoothing, weights, reduction{term}), or inputs that no "
+            "hash sees, such as a mask; the model has no dropout"
+        )
+    return RANDOM
+
+
+def _of_records(other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> str | None:
+    """Modes, masks, micro-batches and targets that differ; None: they do not."""
     modes = {s.training for s in ours} | {s.training for s in theirs}
     if modes >= {True, False}:
         side = "here" if any(s.training is False for s in theirs) else "in the reference"
@@ -146,35 +190,7 @@ def of_loss(
             "target (label -100 "
             "leaves it out), or labels are masked in another way"
         )
-    ratio = other.summed / one.summed if one.summed else math.nan
-    for way, name in _factors(len(other.each), other.micro_batches, one.micro_batches):
-        if math.isfinite(ratio) and abs(ratio / way - 1) < NEAR and abs(way - 1) > NEAR:
-            return (
-                f"the loss is {name} times what it should be: {_why_factor(way, len(other.each), other.micro_batches)}"
-            )
-    examples = sum(n for s in ours for n in s.micro or ())
-    alike = one.equal_counts and other.equal_counts  # else a mean of means can come near a whole number by chance
-    if alike and (divided := _divided(targets[0], examples, ratio)) is not None:
-        return (
-            f"the loss is divided by another number: by {divided[1]}, where the step has {divided[0]} targets "
-            "(a count of other examples, or of padding)"
-        )
-    if (len(theirs), other.micro_batches) != (len(ours), one.micro_batches) and _batch_norm(theirs):
-        return f"batch norm computes statistics of each rank's or micro-batch's own examples: {SYNC}"
-    if not one.equal_counts or not other.equal_counts:
-        return (
-            "losses are means over unequal numbers of targets: divide the sum of all ranks' and "
-            "micro-batches' losses by the "
-            "number of all targets"
-        )
-    if {s.autocast for s in ours} != {s.autocast for s in theirs}:
-        return "products are computed in another precision on one side: compare autocast and the model's dtype"
-    if not stochastic:
-        return (
-            "the loss function or its options differ (label smoothing, weights, reduction), or inputs that no hash "
-            "sees, such as a mask; the model has no dropout"
-        )
-    return RANDOM
+    return None
 
 
 def _of_micro_batches(apart: Sequence[tuple[int, int, float, float]], stochastic: bool) -> str:
@@ -362,6 +378,17 @@ def of_clip_limits(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str
     if kinds[0] != kinds[1]:
         return f"gradients are clipped in another way: {', '.join(kinds[0])} and {', '.join(kinds[1])}"
     return "another limit of the gradient norm"
+
+
+def own_norms(scales: Mapping[int, float]) -> str | None:
+    """`scales`: by which the ranks' clipping scaled their shards. None: by one number."""
+    low, high = min(scales, key=lambda r: scales[r]), max(scales, key=lambda r: scales[r])
+    if scales[high] <= (1 + NEAR) * scales[low]:
+        return None
+    return (
+        f"each rank clips by the norm of its own shards (rank {low} scales by {scales[low]:.3g}, rank {high} by "
+        f"{scales[high]:.3g}): the norm has to be that of the gradient over all ranks"
+    )
 
 
 def of_clipping(factors: Mapping[str, tuple[float, float]]) -> str:

@@ -20,10 +20,11 @@ from lockstep.trace.errors import TraceError
 from lockstep.trace.losses import Losses, agreeing, losses_of
 from lockstep.trace.matching import match
 from lockstep.trace.merge import Whole, difference, merged, merged_buffers, merged_start
-from lockstep.trace.ranks import data_ranks, examples_of
+from lockstep.trace.ranks import data_ranks, examples_of, scales_of_clipping
 from lockstep.trace.read import Trace
 
 ORDER = ("start weights", "scores", "examples", "loss", "gradient", "clipping", "learning rate", "update", "buffers")
+COLUMNS = ["step", "loss", "differs", "norm", "differs", "gradients", "changes"]
 SAFETY = 10  # times what a perturbed last bit changes
 SMALL = 1e-3  # of the whole gradient's norm: a smaller gradient holds the rounding of larger numbers
 NOTHING = 1e-5  # of the whole gradient's norm: Adam makes whole steps of a gradient that is nothing but rounding
@@ -159,7 +160,8 @@ def _tolerance(a: Trace, perturbed: Trace | None, optimizer: int) -> Tolerance:
     half = next((d for d in FLOORS_HALF if d in dtypes), None)
     default = WITHOUT_REFERENCE["half" if half else "float32"]
     if perturbed is None:
-        return Tolerance({}, default, f"of {half or 'float32'}, without a perturbed reference")
+        words = f"{default['gradient']:g} for gradients, a usual rounding of {half or 'float32'}; `verify` measures it"
+        return Tolerance({}, default, words)
     names = {n: n for n in merged_start(a, optimizer)}
     tolerances: dict[int, dict[str, float]] = {}
     largest = dict(FLOORS_HALF.get(half or "", FLOORS))
@@ -367,7 +369,9 @@ def _clipping(pair: _Pair, limit: float) -> None:
     if wrong:
         factors = {n: factor(one[n], other[pair.names[n]]) for n in wrong}
         text = f"gradients agree before clipping and differ after it: {_listed(wrong)}"
-        raise _Parted("clipping", (text,), causes.of_clipping(factors))
+        scales = scales_of_clipping(pair.b.at(pair.optimizer, pair.step))
+        own = causes.own_norms(scales) if scales else None
+        raise _Parted("clipping", (text,), own or causes.of_clipping(factors))
 
 
 def _rates(pair: _Pair) -> None:
@@ -505,7 +509,21 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+def row_cells(row: Row) -> list[str]:
+    """Of a table with `COLUMNS`."""
+    numbers = ["" if x is None else f"{x:.6f}" for x in (row.losses, row.norms)]
+    apart = [_in_words(x) for x in (row.loss, row.norm, row.gradient, row.update)]
+    return [str(row.step), numbers[0], apart[0], numbers[1], *apart[1:]]
+
+
+def _in_words(difference: float | None) -> str:
+    if difference is None:
+        return ""
+    return "not finite" if math.isnan(difference) else "same bits" if difference == 0 else f"{difference:.1e}"
+
+
 __all__ = [
+    "COLUMNS",
     "ORDER",
     "Row",
     "Tolerance",
@@ -514,4 +532,5 @@ __all__ = [
     "data_ranks",
     "factor",
     "gradient_differences",
+    "row_cells",
 ]

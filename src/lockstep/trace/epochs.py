@@ -1,7 +1,7 @@
 """Faults in the order of examples: epochs and evaluation passes of data loaders.
 
-In: a trace. Out: (code, what, cause). Only passes over a loader that came to their end count, of loaders whose data
-set has a length.
+In: a trace. Out: (code, what, cause, first step of the epoch). Only passes over a loader that came to their end count,
+of loaders whose data set has a length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.trace.ranks import data_ranks
 from lockstep.trace.read import Rank, Trace
 
-Row = tuple[str, str, str]
+Row = tuple[str, str, str, int | None]
 
 
 def findings(trace: Trace) -> Iterator[Row]:
@@ -44,6 +44,12 @@ def _examples(rank: Rank) -> dict[str, list[str]]:
     return by_epoch
 
 
+def _first(rank: Rank, name: str) -> int | None:
+    """The first step of a pass."""
+    steps = (n for o in sorted(rank.steps)[:1] for n, s in sorted(rank.steps[o].items()) if s.loader == name)
+    return next(steps, None)
+
+
 def _set_epoch(trace: Trace) -> Iterator[Row]:
     rank = trace.ranks[0]
     passes, examples = _passes(rank), _examples(rank)
@@ -61,11 +67,12 @@ def _set_epoch(trace: Trace) -> Iterator[Row]:
                     if sampler == "DistributedSampler"
                     else "the sampler is seeded anew for each epoch: seed it once, or with the epoch's number"
                 )
-                yield (
-                    "same-order",
-                    f"two epochs of a shuffled loader ({sampler}) have the same order of examples",
-                    cause,
+                at = [_first(rank, name) for name in (one, other)]
+                what = (
+                    f"the epochs from step {at[0]} and from step {at[1]} on have the same order of examples, of a "
+                    f"shuffled loader ({sampler}; rank {rank.number})"
                 )
+                yield ("same-order", what, cause, at[1])
                 return
 
 
@@ -84,26 +91,40 @@ def _counts(trace: Trace) -> Iterator[Row]:
         counts = [len(e[name]) for e in examples]
         total, slack = sum(counts), len(ranks) * (batch + 1) * max(_micro(ranks[0], optimizer), 1)
         seen = Counter(h for e in examples for h in e[name])
+        at = _first(ranks[0], name)
+        epoch = f"the epoch from step {at} on has"
         if len(ranks) > 1 and total > size + slack and total >= 1.5 * size:
             cause = "each rank goes over the whole data set: divide it (DistributedSampler, accelerator.prepare)"
-            yield ("seen-often", f"an epoch has {total} examples over {len(ranks)} ranks, the data set {size}", cause)
+            yield ("seen-often", f"{epoch} {total} examples over {len(ranks)} ranks, the data set {size}", cause, at)
             return
         if total < size - slack and total < 0.75 * size:
             cause = "the data set is divided twice, or batches are skipped on each rank"
-            yield (
-                "seen-part",
-                f"an epoch has {total} of the data set's {size} examples over {len(ranks)} rank(s)",
-                cause,
-            )
+            what = f"{epoch} {total} of the data set's {size} examples over {len(ranks)} rank(s)"
+            yield ("seen-part", what, cause, at)
             return
         own = sum(n - 1 for e in examples for n in Counter(e[name]).values())  # equal rows of the data set
         twice = sum(n - 1 for n in seen.values()) - 2 * own * len(ranks)
         padding = slack if "accelerate" in begun["kind_of"] else len(ranks)
         if total <= size + slack and twice > padding and twice > 0.1 * total:
             cause = "ranks share examples in an epoch: their samplers need one seed, and one epoch number"
-            text = f"{twice} of an epoch's {total} examples are seen on two ranks, and so many others never"
-            yield ("seen-twice", text, cause)
+            text = (
+                f"{epoch} {total} examples, of which {twice} are seen on two ranks, and so many others never; "
+                f"{_seen_at(ranks, optimizer, name, seen)}"
+            )
+            yield ("seen-twice", text, cause, at)
             return
+
+
+def _seen_at(ranks: Sequence[Rank], optimizer: int, name: str, seen: Counter[str]) -> str:
+    """Where one of the examples that are seen more than once is."""
+    places: dict[str, list[str]] = {}
+    for rank in ranks:
+        for number, step in sorted(rank.steps[optimizer].items()):
+            for i, each in enumerate(step.examples or () if step.loader == name else ()):
+                if seen[each] > 1:
+                    places.setdefault(each, []).append(f"{i} of step {number} on rank {rank.number}")
+    shared = next((at for at in places.values() if len({p.rpartition(" ")[2] for p in at}) > 1), [])
+    return f"one of them is number {' and number '.join(shared[:2])}"
 
 
 def _plain_sampler(begun: Mapping[str, Any]) -> bool:
@@ -152,20 +173,22 @@ def _evaluation(trace: Trace, pairs: Sequence[tuple[Mapping[str, Any], Mapping[s
     if all(n == size for n in counts):
         return None  # by each rank, or by one alone
     if begun["drop"] and total < size:
-        text = f"an evaluation goes over {total} of {size} examples"
-        return (
-            "evaluation-part",
-            text,
-            "drop_last=True leaves out the last, smaller batch: set it to False for evaluation",
-        )
+        text = f"the evaluation after {_made(pairs)} steps goes over {total} of {size} examples"
+        cause = "drop_last=True leaves out the last, smaller batch: set it to False for evaluation"
+        return ("evaluation-part", text, cause, _made(pairs))
     if size < total < 1.5 * size and begun["replicas"] and len(pairs) > 1:
-        text = f"an evaluation counts {total - size} of {size} examples twice"
+        text = f"the evaluation after {_made(pairs)} steps counts {total - size} of {size} examples twice"
         cause = (
             "DistributedSampler repeats examples until all ranks have as many: leave the repeated ones "
             "out of the scores"
         )
-        return ("evaluation-twice", text, cause)
+        return ("evaluation-twice", text, cause, _made(pairs))
     return None
+
+
+def _made(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> int | None:
+    """Steps of the first optimizer that were made before an evaluation ended."""
+    return next((int(n) for record, _ in pairs for n in record["steps"][:1]), None)
 
 
 def _workers(trace: Trace) -> Iterator[Row]:
@@ -176,11 +199,12 @@ def _workers(trace: Trace) -> Iterator[Row]:
             for name, (before, after) in worker["generators"].items():
                 if before != after:
                     alike[(worker["loader"], name, before)] += 1
-        for (_, name, _), count in alike.items():
+        for (loader, name, _), count in alike.items():
             if count > 1:
                 cause = (
                     "seed it in worker_init_fn from torch.initial_seed(), which is another one in each worker and "
                     "epoch, or draw from torch"
                 )
-                yield ("same-workers", f"{count} workers of a loader draw the same random numbers from {name}", cause)
+                what = f"{count} workers of a loader of rank {rank.number} draw the same random numbers from {name}"
+                yield ("same-workers", what, cause, _first(rank, loader))
                 return

@@ -6,14 +6,16 @@ gradients are not reduced also come apart, and that is not said.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.trace import epochs
-from lockstep.trace.merge import Whole, merged, merged_start
-from lockstep.trace.ranks import data_ranks, model_parallel, pipelined
-from lockstep.trace.read import Step, Trace, Value
+from lockstep.trace import causes, epochs
+from lockstep.trace.losses import losses_of
+from lockstep.trace.merge import Whole, merged, merged_buffers, merged_start
+from lockstep.trace.ranks import data_ranks, model_parallel, pipelined, scales_of_clipping
+from lockstep.trace.read import Rank, Step, Trace, Value
 
 PATIENCE = 3  # steps in which something is so before it is a finding
 
@@ -40,8 +42,11 @@ def findings(trace: Trace) -> list[Finding]:
             all_findings += look(trace, optimizer)
     if any(each.code in ("stale-optimizer", "untied") for each in all_findings):  # what follows from it
         all_findings = [each for each in all_findings if each.code not in ("in-no-optimizer", "no-gradient")]
+    skipped = next((each for each in all_findings if each.code == "skipped-some"), None)
+    if skipped is not None:  # from there on ranks count other steps
+        all_findings = [e for e in all_findings if e is skipped or e.step is None or e.step < (skipped.step or 0)]
     all_findings += _modes(trace)
-    all_findings += [Finding(code, what, cause) for code, what, cause in epochs.findings(trace)]
+    all_findings += [Finding(code, what, cause, step) for code, what, cause, step in epochs.findings(trace)]
     return list(dict.fromkeys(all_findings))
 
 
@@ -101,9 +106,13 @@ def _replicas_at(trace: Trace, optimizer: int, step: int) -> Finding | None:
         cause = "every rank has to use the same learning rate and options"
         return Finding("replicas-options", f"step {step}: {options}", cause, step)
     if differing := apart(lambda s: s.grads):
-        cause = "each rank clips by a norm of its own: clip after gradients are reduced, by the norm over all ranks"
+        cause = "each rank clips by a norm or a limit of its own: clip reduced gradients, by one norm and one limit"
         what = f"step {step}: after clipping ranks have other gradients: {_few(list(differing))}"
         return Finding("replicas-clipping", what, cause, step)
+    if differing := _apart_buffers(trace, optimizer, step):
+        cause = "nobody keeps these buffers alike: DDP sends rank 0's, FSDP and a loop by hand do not; reduce them"
+        what = f"after step {step} rank {_rank_of(differing)} has other buffers: {_few(list(differing))}"
+        return Finding("replicas-buffers", what, cause, step)
     if differing := apart(lambda s: s.weights):
         cause = (
             "equal gradients make other weights: the optimizer's state (moments) or its options differ between ranks"
@@ -111,6 +120,13 @@ def _replicas_at(trace: Trace, optimizer: int, step: int) -> Finding | None:
         what = f"after step {step} rank {_rank_of(differing)} has other weights: {_few(list(differing))}"
         return Finding("replicas-weights", what, cause, step)
     return None
+
+
+def _apart_buffers(trace: Trace, optimizer: int, step: int) -> dict[str, Whole]:
+    """Buffers that differ between ranks. Those of batch norm do so under DDP until the next forward."""
+    sent = any("DistributedDataParallel" in m["wrappers"] for r in trace.ranks for m in r.models)
+    apart = {n: w for n, w in merged_buffers(trace, optimizer, step).items() if w.apart}
+    return {n: w for n, w in apart.items() if not sent or not n.rpartition(".")[2].startswith(("running_", "num_ba"))}
 
 
 def _rank_of(norms: Mapping[str, Whole]) -> int:
@@ -300,12 +316,14 @@ def _gradients(trace: Trace, optimizer: int) -> Iterator[Finding]:
         record = next(r for r in trace.ranks if r.number == bad[0]).steps[optimizer][bad[1]]
         names = [n for n, v in record.grads.items() if not math.isfinite(v.square)]
         cause = "the step has to be skipped (GradScaler.step does it), or the loss and learning rate looked at"
-        yield Finding(
-            "not-finite", f"step {bad[1]}: gradients that are not finite were applied: {_few(names)}", cause, bad[1]
-        )
+        what = f"step {bad[1]}, rank {bad[0]}: gradients that are not finite were applied: {_few(names)}"
+        yield Finding("not-finite", what, cause, bad[1])
     elif worse:
+        record = next(r for r in trace.ranks if r.number == worse[0]).steps[optimizer][worse[1]]
+        names = [n for n, v in record.weights.items() if not math.isfinite(v.square)]
         cause = "gradients are finite: the learning rate is too high, or the optimizer divides by zero (eps)"
-        yield Finding("not-finite", f"step {worse[1]}: weights are not finite", cause, worse[1])
+        what = f"step {worse[1]}, rank {worse[0]}: weights are not finite: {_few(names)}"
+        yield Finding("not-finite", what, cause, worse[1])
 
 
 def _clipping(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -313,13 +331,24 @@ def _clipping(trace: Trace, optimizer: int) -> Iterator[Finding]:
     if steps:
         cause = "call scaler.unscale_(optimizer) before clip_grad_norm_; the limit applies to scaled gradients else"
         yield Finding(
-            "clip-before-unscale", f"step {steps[1]}: gradients are clipped while they are scaled", cause, steps[1]
+            "clip-before-unscale",
+            f"step {steps[1]}, rank {steps[0]}: gradients are clipped while they are scaled",
+            cause,
+            steps[1],
         )
+    for step in trace.steps(optimizer):
+        scales = scales_of_clipping(trace.at(optimizer, step))
+        if scales and (own := causes.own_norms(scales)) is not None:
+            yield Finding("clip-own-shards", f"step {step}: ranks clip by different norms", own, step)
+            break
     early = _first(trace, optimizer, lambda s: any(c.get("early") for c in s.clips or ()))
     if early:
         cause = "clip once, after the last backward of the step"
         yield Finding(
-            "clip-early", f"step {early[1]}: backward runs after clipping: accumulation is not over", cause, early[1]
+            "clip-early",
+            f"step {early[1]}, rank {early[0]}: backward runs after clipping: accumulation is not over",
+            cause,
+            early[1],
         )
 
 
@@ -331,9 +360,13 @@ def _overflow(trace: Trace, optimizer: int) -> Iterator[Finding]:
         cause = (
             "all ranks have to skip together: let the scaler see reduced gradients, or agree on found_inf over ranks"
         )
-        yield Finding(
-            "skipped-some", f"rank {rank} skips {counts[rank]} steps for overflow, others {min(counts.values())}", cause
+        least = min(counts, key=lambda n: counts[n])
+        step = min(by_rank[rank] - by_rank[least], default=min(by_rank[rank]))
+        what = (
+            f"step {step}: rank {rank} skips a step for overflow, rank {least} does not (they skip {counts[rank]} and "
+            f"{counts[least]} steps)"
         )
+        yield Finding("skipped-some", what, cause, step)
 
 
 def _schedules(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -341,20 +374,72 @@ def _schedules(trace: Trace, optimizer: int) -> Iterator[Finding]:
         steps = [s for n, s in sorted(rank.steps.get(optimizer, {}).items()) if n > 0]
         if len(steps) < PATIENCE:
             return
-        for name in {n for s in steps for n in s.schedulers or ()}:
+        for name in sorted({n for s in steps for n in s.schedulers or ()}):
             counts = [(s.schedulers or {}).get(name, 0) for s in steps]
             usual = max(set(counts), key=counts.count)
-            if usual < 2 or counts.count(usual) < 0.6 * len(counts):
-                continue
             if name.endswith(" by accelerate"):
                 continue  # once a process, by design: docs/how-to/trace.md
+            if usual == 0 and (apart := _seldom(rank, optimizer, name)) is not None:
+                why = "step it where the optimizer steps: its length counts the optimizer's steps"
+                what = f"from step {apart[0]} on {name} is stepped once in {apart[1]} steps of the optimizer"
+                yield Finding("scheduler", what, why, apart[0])
+            if usual < 2 or counts.count(usual) < 0.6 * len(counts):
+                continue
+            at = steps[counts.index(usual)].step
             micro = steps[0].backwards
             why = (
                 "it is stepped with each micro-batch: step it where the optimizer steps"
                 if usual == micro
                 else "it is stepped with each rank or twice: call scheduler.step() once for each optimizer.step()"
             )
-            yield Finding("scheduler", f"{name} is stepped {usual} times between two steps of the optimizer", why)
+            what = f"before step {at} {name} is stepped {usual} times between two steps of the optimizer"
+            yield Finding("scheduler", what, why, at)
+
+
+def _seldom(rank: Rank, optimizer: int, name: str) -> tuple[int, int] | None:
+    """(first step, every how many) where a scheduler is stepped at each N-th step, which is the end of neither an epoch
+    nor an evaluation."""
+    steps = rank.steps[optimizer]
+    at = [n for n, s in sorted(steps.items()) if (s.schedulers or {}).get(name)]
+    every = {b - a for a, b in itertools.pairwise(at)}
+    if len(at) < 3 or len(every) != 1 or name.startswith("ReduceLROnPlateau"):
+        return None
+    ends = {n for r in (*rank.passed, *rank.evaluations) for n in r["steps"][optimizer : optimizer + 1]}
+    return None if ends & set(at) else (at[0], every.pop())
+
+
+def _means(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Losses of ranks or micro-batches that do not grow with their numbers of targets: means over unequal numbers."""
+    rows: list[tuple[float, float]] = []  # logarithms of targets and loss, beside the step's
+    unequal: tuple[int, int, int] | None = None
+    for step in trace.steps(optimizer):
+        losses = losses_of(trace, optimizer, step)
+        pairs = [] if losses is None else list(zip(sum(losses.counts, ()), sum(losses.each, ()), strict=True))
+        if (
+            len(pairs) < 2
+            or not all(n > 0 and math.isfinite(x) and x > 0 for n, x in pairs)
+            or not _labelled(trace, optimizer, step)
+        ):
+            continue
+        logs = [(math.log(n), math.log(x)) for n, x in pairs]
+        means = [sum(column) / len(logs) for column in zip(*logs, strict=True)]
+        rows += [(n - means[0], x - means[1]) for n, x in logs]
+        counts = [n for n, _ in pairs]
+        if unequal is None and len(set(counts)) > 1:
+            unequal = step, min(counts), max(counts)
+    square = sum(n * n for n, _ in rows)
+    if unequal is None or len(rows) < 8 or square / len(rows) < 0.01:
+        return
+    slope = sum(n * x for n, x in rows) / square  # 1: sums over targets, divided by one number; 0: means
+    if slope < 0.3:
+        step, low, high = unequal
+        cause = "divide the sum of all ranks' and micro-batches' losses by the number of all targets of the step"
+        what = f"step {step}: losses are means over unequal numbers of targets ({low} to {high}), and count alike"
+        yield Finding("mean-of-means", what, cause, step)
+
+
+def _labelled(trace: Trace, optimizer: int, step: int) -> bool:
+    return all(None not in (s.targets or [None]) for _, s in trace.at(optimizer, step) if s.losses)
 
 
 def _dtypes(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -407,6 +492,7 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     _clipping,
     _overflow,
     _schedules,
+    _means,
     _dtypes,
 )
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.trace.compare import Verdict, compare, gradient_differences
+from lockstep.trace.compare import COLUMNS as COMPARED
+from lockstep.trace.compare import Verdict, compare, gradient_differences, row_cells
 from lockstep.trace.findings import findings
 from lockstep.trace.merge import merged
 from lockstep.trace.ranks import data_ranks
@@ -22,19 +23,31 @@ ROWS = 200  # parameters
 LANES = 48  # steps of the ranks' examples
 
 
-def values_of(trace: Trace, reference: Trace | None, verdict: Verdict | None = None) -> dict[str, Any]:
-    """`verdict`: of the comparison; None: it is made here. Errors: `TraceError` where the two have nothing in
-    common."""
-    optimizer = trace.optimizers[0]
-    if reference is not None and verdict is None:
-        verdict = compare(reference, trace, optimizer=optimizer)
+def values_of(trace: Trace, reference: Trace | None, verdicts: Sequence[Verdict] = ()) -> dict[str, Any]:
+    """`verdicts`: of the comparison, by optimizer; none: it is made here. Errors: `TraceError` where the two have
+    nothing in common."""
+    known = {verdict.optimizer: verdict for verdict in verdicts}
+    if reference is not None and not known:
+        known = {o: compare(reference, trace, optimizer=o) for o in trace.optimizers if o in reference.optimizers}
     return {
         "title": _command(trace),
         "trace": trace,
         "reference": _command(reference) if reference is not None else None,
         "findings": findings(trace),
+        "parts": [_part(trace, reference, known.get(o), o) for o in trace.optimizers],
+    }
+
+
+def _part(trace: Trace, reference: Trace | None, verdict: Verdict | None, optimizer: int) -> dict[str, Any]:
+    """What one optimizer did."""
+    kind = next(s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()).layout.optimizer
+    heat = _norms(trace, optimizer) if reference is None or verdict is None else None
+    return {
+        "optimizer": f"{kind}, optimizer {optimizer}" if len(trace.optimizers) > 1 else None,
         "verdict": verdict,
-        "heat": _norms(trace, optimizer) if reference is None else _differences(reference, trace, optimizer),
+        "columns": COMPARED,
+        "compared": [row_cells(row) for row in _spread(verdict.rows, 12)] if verdict is not None else [],
+        "heat": heat or _differences(reference, trace, optimizer),  # type: ignore[arg-type]
         "lanes": _lanes(trace, optimizer),
         "steps": _steps(trace, optimizer),
     }
@@ -62,7 +75,10 @@ def _differences(reference: Trace, trace: Trace, optimizer: int) -> dict[str, An
     cells = [(n, [(s, _text(v.get(n)), _strength(v.get(n), 1e-8, 1.0)) for s, v in columns]) for n in names]
     return {
         "title": "Differences of gradients",
-        "about": "relative to the reference; no colour: the same bits",
+        "about": "relative to the reference",
+        "legend": [("the same bits", 0), *((f"1e{n}", _strength(10.0**n, 1e-8, 1.0)) for n in (-7, -5, -3, -1))],
+        "first": columns[0][0] if columns else 0,
+        "last": columns[-1][0] if columns else 0,
         "rows": cells,
     }
 
@@ -81,7 +97,11 @@ def _norms(trace: Trace, optimizer: int) -> dict[str, Any]:
         own = [norms[name] for _, norms in by_step if norms.get(name, 0) > 0 and math.isfinite(norms[name])]
         low, high = (min(own) / 2, max(own)) if own else (1.0, 2.0)
         cells.append((name, [(s, _text(n.get(name)), _strength(n.get(name), low, high)) for s, n in by_step]))
-    return {"title": "Gradient norms", "about": "each parameter beside its own largest", "rows": cells}
+    return {"title": "Gradient norms", "about": "each parameter beside its own largest", "rows": cells} | {
+        "legend": [("no gradient", 0), ("its smallest", 30), ("its largest", 100)],
+        "first": by_step[0][0] if by_step else 0,
+        "last": by_step[-1][0] if by_step else 0,
+    }
 
 
 def _strength(value: float | None, low: float, high: float) -> int:

@@ -5,6 +5,8 @@ Ranks of one tensor-parallel group, and the stages of a pipeline, work on the sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lockstep.trace.read import Rank, Step, Trace
 
 MODEL_AXES = ("tp", "tensor", "cp", "sp", "pp", "ep", "mp", "pipe")
@@ -103,3 +105,18 @@ def examples_of(trace: Trace, optimizer: int, step: int) -> list[str]:
         if step in r.steps[optimizer]
         for h in _examples(r.steps[optimizer][step])
     ]
+
+
+def scales_of_clipping(records: Sequence[tuple[Rank, Step]]) -> dict[int, float]:
+    """Of ranks that hold shards, by what clipping by the norm scaled each one's; empty where it is not known."""
+    scales: dict[int, float] = {}
+    for rank, step in records:
+        clips = [c for c in step.clips or () if not c.get("unseen")]
+        sharded = any(not p.whole for p in step.layout.parameters)
+        if not sharded or len(clips) != 1 or clips[0]["how"] != "clip_grad_norm_" or "unclipped" not in step.raw:
+            return {}
+        before = sum(v.square for v in step.unclipped.values())
+        after = sum(v.square for v in step.grads.values())
+        if before > 0 and after > 0:
+            scales[rank.number] = float((after / before) ** 0.5)
+    return scales if len(scales) > 1 else {}

@@ -277,7 +277,8 @@ def loaded(run: Run, task: Task, folder: Path) -> nn.Module:
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = {"dtype": torch.bfloat16} if run.model.dtype == "bfloat16" else {}
     base = auto.from_pretrained(model_configs.local_or_id(run), config=config, ignore_mismatched_sizes=True, **kind)
-    return _without_cache(PeftModel.from_pretrained(base, folder))
+    with adapters.no_rename_warning():
+        return _without_cache(PeftModel.from_pretrained(base, folder))
 
 
 def _without_cache(model: Any) -> nn.Module:

@@ -96,7 +96,9 @@ def _differing(run: Run, asked: Asked) -> Iterator[tuple[str, str]]:
             known = f"precision=bf16, fp16 or fp32; lockstep has no {asked.precision}"
         yield f"mixed_precision {asked.precision}", known
     if asked.compiler not in _UNUSED and not (run.model.compile or run.strategy.options.get("torch_compile")):
-        instead = "model.compile=true, or strategy.name=hf_trainer strategy.options.torch_compile=true"
+        instead = (
+            "model.compile=true, or strategy.name=hf_trainer strategy.options.torch_compile=true strategy.exact=false"
+        )
         yield f"dynamo_backend {asked.compiler}", instead
     if asked.engine == "deepspeed":
         yield from _deepspeed(run, asked.details)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,13 +70,20 @@ def config(run: Run, head: str) -> Any:
         raise RunError("LS3075", f"model.adapter: {' '.join(str(error).split())}") from error
 
 
+@contextmanager
+def no_rename_warning() -> Iterator[None]:
+    """Drop a warning for each model and rank: peft reads an attribute that transformers has renamed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        yield
+
+
 def wrap(run: Run, model: nn.Module, head: str) -> nn.Module:
     """The model with its adapter; what the adapter draws comes after what the model draws from the seed."""
     from peft import get_peft_model
 
     try:
-        with warnings.catch_warnings():  # peft asks for a name that transformers has renamed, once a model and rank
-            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        with no_rename_warning():
             return get_peft_model(model, config(run, head))
     except ValueError as error:  # no such modules, a kind that this family cannot have
         raise RunError("LS3076", f"model.adapter: {' '.join(str(error).split())[:400]}") from error

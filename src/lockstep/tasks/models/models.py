@@ -295,7 +295,8 @@ def exported_model(head: str, folder: Path, run: Run) -> Any:
     if adapter:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, folder, is_trainable=run.model.quantization is not None)
+        with adapters.no_rename_warning():
+            model = PeftModel.from_pretrained(model, folder, is_trainable=run.model.quantization is not None)
     model = model.float().eval()
     if adapter and run.model.quantization is not None:
         quantized.pack(run, model)  # what is trained is told from the base by its gradient
