@@ -126,7 +126,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"), [(["--folder", "none"], "no folder none"), (["--processes", "0"], "--processes: 0")]
+    ("words", "wanted"),
+    [(["--folder", "none"], "no such folder: none"), (["--processes", "0"], "--processes: invalid value 0")],
 )
 def test_bad_usage(words: list[str], wanted: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
