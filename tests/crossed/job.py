@@ -303,5 +303,7 @@ def _way(way: tuple[str, int]) -> dict[str, Any]:
         "gpipe": {"schedule": "gpipe"},
         "stages": {"stages": 2},
         "fsdp": {"fsdp": {}},
+        "zero2": {"deepspeed": {"zero_stage": 2}},
+        "zero3": {"deepspeed": {"zero_stage": 3}},
     }.get(option, {})
     return keys | ({"strategy.options": options} if options else {})

@@ -140,6 +140,17 @@ def test_layers_that_are_used_several_times_keep_the_bits_in_bf16(stage: int) ->
     assert_same_bits(strategy_class(f"zero{stage}", 2, *albert), strategy_class("single", 1, *albert))
 
 
+@pytest.mark.slow
+def test_a_weight_that_another_module_reads_is_waited_for() -> None:
+    """LayoutLMv3 reads the weights of layers that it never calls, which DeepSpeed asks for in advance."""
+    sizes = (
+        "{hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, coordinate_size: 5, "
+    )
+    sizes += "shape_size: 6, visual_embed: false, max_position_embeddings: 128}"
+    layout = ("model.type=layoutlmv3", f"model.config={sizes}", "tokenizer.train=bpe")
+    assert_same_bits(strategy_class("zero3", 2, *layout), strategy_class("single", 1, *layout))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [1, slow(2), 3])
 def test_accelerate_with_deepspeed_has_the_bits_too(stage: int, ranks: int, single_adamw: dict[str, Any]) -> None:

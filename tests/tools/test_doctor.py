@@ -16,6 +16,7 @@ from lockstep.distributed.world import World
 from lockstep.tools import doctor, machine_info
 from support.command import ended, start
 from support.harness import run_on
+from support.messages import mentions
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -24,6 +25,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the seconds that importing torch takes, and without a look at the network."""
     monkeypatch.setattr(machine_info, "_TORCH", "print('{}')")
+    monkeypatch.setattr(machine_info, "_PORTABLE", "print('a hash')")
     monkeypatch.setattr(machine_info, "network", lambda: {"host_resolves": "127.0.0.1"})
 
 
@@ -125,12 +127,10 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "wanted"), [(["--folder", "none"], "no folder none"), (["--processes", "0"], "--processes: 0")]
-)
-def test_bad_usage(words: list[str], wanted: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("words", "code"), [(["--folder", "none"], "LS8170"), (["--processes", "0"], "LS8083")])
+def test_bad_usage(words: list[str], code: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
-    assert wanted in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, code, words[0], words[1])
 
 
 # -- between ranks ---------------------------------------------------------------------------------------------------
@@ -204,6 +204,7 @@ def test_under_a_launcher_a_different_version_is_status_1(tmp_path: Path, cache:
     (tmp_path / "rank.py").write_text(
         "import os, sys\nfrom lockstep.tools import machine_info as machine\nfrom lockstep.cli import main\n"
         "machine._TORCH = \"print('{}')\"\n"
+        "machine._PORTABLE = \"print('a hash')\"\n"
         "if os.environ['RANK'] == '1': sys.path.insert(0, 'fake')\n"
         "status = main(['doctor', '--json', '--device', 'cpu'])\n"
         "open(f'status-{os.environ[\"RANK\"]}', 'w').write(str(status))\n"
@@ -228,3 +229,11 @@ def test_ranks_that_do_not_meet(
     found = report(capfd, tmp_path, status=1)
     assert "MASTER_ADDR" in found["ranks"]["failed"]
     assert found["machine"]["cores"] > 0
+
+
+@pytest.mark.processes
+def test_whether_this_machine_computes_portably_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = machine_info.portable_facts(200)
+    assert len(facts["computes"]) == 16
+    monkeypatch.setattr(machine_info, "_PORTABLE", "raise SystemExit('no AVX2')")
+    assert "no AVX2" in machine_info.portable_facts(200)["unsupported"]

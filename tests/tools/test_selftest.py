@@ -21,6 +21,7 @@ from lockstep.cli import main
 from lockstep.tools import doctor, machine_info
 doctor.PRECISIONS = ("fp32",)
 machine_info._TORCH = "print('{}')"
+machine_info._PORTABLE = "print('a hash')"
 machine_info.network = lambda: {"host_resolves": "127.0.0.1"}
 sys.exit(main(sys.argv[1:]))
 """
@@ -65,6 +66,7 @@ def test_one_that_hangs_is_ended(
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     monkeypatch.setattr(doctor, "PRECISIONS", ("fp32",))
     monkeypatch.setattr(machine_info, "_TORCH", "print('{}')")
+    monkeypatch.setattr(machine_info, "_PORTABLE", "print('a hash')")
     monkeypatch.setattr(machine_info, "network", lambda: {"host_resolves": "127.0.0.1"})
     monkeypatch.setattr(
         doctor, "_job", lambda kind, run, folder: ("", []) if kind == "alone" else job(kind, run, folder)
@@ -93,7 +95,7 @@ def test_gpus_that_are_fewer_are_shared(monkeypatch: pytest.MonkeyPatch) -> None
             ["--selftest", "--page", "/no/such/folder/page.html"],
             "--page: no such folder: /no/such/folder",
         ),
-        (["--selftest", "--processes", "0"], "--processes: 0 is not"),
+        (["--selftest", "--processes", "0"], "--processes: invalid value 0"),
         (["--selftest", "--strategies", "dpd"], "known are allreduce, ddp"),
         (["--page", "page.html"], "--page: has an effect only with --selftest"),
     ],

@@ -406,7 +406,11 @@ def facts_of(world: World) -> dict[str, Any]:
     device = world.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {"device": kind, "threads": world.threads, "versions": versions}
+    if not world.portable:
+        return {"device": kind, "threads": world.threads, "versions": versions}
+    from lockstep.distributed import portable
+
+    return {"device": kind, "threads": 1, "versions": versions | {"what the processor computes": portable.probe()}}
 
 
 def code_of(run: Run) -> dict[str, str]:

@@ -24,7 +24,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from lockstep.config import error_messages as messages
-from lockstep.config import key_aliases, model_selection, plugins, redaction
+from lockstep.config import key_aliases, model_selection, plugins, processor, redaction
 from lockstep.config.data_sources import Mirror, PathText, is_address
 from lockstep.config.errors import InvalidValue
 from lockstep.config.errors import RunError as RunError
@@ -213,7 +213,8 @@ class Run(Section):
                 if part[key] is None:
                     del part[key]
         if self.strategy.exact:
-            values["strategy"] = {"exact": True, "tensor_leaves": self.strategy.tensor_leaves}
+            exact = self.strategy.exact
+            values["strategy"] = {"exact": exact, "tensor_leaves": self.strategy.tensor_leaves}
         return messages.flat(values) | ({REVISION: 2} if revised(self.optim) else {})
 
     def check_shared(self, processes: int, told: str) -> None:
@@ -279,6 +280,8 @@ def load(
             values.pop(replaced, None)  # the command line's length replaces the file's, whichever way each is given
     if (hidden := messages.secret(values)) is not None:
         raise secret_in(f"{hidden} ({messages.where(hidden, origin, {}, overridden)})")
+    asked: Any = values.get("strategy")
+    processor.pin(isinstance(asked, dict) and asked.get("exact") == "portable")
     try:
         return _validated(values, origin, lines, overridden, imports)
     except RunError as error:

@@ -297,10 +297,11 @@ class StrategySection(Section):
         description="single | allreduce | ddp | hf_accelerate | hf_trainer | zero1 | zero2 | zero3 | fsdp2 | pipeline, "
         "or your.module.Class",
     )
-    exact: bool = Field(
+    exact: bool | Literal["portable"] = Field(
         True,
         description="the same bits at every number of processes, where the strategy can; false: the engine's own "
-        "reduction",
+        "reduction; portable: also on any x86-64 processor with AVX2 and FMA, with any number of threads: float32 at "
+        "about the same cost, bf16 computed in float32",
     )
     all_reduce: Literal["auto", "flat", "hierarchical"] = Field(
         "auto",

@@ -62,8 +62,13 @@ def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:
     """Refuse to train when the ranks do not agree, also in `more` facts. Collective. Errors: `RunError`, the same on
     every rank."""
     mine = facts(run, data) | dict(more)
-    if run.strategy.exact:
+    if world.portable:
+        from lockstep.distributed import portable
+
+        mine["what this processor computes"] = portable.probe()
+    elif run.strategy.exact:
         mine["launch.threads"] = str(world.threads)
+    if run.strategy.exact:
         mine["kind of device"] = f"{world.device.type} {platform.machine()}"
     seal = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
     world.agreed = seal

@@ -57,6 +57,7 @@ class World:
         several, shared = self.size > self.local_size, share_gpus(run)
         self._rendezvous = Rendezvous(init_method, self.rank, self.size, several, timeout, shared)
         self._control: dist.ProcessGroup | None = None  # for decisions; None in a job of one process
+        self.portable = run.strategy.exact == "portable"
         self._deterministic = self.device.type == "cuda" and run.strategy.exact
         self.gloo_threads = 1  # of each group: `torch_internals.gloo_threads`
         self._asking: Callable[[], int] | None = None
@@ -80,8 +81,14 @@ class World:
         return "; ".join(f"rank {', '.join(map(str, ranks))} on {host}" for host, ranks in hosts.items())
 
     def join(self) -> World:
-        """Set threads, connect to the other ranks, and listen for stop signals. Collective. Errors: `Unreached`."""
-        torch.set_num_threads(self.threads)
+        """Set threads, connect to the other ranks, and listen for stop signals. Collective. Errors: `Unreached`;
+        `RunError` where this process cannot compute as `strategy.exact: portable` has it."""
+        if self.portable:
+            from lockstep.distributed import portable
+
+            portable.install(self.threads)
+        else:
+            torch.set_num_threads(self.threads)
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # it is read with the first product
         torch_internals.gloo_threads(self.gloo_threads)
         if self.device.type == "cuda":
@@ -293,8 +300,8 @@ def threads_of(run: Run, local_size: int) -> int:
     """Threads this process computes with: `launch.threads`, else a share of the cores.
 
     The number of threads changes bits, so an exact run's share depends on `micro_batches` and not on the number of
-    processes: it is what each has when as many processes run as can.
+    processes: it is what each has when as many processes run as can. It changes none under `exact: portable`.
     """
     if run.launch.threads != "auto":
         return int(run.launch.threads)
-    return max(1, available_cores() // (run.micro_batches if run.strategy.exact else local_size))
+    return max(1, available_cores() // (run.micro_batches if run.strategy.exact is True else local_size))

@@ -74,6 +74,15 @@ if cuda:
 print(json.dumps(found))
 """
 
+# The same for `strategy.exact: portable`: prints a hash of what this processor computes.
+_PORTABLE = """
+from lockstep.config import processor
+processor.pin(True)
+from lockstep.distributed import portable
+portable.install(1)
+print(portable.probe())
+"""
+
 
 def bounded(probe: Callable[[], Facts], seconds: float) -> Facts:
     """What a probe finds, or `{"failed": why}`. It never raises, and returns when the time is over."""
@@ -97,6 +106,7 @@ def probe(folder: Path, seconds: float = 60.0) -> dict[str, Facts]:
         "machine": (machine, 5),
         "memory": (memory, 5),
         "torch": (lambda: torch_facts(seconds), seconds + 5),
+        "portable": (lambda: portable_facts(seconds), seconds + 5),
         "packages": (packages, 10),
         "programs": (programs, 5),
         "network": (network, 8),
@@ -148,16 +158,29 @@ def memory() -> Facts:
 
 def torch_facts(seconds: float) -> Facts:
     """torch, its backends and devices, and how fast they multiply (GFLOP/s)."""
+    answer = _of_python(_TORCH, seconds)
+    return answer if "failed" in answer else dict(json.loads(answer["answer"]))
+
+
+def portable_facts(seconds: float) -> Facts:
+    """Whether this machine computes as `strategy.exact: portable` asks: a hash of what it computes, equal on all such
+    machines with the same torch and numpy, or why it does not."""
+    answer = _of_python(_PORTABLE, seconds)
+    return {"unsupported": answer["failed"]} if "failed" in answer else {"computes": answer["answer"]}
+
+
+def _of_python(code: str, seconds: float) -> dict[str, str]:
+    """The last line that a Python process of its own prints, or how it failed."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
         return {"failed": f"no answer in {seconds:g} s"}
     if done.returncode:
         said = done.stderr.strip().splitlines()
         return {"failed": f"ended with {done.returncode}: {said[-1][:200] if said else 'nothing was said'}"}
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    return {"answer": done.stdout.strip().splitlines()[-1]}
 
 
 def packages() -> Facts:

@@ -45,7 +45,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Generates
 from lockstep.tasks.embedding import resolved_pooling
 from lockstep.tasks.language_modeling import LanguageModeling
-from lockstep.tasks.models import model_configs, quantized
+from lockstep.tasks.models import adapters, model_configs, quantized
 from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.module import Module
 from lockstep.tasks.modules.wrapped_module import Adapted
@@ -248,7 +248,7 @@ def plain_model(job: Plain, model: nn.Module) -> nn.Module:
     """A model of transformers, and of peft where there is an adapter, with the parameters and buffers of another one:
     the very tensors, where they are float32. Errors: `PlainFailed` where their names or shapes differ,
     `Elsewhere` where too many would have to be widened."""
-    with plain_path():
+    with plain_path(), adapters.no_rename_warning():
         try:
             plain = build_model(job, empty=True)
         except NotCovered:

@@ -21,6 +21,7 @@ from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, check_output, load
 from lockstep.config.sections import LaunchSection
+from lockstep.distributed.hardware import gpus_of
 from lockstep.strategies.engines import zero_agreement
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
     run.check_shared(processes, f"launch: {processes} processes")
     strategy = resolve_strategy(run, processes)
     blocks.check(run, machine.like_this_one)
+    _refuse_unportable(run, strategy, machine.like_this_one)
     remote_sync.require_extra(run)
     return Job(run, processes, Scope.OPTIONS, task, strategy, strategy.gives_bits(run))
 
@@ -292,6 +294,32 @@ def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
             "rebuilt within a process, so a failed rank restarts the job; remove it, or use "
             "strategy.name=fsdp2",
         )
+
+
+def _refuse_unportable(run: Run, strategy: type[Strategy], like_this_one: bool) -> None:
+    """Refuse under `strategy.exact: portable` what has other bits on other processors. Errors: `RunError`."""
+    if run.strategy.exact != "portable":
+        return
+    from lockstep.config.processor import missing_instructions
+
+    why: dict[str, str | None] = {
+        f"launch.device: {run.launch.device}": "a GPU is no x86-64 processor" if gpus_of(run) else None,
+        "model.compile": "its code is made for the processor" if run.model.compile else None,
+        "model.quantization": "its kernels are chosen by the processor" if run.model.quantization else None,
+        f"optim.name: {run.optim.name}": "its kernels are chosen by the processor"
+        if "8bit" in run.optim.name
+        else None,
+        f"strategy.name: {run.strategy.name}": None
+        if strategy.gives_bits(run)
+        else "with these options it does not have the bits of one process on one processor either",
+    }
+    for key, reason in why.items():
+        if reason is not None:
+            raise RunError(
+                "LS5140", f"strategy.exact: portable cannot be had with {key}: {reason}; set strategy.exact=true"
+            )
+    if like_this_one and (lacking := missing_instructions()) is not None:
+        raise RunError("LS5139", f"strategy.exact: portable: {lacking}; set strategy.exact=true")
 
 
 def _output(run: Run, scope: Scope) -> tuple[str, ...]:

@@ -85,6 +85,26 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
                 module.register_forward_hook(self._forget, prepend=True)  # before DeepSpeed's, which lets go
         for weight in (p for p in model.parameters() if p.requires_grad):
             weight.register_hook(partial(self._before_gradient, weight))
+        self._wait_where_read(model)
+
+    def _wait_where_read(self, model: nn.Module) -> None:
+        """Let a weight be there that another module than its own reads, as in LayoutLMv3: DeepSpeed's mapping gathers
+        it where it is not there, and does not wait where it was asked for in advance."""
+        arriving = self._arriving
+        kind: Any = type(next(model.modules())._parameters)
+
+        class Arrived(kind):  # type: ignore[misc]
+            """DeepSpeed's mapping, which waits."""
+
+            def __getitem__(self, name: str) -> Any:
+                weight = super().__getitem__(name)
+                if weight is not None and weight in arriving:
+                    arriving.pop(weight).wait()
+                return weight
+
+        for module in model.modules():
+            if type(module._parameters) is kind:
+                module._parameters.__class__ = Arrived
 
     def _note(self, module: nn.Module, _: Any) -> None:
         for weight in module.parameters(recurse=False):

@@ -1,0 +1,58 @@
+"""The environment of `strategy.exact: portable`: every library takes the code that all x86-64 processors with AVX2
+and FMA run alike, whatever else they can do. Libraries look at it once, when they are loaded, so it is set before.
+
+In: whether a run asks for it. Out: variables of this process, which the ranks that it starts inherit. Imports nothing
+heavy.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+# What each library is held to. ATen's own kernels have one variant for AVX2; oneDNN (convolutions) writes its code for
+# the set of instructions that it is told; MKL's branch that looks at no processor is its slowest, and no product is
+# left to it; OpenBLAS, which numpy brings, has kernels and sizes of blocks by the name of a processor.
+VARIABLES = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_CBWR": "COMPATIBLE",
+    "OPENBLAS_CORETYPE": "Haswell",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+INSTRUCTIONS = ("avx2", "fma")
+
+_before: dict[str, str | None] = {}  # what the variables were, while they are pinned
+
+
+def pin(wanted: bool) -> None:
+    """Set the variables for a run that asks for it, and take back what was set for an earlier run of this process."""
+    if wanted and not _before:
+        _before.update({name: os.environ.get(name) for name in VARIABLES})
+        os.environ.update(VARIABLES)
+    elif not wanted and _before:
+        for name, value in _before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _before.clear()
+
+
+def unpinned() -> list[str]:
+    """Variables of this process that do not say what they have to, as `NAME=value` that would."""
+    return [f"{name}={value}" for name, value in VARIABLES.items() if os.environ.get(name) != value]
+
+
+def missing_instructions() -> str | None:
+    """Why this processor is none of those whose bits are the same, in words; None: it is one of them."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return f"this machine's processor is of the kind {platform.machine()}, and not x86-64"
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None  # no Linux: what torch says of itself decides, once it is loaded
+    flags = next((line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags")), [])
+    lacking = [name.upper() for name in INSTRUCTIONS if name not in flags]
+    return f"this machine's processor has no {' and no '.join(lacking)}" if lacking else None

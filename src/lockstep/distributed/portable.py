@@ -1,0 +1,304 @@
+"""Arithmetic that is the same on every x86-64 processor with AVX2 and FMA: `strategy.exact: portable`.
+
+With the variables of `config/processor.py` most of torch's kernels for CPUs are one piece of code everywhere. What
+still looks at the processor, its caches or its vendor is MKL: matrix products (kernels and blocks differ between
+vendors in its branch for AVX2, too) and elementary functions of float32 and float64 (`sqrt` begins with the reciprocal
+root that the processor estimates). `install` puts other kernels in their place, for this process: products by OpenBLAS,
+which numpy brings, with the kernels of one named processor and in pieces that no number of threads changes; `sqrt` by
+numpy, whose rounding IEEE 754 prescribes; the other functions in float64 from kernels that ATen compiles in (SLEEF).
+What has no such form raises an error when it is called, in the dry run at the latest.
+
+In: the number of threads. Out: nothing; torch computes otherwise from then on. Autograd, autocast, DDP and FSDP are
+above these kernels, and do not notice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.config import processor
+from lockstep.config.run import RunError
+
+ROWS = 256  # of a product that one thread computes at a time: with any number of threads the pieces are these
+MATRICES = 64  # of a batch of products, likewise
+CORE = processor.VARIABLES["OPENBLAS_CORETYPE"]
+# What MKL computes and nothing here replaces. LAPACK, transforms, and functions that no model is known to train with.
+REFUSED = (
+    *("asin", "acos", "atan", "erfc", "addbmm", "_addmm_activation", "_embedding_bag", "_embedding_bag_forward_only"),
+    *("_fft_c2c", "_fft_r2c", "_fft_c2r", "geqrf", "linalg_qr", "_linalg_svd", "_linalg_eigh", "linalg_lu_factor_ex"),
+    *("linalg_inv_ex", "linalg_cholesky_ex", "_linalg_solve_ex", "linalg_lstsq", "linalg_eig"),
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+
+_library: torch.library.Library | None = None  # the kernels stay for as long as this does
+_pool: ThreadPoolExecutor | None = None
+
+
+def install(threads: int) -> None:
+    """Compute portably from now on, products with so many threads. Once a process. Errors: `RunError` where this
+    processor is none of them, or a library was loaded before its variables were set."""
+    global _library, _pool
+    check()
+    torch.set_num_threads(1)  # sums of torch's own kernels depend on their number
+    torch.backends.cuda.enable_flash_sdp(False)  # also on a CPU: it calls MKL from within
+    _pool = ThreadPoolExecutor(threads, "lockstep-products") if threads > 1 else None
+    if _library is not None:
+        return
+    _library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():  # that a kernel is overridden
+        warnings.simplefilter("ignore")
+        for name, kernel in KERNELS.items():
+            _library.impl(name, kernel, "CPU")
+        for name, function in FUNCTIONS.items():
+            _elementwise(_library, name, function)
+        for name in REFUSED:
+            if hasattr(torch.ops.aten, name):
+                _library.impl(name, _refusal(name), "CPU")
+
+
+def check() -> None:
+    """Errors: `RunError` where this process cannot compute portably."""
+    able = torch.cpu.get_capabilities()
+    lacking = None if able.get("avx2") and able.get("fma3") else "this processor lacks AVX2 or FMA"
+    if (why := processor.missing_instructions() or lacking) is not None:
+        raise RunError("LS7075", f"strategy.exact: portable: {why}; set strategy.exact=true")
+    late = f"set them before Python starts: {' '.join(f'{k}={v}' for k, v in processor.VARIABLES.items())}"
+    if left := processor.unpinned():
+        raise RunError("LS7076", f"strategy.exact: portable: {', '.join(left)} is not set in this process; {late}")
+    if (capability := torch.backends.cpu.get_cpu_capability()) != "AVX2":
+        raise RunError(
+            "LS7077",
+            f"strategy.exact: portable: torch was loaded for {capability} before these variables; {late}",
+        )
+    if (core := _core_of_blas()) != CORE:
+        raise RunError(
+            "LS7078",
+            f"strategy.exact: portable: numpy computes products with {core or 'another library'}, and not "
+            f"with OpenBLAS for {CORE}; install numpy from PyPI, and {late}",
+        )
+
+
+def probe() -> str:
+    """A hash of what this process computes: products, sums, functions, attention and an update of fixed numbers. Equal
+    on all processors that `check` lets through, with the same torch and numpy. Some 20 ms."""
+    numbers = (torch.arange(60_000, dtype=torch.int64) * 7919 % 10_007).to(torch.float32) / 5_000 - 1
+    a, b = numbers[:38_400].view(100, 384), numbers[-38_400:].view(100, 384)
+    results = [
+        a @ b.T,
+        a[:3] @ b[:5].T,
+        a.T @ b,
+        a.view(12, 25, 128) @ b.view(12, 128, 25),
+        a[0] @ b[0],
+        (a @ b.T).bfloat16(),
+    ]
+    results += [a.bfloat16() @ b.bfloat16().T, a.sum(), a.sum(0), a.mean(-1), torch.linalg.vector_norm(a)]
+    results += [getattr(torch, name)(a.abs() * 0.9 + 0.01) for name in FUNCTIONS]
+    results += [a.softmax(-1), a.log_softmax(-1), a.sigmoid(), torch.expm1(a), torch.pow(a.abs(), 0.75)]
+    weight = a.clone().requires_grad_()
+    functional = torch.nn.functional
+    normed = functional.layer_norm(functional.gelu(weight) + functional.silu(weight), (384,))
+    heads = normed.view(4, 25, 12, 32).transpose(1, 2)
+    attended = functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    functional.cross_entropy(attended.reshape(100, 384), torch.arange(100)).backward()
+    assert weight.grad is not None
+    results += [attended, weight.grad]
+    torch.optim.AdamW([weight], fused=True).step()
+    results.append(weight)
+    seen = hashlib.sha256()
+    for result in results:
+        seen.update(result.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()[:16]
+
+
+def _core_of_blas() -> str | None:
+    """The name of the processor whose kernels numpy's OpenBLAS has loaded; None: it has another library."""
+    folders = [Path(np.__file__).parent.parent / "numpy.libs", Path(np.__file__).parent / ".libs"]
+    for path in (path for folder in folders for path in sorted(folder.glob("*openblas*"))):
+        library = ctypes.CDLL(str(path))
+        for name in ("scipy_openblas_get_corename64_", "scipy_openblas_get_corename", "openblas_get_corename64_"):
+            if (function := getattr(library, name, None)) is not None:
+                function.restype = ctypes.c_char_p
+                return bytes(function()).decode()
+    return None
+
+
+# -- products --------------------------------------------------------------------------------------------------------
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, of shapes (m, k) and (k, n), or (batch, m, k) and (batch, k, n). In float32 or float64; of shorter numbers
+    in float32, rounded once."""
+    return _wide_product(a, b).to(a.dtype)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32 or float64."""
+    dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
+    if not a.dtype.is_floating_point:
+        raise RunError(
+            "LS7079", f"strategy.exact: portable: a product of {a.dtype} has no portable form; set strategy.exact=true"
+        )
+    left, right = a.detach().to(dtype).numpy(), b.detach().to(dtype).numpy()
+    out = np.empty((*left.shape[:-1], right.shape[-1]), left.dtype)
+    piece = MATRICES if left.ndim == 3 else ROWS
+    ranges = [slice(start, start + piece) for start in range(0, len(left), piece)]
+
+    def compute(part: slice) -> None:
+        np.matmul(left[part], right[part] if left.ndim == 3 else right, out=out[part])
+
+    if _pool is None or len(ranges) < 2:
+        for part in ranges:
+            compute(part)
+    else:
+        list(_pool.map(compute, ranges))
+    return torch.from_numpy(out)
+
+
+def _added(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
+    """beta * bias + alpha * (a @ b), rounded to the dtype of `a` once."""
+    result = _wide_product(a, b)
+    if alpha != 1:
+        result.mul_(alpha)
+    if beta != 0:
+        result.add_(bias.to(result.dtype), alpha=beta)
+    return result.to(a.dtype)
+
+
+def _times_vector(a: Tensor, x: Tensor) -> Tensor:
+    return product(a, x.unsqueeze(1)).squeeze(1)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return product(a.unsqueeze(0), b.unsqueeze(1)).reshape(())
+
+
+def _added_vector(bias: Tensor, a: Tensor, x: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _added(bias.unsqueeze(-1), a, x.unsqueeze(1), beta, alpha).squeeze(1)
+
+
+def _into(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The variant with `out=`."""
+
+    def kernel(*operands: Tensor, out: Tensor, **options: float) -> Tensor:
+        result = function(*operands, **options)
+        return out.resize_(result.shape).copy_(result)
+
+    return kernel
+
+
+def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The variant that writes into its first operand."""
+
+    def kernel(first: Tensor, *operands: Tensor, **options: float) -> Tensor:
+        return first.copy_(function(first, *operands, **options))
+
+    return kernel
+
+
+_ADDED = {"addmm": _added, "baddbmm": _added, "addmv": _added_vector}
+_PLAIN = {"mm": product, "bmm": product, "mv": _times_vector, "dot": _dot}
+KERNELS: dict[str, Callable[..., Tensor]] = _PLAIN | _ADDED
+KERNELS |= {f"{name}.out": _into(function) for name, function in (_ADDED | {"mm": product, "bmm": product}).items()}
+KERNELS |= {f"{name}_": _in_place(function) for name, function in _ADDED.items()}
+
+
+# -- functions of one number -----------------------------------------------------------------------------------------
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.sqrt(x.numpy(), out=np.empty(x.shape)))
+
+
+def _turned(x: Tensor) -> Tensor:
+    """cos(x) + i sin(x)."""
+    return torch.exp2(torch.complex(torch.zeros_like(x), x / math.log(2)))
+
+
+def _tanh(x: Tensor) -> Tensor:
+    grown = torch.expm1((2 * x).clamp(-80, 80))
+    return grown / (grown + 2)
+
+
+def _log(x: Tensor) -> Tensor:
+    mantissa, exponent = torch.frexp(x)
+    low = mantissa < math.sqrt(0.5)
+    mantissa, exponent = torch.where(low, 2 * mantissa, mantissa), exponent - low.to(exponent.dtype)
+    result = torch.log1p(mantissa - 1) + exponent.to(x.dtype) * math.log(2)
+    special = torch.where(x == 0, -math.inf, torch.where(x < 0, math.nan, x))  # infinite and NaN as they are
+    return torch.where((x > 0) & (x < math.inf), result, special)
+
+
+def _erf(x: Tensor) -> Tensor:
+    """From GELU, x (1 + erf(x / sqrt 2)) / 2, whose kernel has its own erf; near 0, where that cancels, by a series."""
+    scaled = x * math.sqrt(2)
+    far = 2 * torch.nn.functional.gelu(scaled) / scaled - 1
+    square = x * x
+    near = 2 / math.sqrt(math.pi) * x * (1 - square / 3 + square * square / 10 - square * square * square / 42)
+    return torch.where(x.abs() < 1e-2, near, torch.where(x.abs() > 6, x.sign(), far))
+
+
+def _erfinv(x: Tensor) -> Tensor:
+    """Winitzki's approximation, improved three times by Halley's rule."""
+    tail = _log((1 - x) * (1 + x))
+    middle = 2 / (math.pi * 0.147) + tail / 2
+    guess = _sqrt((_sqrt(middle * middle - tail / 0.147) - middle).clamp_min(0)) * x.sign()
+    for _ in range(3):
+        error = (_erf(guess) - x) / (2 / math.sqrt(math.pi) * torch.exp2(-guess * guess / math.log(2)))
+        guess = guess - error / (1 + guess * error)
+    return torch.where(x.abs() < 1, guess, torch.where(x.abs() == 1, x * math.inf, math.nan))
+
+
+# Each of float64, by ATen's own kernels. float32 is computed in float64 and rounded.
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sqrt": _sqrt,
+    "exp": lambda x: torch.exp2(x * math.log2(math.e)),
+    "log": _log,
+    "log2": lambda x: _log(x) / math.log(2),
+    "log10": lambda x: _log(x) / math.log(10),
+    "sin": lambda x: _turned(x).imag,
+    "cos": lambda x: _turned(x).real,
+    "tan": lambda x: _turned(x).imag / _turned(x).real,
+    "tanh": _tanh,
+    "erf": _erf,
+    "erfinv": _erfinv,
+}
+
+
+def _elementwise(library: torch.library.Library, name: str, function: Callable[[Tensor], Tensor]) -> None:
+    """Register a function of one tensor, its variant in place and that with `out=`."""
+
+    def kernel(x: Tensor) -> Tensor:
+        if x.is_complex():
+            raise RunError(
+                "LS7080",
+                f"strategy.exact: portable: torch.{name} of complex numbers has no portable form; set exact=true",
+            )
+        dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+        return function(x.detach().to(torch.float64)).to(dtype)
+
+    library.impl(name, kernel, "CPU")
+    library.impl(f"{name}.out", _into(kernel), "CPU")
+    library.impl(f"{name}_", _in_place(kernel), "CPU")
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def kernel(*_operands: Any, **_options: Any) -> Sequence[Tensor]:
+        raise RunError(
+            "LS7081",
+            f"strategy.exact: portable: torch's {name.strip('_')} is computed by a library that looks at the "
+            "processor; set strategy.exact=true",
+        )
+
+    return kernel

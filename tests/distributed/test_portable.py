@@ -1,0 +1,238 @@
+"""`strategy.exact: portable`: the same bits on every x86-64 processor with AVX2 and FMA, with any number of threads.
+
+Judges: 80-bit functions of the C library for functions, sums of elementwise products for products, and processors that
+QEMU emulates for bits. Kernels replace torch's for a whole process, so each test has processes of its own.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config import processor
+from lockstep.config.run import Run, load
+from lockstep.training.resolve import Machine, Scope, resolve
+from support.command import start_anew, write
+from support.harness import TINY
+from support.messages import mentions, raises
+
+PREPARED = """
+import sys
+from lockstep.config import processor
+processor.pin(True)
+import numpy as np, torch
+from lockstep.distributed import portable
+portable.install(int(sys.argv[1]))
+"""
+QEMU = shutil.which("qemu-x86_64")
+
+
+@pytest.fixture(autouse=True)
+def _unpinned() -> Iterator[None]:
+    yield
+    processor.pin(False)
+
+
+def python(code: str, *words: str, before: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [*before, sys.executable, "-c", code, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **variables})
+
+
+def said(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def changed(**strategy: Any) -> Run:
+    return load(None, {}, TINY | {"strategy": {"name": "single", "exact": "portable"} | strategy})
+
+
+# -- the environment -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_sets_the_variables_and_the_next_takes_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    run = changed()
+    assert run.strategy.exact == "portable"
+    assert processor.unpinned() == []
+    changed(exact=True)
+    assert os.environ["MKL_CBWR"] == "AVX2"
+    assert "OPENBLAS_CORETYPE" not in os.environ
+
+
+def test_portable_is_part_of_the_arithmetic() -> None:
+    assert changed().arithmetic() != changed(exact=True).arithmetic()
+    assert changed().arithmetic() == changed(name="ddp").arithmetic()
+
+
+def test_what_has_other_bits_elsewhere_is_refused_before_a_process_starts() -> None:
+    run = load(None, {"strategy.name": "ddp", "strategy.exact": "portable", "model.compile": True}, TINY)
+    with raises("LS5140", "model.compile"):
+        resolve(run, Machine(), 2, Scope.OPTIONS)
+
+
+def test_processors_that_lack_the_instructions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "model name : Intel Atom C3000 (Denverton)\nflags : fpu sse4_2 aes\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_args, **_named: text)
+    assert "no AVX2 and no FMA" in (processor.missing_instructions() or "")
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert "aarch64" in (processor.missing_instructions() or "")
+
+
+@pytest.mark.processes
+def test_libraries_that_were_loaded_before_are_refused() -> None:
+    clean = dict.fromkeys(processor.VARIABLES, "")
+    late = "import torch, numpy; torch.ones(3).exp()\n" + PREPARED
+    done = python(late, "1", **clean)
+    assert done.returncode
+    mentions(done.stderr, "LS7077", "ATEN_CPU_CAPABILITY=avx2")
+    done = python("import torch\nfrom lockstep.distributed import portable\nportable.install(1)", **clean)
+    assert done.returncode
+    mentions(done.stderr, "LS7076", "OPENBLAS_CORETYPE=Haswell")
+
+
+# -- the kernels -----------------------------------------------------------------------------------------------------
+
+FUNCTIONS = """
+import json, math
+x = torch.randn(20_000, generator=torch.Generator().manual_seed(2)) * 4
+judges = {n: getattr(np, n) for n in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan", "tanh")}
+judges["erf"] = np.vectorize(math.erf)
+worst = {}
+for name, judge in judges.items():
+    for dtype in (torch.float32, torch.bfloat16):
+        v = (x.abs() + 1e-3 if name in ("sqrt", "log", "log2", "log10") else x).to(dtype)
+        y = getattr(torch, name)(v)
+        assert y.dtype == dtype
+        assert torch.equal(y, getattr(v.clone(), name + "_")())
+        assert torch.equal(y, getattr(torch, name)(v, out=torch.empty(3, dtype=dtype)))
+        true = judge(v.double().numpy().astype(np.longdouble if name != "erf" else float))
+        _, exponent = np.frexp(np.abs(true).astype(float))
+        ulp = np.ldexp(1.0, exponent - (24 if dtype == torch.float32 else 8))
+        worst[f"{name} {dtype}"] = float((np.abs(y.double().numpy() - true) / ulp).max())
+u = (torch.rand(5000, generator=torch.Generator().manual_seed(3)) * 2 - 1) * 0.999
+back = torch.from_numpy(judges["erf"](torch.erfinv(u.double()).numpy()))
+worst["erfinv there and back"] = float((back - u).abs().max()) * 1e6
+edges = torch.tensor([0.0, -1.0, float("inf"), float("nan")])
+special = {n: getattr(torch, n)(edges).tolist() for n in ("sqrt", "log", "exp", "tanh", "erf")}
+right = torch.autograd.gradcheck(torch.tanh, torch.randn(5).double().requires_grad_())
+print(json.dumps({"worst": worst, "special": repr(special), "gradient": right}))
+"""
+
+
+@pytest.mark.processes
+def test_functions_are_rounded_correctly() -> None:
+    told = said(python(PREPARED + FUNCTIONS, "1"))
+    assert max(told["worst"].values()) < 0.501, told["worst"]
+    assert told["special"] == repr(
+        {
+            "sqrt": [0.0, float("nan"), float("inf"), float("nan")],
+            "log": [float("-inf"), float("nan"), float("inf"), float("nan")],
+            "exp": [1.0, 0.3678794503211975, float("inf"), float("nan")],
+            "tanh": [0.0, -0.7615941762924194, 1.0, float("nan")],
+            "erf": [0.0, -0.8427007794380188, 1.0, float("nan")],
+        }
+    )
+    assert told["gradient"]
+
+
+PRODUCTS = """
+import json
+g = torch.Generator().manual_seed(1)
+r = lambda *shape: torch.randn(*shape, generator=g)
+slow = lambda a, b: (a.double().unsqueeze(-1) * b.double().unsqueeze(-3)).sum(-2)
+a, b, c, v = r(700, 30), r(30, 9), r(700, 9), r(30)
+p, q, s = r(150, 6, 30), r(150, 30, 5), r(150, 6, 5)
+pairs = {
+    "mm": (a @ b, slow(a, b)), "transposed": (b.T @ a.T, slow(a, b).T), "bmm": (p @ q, slow(p, q)),
+    "mv": (a @ v, slow(a, v[:, None])[:, 0]), "dot": (v @ v, (v.double() * v.double()).sum()),
+    "addmm": (torch.addmm(c, a, b, beta=0.5, alpha=2), 0.5 * c + 2 * slow(a, b)),
+    "addmm_": (c.clone().addmm_(a, b), c + slow(a, b)),
+    "beta of 0": (torch.addmm(c * float("nan"), a, b, beta=0), slow(a, b)),
+    "addmv": (torch.addmv(a[:, 0], a, v), a[:, 0] + slow(a, v[:, None])[:, 0]),
+    "baddbmm": (torch.baddbmm(s, p, q, alpha=3), s + 3 * slow(p, q)),
+    "baddbmm_": (s.clone().baddbmm_(p, q), s + slow(p, q)),
+    "out": (torch.mm(a, b, out=torch.empty(0)), slow(a, b)),
+    "einsum": (torch.einsum("bij,bjk->bik", p, q), slow(p, q)),
+    "linear": (torch.nn.functional.linear(p, q[0].T, s[0, 0]), slow(p, q[0].expand(150, 30, 5)) + s[0, 0]),
+    "empty": (a[:0] @ b, slow(a[:0], b)), "expanded": (a[:1].expand(5, 30) @ b, slow(a[:1].expand(5, 30), b)),
+}
+far = lambda x, y: float((x.double() - y).abs().max()) if x.numel() else float(x.shape != y.shape)
+errors = {name: far(*pair) for name, pair in pairs.items()}
+half, exact = a.bfloat16() @ b.bfloat16(), slow(a.bfloat16(), b.bfloat16())
+errors["bfloat16, in parts of its precision"] = far(half / (exact.abs() + 1), exact / (exact.abs() + 1)) / 2**8
+try:
+    torch.asin(v); refused = ""
+except Exception as error:
+    refused = str(error)
+print(json.dumps({"errors": errors, "refused": refused, "probe": portable.probe(), "types": str(half.dtype)}))
+"""
+
+
+@pytest.mark.processes
+def test_products_are_products_and_the_number_of_threads_changes_no_bit() -> None:
+    answers = [said(python(PREPARED + PRODUCTS, threads)) for threads in ("1", "3")]
+    assert max(answers[0]["errors"].values()) < 3e-5, answers[0]["errors"]
+    assert answers[0] == answers[1]
+    assert answers[0]["types"] == "torch.bfloat16"
+    mentions(answers[0]["refused"], "LS7081", "asin")
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+def trained(folder: Path, cache: Path, name: str, *words: str, exact: Any = "portable") -> tuple[str, str]:
+    """The hash of the export of a short run, and what it printed."""
+    path = write(folder / name, steps=3, strategy={"name": "ddp", "exact": exact}, evaluate={"every": 3})
+    process = start_anew([sys.executable, "-m", "lockstep", "train", str(path), *words], path.parent, cache)
+    told, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, told + errors
+    weights = (path.parent / "out" / "export" / "model.safetensors").read_bytes()
+    return hashlib.sha256(weights).hexdigest(), told
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_bits_depend_neither_on_processes_nor_on_threads(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    one, told = trained(tmp_path, cache, "one", "launch.processes=1")
+    assert "compared" in told  # with plain transformers, before the first step
+    assert trained(tmp_path, cache, "two", "launch.processes=2")[0] == one
+    assert trained(tmp_path, cache, "threads", "launch.processes=1", "launch.threads=3")[0] == one
+    assert trained(tmp_path, cache, "fsdp2", "launch.processes=2", "strategy.name=fsdp2")[0] == one
+    assert trained(tmp_path, cache, "exact", "launch.processes=1", exact=True)[0] != one  # other kernels
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(QEMU is None, reason="needs qemu-x86_64 (Debian's qemu-user)")
+def test_emulated_processors_compute_the_same() -> None:
+    code = PREPARED + "import json; print(json.dumps(portable.probe()))"
+    here = said(python(code, "1"))
+    assert QEMU is not None
+    for cpu in ("Haswell-noTSX", "EPYC"):
+        assert said(python(code, "1", before=(QEMU, "-cpu", cpu))) == here
+    for cpu in ("SandyBridge", "Haswell-noTSX,-fma"):
+        refused = python(code, "1", before=(QEMU, "-cpu", cpu))
+        assert refused.returncode
+        mentions(refused.stderr, "LS7075")
+    # Without the kernels the same processors differ: the emulation can tell.
+    bare = """
+import json, torch
+torch.set_num_threads(1)
+x = torch.randn(40_000, generator=torch.Generator().manual_seed(1))
+product = x[:4000].view(8, 500) @ x[:1500].view(500, 3)
+print(json.dumps([float(x.abs().sqrt().double().sum()), float(product.sum())]))
+"""
+    pinned = {name: value for name, value in processor.VARIABLES.items() if name != "MKL_CBWR"}
+    assert said(python(bare, **pinned)) != said(python(bare, before=(QEMU, "-cpu", "Haswell-noTSX"), **pinned))
