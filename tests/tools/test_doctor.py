@@ -16,6 +16,7 @@ from lockstep.distributed.world import World
 from lockstep.tools import doctor, machine_info
 from support.command import ended, start
 from support.harness import run_on
+from support.messages import mentions
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -126,12 +127,10 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "wanted"), [(["--folder", "none"], "no folder none"), (["--processes", "0"], "--processes: 0")]
-)
-def test_bad_usage(words: list[str], wanted: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("words", "code"), [(["--folder", "none"], "LS8170"), (["--processes", "0"], "LS8083")])
+def test_bad_usage(words: list[str], code: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
-    assert wanted in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, code, words[0], words[1])
 
 
 # -- between ranks ---------------------------------------------------------------------------------------------------

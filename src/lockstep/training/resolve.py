@@ -316,7 +316,7 @@ def _refuse_unportable(run: Run, strategy: type[Strategy], like_this_one: bool) 
     for key, reason in why.items():
         if reason is not None:
             raise RunError(
-                "LS5138", f"strategy.exact: portable cannot be had with {key}: {reason}; set strategy.exact=true"
+                "LS5140", f"strategy.exact: portable cannot be had with {key}: {reason}; set strategy.exact=true"
             )
     if like_this_one and (lacking := missing_instructions()) is not None:
         raise RunError("LS5139", f"strategy.exact: portable: {lacking}; set strategy.exact=true")

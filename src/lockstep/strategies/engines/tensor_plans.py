@@ -148,7 +148,8 @@ def differs(run: Run, head: str, config: Any) -> str | None:
             except Exception as error:
                 return f"what lies between its products cannot be computed in parts ({small_models.brief(error)})"
             for (logits, gradients), (own, own_gradients) in zip(outputs, parts, strict=True):
-                pairs = [(logits, own), *zip(gradients, own_gradients, strict=True)]
+                pairs: list[tuple[Tensor | None, Tensor | None]] = [(logits, own)]
+                pairs += zip(gradients, own_gradients, strict=True)
                 if not all(_near(*pair) for pair in pairs):
                     return "in parts it computes something else"
             return None
@@ -217,7 +218,7 @@ class PlannedProduct:
 
 def _products(plan: FamilyPlan, leaves: int, model: nn.Module) -> Iterator[PlannedProduct]:
     """The model's products that the plan names. Errors: `RunError` where there is none, or one that cannot be cut."""
-    ways = set()
+    ways = set[str]()
     for name, module in model.named_modules():
         if (way := _entry(plan.products, name)) is None:
             continue
