@@ -173,6 +173,14 @@ try:
     torch.asin(v); refused = ""
 except Exception as error:
     refused = str(error)
+w = a.abs() + 0.1
+for power in (0.5, 1, 2, 3, -0.5, -1, -2, 0.75, 4):
+    true = torch.from_numpy(np.power(w.double().numpy(), power))
+    for got in (w**power, w.clone().pow_(power), torch.pow(w, power, out=torch.empty(0))):
+        errors[f"to the {power}"] = max(far(got / true, true / true), errors.get(f"to the {power}", 0.0))
+whole = torch.arange(5)
+errors["whole numbers"] = float((whole**2).dtype != torch.int64 or (whole**2).tolist() != [0, 1, 4, 9, 16])
+errors["whole numbers' roots"] = far(whole**0.5, torch.tensor([0, 1, 2**0.5, 3**0.5, 2]).double())
 print(json.dumps({"errors": errors, "refused": refused, "probe": portable.probe(), "types": str(half.dtype)}))
 """
 

@@ -104,7 +104,7 @@ def probe() -> str:
     ]
     results += [a.bfloat16() @ b.bfloat16().T, a.sum(), a.sum(0), a.mean(-1), torch.linalg.vector_norm(a)]
     results += [getattr(torch, name)(a.abs() * 0.9 + 0.01) for name in FUNCTIONS]
-    results += [a.softmax(-1), a.log_softmax(-1), a.sigmoid(), torch.expm1(a), torch.pow(a.abs(), 0.75)]
+    results += [a.softmax(-1), a.log_softmax(-1), a.sigmoid(), torch.expm1(a), torch.pow(a.abs(), 0.75), a.abs() ** 0.5]
     weight = a.clone().requires_grad_()
     functional = torch.nn.functional
     normed = functional.layer_norm(functional.gelu(weight) + functional.silu(weight), (384,))
@@ -190,7 +190,7 @@ def _added_vector(bias: Tensor, a: Tensor, x: Tensor, beta: float = 1, alpha: fl
 def _into(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The variant with `out=`."""
 
-    def kernel(*operands: Tensor, out: Tensor, **options: float) -> Tensor:
+    def kernel(*operands: Any, out: Tensor, **options: float) -> Tensor:
         result = function(*operands, **options)
         return out.resize_(result.shape).copy_(result)
 
@@ -200,7 +200,7 @@ def _into(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The variant that writes into its first operand."""
 
-    def kernel(first: Tensor, *operands: Tensor, **options: float) -> Tensor:
+    def kernel(first: Tensor, *operands: Any, **options: float) -> Tensor:
         return first.copy_(function(first, *operands, **options))
 
     return kernel
@@ -258,6 +258,28 @@ def _erfinv(x: Tensor) -> Tensor:
         error = (_erf(guess) - x) / (2 / math.sqrt(math.pi) * torch.exp2(-guess * guess / math.log(2)))
         guess = guess - error / (1 + guess * error)
     return torch.where(x.abs() < 1, guess, torch.where(x.abs() == 1, x * math.inf, math.nan))
+
+
+def _power(x: Tensor, exponent: float) -> Tensor:
+    """x to a number. torch's kernel takes the square root of MKL for 0.5; that of two tensors is SLEEF's."""
+    simple = _POWERS.get(exponent) if x.is_floating_point() else None
+    return torch.pow(x, torch.tensor(exponent)) if simple is None else simple(x)
+
+
+_POWERS: dict[float, Callable[[Tensor], Tensor]] = {
+    1: torch.clone,
+    2: lambda x: x * x,
+    3: lambda x: x * x * x,
+    0.5: torch.sqrt,
+    -0.5: torch.rsqrt,
+    -1: torch.reciprocal,
+    -2: lambda x: (x * x).reciprocal(),
+}
+KERNELS |= {
+    "pow.Tensor_Scalar": _power,
+    "pow.Tensor_Scalar_out": _into(_power),
+    "pow_.Scalar": _in_place(_power),
+}
 
 
 # Each of float64, by ATen's own kernels. float32 is computed in float64 and rounded.
