@@ -220,7 +220,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         jsonl("train.jsonl", [row | {"label": ["a", "b"] if i != 5 else ["a", None]} for i, row in enumerate(EMOTION)]),
         {"data": OWN},
         ["task.multi_label=true"],
-        ["task.label", "row 5 holds ['a', None]", "mend it"],
+        ["task.label", "row 5 holds ['a', None]", "correct or remove it"],
     ),
     "a label unseen in train, in a list": (
         many(
@@ -243,7 +243,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         ),
         {"data": OWN | {"source": "train.csv"}},
         ["task.regression=true"],
-        ["task.label", "all of them finite", "row 5 holds inf", "mend it"],
+        ["task.label", "all of them finite", "row 5 holds inf", "correct or remove it"],
     ),
     "a number that is none": (
         lambda folder: (folder / "train.csv").write_text(
@@ -275,7 +275,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         jsonl("train.jsonl", EMOTION),
         {"data": OWN},
         ["task.class_weights={joy: 2}"],
-        ["task.class_weights", "unknown label 'joy'", "known are '0', '1', '2'"],
+        ["task.class_weights", "unknown label 'joy'", "expected one of '0', '1', '2'"],
     ),
     "a threshold of many labels": (
         jsonl("train.jsonl", EMOTION),

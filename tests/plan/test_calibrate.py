@@ -163,8 +163,8 @@ def test_a_stage_that_waits_leaves_its_core_to_others() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--processes", "9"], "9 cannot share 4 micro-batches"),
-        (["--processes", "0"], "--processes: 0"),
+        (["--processes", "9"], "9 processes cannot share 4 micro-batches"),
+        (["--processes", "0"], "--processes: invalid value 0"),
         (["--strategies", "ddp"], "--strategies: not supported with --calibrate"),
         (["--weak"], "--weak"),
         (["model.compile=true"], "model.compile"),

@@ -147,10 +147,10 @@ def test_what_fits_comes_first_then_what_is_quick() -> None:
     ("words", "said"),
     [
         (["--simulate", "--processes", "6"], "set micro_batches=8 or more, or 16 to allow"),
-        (["--simulate", "--device", "h900"], "'h900' is none of a100, h100, and no file"),
-        (["--simulate", "--processes", "0"], "--processes: 0"),
-        (["--simulate", "--price", "-1"], "--price: -1"),
-        (["--simulate", "--out", "page"], "--out: page"),
+        (["--simulate", "--device", "h900"], "unknown device 'h900'; expected a file, or one of a100, h100"),
+        (["--simulate", "--processes", "0"], "--processes: invalid value 0"),
+        (["--simulate", "--price", "-1"], "--price: invalid value -1"),
+        (["--simulate", "--out", "page"], "--out: invalid file page"),
         (["--processes", "4"], "--processes: says something to --simulate only"),
         (["--suggest", "--processes", "64"], "64 micro-batches or more, but a step has batch_size=22"),
         (["--simulate", "--processes", "2", "strategy=single"], "single supports one process only"),
@@ -168,7 +168,7 @@ def test_a_device_file_says_what_is_wrong_with_it(here: Path, capsys: pytest.Cap
     for changed, said in (
         ({"flops": {"fp8": 1.0}}, "flops.fp8"),
         ({"memory_bytes": -1}, "memory_bytes"),
-        ({"sources": {}}, "says nothing of memory_bytes"),
+        ({"sources": {}}, "missing memory_bytes"),
         ({"flops": {"bf16": 1.0}}, "has no flops for precision=fp32"),
     ):
         (here / "mine.yaml").write_text(yaml.safe_dump(good | changed))

@@ -191,7 +191,7 @@ def test_embeddings_that_two_modules_hold_are_known(family: str, shared: bool) -
         ("hf_trainer", "learning_rate=1", "LS4210", "strategy.options.learning_rate: is said by other keys"),
         ("hf_trainer", "lerning_rate=1", "LS4210", "strategy.options.lerning_rate: is no TrainingArgument"),
         ("hf_accelerate", "fsdp={version: 1}", "LS4031", "strategy.options.fsdp: "),
-        ("hf_accelerate", "fsdp=1", "LS4020", "strategy.options.fsdp: 1"),
+        ("hf_accelerate", "fsdp=1", "LS4020", "strategy.options.fsdp: invalid value 1"),
         ("hf_accelerate", "deepspeed={zero_stage: 4}", "LS4034", "strategy.options.deepspeed.zero_stage: "),
         (
             "hf_accelerate",

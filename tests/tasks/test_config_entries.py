@@ -48,7 +48,7 @@ def run_of(family: str, config: dict[str, Any]) -> Run:
         ("gpt2", {"to_dict": 1}, "LS3135", ["'to_dict'"]),  # a method
         ("gpt2", {"use_return_dict": False}, "LS3135", ["'use_return_dict'"]),  # cannot be set
         ("gpt2", {"attention_dropout": 0.1}, "LS3135", ["'attention_dropout'"]),  # of other families
-        ("gpt2", {"model_type": "bert"}, "LS3120", ["model.config.model_type: 'bert'", "'gpt2'"]),
+        ("gpt2", {"model_type": "bert"}, "LS3120", ["model.config.model_type: invalid value 'bert'", "'gpt2'"]),
         ("gpt2", {"dtype": "bfloat16"}, "LS3121", ["model.config.dtype: ", "'bfloat16'", "model.dtype"]),
         ("gpt2", {"return_dict": False}, "LS3121", ["model.config.return_dict: ", "False"]),
         ("gpt2", {"n_layer": "two"}, "LS3123", ["model.config.n_layer: ", "'two'"]),

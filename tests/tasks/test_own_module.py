@@ -44,7 +44,7 @@ def test_what_a_loss_is_is_found_out(loss: str, kind: str, each: int, here: Path
         ("((outputs - answers) ** 2).sum() ** 0.5", "neither a sum over targets nor their mean"),
         ("outputs.sum() * 0", "neither a sum"),
         ("(outputs ** 2).sum() / (answers ** 2).sum()", "a mean, but not over examples"),
-        ("(outputs * float('nan')).sum()", "no finite number"),
+        ("(outputs * float('nan')).sum()", "not finite"),
         ("float(outputs.sum())", "expected a tensor of floats, but the function returned a float"),
         ("outputs.flatten()[: len(outputs) + 1] ** 2", "number of targets is unknown"),
         ("outputs.missing", "task.loss: TOY.loss failed: AttributeError: 'Tensor' object has no attribute 'missing' "),

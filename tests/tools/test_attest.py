@@ -206,7 +206,7 @@ def test_what_cannot_be_attested(copy: Path, tmp_path: Path, capfd: pytest.Captu
 
     refused("has no run.yaml", "attest", str(tmp_path))
     refused("--key: no such file:", "attest", str(copy), "--key", str(tmp_path / "none.pem"))
-    refused("--samples: 0", "audit", str(copy), "--samples", "0")
+    refused("--samples: invalid value 0", "audit", str(copy), "--samples", "0")
     (copy / fingerprints.FILE).write_text('{"step": 1, "hash": "x"}\n')
     refused("expected a line for each of the steps 1 to 9", "attest", str(copy))
     shutil.rmtree(copy / "attestation")

@@ -95,7 +95,7 @@ def test_gpus_that_are_fewer_are_shared(monkeypatch: pytest.MonkeyPatch) -> None
             ["--selftest", "--page", "/no/such/folder/page.html"],
             "--page: no such folder: /no/such/folder",
         ),
-        (["--selftest", "--processes", "0"], "--processes: 0 is not"),
+        (["--selftest", "--processes", "0"], "--processes: invalid value 0"),
         (["--selftest", "--strategies", "dpd"], "known are allreduce, ddp"),
         (["--page", "page.html"], "--page: has an effect only with --selftest"),
     ],

@@ -119,7 +119,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert not (tmp_path / "outputs").exists()
     status, _, err = verified("--steps=0")
     assert status == 2
-    assert "--steps: 0" in err
+    assert "--steps: invalid value 0" in err
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_from_python_a_step_can_be_computed_by_hand(output: Path) -> None:
     [
         (["--step", "13"], "--step: 13 is not a step of this run; expected 1 to 12"),
         (["--step", "0"], "--step: 0 is not a step of this run"),
-        (["--step", "3", "--processes", "0"], "--processes: 0"),
+        (["--step", "3", "--processes", "0"], "--processes: invalid value 0"),
         (["--step", "3", "--strategy", "fsdp3"], "unknown strategy 'fsdp3'"),
         (["--step", "3", "nonsense=1"], "nonsense"),
         (["--step", "3", "data.source=gone/data.jsonl"], "; of step 3 is written down: loss 1."),

@@ -217,7 +217,7 @@ class Pipeline(ShardedRecovery):
         self.losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others'
         micro_batches = batch.micro_batches
         for stage in self.engine:
-            stage.expect(micro_batches, batch.count, self.run.strategy.exact, self.observer)
+            stage.expect(micro_batches, batch.count, bool(self.run.strategy.exact), self.observer)
         with self.phases("forward+backward"), self.autocast():
             run_schedule(self.schedule, micro_batches)
         with self.phases("reduction"):

@@ -92,8 +92,8 @@ def job_of(run: Run, count: int, folder: Path) -> Run:
     if count > run.micro_batches:
         raise RunError(
             "LS8042",
-            f"--processes: {count} processes processes cannot share {run.micro_batches} micro-batches; give "
-            f"{run.micro_batches} at most; give {run.micro_batches} at most",
+            f"--processes: {count} processes cannot share {run.micro_batches} micro-batches; give "
+            f"{run.micro_batches} at most",
         )
     strategy: dict[str, Any] = {"name": "single" if count == 1 else "allreduce", "options": {}}
     sections: Mapping[str, Mapping[str, Any]] = {"strategy": strategy, "launch": {"processes": count, "device": "cpu"}}

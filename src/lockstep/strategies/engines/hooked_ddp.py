@@ -43,7 +43,7 @@ class Hooked(WholeStateRecovery):
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
         """DDP's buckets hold a gradient besides."""
-        buckets = processes > 1 and run.strategy.exact
+        buckets = processes > 1 and bool(run.strategy.exact)
         return super().partial_sums(run, processes) + 4.0 * buckets
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Hooked(WholeStateRecovery):
     @property
     def in_tree(self) -> bool:
         """Whether this step's sums go over the tree: without `exact` as well, where DDP cannot reduce."""
-        return self.run.strategy.exact or (self.ddp is not None and not self.steady)
+        return bool(self.run.strategy.exact) or (self.ddp is not None and not self.steady)
 
     def leave_ddp(self) -> None:
         """Run the model past DDP from now on: a reduction that it has begun and cannot finish ends in its error."""

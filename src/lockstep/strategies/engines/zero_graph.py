@@ -93,7 +93,7 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
         arriving = self._arriving
         kind: Any = type(next(model.modules())._parameters)
 
-        class Arrived(kind):  # type: ignore[misc]
+        class Arrived(kind):
             """DeepSpeed's mapping, which waits."""
 
             def __getitem__(self, name: str) -> Any:

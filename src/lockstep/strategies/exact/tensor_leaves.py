@@ -259,7 +259,9 @@ class Leaves(Tensor):
         return _together(results, ranks, tracked)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch types the function that stands for "none" there
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise RunError(
             "LS4304", f"strategy.tensor_leaves: this model's {func} cannot be computed leaf by leaf; leave the key out"
         )

@@ -111,7 +111,9 @@ def read(path: str | None, defaults: Mapping[str, Any], words: Sequence[str], op
     trials = [overrides_of(keys) for keys in (section.trials if section is not None else [])]
     given = {name: value for name, value in options.items() if value is not None}
     filed = section.model_dump(exclude_none=True) if section is not None else {}
-    search = SearchSection(trials=given["search"], seed=0) if "search" in given else (section and section.search)
+    search = None if section is None else section.search
+    if "search" in given:
+        search = SearchSection(trials=given["search"], seed=0)
     sweep = Sweep(
         path=run,
         defaults=defaults,
