@@ -14,12 +14,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import embedding, linear
 from transformers.pytorch_utils import Conv1D
 
@@ -36,6 +34,9 @@ from lockstep.strategies.exact.tensor_leaves import (
 )
 from lockstep.tasks.models import heads, padding, small_models
 from lockstep.tasks.models.model_configs import load_config
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 KEY = "strategy.tensor_leaves"
 COLUMN, ROW = "colwise", "rowwise"  # transformers' words
@@ -275,6 +276,8 @@ def share_out(run: Run, model: nn.Module, mesh: DeviceMesh) -> None:
     """Of the weights that are cut, each rank of the mesh keeps its leaves; of a fused one, whose leaves do not lie
     side by side, an equal share of the rows."""
     # It warns of sums in another order where such weights are gathered for a checkpoint, which sums nothing.
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     leaves = run.strategy.tensor_leaves
     for product in _products(plan_of(load_config(run), leaves), leaves, model):
@@ -316,7 +319,8 @@ def _row(module: Any, ranks: LeafRanks, weight: WeightCut, inputs: Tensor) -> Te
 
 def _held(weight: Tensor) -> Tensor:
     """This rank's part, through which its gradient goes back."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    local = getattr(weight, "to_local", None)  # a DTensor's; its package takes long to import
+    return weight if local is None else local()
 
 
 def _computed_in(module: Any, inputs: Tensor) -> torch.dtype:
