@@ -193,9 +193,9 @@ def test_a_run_pushes_at_its_end_and_again_where_it_failed(hub: Hub, tmp_path: P
 @pytest.mark.parametrize(
     ("token", "push_to", "wanted"),
     [
-        (None, "user/x", "no token"),
-        (READER, "user/x", "only read"),
-        (WRITER, "else/x", "cannot push to else"),
+        (None, "user/x", "LS6015"),
+        (READER, "user/x", "LS6013"),
+        (WRITER, "else/x", "LS6014"),
         ("x-4711", "user/x", "401"),
     ],
 )

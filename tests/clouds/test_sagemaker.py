@@ -147,7 +147,7 @@ def test_local_data_models_and_modules_travel(here: Path) -> None:
         ({"pytorch": "1.13"}, "no AWS container for PyTorch '1.13'"),
         ({"processes": "auto"}, "launch.processes: auto cannot count"),
         ({"processes": 5}, "2 x 5 processes cannot share 8 micro-batches"),
-        ({"device": "cuda"}, "ml.m5.xlarge has no GPU"),
+        ({"device": "cuda"}, "launch.device: cuda, but ml.m5.xlarge "),
         ({"secrets": ["HF_TOKEN"]}, "launch.secrets: 'HF_TOKEN' is not VARIABLE=NAME"),
         ({"environment": ["HF_TOKEN=hf_" + "x" * 30]}, "looks like a secret"),
     ],

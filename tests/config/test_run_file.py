@@ -90,7 +90,7 @@ def test_what_is_dumped_can_be_run_again(tmp_path: Path) -> None:
         ("batch_size: 0", ["batch_size", "0", "greater than or equal to 1"]),
         ("precision: fp8", ["precision", "'fp8'", "'fp32', 'bf16' or 'fp16'"]),
         ("micro_batches: 256", ["micro_batches (256)", "batch_size (128)"]),
-        ("steps: 5", ["epochs or steps"]),
+        ("steps: 5", ["epochs", "steps", "LS1102"]),
         ("task: {name: clasification}", ["task.name", "did you mean 'classification'", "line 8"]),
         ("task: {txt: tweet}", ["unknown key 'task.txt'", "'text'"]),
         ("task: {text: 5}", ["task.text", "5"]),
@@ -100,7 +100,7 @@ def test_what_is_dumped_can_be_run_again(tmp_path: Path) -> None:
         ("launch: {processes: 0}", ["launch.processes", "0"]),
         ("launch: {processes: some}", ["launch.processes", "'some'", "auto"]),
         ("track: {to: [tensorbord]}", ["track.to", "'tensorbord'", "tensorboard"]),
-        ("tokenizer: {source: a, train: bpe}", ["tokenizer", "not both"]),
+        ("tokenizer: {source: a, train: bpe}", ["tokenizer", "line 8", "LS1133"]),
         ("data: [1]", ["data", "line 8"]),
         ("hub: {token: hf_abcdefghijklmnopqrstuvwxyz}", ["hub.token", "secret", "environment"]),
         ("output: hf_abcdefghijklmnopqrstuvwxyz0123", ["output", "secret"]),
@@ -135,8 +135,8 @@ BASE = "data: {source: builtin/emotion}\nmodel: {type: gpt2}\nbatch_size: 64\nmi
 @pytest.mark.parametrize(
     ("text", "overrides", "wanted"),
     [
-        (BASE, ["batch_size=4"], "needs an example (on the command line)"),
-        (BASE.replace("64", "4"), ["seed=1"], "needs an example (FILE)"),
+        (BASE, ["batch_size=4"], " (on the command line) [LS1103]"),
+        (BASE.replace("64", "4"), ["seed=1"], " (FILE) [LS1103]"),
         (BASE, ["model.source=x"], "and not both (on the command line)"),
         (BASE.replace("type:", "source: x, type:"), ["model.attention=eager"], "and not both (FILE, line 2)"),
         (BASE + "task: {name: language_modeling, prompt: x}\n", ["task.text=y"], "or neither (FILE, line 5)"),

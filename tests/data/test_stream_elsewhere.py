@@ -152,8 +152,7 @@ def test_a_server_that_stays_away_ends_training_where_it_can_go_on(web: Served, 
     web.faults = {name: [503] * 1000 for name in web.files}
     with pytest.raises(Unreadable) as caught:
         batches(feed)
-    assert "the server answered 503" in str(caught.value)
-    assert f"{web.address}/train-0" in str(caught.value)
+    assert mentions(str(caught.value), "LS2136", "503", f"{web.address}/train-0")
     assert caught.value.message.endswith("Once it can be had, the same command goes on")
     web.faults = {}
     assert batches(feed_of(run)) == batches(feed_of(streamed(folder, *RUN, data=SMALL)))
@@ -195,7 +194,7 @@ def test_what_cannot_be_streamed_from_there_is_refused(web: Served, folder: Path
     train = [*run.data.train[:1], str(folder / "train-01.jsonl.gz")]  # type: ignore[index]
     assert mentions(told(streamed(folder, data={"source": None, "train": train})), "LS2178")
     data = {"source": None, "train": run.data.train}
-    assert told(streamed(folder, data=data)).startswith("data.validation: missing; a share of a stream cannot be cut")
+    assert mentions(told(streamed(folder, data=data)), "LS2260", "data.validation")
     with raises("LS1039", "stream_cache_gb"):
         streamed(folder, "data.stream=false", "data.stream_window=8192", "data.stream_cache_gb=3")
 

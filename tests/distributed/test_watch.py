@@ -105,4 +105,7 @@ def test_the_verdict_names_who_is_behind() -> None:
     assert "waiting for it: rank 0" in said
     said = verdict({0: beat(4, waiting), 1: beat(4, busy)}, [], 9)
     assert said.index("rank 1") < said.index("waiting for it: rank 0")
-    assert "no heartbeat for 9 s from rank 1" in verdict({0: beat(4), 1: beat(4)}, [1], 9)
+    for goes_on, then in ((False, "This process ends"), (True, "It counts as lost")):
+        said = verdict({0: beat(4), 1: beat(4)}, [1], 9, goes_on)
+        assert said.startswith("no heartbeat for 9 s from rank 1")
+        assert said.endswith(then)

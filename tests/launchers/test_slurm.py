@@ -138,7 +138,7 @@ def program(folder: Path, name: str, text: str) -> None:
         ({"time": "soon"}, ["launch.time", "soon", "1d12h"]),
         ({"time": "2m", "signal_before": "2m"}, ["launch.signal_before", "2m"]),
         ({"partitions": "gpu"}, ["launch.partitions", "partition"]),
-        ({"partition": "a b"}, ["launch.partition", "one word"]),
+        ({"partition": "a b"}, ["launch.partition", "'a b'", "LS7381"]),
         ({"extra": ["mail-type=END"]}, ["launch.extra", "mail-type=END"]),
         ({"memory": "lots"}, ["launch.memory", "lots"]),
         ({"ranks": "mpi"}, ["launch.ranks", "mpi", "elastic"]),

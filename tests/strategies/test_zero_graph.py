@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,10 @@ class Fused(nn.Module):
         return linear(inputs, self.weight[:3]) * linear(inputs, self.weight[3:])
 
 
+class Mapping(OrderedDict[str, Any]):
+    """Stands for DeepSpeed's, in which a module has its weights at stage 3."""
+
+
 def gradients(model: Fused, saving: Any = None) -> tuple[Tensor, Tensor]:
     inputs = torch.ones(2, 4, requires_grad=True)
     if saving is None:
@@ -39,6 +44,7 @@ def gradients(model: Fused, saving: Any = None) -> tuple[Tensor, Tensor]:
 
 def test_parts_of_a_weight_are_read_where_they_lie() -> None:
     plain, model = gradients(Fused()), Fused()
+    model._parameters = Mapping(model._parameters)
     weight: Any = model.weight
     weight.ds_id, weight.ds_status = 0, SimpleNamespace(name="AVAILABLE")
     registry: Any = {"_PartitionedParameterCoordinator__inflight_param_registry": {}}
@@ -49,6 +55,18 @@ def test_parts_of_a_weight_are_read_where_they_lie() -> None:
     for own, of_torch in zip(gradients(model, saving), plain, strict=True):
         assert torch.equal(own, of_torch)
     assert [each[-1] for each in kept if isinstance(each, tuple)] == [0, 12]  # not the numbers, but where they begin
+
+
+def test_a_weight_that_was_asked_for_in_advance_is_waited_for_where_it_is_read() -> None:
+    waited: list[str] = []
+    model = Fused()
+    model._parameters = Mapping(model._parameters)
+    arriving = {model.weight: SimpleNamespace(wait=lambda: waited.append("weight"))}
+    registry: Any = {"_PartitionedParameterCoordinator__inflight_param_registry": arriving}
+    SavedByName(model, SimpleNamespace(**registry))
+    assert waited == []
+    assert model.weight is model.weight
+    assert (waited, arriving) == (["weight"], {})  # once
 
 
 class Node(torch.autograd.Function):

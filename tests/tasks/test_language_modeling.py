@@ -247,7 +247,7 @@ def test_greedy_by_forward_is_greedy_by_transformers(tmp_path: Path) -> None:
 BAD: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "no such column": ({"text": "txt"}, [], ["task.text", "'txt'", "it has text"]),
     "a prompt without a response": ({"prompt": "text"}, [], ["prompt and response"]),
-    "prompts and messages": ({"prompt": "a", "response": "b", "messages": "c"}, [], ["and not both"]),
+    "prompts and messages": ({"prompt": "a", "response": "b", "messages": "c"}, [], ["prompt", "messages", "LS3051"]),
     "a template for nothing": ({"chat_template": "x"}, [], ["chat_template has an effect only with task.messages"]),
     "no such column of messages": ({"messages": "chat"}, [], ["task.messages", "'chat'"]),
     "texts are no messages": ({"messages": "text"}, [], ["lists of role and content", "row 0"]),

@@ -97,7 +97,7 @@ def test_steps_after_the_checkpoint_are_computed_again_and_compared(
         (3, "steps=14", "no checkpoint of at most 3 steps is kept (kept are 6, 10)"),
         (6, "strategy.exact=false", "strategy.exact is True there and False here"),
         (6, "optim.groups=[{match: '*', learning_rate: 1.0e-3}]", "optim.groups: the rates of optim.groups"),
-        (6, "average.last=3", "branch at 4 or before"),
+        (6, "average.last=3", "branch at step 4 or before"),
     ],
 )
 def test_what_cannot_be_shared_is_named(

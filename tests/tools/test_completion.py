@@ -7,6 +7,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.tools import commands
+from support.messages import mentions
 
 TAB = """
 source {script}
@@ -30,7 +31,7 @@ def test_a_first_visit_has_five_commands_and_the_names_of_all(capsys: pytest.Cap
 def test_a_shell_that_there_is_no_script_for(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["tcsh"], []):
         assert main(["--completion", *words]) == 2
-        assert "use bash, zsh, fish [LS8430]" in capsys.readouterr().err
+        assert mentions(capsys.readouterr().err, "LS8430", "bash, zsh, fish")
 
 
 def test_shtab_is_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

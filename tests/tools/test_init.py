@@ -148,7 +148,7 @@ def test_a_text_stands_for_a_section(here: Path) -> None:
         (["--data", "builtin/emotion", "out=x"], ["unknown key 'out'", "output", "run.yaml"]),
         (["--data", "none.jsonl"], ["none.jsonl", "no such file"]),
         (["--data", "builtin/emotion", "--task", "poetry"], ["--task", "poetry", "translation"]),
-        (["--data", "numbers"], ["cannot be told", "a (number)", "--task"]),
+        (["--data", "numbers"], ["LS8272", "a (number)", "--task"]),
         (["--data", "numbers", "--task", "translation"], ["no columns that fit translation", "a (number)"]),
         ([], ["--data"]),
         (["a.yaml", "b.yaml"], ["one run file"]),

@@ -350,7 +350,7 @@ def test_a_value_that_will_not_do_is_listed(here: Path, capsys: pytest.CaptureFi
         ("a.yaml", "hello: 1\n", "no key that identifies it"),
         ("a.py", "x = (", "line 1"),
         ("a.py", "x = 1", "no Trainer of transformers"),
-        ("a.py", "TrainingArguments()\nTrainingArguments()", "on lines 1, 2; leave one"),
+        ("a.py", "TrainingArguments()\nTrainingArguments()", "on lines 1, 2;"),
     ],
 )
 def test_what_cannot_be_read(name: str, text: str, wanted: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:

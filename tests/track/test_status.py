@@ -35,6 +35,7 @@ from support.command import (
     write,
 )
 from support.harness import tiny
+from support.messages import mentions
 from support.places import TESTS_PATH
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
@@ -280,7 +281,7 @@ def test_numbers_that_make_no_sense(words: list[str], tmp_path: Path, capsys: py
     (tmp_path / "run.yaml").rename(tmp_path / "out" / "run.yaml")
     job_record.write(tmp_path / "out", job_record.here("local", 1))
     assert main([word.replace("OUT", str(tmp_path / "out")) for word in words]) == 2
-    assert "-1 is not a number of" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, "LS8134" if words[0] == "logs" else "LS8136", words[2], "-1")
 
 
 def test_the_last_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from support import striking
 from support.command import finish, write
 from support.marks import long, slow
+from support.messages import mentions
 
 pytestmark = [
     pytest.mark.processes,
@@ -57,10 +58,10 @@ def moved(folder: Path) -> list[str]:
     return [event["what"] for event in told if event["event"] == "regroup"]
 
 
-def started_again(folder: Path, share: str) -> str:
-    """It said which share is lost, and went on from a checkpoint, once. Returns its log."""
+def started_again(folder: Path, shard: str) -> str:
+    """It said which shard is lost, and went on from a checkpoint, once. Returns its log."""
     log = (folder / "out/log.txt").read_text()
-    assert f"{share} of the state is lost with every rank that held it" in log
+    assert mentions(log, "LS5042", f"{shard} of the state")
     assert log.count("resuming after step") == 1
     return log
 
@@ -115,7 +116,7 @@ def test_both_holders_of_a_shard_are_lost_and_all_start_again_and_say_why(
     done = striking.carried_out(job("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, eight, *REPLICATED)
     assert [each["phase"] for each in done.done] == ["step", "forming"]
     assert done.restarted == 1
-    assert "resuming after step 10" in started_again(tmp_path / "job", "share 1 of 2")
+    assert "resuming after step 10" in started_again(tmp_path / "job", "shard 1 of 2")
 
 
 @pytest.mark.slow
@@ -130,7 +131,7 @@ def test_both_of_a_pair_in_a_row(kind: str, tmp_path: Path, cache: Path) -> None
     done = striking.carried_out(job(kind, 3, *strikes), tmp_path / "job", cache, alone, *words)
     assert [(each["phase"], each["world"]) for each in done.done] == [(phase, world) for *_, phase, world in strikes]
     assert done.restarted == 1
-    started_again(tmp_path / "job", "share 1 of 3")
+    started_again(tmp_path / "job", "shard 1 of 3")
 
 
 @pytest.mark.slow
@@ -155,7 +156,7 @@ def test_without_copies_the_second_of_a_pair_starts_all_again(tmp_path: Path, ca
     done = striking.carried_out(job("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, eight, *REPLICATED)
     assert [each["phase"] for each in done.done] == ["step", "handing"]
     assert done.restarted == 1
-    started_again(tmp_path / "job", "share 2 of 3")
+    started_again(tmp_path / "job", "shard 2 of 3")
 
 
 @pytest.mark.slow

@@ -175,9 +175,7 @@ class Watchdog:
         os._exit(FAILED)
 
     def _end_silent(self, beats: dict[int, dict[str, Any]], silent: list[int]) -> None:
-        text = verdict(beats, silent, self.limit_s)
-        if silent and self.world.members is not None:
-            text = text.replace("The job ends here", "It counts as lost")
+        text = verdict(beats, silent, self.limit_s, goes_on=self.world.members is not None)
         error(coded("LS7065", text), self.world.log)
         for rank in silent:
             if self.world.members is not None and beats[rank]["host"] != self.world.host:
@@ -217,8 +215,9 @@ def sibling(pid: int) -> bool:
     return pid > 1 and int(stat.rpartition(")")[2].split()[1]) == os.getppid()
 
 
-def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float) -> str:
-    """The message for a person. Silent ranks first; else those that are furthest behind or not in a collective."""
+def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float, goes_on: bool = False) -> str:
+    """The message for a person. Silent ranks first; else those that are furthest behind or not in a collective.
+    `goes_on`: the other ranks continue without a silent one."""
 
     def who(rank: int) -> str:
         return f"rank {rank} (pid {beats[rank]['pid']}) on {beats[rank]['host']}, {beats[rank]['place']}"
@@ -230,8 +229,8 @@ def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float)
     if silent:
         names = "; ".join(who(rank) for rank in silent)
         return (
-            f"no heartbeat for {limit_s:g} s from {names}: the process is stopped, or its machine is gone. This "
-            "process ends"
+            f"no heartbeat for {limit_s:g} s from {names}: the process is stopped, or its machine is gone. "
+            f"{'It counts as lost' if goes_on else 'This process ends'}"
         )
     least = min(b["progress"] for b in beats.values())
     behind = [rank for rank, b in beats.items() if b["progress"] == least]

@@ -323,7 +323,8 @@ def of_sums(
     if unequal:
         return (
             "a mean of means: losses of ranks or micro-batches with unequal numbers of targets are averaged; divide "
-            "their sum by the number of all targets"
+            "their sum by the number of all targets. If that is done: a part of the gradients was left out or "
+            "counted twice"
         )
     return (
         "gradients point elsewhere though the losses agree: a part of them was left out or counted "
