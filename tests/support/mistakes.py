@@ -154,7 +154,7 @@ MISTAKES = [
         "a model of the Hub while offline",
         "LS2303",
         "google-bert",
-        "plan run.yaml model={source: google-bert/bert-base-uncased} tokenizer={}",
+        "train run.yaml model={source: google-bert/bert-base-uncased} tokenizer={}",
     ),
     Mistake(
         "a model folder without config.json",
