@@ -100,4 +100,4 @@ site:
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])"); }
 	@"$(PYTHON)" docs/site.py
 	@$(SITE)/bin/zensical build --strict --clean --config-file mkdocs.yml
-	@echo "build/site/index.html"
+	@"$(PYTHON)" docs/publish.py

@@ -1,16 +1,19 @@
 """docs/reference/messages.md: every message that lockstep prints, by its code, made from the source.
 
 In: calls such as `RunError("LS2031", f"...")` in src/lockstep and packages/; the table of
-docs/how-to/troubleshooting.md, which says what to do about the commonest. Out: `messages()`, the text of the page,
-which `python docs/messages.py` writes. Imports nothing of lockstep.
+docs/how-to/troubleshooting.md, which says what to do about the commonest; the tables of keys and of words. Out:
+`messages()`, the text of the page, which `python docs/messages.py` writes; `code_pages()`, one text with a section for
+each code, of which the site has a page each (docs/publish.py). Imports nothing of lockstep.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
+import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +32,11 @@ ROOMS = {
     "9": "Traces",
 }
 CODE = re.compile(r"LS\d{4}")
-LINK = re.compile(r"\]\((\w[\w-]*\.md)\)")  # to a page beside the one on trouble
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 KEY = re.compile(r"^([a-z_]+(?:\.[a-z0-9_]+)*)[.:]")
+DOTTED = re.compile(r"(?<![\w./<-])[a-z_]+(?:\.[a-z0-9_]+)+")
+REFERENCE, CODE_PAGES = "reference", "reference/messages/all"  # folders below docs/
+EVERYDAY = {"run", "example", "export"}  # words of the glossary that messages also use as everybody does
 HEAD = """---
 hide: [toc]
 ---
@@ -38,9 +44,9 @@ hide: [toc]
 # Messages
 
 `python docs/messages.py` writes this page from the source. A message ends its first line with its code: look it up
-here, or search the site for it. `--verbose`, or `LOCKSTEP_VERBOSE=1` in the environment, prints the address of each
-code under the message. Codes stay when words change; events.jsonl holds the code of what ended a run. In angle
-brackets stands what a message fills in.
+here, or on the site, where each code has a page of its own: `reference/messages/LS2031/`. `--verbose`, or
+`LOCKSTEP_VERBOSE=1` in the environment, prints the address of each code under the message. Codes stay when words
+change; events.jsonl holds the code of what ended a run. In angle brackets stands what a message fills in.
 
 [Troubleshooting](../how-to/troubleshooting.md) begins with what one sees.
 """
@@ -55,10 +61,9 @@ class Message(NamedTuple):
 def messages() -> str:
     """The text of the page."""
     rooms: dict[str, list[Message]] = defaultdict(list)
-    for message in sorted(read()):
+    for message in read():
         rooms[message.code[2]].append(message)
-    advice = remedies()
-    files = {file: _purpose(ROOT / file) for file in {message.file for room in rooms.values() for message in room}}
+    advice, files = remedies(REFERENCE), _purposes(message for room in rooms.values() for message in room)
     parts = [HEAD]
     for digit, room in sorted(rooms.items()):
         parts.append(f"## {ROOMS[digit]}\n")
@@ -66,26 +71,96 @@ def messages() -> str:
     return "\n".join(parts)
 
 
-def read() -> Iterator[Message]:
-    """Every message of the source."""
-    for folder in SOURCES:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[0], ast.Constant):
-                    code = node.args[0].value
-                    if isinstance(code, str) and CODE.fullmatch(code):
-                        text = " ".join(_words(node.args[1]).split(" "))
-                        yield Message(code, text, file.relative_to(ROOT).as_posix())
+def code_pages() -> str:
+    """A section for each code, with links from reference/messages/CODE/."""
+    every = read()
+    advice, files, words = remedies(CODE_PAGES), _purposes(every), _words_explained()
+    keys = [*_rows("run-file-keys.md")]
+    keys += sorted({key.partition(".")[0] for key in keys if "." in key})
+    sections = set(re.findall(r"^## `(\w+)`$", (ROOT / "docs/reference/run-file.md").read_text(encoding="utf-8"), re.M))
+    parts = ["---\nhide: [navigation, toc]\n---\n\n# Messages by code\n"]
+    for message in every:
+        parts += [f"## {message.code}\n", f"```text\n{message.text}\n```\n"]
+        if message.code in advice:
+            parts.append(f"What to do: {advice[message.code]}.\n")
+        parts += [_key(key, sections) for key in keys_of(message.text, keys)]
+        room = ROOMS[message.code[2]]
+        place = f"[{room}](../../messages.md#{re.sub('[^a-z ]', '', room.lower()).replace(' ', '-')})"
+        parts.append(f"Raised in `{message.file}` ({place}): {files[message.file]}\n")
+        if (named := words_of(message.text, words)) != []:
+            parts.append("Words of the [glossary](../../glossary.md):\n")
+            parts.append("\n".join(f"- **{word}**: {words[word]}" for word in named) + "\n")
+    return "\n".join(parts)
 
 
-def remedies() -> dict[str, str]:
-    """Code -> what to do, of docs/how-to/troubleshooting.md."""
+def keys_of(text: str, keys: Collection[str]) -> list[str]:
+    """Keys of the run file that a message names, in order."""
+    first = KEY.match(text)
+    named = [*([first[1]] if first is not None else []), *DOTTED.findall(text)]
+    return [key for key in dict.fromkeys(named) if key in keys]
+
+
+def words_of(text: str, words: Collection[str]) -> list[str]:
+    """Words of the glossary that a message uses: the longer one where one holds another."""
+    found = [word for word in words if re.search(rf"(?<![\w.-]){re.escape(word)}s?(?![\w.-]\w)\b", text, re.I)]
+    return [word for word in found if not any(word != other and word in other for other in found)]
+
+
+def _key(key: str, sections: Collection[str]) -> str:
+    section = key.partition(".")[0]
+    anchor = f"#{section}" if section in sections else "#top-level" if "." not in key else ""
+    links = [f"[the run file](../../run-file.md{anchor})", "[what each key changes](../../run-file-keys.md)"]
+    links += ["[the tasks](../../tasks.md)"] if section == "task" else []
+    return f"About `{key}`: {', '.join(links)}.\n"
+
+
+def _words_explained() -> dict[str, str]:
+    """Word -> meaning, with links from reference/messages/CODE/."""
+    meanings = {}
+    for words, meaning in _rows("glossary.md").items():
+        for word in words.split(", "):
+            if word not in EVERYDAY and word.islower():
+                meanings[word] = _moved(meaning, "reference", CODE_PAGES)
+    return meanings
+
+
+def _rows(page: str) -> dict[str, str]:
+    """First cell, without its quotes -> second cell, of the tables of a page of reference."""
+    text = (ROOT / "docs/reference" / page).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|.*$(?!\n\|-)", text, re.M)  # a table's head has a line below it
+    return {first.strip("`"): second for first, second in rows}
+
+
+@functools.cache
+def read() -> tuple[Message, ...]:
+    """Every message of the source, by code."""
+    return tuple(
+        sorted(message for folder in SOURCES for file in (ROOT / folder).rglob("*.py") for message in _of(file))
+    )
+
+
+def _of(file: Path) -> Iterator[Message]:
+    """The messages of one file."""
+    source = file.read_text(encoding="utf-8")
+    if CODE.search(source) is None:
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[0], ast.Constant):
+            code = node.args[0].value
+            if isinstance(code, str) and CODE.fullmatch(code):
+                text = " ".join(_words(node.args[1]).split(" "))
+                yield Message(code, text, file.relative_to(ROOT).as_posix())
+
+
+def remedies(folder: str) -> dict[str, str]:
+    """Code -> what to do, of docs/how-to/troubleshooting.md, with links from a folder of docs/."""
     page = (ROOT / "docs/how-to/troubleshooting.md").read_text(encoding="utf-8")
     found: dict[str, str] = {}
     for row in re.findall(r"^\| .+ \|$", page, re.M):
         cells = [cell.strip() for cell in row.strip("|").split(" | ")]
         for code in CODE.findall(cells[1]) if len(cells) == 3 else []:
-            found[code] = f"{found[code]}; or {cells[2]}" if code in found else cells[2]
+            advice = _moved(cells[2], "how-to", folder)
+            found[code] = f"{found[code]}; or {advice}" if code in found else advice
     return found
 
 
@@ -94,7 +169,7 @@ def _entry(message: Message, purpose: str, remedy: str | None) -> str:
     if (key := KEY.match(message.text)) is not None:
         lines += [f"About `{key[1]}` ([keys](run-file-keys.md)).", ""]
     if remedy is not None:
-        lines += ["What to do: " + LINK.sub(r"](../how-to/\1)", remedy) + ".", ""]
+        lines += [f"What to do: {remedy}.", ""]
     return "\n".join([*lines, f"From `{message.file}`: {purpose}", ""])
 
 
@@ -129,6 +204,15 @@ def _words(node: ast.AST) -> str:
         case ast.Call(func=ast.Attribute(value=value)) | ast.Subscript(value=value) | ast.Starred(value=value):
             return _words(value)
     return "<...>"
+
+
+def _moved(text: str, home: str, folder: str) -> str:
+    """A text of one folder of docs/ with links that are right in another one."""
+    return LINK.sub(lambda link: posixpath.relpath(posixpath.join(home, link[1]), folder), text)
+
+
+def _purposes(every: Iterable[Message]) -> dict[str, str]:
+    return {file: _purpose(ROOT / file) for file in {message.file for message in every}}
 
 
 def _purpose(file: Path) -> str:

@@ -1,8 +1,9 @@
-"""The pages of the site, in build/pages: `make site` runs this, then zensical, which reads mkdocs.yml.
+"""The pages of the site, in build/pages: `make site` runs this, zensical, which reads mkdocs.yml, and docs/publish.py.
 
 In: the repository. Out: the pages of docs/, README, CONTRIBUTING, CHANGELOG and the log as pages, the run files in
-runs/ as one page, and llms.txt; source and results that pages link to become files under repository/, as they are.
-Links are changed to suit the site. A link to what does not exist is left alone: `zensical build --strict` fails.
+runs/ as one page, all messages as one page, which docs/publish.py splits, and llms.txt; source and results that pages
+link to become files under repository/, as they are. Links are changed to suit the site. A link to what does not exist
+is left alone: `zensical build --strict` fails.
 """
 
 import posixpath
@@ -13,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from agents import llms
+from messages import CODE_PAGES, code_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -32,7 +34,7 @@ COMMENT = re.compile(r"^<!--.*?-->\n", re.M | re.S)
 
 def main(out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
-    shutil.copytree(ROOT / "docs", out, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    shutil.copytree(ROOT / "docs", out, ignore=shutil.ignore_patterns("*.py", "__pycache__", "theme"))
     homes = {page: f"docs/{page}" for page in (path.relative_to(out).as_posix() for path in out.rglob("*.md"))}
     homes |= {page: home for home, page in PAGES.items()}
     copied: set[str] = set()
@@ -41,6 +43,7 @@ def main(out: Path) -> None:
         copied |= places
         _write(out / page, text)
     _write(out / "reference/runs.md", _run_files())
+    _write(out / CODE_PAGES / "index.md", code_pages())
     for place in sorted(copied):
         _write(out / f"repository/{place}.txt", (ROOT / place).read_text(encoding="utf-8"))
     _write(out / "llms.txt", llms())

@@ -1,7 +1,7 @@
 """Messages with codes: `LS` and four digits, in brackets at the end of a message's first line.
 
-The first digit is the room's (`tests/repo/test_messages.py` has the ranges). docs/reference/messages.md has
-an entry for each code. Imports nothing of lockstep.
+The first digit is the room's (`tests/repo/test_messages.py` has the ranges). The site has a page for each code,
+docs/reference/messages.md an entry. Imports nothing of lockstep.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import re
 from typing import Self
 
-PAGE = "docs/reference/messages.md"
+ADDRESS = "see reference/messages/{}/ on the site, docs/reference/messages.md#{} in a clone"
 VERBOSE = "LOCKSTEP_VERBOSE"  # set: `with_addresses` adds where each code is explained
 _CODE = re.compile(r" \[(LS\d{4})\]")
 
@@ -59,4 +59,5 @@ def with_addresses(text: str) -> str:
     """The text, and under it where each of its codes is explained, if `LOCKSTEP_VERBOSE` is set."""
     if not os.environ.get(VERBOSE):
         return text
-    return "\n".join([text, *(f"  {code}: see {PAGE}#{code.lower()}" for code in dict.fromkeys(codes(text)))])
+    unique = dict.fromkeys(codes(text))
+    return "\n".join([text, *(f"  {code}: {ADDRESS.format(code, code.lower())}" for code in unique)])
