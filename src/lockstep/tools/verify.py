@@ -253,7 +253,7 @@ def taken(run: Run, steps: int, console: Console) -> dict[str, Any] | int:
             raise RunError(
                 "LS8396",
                 f"strategy.name: {told.strategy} sums in its own order with these options, so its result is not "
-                "bitwise reproducible and cannot be compared; use one that is, such as ddp",
+                "bitwise reproducible and cannot be compared; set strategy.exact=true and leave such options out",
             )
         return _described(run, prepared, told) | {"asked": steps, "steps": list(_steps(told))}
     finally:
