@@ -45,13 +45,13 @@ def _labels(job: Any, model: nn.Module, examples: list[dict], output: Any) -> di
 
     task, true = job.run["task"], np.array([example["labels"] for example in examples])
     logits = output.logits.double().cpu()
-    if task["regression"]:
+    if task.get("regression"):
         pairs = list(zip(true.T, logits.numpy().T, strict=True))
         numbers = {name: np.mean([of(*pair)[0] for pair in pairs]) for name, of in
                  (("pearson", stats.pearsonr), ("spearman", stats.spearmanr))}  # fmt: skip
         errors = {"mse": metrics.mean_squared_error, "mae": metrics.mean_absolute_error, "r2": metrics.r2_score}
         return numbers | {name: of(true, logits) for name, of in errors.items()}
-    if task["multi_label"]:
+    if task.get("multi_label"):
         some = true.any(0)
         return {"average_precision": metrics.average_precision_score(true[:, some], logits[:, some].sigmoid())}
     if task["threshold"] is not None:
