@@ -178,6 +178,12 @@ for power in (0.5, 1, 2, 3, -0.5, -1, -2, 0.75, 4):
     true = torch.from_numpy(np.power(w.double().numpy(), power))
     for got in (w**power, w.clone().pow_(power), torch.pow(w, power, out=torch.empty(0))):
         errors[f"to the {power}"] = max(far(got / true, true / true), errors.get(f"to the {power}", 0.0))
+for power in (0.1, -0.3):
+    errors[f"float64 to the {power}"] = far(w.double() ** power, torch.from_numpy(np.power(w.double().numpy(), power)))
+    short = w.bfloat16()
+    true = torch.from_numpy(np.power(short.double().numpy(), power))
+    errors[f"bfloat16 to the {power}"] = far(short**power / true, true / true) / 2**8
+errors["float64 alone"] = float(errors["float64 to the 0.1"] > 1e-14)
 whole = torch.arange(5)
 errors["whole numbers"] = float((whole**2).dtype != torch.int64 or (whole**2).tolist() != [0, 1, 4, 9, 16])
 errors["whole numbers' roots"] = far(whole**0.5, torch.tensor([0, 1, 2**0.5, 3**0.5, 2]).double())

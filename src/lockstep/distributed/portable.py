@@ -261,9 +261,13 @@ def _erfinv(x: Tensor) -> Tensor:
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
-    """x to a number. torch's kernel takes the square root of MKL for 0.5; that of two tensors is SLEEF's."""
-    simple = _POWERS.get(exponent) if x.is_floating_point() else None
-    return torch.pow(x, torch.tensor(exponent)) if simple is None else simple(x)
+    """x to a number. torch's kernel takes the square root of MKL for 0.5; that of two tensors is SLEEF's, and computes
+    in float64 here, as its exponent has the dtype of its numbers."""
+    if not x.is_floating_point():
+        return torch.pow(x, torch.tensor(exponent))
+    if (simple := _POWERS.get(exponent)) is not None:
+        return simple(x)
+    return torch.pow(x.double(), torch.tensor(exponent, dtype=torch.float64)).to(x.dtype)
 
 
 _POWERS: dict[float, Callable[[Tensor], Tensor]] = {

@@ -173,20 +173,20 @@ def _evaluation(trace: Trace, pairs: Sequence[tuple[Mapping[str, Any], Mapping[s
     if all(n == size for n in counts):
         return None  # by each rank, or by one alone
     if begun["drop"] and total < size:
-        text = f"the evaluation after {_made(pairs)} steps goes over {total} of {size} examples"
+        text = f"the evaluation after {_steps_before(pairs)} steps goes over {total} of {size} examples"
         cause = "drop_last=True leaves out the last, smaller batch: set it to False for evaluation"
-        return ("evaluation-part", text, cause, _made(pairs))
+        return ("evaluation-part", text, cause, _steps_before(pairs))
     if size < total < 1.5 * size and begun["replicas"] and len(pairs) > 1:
-        text = f"the evaluation after {_made(pairs)} steps counts {total - size} of {size} examples twice"
+        text = f"the evaluation after {_steps_before(pairs)} steps counts {total - size} of {size} examples twice"
         cause = (
             "DistributedSampler repeats examples until all ranks have as many: leave the repeated ones "
             "out of the scores"
         )
-        return ("evaluation-twice", text, cause, _made(pairs))
+        return ("evaluation-twice", text, cause, _steps_before(pairs))
     return None
 
 
-def _made(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> int | None:
+def _steps_before(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> int | None:
     """Steps of the first optimizer that were made before an evaluation ended."""
     return next((int(n) for record, _ in pairs for n in record["steps"][:1]), None)
 
