@@ -34,7 +34,7 @@ from lockstep.plain.train import StepRecord, build_model, train_steps
 from lockstep.track.console import Console
 from lockstep.training import plain_sides
 from lockstep.training.plain_measures import drawn_examples, masked, perturb_, without_dropout
-from lockstep.training.plain_sides import FOLDER, PlainRecord, PlainStep
+from lockstep.training.plain_sides import FOLDER, UNTRAINED, PlainRecord, PlainStep
 
 COLUMNS = ["step", "loss", "norm", "gradients", "changes"]  # relative differences
 TENSORS = ("gradient", "change")
@@ -235,10 +235,10 @@ def _device(run: Run) -> torch.device:
 
 def _model(run: Run, job: Plain, folder: Path) -> nn.Module:
     """The model with the weights that the steps begin with, and its reference from before any training."""
-    device, untrained = _device(run), folder.parent / "start.safetensors"
+    device, untrained = _device(run), folder / UNTRAINED
     weights = _named("model.", load_file(folder / "start.safetensors"))
     if job.reference is None and job.run["task"]["name"] == "preference":
-        first = _named("weight.", load_file(untrained)) if untrained.exists() else weights
+        first = _named("model.", load_file(untrained)) if untrained.exists() else weights
         job.reference = build_model(job, first).to(device).eval()
     return build_model(job, weights).to(device)
 

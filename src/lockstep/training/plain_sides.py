@@ -42,7 +42,7 @@ from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.native import Native
 from lockstep.strategies.observer import GradientRecorder, listening
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.abilities import Generates
+from lockstep.tasks.abilities import Generates, UsesReference
 from lockstep.tasks.embedding import resolved_pooling
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import adapters, model_configs, quantized
@@ -292,6 +292,7 @@ def with_tensors_of(plain: nn.Module, model: nn.Module) -> None:
 
 
 FOLDER, FILE = "plain", "plain.json"
+UNTRAINED = "untrained.safetensors"
 EVALUATED = 6  # examples of the validation split whose loss is compared: one batch
 LOOKED_AT = 100  # steps among which one with the highest learning rate is chosen
 
@@ -332,6 +333,12 @@ def record_plain(job: Job, world: World, count: str = "2") -> int:
     record_session(session, int(count))
     session.strategy.close()
     return 0
+
+
+def save_untrained(session: Session) -> None:
+    """The weights before any training into OUTPUT/plain, for a task whose loss compares with them. Collective."""
+    if isinstance(session.task, UsesReference):
+        _save(session.run.folder / FOLDER / UNTRAINED, session.strategy.state_dict(), session.world)
 
 
 def record_session(session: Session, count: int = 2) -> None:

@@ -90,6 +90,8 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
     numbers = numbers_of(feed.total, feed.order.steps_per_epoch, int(steps))
     probe = evaluate(run, world, task, strategy, feed.columns, feed.make(numbers[0]).ids, texts=False)
     writer = _Writer(job, world, task, strategy, probe)
+    if int(plain):
+        plain_sides.save_untrained(session)
     for number in numbers:
         batch = feed.make(number).to(world.device)
         learning_rate = optim.learning_rate(run.optim, number, feed.total)
