@@ -69,11 +69,11 @@ def emulated(cpu: str) -> list[str]:
     return [] if cpu == HERE else ["qemu-x86_64", "-cpu", cpu]
 
 
-def train(folder: Path, cpu: str, family: str, precision: str, steps: int, exact: str) -> str:
-    """The hash of the export, or how the run ended. `cpu`: of one process; or of each rank, with + between them."""
-    ranks = cpu.split("+")
+def write_run(folder: Path, cpu: str, family: str, precision: str, steps: int, exact: str) -> Path:
+    """A run file in a folder of its own. `cpu`: of one process; or of each rank, with + between them."""
     texts = family in FAMILIES
     data: dict[str, Any] = {"train": str(folder / "rows.csv"), "validation": str(folder / "rows.csv"), "max_length": 40}
+    home = folder / f"{cpu}-{family}-{precision}-{steps}-{exact}"
     run: dict[str, Any] = {
         "data": data if texts else {"source": str(folder / "images"), "layout": "class_folders"},
         "model": {"type": family, "config": FAMILIES[family] if texts else IMAGES[family]},
@@ -82,32 +82,46 @@ def train(folder: Path, cpu: str, family: str, precision: str, steps: int, exact
         "steps": steps,
         "batch_size": 16,
         "micro_batches": 2,
-        "strategy": {"name": "single" if len(ranks) == 1 else "ddp", "exact": exact},
+        "strategy": {"name": "ddp" if "+" in cpu else "single", "exact": exact},
         "verify": {"plain": False},
         "launch": {"device": "cpu", "timeout_s": 1800, "hang_timeout_s": 1800},
-        "output": str(folder / f"{cpu}-{family}-{precision}-{steps}-{exact}"),
+        "output": str(home / "out"),
     }
     if texts:
         run["tokenizer"] = {"train": "bpe", "vocab_size": 200}
     if family in ("convnext", "resnet"):
         run["task"]["processor"] = {"size": {"shortest_edge": 32}, "crop_pct": 1.0}
-    file = folder / "run.yaml"
-    file.write_text(json.dumps(run))
-    command, processes = [sys.executable, "-m", "lockstep", "train", str(file)], []
+    home.mkdir()
+    (home / "run.yaml").write_text(json.dumps(run))
+    return home / "run.yaml"
+
+
+TRAIN = """
+import sys
+from lockstep.cli import main
+for file in sys.argv[1:]:
+    main(["train", file])
+"""
+
+
+def train(cpu: str, files: list[Path]) -> list[str]:
+    """Runs one after another, of one rank all in one process: the hash of each export, or how it ended."""
+    processes, ranks = [], cpu.split("+")
+    if len(ranks) > 1 and len(files) > 1:
+        return [train(cpu, [file])[0] for file in files]
     for rank, each in enumerate(ranks):
-        with (folder / f"said-{rank}").open("w") as said:
-            environment = dict(os.environ)
-            if len(ranks) > 1:
-                environment |= {"RANK": str(rank), "WORLD_SIZE": str(len(ranks)), "LOCAL_RANK": "0"}
-                environment |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29641"}
-            started = subprocess.Popen([*emulated(each), *command], stdout=said, stderr=said, env=environment)
-            processes.append(started)
-    statuses = [process.wait() for process in processes]
-    export = Path(str(run["output"])) / "export" / "model.safetensors"
-    if any(statuses) or not export.is_file():
-        said = " ".join((folder / f"said-{rank}").read_text().strip()[-300:] for rank in range(len(ranks)))
-        return f"status {statuses}: {said}"
-    return hashlib.sha256(export.read_bytes()).hexdigest()[:16]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        if len(ranks) > 1:
+            environment |= {"RANK": str(rank), "WORLD_SIZE": str(len(ranks)), "LOCAL_RANK": str(rank)}
+            environment |= {"LOCAL_WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29641"}
+        command = [*emulated(each), sys.executable, "-c", TRAIN, *map(str, files)]
+        with (files[0].parent / f"said-{rank}").open("w") as said:
+            processes.append(subprocess.Popen(command, stdout=said, stderr=said, env=environment))
+    for process in processes:
+        process.wait()
+    told = " ".join((files[0].parent / f"said-{rank}").read_text().strip()[-300:] for rank in range(len(ranks)))
+    exports = [file.parent / "out" / "export" / "model.safetensors" for file in files]
+    return [hashlib.sha256(e.read_bytes()).hexdigest()[:16] if e.is_file() else f"no export: {told}" for e in exports]
 
 
 OPERATIONS = """
@@ -326,25 +340,25 @@ def main() -> None:
     if known.operations:
         compare_operations(known.cpus, known.out)
         return
-    different = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows(folder / "rows.csv")
         if any(family in IMAGES for family in known.families):
             images(folder / "images")
-        for family in known.families:
-            for precision in known.precisions:
-                for steps in known.steps:
-                    runs = {
-                        cpu: train(folder, cpu, family, precision, steps, known.exact) for cpu in (HERE, *known.cpus)
-                    }
-                    same = len(set(runs.values())) == 1 and not runs[HERE].startswith("status")
-                    different += not same
-                    print(f"{family} {precision} {steps} steps: {'the same bits' if same else runs}", flush=True)
-                    if known.out is not None:
-                        entry = {"family": family, "precision": precision, "steps": steps, "exact": known.exact}
-                        with known.out.open("a") as file:
-                            file.write(json.dumps(entry | {"exports": runs}) + "\n")
+        kinds = [(f, p, s) for s in known.steps for f in known.families for p in known.precisions]
+        exports: dict[str, list[str]] = {}
+        for cpu in (HERE, *known.cpus):
+            exports[cpu] = train(cpu, [write_run(folder, cpu, *kind, known.exact) for kind in kinds])
+    different = 0
+    for number, (family, precision, steps) in enumerate(kinds):
+        runs = {cpu: each[number] for cpu, each in exports.items()}
+        same = len(set(runs.values())) == 1 and not runs[HERE].startswith("no")
+        different += not same
+        print(f"{family} {precision} {steps} steps: {'the same bits' if same else runs}", flush=True)
+        if known.out is not None:
+            entry = {"family": family, "precision": precision, "steps": steps, "exact": known.exact}
+            with known.out.open("a") as file:
+                file.write(json.dumps(entry | {"exports": runs}) + "\n")
     sys.exit(1 if different else 0)
 
 
