@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,6 +54,12 @@ def said(done: subprocess.CompletedProcess[str]) -> Any:
 
 def changed(**strategy: Any) -> Run:
     return load(None, {}, TINY | {"strategy": {"name": "single", "exact": "portable"} | strategy})
+
+
+def features() -> list[str]:
+    """The sets of instructions that numpy takes in this process."""
+    found: Any = np.show_config(mode="dicts")
+    return list(found["SIMD Extensions"].get("found", []))
 
 
 # -- the environment -------------------------------------------------------------------------------------------------
@@ -98,6 +105,12 @@ def test_libraries_that_were_loaded_before_are_refused() -> None:
     done = python("import torch\nfrom lockstep.distributed import portable\nportable.install(1)", **clean)
     assert done.returncode
     mentions(done.stderr, "LS7076", "OPENBLAS_CORETYPE=Haswell")
+    alone = {name: "" if name.startswith("NPY") else value for name, value in processor.VARIABLES.items()}
+    done = python("import numpy\n" + PREPARED, "1", **alone)
+    wide = [each for each in processor.VARIABLES["NPY_DISABLE_CPU_FEATURES"].split(",") if each in features()]
+    assert bool(done.returncode) == bool(wide)
+    if wide:
+        mentions(done.stderr, "LS7083", wide[0])
 
 
 # -- the kernels -----------------------------------------------------------------------------------------------------

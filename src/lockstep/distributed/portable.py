@@ -99,6 +99,12 @@ def check() -> None:
             f"strategy.exact: portable: numpy computes products with {core or 'another library'}, and not "
             f"with OpenBLAS for {CORE}; install numpy from PyPI, and {late}",
         )
+    disabled = processor.VARIABLES["NPY_DISABLE_CPU_FEATURES"].split(",")
+    if wider := set(disabled) & set(np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])):
+        raise RunError(
+            "LS7083",
+            f"strategy.exact: portable: numpy was loaded for {', '.join(sorted(wider))} before these variables; {late}",
+        )
 
 
 def probe() -> str:
@@ -116,6 +122,7 @@ def probe() -> str:
     ]
     results += [a.bfloat16() @ b.bfloat16().T, a.sum(), a.sum(0), a.mean(-1), torch.linalg.vector_norm(a)]
     results += [getattr(torch, name)(a.abs() * 0.9 + 0.01) for name in FUNCTIONS]
+    results += [torch.from_numpy(f(a.double().numpy() + 2)) for f in (np.exp, np.log)]
     results += [a.softmax(-1), a.log_softmax(-1), a.sigmoid(), torch.expm1(a), torch.pow(a.abs(), 0.75), a.abs() ** 0.5]
     weight = a.clone().requires_grad_()
     functional = torch.nn.functional
