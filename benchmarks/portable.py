@@ -245,6 +245,9 @@ say("random numbers", torch.randn(4000), torch.rand(4000), F.dropout(torch.ones(
 """
 
 
+CONTROLS = {"instructions pinned": "AVX2,STRICT", "MKL compatible": "COMPATIBLE"}  # what MKL is told
+
+
 def operations(cpu: str, variables: dict[str, str], portable: bool, threads: int) -> dict[str, str]:
     """Hash by operation."""
     command = [*emulated(cpu), sys.executable, "-c", OPERATIONS, "portable" if portable else "torch", str(threads)]
@@ -253,16 +256,14 @@ def operations(cpu: str, variables: dict[str, str], portable: bool, threads: int
     return dict(line.split("\t") for line in done.stdout.splitlines() if "\t" in line)
 
 
-def compare_operations(cpus: list[str], out: Path | None) -> None:
-    """Print which operations differ between processors, and between one thread and two, in three settings."""
+def compare_operations(cpus: list[str], exact: str, out: Path | None) -> None:
+    """Print which operations differ between processors, and between one thread and two. The control: torch's own
+    kernels in two settings of their libraries."""
     from lockstep.config.processor import VARIABLES
 
     avx2 = {name: VARIABLES[name] for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")}
-    settings = {
-        "instructions pinned": (avx2 | {"MKL_CBWR": "AVX2,STRICT"}, False),
-        "MKL compatible": (avx2 | {"MKL_CBWR": "COMPATIBLE"}, False),
-        "portable": (VARIABLES, True),
-    }
+    controls = {name: (avx2 | {"MKL_CBWR": value}, False) for name, value in CONTROLS.items()}
+    settings = {"portable": (dict(VARIABLES), True)} if exact == "portable" else controls
     for name, (variables, portable) in settings.items():
         here = operations(HERE, variables, portable, 1)
         others = {cpu: operations(cpu, variables, portable, 1) for cpu in cpus}
@@ -326,8 +327,8 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", help="default: three of text")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--steps", nargs="+", type=int, default=[1, 20])
-    parser.add_argument("--exact", default="portable", help="strategy.exact of the runs; true as the control")
-    parser.add_argument("--operations", action="store_true", help="operations alone, in three settings")
+    parser.add_argument("--exact", default="portable", help="strategy.exact; true as the control")
+    parser.add_argument("--operations", action="store_true", help="operations alone")
     parser.add_argument("--libraries", action="store_true", help="families while MKL and oneDNN take other code")
     parser.add_argument("--out", type=Path)
     known = parser.parse_args()
@@ -338,7 +339,7 @@ def main() -> None:
         sys.exit(compare_libraries(names, known.exact if known.exact == "portable" else True, known.out))
     known.families = known.families or list(FAMILIES)
     if known.operations:
-        compare_operations(known.cpus, known.out)
+        compare_operations(known.cpus, known.exact, known.out)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

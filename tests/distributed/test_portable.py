@@ -269,6 +269,7 @@ square, answers = torch.eye(4) + 1, {}
 calls = {"asin": lambda: torch.asin(square), "in place": lambda: torch.asin_(square.clone()),
          "out": lambda: torch.asin(square, out=torch.empty(0)), "inverse": lambda: torch.linalg.inv(square),
          "determinant": lambda: torch.linalg.det(square), "transform": lambda: torch.fft.rfft(square),
+         "sparse": lambda: torch.sparse.mm(square.to_sparse(), square), "rows": lambda: square.to_sparse_csr() @ square,
          "integers": lambda: torch.nn.functional.conv1d(torch.ones(1, 1, 4).long(), torch.ones(1, 1, 2).long()),
          "complex": lambda: torch.exp(torch.complex(square, square))}
 for name, call in calls.items():

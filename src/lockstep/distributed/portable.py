@@ -77,6 +77,9 @@ def install(threads: int) -> None:
             base = name.partition(".")[0]
             if full.startswith("aten::") and (base in REFUSED or base.removesuffix("_") in REFUSED):
                 _library.impl(name, _refusal(base), "CPU")
+        for key in ("SparseCPU", "SparseCsrCPU"):
+            for name in ("mm", "bmm", "addmm", "addmm.out", "addmv.out"):
+                _library.impl(name, _refusal(f"sparse {name}"), key)
 
 
 def check() -> None:
