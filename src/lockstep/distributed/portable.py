@@ -38,7 +38,7 @@ MATRICES = 64  # of a batch of products, likewise
 CORE = processor.VARIABLES["OPENBLAS_CORETYPE"]
 # What MKL, oneDNN or FBGEMM computes and nothing here replaces, with all variants of each name: LAPACK, transforms,
 # products of other kinds, and functions that no model is known to train with.
-REFUSED = {
+REFUSED = (
     *("asin", "acos", "atan", "erfc", "addbmm", "_addmm_activation", "_embedding_bag", "_embedding_bag_forward_only"),
     *("_int_mm", "_scaled_mm", "_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "to_mkldnn"),
     *("_fft_c2c", "_fft_r2c", "_fft_c2r", "geqrf", "ormqr", "linalg_qr", "linalg_householder_product", "linalg_lstsq"),
@@ -47,7 +47,7 @@ REFUSED = {
     *("cholesky", "cholesky_inverse", "_cholesky_solve_helper", "_linalg_solve_ex", "linalg_solve_triangular"),
     *("triangular_solve", "linalg_ldl_factor_ex", "linalg_ldl_solve"),
     "_scaled_dot_product_flash_attention_for_cpu",
-}
+)
 
 _library: torch.library.Library | None = None  # the kernels stay for as long as this does
 _pool: ThreadPoolExecutor | None = None
@@ -72,11 +72,10 @@ def install(threads: int) -> None:
             _library.impl(name, kernel, "CPU")
         for name, function in FUNCTIONS.items():
             _elementwise(_library, name, function)
-        for full in torch._C._dispatch_get_all_op_names():
-            name = full.removeprefix("aten::")
-            base = name.partition(".")[0]
-            if full.startswith("aten::") and (base in REFUSED or base.removesuffix("_") in REFUSED):
-                _library.impl(name, _refusal(base), "CPU")
+        for name in (f"{name}{ending}" for name in REFUSED for ending in ("", "_")):
+            if (operation := getattr(torch.ops.aten, name, None)) is not None:
+                for overload in operation.overloads():
+                    _library.impl(name if overload == "default" else f"{name}.{overload}", _refusal(name), "CPU")
         for key in ("SparseCPU", "SparseCsrCPU"):
             for name in ("mm", "bmm", "addmm", "addmm.out", "addmv.out"):
                 _library.impl(name, _refusal(f"sparse {name}"), key)
