@@ -4,8 +4,8 @@ In: a path in the cache and a function that makes what belongs there. Out: the s
 at every start; damaged content, and content of another user, is made again.
 
 One process works at a time, on this machine and on others that share the folder, whether or not its locks reach them:
-`file_lock`, for `with`. On this machine a file lock decides. Between machines a lease does, a file that is made once and
-touched while its owner works: many network folders keep locks to the machine that asks.
+`with file_lock(path)`. On this machine a file lock decides. Between machines a lease does: a file that is created once
+and touched while its owner works, because many network folders keep locks to the machine that asks.
 """
 
 from __future__ import annotations
