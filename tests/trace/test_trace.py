@@ -214,6 +214,31 @@ def test_a_block_of_a_notebook_is_traced_and_compared(tmp_path: Path) -> None:
     assert findings(a) == []
 
 
+@pytest.mark.parametrize(
+    ("every", "steps", "measured"), [(3, None, [0, 3, 6]), (1, 4, [0, 1, 2, 3]), (2, 5, [0, 2, 4])]
+)
+def test_steps_that_are_measured_are_those_of_a_whole_trace(
+    tmp_path: Path, every: int, steps: int | None, measured: list[int]
+) -> None:
+    for name, settings in (("whole", {}), ("part", {"every": every, "steps": steps})):
+        torch.manual_seed(0)
+        model, data = nn.Linear(6, 3), torch.randn(8, 4, 6)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        tracer.begin(Settings(str(tmp_path / name), **settings))
+        for x in data:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        tracer.end()
+    whole, part = read(tmp_path / "whole"), read(tmp_path / "part")
+    assert [s for s in part.steps(0) if part.at(0, s)[0][1].measured] == measured
+    assert part.steps(0) == list(range(steps or 8))
+    verdict = compare(whole, part, exact=True)
+    assert verdict.first is None or verdict.lines[0].startswith("8 steps in the reference")
+    assert all(not (row.gradient or row.update) for row in verdict.rows)
+    assert [row.step for row in verdict.rows if row.update is not None] == measured
+
+
 def test_the_first_difference_in_causal_order_is_named(tmp_path: Path) -> None:
     train(tmp_path / "a")
     train(tmp_path / "loss", factor=2.0)

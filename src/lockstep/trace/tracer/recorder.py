@@ -293,7 +293,7 @@ class Recorder:
         if layout.sketches is not None and versions == layout.versions and step % SPARSE:
             weights = layout.sketches  # nobody has written to them since
         else:
-            sketch = layout.sketches is None
+            sketch = layout.sketches is None or self.settings.every > 1  # of this step, not of those since the last one
             weights = measure([t for t, _, _ in locals_], [b for _, b, _ in locals_], sketch=sketch)
         if layout.sketches is None:
             layout.sketches = here["start"] = weights
@@ -373,8 +373,10 @@ class Recorder:
     def _measured(self, optimizer: Any, here: dict[str, Any], record: dict[str, Any]) -> dict[str, list[Tensor]]:
         layout, locals_ = here["layout"], here["locals"]
         after = measure([t for t, _, _ in locals_], [b for _, b, _ in locals_])
-        old = layout.sketches or after
-        updates = differences(after, old)
+        before, last = here["before"], layout.sketches or after
+        updates = differences(
+            after, [b if b.numel() == a.numel() else c for a, b, c in zip(after, before, last, strict=True)]
+        )
         layout.sketches = after
         params = [p for p, _ in here["parameters"]]
         layout.versions = [written(p) for p in params]
