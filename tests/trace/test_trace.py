@@ -462,6 +462,7 @@ def test_a_pass_that_the_trace_cuts_off_lacks_no_examples(tmp_path: Path, steps:
         ("by epoch", 4, None, []),
         ("by epoch", None, None, []),
         ("another", None, None, []),
+        ("by its maker", None, None, []),  # Lightning steps it at epochs of its own choice
     ],
 )
 def test_a_scheduler_that_an_epoch_goes_by_without_is_a_finding(
@@ -472,8 +473,10 @@ def test_a_scheduler_that_an_epoch_goes_by_without_is_a_finding(
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     kinds = torch.optim.lr_scheduler.ConstantLR, torch.optim.lr_scheduler.LinearLR
-    schedulers = [kind(optimizer, 0.5, total_iters=9) for kind in kinds]
-    chosen = {"never": [], "by epoch": schedulers, "another": schedulers[:1]}[stepped]
+    maker = "lightning.pytorch.core.module" if stepped == "by its maker" else __name__
+    make = eval("lambda kind, optimizer: kind(optimizer, 0.5, total_iters=9)", {"__name__": maker})
+    schedulers = [make(kind, optimizer) for kind in kinds]
+    chosen = {"by epoch": schedulers, "another": schedulers[:1]}.get(stepped, [])
     data = torch.utils.data.TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)))
     for _ in range(2):
         for (x,) in torch.utils.data.DataLoader(data, batch_size=16):
