@@ -165,7 +165,6 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_init(known: argparse.Namespace) -> int:
-    from lockstep.tools.import_config import import_config
     from lockstep.tools.init import init, questions
 
     paths = [word for word in known.words if "=" not in word]
@@ -181,6 +180,8 @@ def run_init(known: argparse.Namespace) -> int:
             raise RunError(
                 "LS8109", "--from: --data can be given once only; write several sources by hand into data.sources"
             )
+        from lockstep.tools.import_config import import_config
+
         return import_config.move(path, Path(known.origin), flags, overrides, known.force, ask, known.partial)
     if known.partial:
         raise RunError("LS8110", "--partial: has an effect only with --from; add --from")
