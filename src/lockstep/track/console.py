@@ -238,7 +238,7 @@ class Console:
         while len(names) > 1 and len(line) > self.rich.width:
             names.pop()
             line = f"{first}{_listed({name: numbers[name] for name in numbers if name in names})}{last}"
-        self.rich.print(_plain(self._hung(line, 13)))
+        self.rich.print(_plain(self._hung(line, 13, 13)))
 
     def _system(self, step: int, numbers: Mapping[str, float]) -> None:
         held = {kind: _highest(numbers, kind) for kind in ("memory_gb", "gpu_memory_gb")}
