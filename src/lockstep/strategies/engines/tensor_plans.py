@@ -99,12 +99,12 @@ def check(run: Run) -> None:
         raise RunError(
             "LS4310", f"{KEY}: is for sums in a fixed order, and strategy.exact is false; leave one of the two out"
         )
-    beside = {
+    conflicts = {
         "model.adapter": run.model.adapter,
         "model.quantization": run.model.quantization,
         "model.compile": run.model.compile,
     }
-    for key, value in beside.items():
+    for key, value in conflicts.items():
         if value:
             raise RunError("LS4311", f"{KEY}: products of {key} are not cut into leaves; leave one of the two out")
     if run.strategy.name == "pipeline":
@@ -260,8 +260,8 @@ def install_leaves(model: nn.Module, config: Any, ranks: LeafRanks) -> None:
     for product in _products(plan, leaves, model):
         module: Any = product.module
         if product.column:
-            held = "own" if product.fused == 1 else "rows"
-            weight = WeightCut(product.dim, product.fused, held)
+            holding = "own" if product.fused == 1 else "rows"
+            weight = WeightCut(product.dim, product.fused, holding)
             bias = WeightCut(0, product.fused, "own" if product.fused == 1 else "all")
             module.forward = partial(_column, module, ranks, weight, bias)
         else:
@@ -292,8 +292,8 @@ def share_out(run: Run, model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _conv1d(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = inputs.reshape(-1, inputs.shape[-1])
-    made = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
-    return made.view(*inputs.shape[:-1], weight.shape[1])
+    product = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+    return product.view(*inputs.shape[:-1], weight.shape[1])
 
 
 def _embedding(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -309,18 +309,18 @@ def _calls() -> dict[type[nn.Module], Product]:
 
 def _column(module: Any, ranks: LeafRanks, weight: WeightCut, bias: WeightCut, inputs: Tensor) -> Tensor:
     dtype = _computed_in(module, inputs)
-    weights = cut_weight(_held(module.weight), weight, ranks, dtype)
+    weights = cut_weight(_local_weight(module.weight), weight, ranks, dtype)
     own = getattr(module, "bias", None)
-    biases = None if own is None else cut_weight(_held(own), bias, ranks, dtype)
+    biases = None if own is None else cut_weight(_local_weight(own), bias, ranks, dtype)
     return column_product(_calls()[type(module)], ranks, inputs, weights, biases)
 
 
 def _row(module: Any, ranks: LeafRanks, weight: WeightCut, inputs: Tensor) -> Tensor:
-    weights = cut_weight(_held(module.weight), weight, ranks, _computed_in(module, inputs))
+    weights = cut_weight(_local_weight(module.weight), weight, ranks, _computed_in(module, inputs))
     return row_product(_calls()[type(module)], ranks, inputs, weights, module.bias)
 
 
-def _held(weight: Tensor) -> Tensor:
+def _local_weight(weight: Tensor) -> Tensor:
     """This rank's part, through which its gradient goes back."""
     local = getattr(weight, "to_local", None)  # a DTensor's; its package takes long to import
     return weight if local is None else local()
