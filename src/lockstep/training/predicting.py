@@ -67,7 +67,7 @@ def predict(
     else:
         console = Console(True)
         for row, answer in answers:
-            console.say(task.format_prediction(row, answer))
+            console.say(task.format_prediction(row, answer), hang=4)
     return 0
 
 

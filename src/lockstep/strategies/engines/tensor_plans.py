@@ -13,13 +13,12 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
-from transformers.pytorch_utils import Conv1D
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
@@ -210,10 +209,10 @@ class PlannedProduct:
         module: Any = self.module
         if isinstance(module, nn.Embedding):
             sizes = (module.num_embeddings, module.embedding_dim)
-        elif isinstance(module, Conv1D):
-            sizes = (module.nx, module.nf)
-        else:
+        elif isinstance(module, nn.Linear):
             sizes = (module.out_features, module.in_features)
+        else:
+            sizes = (module.nx, module.nf)  # a Conv1D
         return int(sizes[self.dim])
 
 
@@ -224,7 +223,7 @@ def _products(plan: FamilyPlan, leaves: int, model: nn.Module) -> Iterator[Plann
         if (way := _entry(plan.products, name)) is None:
             continue
         product = PlannedProduct(name, module, way == COLUMN, _entry(plan.fused, name) or 1)
-        if type(module) not in _CALLS or (isinstance(module, nn.Embedding) and not product.column):
+        if type(module) not in _calls() or (isinstance(module, nn.Embedding) and not product.column):
             raise RunError(
                 "LS4316", f"{KEY}: {name} is a {type(module).__name__}, which cannot be cut into leaves; leave it out"
             )
@@ -301,7 +300,11 @@ def _embedding(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return embedding(inputs, weight)
 
 
-_CALLS: dict[type[nn.Module], Product] = {nn.Linear: linear, Conv1D: _conv1d, nn.Embedding: _embedding}
+@cache
+def _calls() -> dict[type[nn.Module], Product]:
+    from transformers.pytorch_utils import Conv1D
+
+    return {nn.Linear: linear, Conv1D: _conv1d, nn.Embedding: _embedding}
 
 
 def _column(module: Any, ranks: LeafRanks, weight: WeightCut, bias: WeightCut, inputs: Tensor) -> Tensor:
@@ -309,12 +312,12 @@ def _column(module: Any, ranks: LeafRanks, weight: WeightCut, bias: WeightCut, i
     weights = cut_weight(_local_weight(module.weight), weight, ranks, dtype)
     own = getattr(module, "bias", None)
     biases = None if own is None else cut_weight(_local_weight(own), bias, ranks, dtype)
-    return column_product(_CALLS[type(module)], ranks, inputs, weights, biases)
+    return column_product(_calls()[type(module)], ranks, inputs, weights, biases)
 
 
 def _row(module: Any, ranks: LeafRanks, weight: WeightCut, inputs: Tensor) -> Tensor:
     weights = cut_weight(_local_weight(module.weight), weight, ranks, _computed_in(module, inputs))
-    return row_product(_CALLS[type(module)], ranks, inputs, weights, module.bias)
+    return row_product(_calls()[type(module)], ranks, inputs, weights, module.bias)
 
 
 def _local_weight(weight: Tensor) -> Tensor:
