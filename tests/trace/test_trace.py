@@ -214,6 +214,31 @@ def test_a_block_of_a_notebook_is_traced_and_compared(tmp_path: Path) -> None:
     assert findings(a) == []
 
 
+@pytest.mark.parametrize(
+    ("every", "steps", "measured"), [(3, None, [0, 3, 6]), (1, 4, [0, 1, 2, 3]), (2, 5, [0, 2, 4])]
+)
+def test_steps_that_are_measured_are_those_of_a_whole_trace(
+    tmp_path: Path, every: int, steps: int | None, measured: list[int]
+) -> None:
+    for name, settings in (("whole", {}), ("part", {"every": every, "steps": steps})):
+        torch.manual_seed(0)
+        model, data = nn.Linear(6, 3), torch.randn(8, 4, 6)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        tracer.begin(Settings(str(tmp_path / name), **settings))
+        for x in data:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        tracer.end()
+    whole, part = read(tmp_path / "whole"), read(tmp_path / "part")
+    assert [s for s in part.steps(0) if part.at(0, s)[0][1].measured] == measured
+    assert part.steps(0) == list(range(steps or 8))
+    verdict = compare(whole, part, exact=True)
+    assert verdict.first is None or verdict.lines[0].startswith("8 steps in the reference")
+    assert all(not (row.gradient or row.update) for row in verdict.rows)
+    assert [row.step for row in verdict.rows if row.update is not None] == measured
+
+
 def test_the_first_difference_in_causal_order_is_named(tmp_path: Path) -> None:
     train(tmp_path / "a")
     train(tmp_path / "loss", factor=2.0)
@@ -425,6 +450,49 @@ def test_a_pass_that_the_trace_cuts_off_lacks_no_examples(tmp_path: Path, steps:
                 optimizer.step()
         tracer.end()
         assert [f.code for f in findings(read(tmp_path / name))] == (["seen-part"] if name == "wrong" else [])
+
+
+@pytest.mark.parametrize(
+    ("stepped", "steps", "kept", "code"),
+    [
+        ("never", None, None, ["scheduler-not-stepped"]),
+        ("never", None, 4, ["scheduler-not-stepped"]),
+        ("never", None, 3, []),  # cut off between the first epoch and the second
+        ("never", 3, None, []),
+        ("by epoch", 4, None, []),
+        ("by epoch", None, None, []),
+        ("another", None, None, []),
+        ("by its maker", None, None, []),  # Lightning steps it at epochs of its own choice
+    ],
+)
+def test_a_scheduler_that_an_epoch_goes_by_without_is_a_finding(
+    tmp_path: Path, stepped: str, steps: int | None, kept: int | None, code: list[str]
+) -> None:
+    """Of two epochs of three steps, `steps` are recorded, and a kill leaves `kept` of them."""
+    tracer.begin(Settings(str(tmp_path), steps=steps))
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    kinds = torch.optim.lr_scheduler.ConstantLR, torch.optim.lr_scheduler.LinearLR
+    maker = "lightning.pytorch.core.module" if stepped == "by its maker" else __name__
+    make = eval("lambda kind, optimizer: kind(optimizer, 0.5, total_iters=9)", {"__name__": maker})
+    schedulers = [make(kind, optimizer) for kind in kinds]
+    chosen = {"by epoch": schedulers, "another": schedulers[:1]}.get(stepped, [])
+    data = torch.utils.data.TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)))
+    for _ in range(2):
+        for (x,) in torch.utils.data.DataLoader(data, batch_size=16):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        for scheduler in chosen:
+            scheduler.step()
+    del schedulers, chosen
+    tracer.end()
+    if kept is not None:
+        path = next(tmp_path.glob("rank-*.jsonl"))
+        lines = path.read_text().splitlines(keepends=True)
+        after = [i for i, line in enumerate(lines) if '"kind":"step"' in line][kept]
+        path.write_text("".join(lines[:after]))
+    assert [f.code for f in findings(read(tmp_path))] == code
 
 
 def test_a_loss_of_one_class_trains_nothing(tmp_path: Path) -> None:

@@ -1,8 +1,13 @@
 """A run's own steps beside those of `lockstep.plain`: which loss, gradient or weight differs by more than rounding.
 
-In: what `training/plain_sides.py` recorded, and the run. Out: lines that name what differs, and what plain does not
-cover. How much may differ is measured: by a second plain run whose weights differ in their last bit (TTrace,
-arXiv:2506.09280), and of a run in half precision by a third one in float32.
+In: what `training/plain_sides.py` recorded, and the run. Out: lines that name what differs with its likely cause
+(`trace/causes.py`), and what plain does not cover. How much may differ is measured: by a second plain run whose weights
+differ in their last bit (TTrace, arXiv:2506.09280), and of a run in half precision by a third one in float32.
+
+Differences are measured here and not by `trace/compare.py`: plain is the judge of all else, so torch compares whole
+tensors, and nothing of the tracer stands between. A sketch is off by some 4 % of a difference, which the narrow limits
+of half precision would feel. A norm with a limit of its own, four draws of Muon, and optimizers of which the first
+gradient alone is known have no place beside a single perturbed trace.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from lockstep.plain.job import Plain
 from lockstep.plain.rows import TASKS, NotCovered
 from lockstep.plain.scores import scores
 from lockstep.plain.train import StepRecord, build_model, train_steps
+from lockstep.trace import causes
 from lockstep.track.console import Console
 from lockstep.training import plain_sides
 from lockstep.training.plain_measures import drawn_examples, masked, perturb_, without_dropout
@@ -54,6 +60,7 @@ class Beside:
     differences: dict[str, float]  # loss, norm, gradient, change: the largest one
     allowed: dict[str, float]
     where: dict[str, str]  # gradient, change: the parameter that is furthest apart
+    gradients: dict[str, float]  # relative difference of each
 
 
 @dataclass(frozen=True)
@@ -301,16 +308,17 @@ def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _beside(ours: StepRecord, plain: StepRecord, rounded: Sequence[StepRecord], number: int, precision: str) -> Beside:
     """A step of the run beside the plain one. `rounded`: the same by plain, each rounded in another way."""
-    differences, where = _apart(ours, plain)
+    differences, where, gradients = _apart(ours, plain)
     spreads = [_apart(other, plain)[0] for other in rounded]
     factor, least = (FACTOR, LEAST) if precision == "fp32" else (LOW, LEAST_LOW)
     allowed = {key: max(least[key], *(factor * spread[key] for spread in spreads)) for key in differences}
-    return Beside(number, differences, allowed, where)
+    return Beside(number, differences, allowed, where, gradients)
 
 
-def _apart(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[str, str]]:
-    """Relative differences of two records of a step, and where the largest ones are."""
+def _apart(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[str, str], dict[str, float]]:
+    """Relative differences of two records of a step, where the largest ones are, and those of all gradients."""
     differences, where = {"loss": _relative(a.loss, b.loss), "norm": _relative(a.norm, b.norm)}, {}
+    every = {}
     sizes, whole = _sizes(b.gradients)
     kinds = [("gradient", a.gradients, b.gradients, [*sizes], FLOOR * whole)]
     if b.changes:  # Adam makes whole steps of a gradient that is nothing but rounding
@@ -324,7 +332,8 @@ def _apart(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[str, st
             apart[name] = difference / size if math.isfinite(difference) else math.inf
         where[kind] = max(apart, key=lambda name: apart[name], default="")
         differences[kind] = apart.get(where[kind], 0.0)
-    return differences, where
+        every[kind] = apart
+    return differences, where, every["gradient"]
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> tuple[dict[str, float], float]:
@@ -352,4 +361,20 @@ def _lines(beside: Beside, ours: StepRecord, plain: StepRecord) -> list[str]:
     if extra := sorted(ours.gradients.keys() - plain.gradients.keys()):
         held = [name for name in extra if bool(ours.gradients[name].any())]
         said += [f"{at}: {name} gets a gradient, and none by plain" for name in held[:1]]
-    return said
+    return [*said, f"  likely: {_cause(beside, ours, plain)}"] if said else []
+
+
+def _cause(beside: Beside, ours: StepRecord, plain: StepRecord) -> str:
+    """Of the first thing that differs, in the order in which a step computes them."""
+    first = next((k for k in ("loss", "gradient", "norm", "change") if beside.differences[k] > beside.allowed[k]), "")
+    if first != "gradient":
+        known = {"loss": causes.of_loss_function(), "norm": causes.NORM, "change": causes.UPDATE}
+        return known.get(first, causes.MISSING_GRADIENT)
+    wrong = [name for name, apart in beside.gradients.items() if apart > beside.allowed["gradient"]]
+    pairs = [
+        (plain.gradients[n].double().flatten(), ours.gradients[n].double().flatten())
+        for n in wrong
+        if n in ours.gradients
+    ]
+    factors = [float(x @ y / (x @ x)) for x, y in pairs if float(x @ y) > causes.COSINE * float(x.norm() * y.norm())]
+    return causes.of_sums(wrong, len(plain.gradients), factors if len(factors) >= 0.9 * len(wrong) else [])

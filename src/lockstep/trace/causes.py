@@ -41,6 +41,10 @@ RANDOM = (
     "random numbers (dropout, augmentation) differ between the runs, or the loss function, or inputs that no hash "
     "sees, such as a mask"
 )
+UPDATE = (
+    "gradients and learning rates agree: look at the optimizer's state (moments, steps counted), "
+    "weight decay and its order"
+)
 LENGTHS = (
     "one run made more steps: count the batches of an epoch, the accumulation steps and how the "
     "last, smaller batch is treated"
@@ -163,13 +167,16 @@ def of_loss(
                 f"the loss is about {name} times what it should be: "
                 f"{_why_factor(way, len(other.each), other.micro_batches)}, and numbers of targets are unequal"
             )
-    if not stochastic:
-        term = ", an auxiliary term that is multiplied by the ranks" if len(theirs) != len(ours) else ""
-        return (
-            f"the loss function or its options differ (label smoothing, weights, reduction{term}), or inputs that no "
-            "hash sees, such as a mask; the model has no dropout"
-        )
-    return RANDOM
+    return RANDOM if stochastic else of_loss_function(len(theirs) != len(ours))
+
+
+def of_loss_function(ranks: bool = False) -> str:
+    """Without random numbers. `ranks`: their number differs."""
+    term = ", an auxiliary term that is multiplied by the ranks" if ranks else ""
+    return (
+        f"the loss function or its options differ (label smoothing, weights, reduction{term}), or inputs that no "
+        "hash sees, such as a mask; the model has no dropout"
+    )
 
 
 def _of_records(other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> str | None:
@@ -436,10 +443,7 @@ def of_update(factors: Mapping[str, tuple[float, float]], ours: Sequence[Step], 
         )
     if kinds[0] != kinds[1]:
         return f"gradients and learning rates agree, the optimizers are {kinds[0]} and {kinds[1]}"
-    return (
-        "gradients and learning rates agree: look at the optimizer's state (moments, steps counted), "
-        "weight decay and its order"
-    )
+    return UPDATE
 
 
 def of_buffers(names: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lockstep.config.optim import OptimSection
 from lockstep.data.batch import StepBatch
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.system_metrics import measured
@@ -71,23 +72,28 @@ class Recording:
     doubts: list[str] = field(default_factory=list)  # of the user's own code, see `Task.warnings`
 
 
-def numbers_of(total: int, per_epoch: int, steps: int) -> list[int]:
-    """The steps that are looked at: the first ones, and the first epoch's last, which may be a short one."""
-    first = list(range(min(steps, total)))
+def numbers_of(optimizer: OptimSection, total: int, per_epoch: int, steps: int, begin: int | None = None) -> list[int]:
+    """The steps that are looked at: the first ones, and the first epoch's last, which may be a short one. Where so few
+    would end before a step that computes with changed weights (a warm-up begins with the learning rate 0), they begin
+    later: the last but one is the first that changes weights."""
+    if begin is None:
+        still = next((n for n in range(total) if optim.learning_rate(optimizer, n, total)), 0)
+        begin = max(0, min(still + 2 - max(steps, 2), total - steps))
+    first = list(range(begin, min(begin + steps, total)))
     last = min(per_epoch, total) - 1
-    return first if last in first or len(first) < 2 else [*first[:-1], last]
+    return first if last <= first[-1] or len(first) < 2 else [*first[:-1], last]
 
 
-def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0") -> int:
-    """Run a few steps and write down what they did in OUTPUT; then `plain` steps without dropout, for a comparison with
-    the plain reference; then `timed` more for their speed and memory. Collective."""
+def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0", begin: str = "") -> int:
+    """Run a few steps, from `begin` on, and write down what they did in OUTPUT; then `plain` steps without dropout, for
+    a comparison with the plain reference; then `timed` more for their speed and memory. Collective."""
     run = job.run
     join_ranks(job, world)
     session = build_session(job, world)
     task, strategy, feed = session.task, session.strategy, session.feed
     uncovered = own_generators(task, strategy.model)
     try_a_step(session)
-    numbers = numbers_of(feed.total, feed.order.steps_per_epoch, int(steps))
+    numbers = numbers_of(run.optim, feed.total, feed.order.steps_per_epoch, int(steps), int(begin) if begin else None)
     probe = evaluate(run, world, task, strategy, feed.columns, feed.make(numbers[0]).ids, texts=False)
     writer = _Writer(job, world, task, strategy, probe)
     if int(plain):
@@ -102,7 +108,7 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
     writer.close()
     if int(plain):
         plain_sides.record_session(session, int(plain))
-    seconds, held = _cost(session, int(timed))
+    seconds, bytes_held = _cost(session, int(timed))
     rate = run.batch_size / seconds if seconds else None
     bits, rounding = strategy.gives_bits(run), strategy.rounding(run)
     recording = Recording(
@@ -115,7 +121,7 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
         dtypes,
         seconds,
         rate,
-        held,
+        bytes_held,
         uncovered,
         task.warnings,
     )
@@ -157,7 +163,7 @@ class _Writer:
 
     def step(self, number: int, batch: StepBatch, loss: float, norm: float, rate: float) -> None:
         """Collective."""
-        own = self.seen(batch)
+        own = self.rank_step(batch)
         targets = float(self.strategy.data_parallel.sum(torch.tensor(sum(own.targets), dtype=torch.float64)))
         ranks, weights = self.world.all_gather((self.strategy.data_parallel.rank, own)), self.weights()
         self.recorder.losses.clear()
@@ -180,7 +186,7 @@ class _Writer:
             self.stochastic,
         )
 
-    def seen(self, batch: StepBatch) -> RankStep:
+    def rank_step(self, batch: StepBatch) -> RankStep:
         """What this rank saw of a step."""
         counts = [float(self.task.targets_in_batch(m.targets)) for m in batch.micro_batches]
         inputs = [seen((), m.inputs) for m in batch.micro_batches]
@@ -255,9 +261,9 @@ def _cost(session: Session, timed: int) -> tuple[float | None, list[dict[str, in
         float(strategy.train_step(batch, run.optim.learning_rate).loss)
         seconds.append(time.perf_counter() - start)
     batch = feed.make(0).to(world.device)
-    with measured(session.bytes_before) as held:
+    with measured(session.bytes_before) as memory:
         strategy.train_step(batch, run.optim.learning_rate)
-    return sorted(seconds)[len(seconds) // 2], [asdict(each) for each in world.all_gather(held)]
+    return sorted(seconds)[len(seconds) // 2], [asdict(each) for each in world.all_gather(memory)]
 
 
 def read(folder: Path) -> Recording:
