@@ -25,15 +25,19 @@ _OTHERS = {
     "question_answering": "bert albert roberta distilbert electra deberta-v2 modernbert mpnet xlm-roberta bart gpt2 "
     "ernie funnel ibert longformer mobilebert squeezebert xlnet llama qwen2 qwen3",
 }
-# Families whose products can be cut into leaves (docs/explanation/strategies/9-tensor.md), as far as it is known.
-CUT = {
-    *"bert roberta xlm-roberta electra gpt2 t5 mt5 llama mistral ministral qwen2 qwen3 gemma gemma2 gemma3_text".split(),
-    *"phi olmo helium nemotron starcoder2 smollm3 seed_oss exaone4 eurobert arcee gpt_neox cohere granite".split(),
-}
 
 
 def words(text: str) -> list[str]:
     return text.split()
+
+
+# Families whose products can be cut into leaves (docs/explanation/strategies/9-tensor.md), as far as it is known.
+CUT = {
+    *words(
+        "bert roberta xlm-roberta electra gpt2 t5 mt5 llama mistral ministral qwen2 qwen3 gemma gemma2 gemma3_text phi"
+    ),
+    *words("olmo helium nemotron starcoder2 smollm3 seed_oss exaone4 eurobert arcee gpt_neox cohere granite"),
+}
 
 
 @functools.cache
