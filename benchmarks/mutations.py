@@ -11,7 +11,8 @@ lockstep.
 Judges:
   tests   the files of tests that concern the faulty one, as `near` of the list says: of `make test` those that start no
           processes, then its kernel; then, of `.ci/run`, the others that start processes. The first that fails ends it.
-  verify  `lockstep verify --no-plain` on `RUNS`, two steps on two processes: against one process of the same lockstep.
+  verify  `lockstep verify --no-plain` on `RUNS`, three steps on two processes: against one process of the same
+          lockstep.
   plain   what `lockstep verify --plain` compares, of `BESIDE`: three steps against transformers and torch.
   train   `lockstep train` of the same, two steps: stopped by what is compared before the first step, or of the export.
   crossed tests/crossed/test_crossed.py: the runs of the generator that every CI job draws; once there are some.
@@ -251,7 +252,7 @@ def by_verify(copy: Copy, names: tuple[str, ...]) -> Verdict:
                 )
                 path = Path(folder, f"{name}.yaml")
                 path.write_text(run.dump())
-                status = main(["verify", str(path), "--steps", "2", "--no-plain"])
+                status = main(["verify", str(path), "--steps", "3", "--no-plain"])
             except Exception as caught:
                 return True, f"{name}: {type(caught).__name__}: {' '.join(str(caught).split())[:200]}"
             if status:

@@ -49,6 +49,7 @@ OWN = (
     alone("rate-by-rank", "replicas-options", "the learning rate depends on the rank"),
     alone("write-on-one-rank", "replicas-weights", "rank 1 writes to a weight between steps"),
     alone("state-on-one-rank", "replicas-weights", "rank 1 has other moments (a state loaded on one rank)"),
+    alone("moments-on-one-rank", "replicas-moments", "the optimizer's state was loaded on rank 1 alone"),
     alone("not-in-optimizer", "in-no-optimizer", "a layer is in no optimizer", processes=1),
     alone("stale-optimizer", "stale-optimizer", "the optimizer was made before the model was replaced", processes=1),
     alone("detached", "no-gradient", "a detach cuts the graph", processes=1),
@@ -65,6 +66,7 @@ OWN = (
     ),
     alone("schedule-by-rank", "scheduler", "the scheduler steps once a rank"),
     alone("schedule-twice", "scheduler", "the scheduler steps twice", processes=1),
+    alone("schedule-never", "scheduler-not-stepped", "a scheduler is made, and nobody steps it", processes=1),
     alone("schedule-seldom", "scheduler", "the scheduler steps with each third step", processes=1),
     alone(
         "overflow-in-one-shard",
@@ -267,6 +269,8 @@ HEALTHY = (
     Healthy("loop.py", "--batch 16 --norm batch", 2),
     Healthy("loop.py", "--batch 16 --wrap fsdp1 --amp float16", 2),
     Healthy("loop.py", "--batch 8 --fault schedule-by-epoch --epochs 5"),
+    Healthy("loop.py", "--batch 8 --fault schedule-by-epoch --stop 6"),
+    Healthy("loop.py", "--batch 16 --fault schedule-by-score", 2),
     *(
         Healthy("loop.py", f"--batch 16 --optimizer {name}", 2, f"--batch 32 --optimizer {name}")
         for name in ("SGD", "Adam", "NAdam", "RMSprop")
@@ -323,6 +327,7 @@ HEALTHY = (
     Healthy("variants.py", "sparse"),
     Healthy("variants.py", "average"),
     Healthy("variants.py", "groups"),
+    Healthy("variants.py", "own-schedule"),
     Healthy("variants.py", "streamed"),
     Healthy("variants.py", "second-model"),
     Healthy("variants.py", "skipped-layers"),

@@ -33,6 +33,7 @@ parser.add_argument("--optimizer", default="AdamW")
 parser.add_argument("--evaluate", action="store_true")
 parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--workers", type=int, default=0, help="of the training loader; noise is added in them")
+parser.add_argument("--stop", type=int, default=0, help="after so many steps")
 parser.add_argument("--reuse", action="store_true", help="the middle layer is used twice")
 parser.add_argument("--checkpoint", action="store_true", help="gradient checkpointing")
 parser.add_argument("--patch", help="of patches.py")
@@ -222,10 +223,16 @@ class Training:
         length = 8 * max(a.epochs * batches // a.accumulate, 1)
         if fault("one-cycle"):
             self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, total_steps=length)
+        elif fault("schedule-by-score"):  # of evaluations
+            self.schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer)
         else:
             self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=length)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=a.amp == "float16")
         self.steps = 0
+        if fault("moments-on-one-rank") and rank == 1:  # as of a state that is loaded there alone
+            for p in self.plain.parameters():
+                moments = {"exp_avg": torch.full_like(p, 0.1), "exp_avg_sq": torch.full_like(p, 0.01)}
+                self.optimizer.state[p] = {"step": torch.tensor(1.0), **moments}
 
     def epoch(self, number: int) -> None:
         if not fault("no-set-epoch"):
@@ -239,6 +246,8 @@ class Training:
             self.micro_batch(x, y, first, last)
             if last:
                 self.step()
+                if self.steps == a.stop:
+                    return
             elif fault("schedule-each-micro-batch"):
                 self.schedule.step()
         if fault("schedule-by-epoch"):
@@ -290,7 +299,9 @@ class Training:
         self.scaler.update()
         self.steps += 1
         times = world if fault("schedule-by-rank") else 2 if fault("schedule-twice") else 1
-        if fault("schedule-by-epoch") or (fault("schedule-seldom") and self.steps % 3):
+        if fault("schedule-by-epoch", "schedule-by-score", "schedule-never") or (
+            fault("schedule-seldom") and self.steps % 3
+        ):
             times = 0
         for _ in range(times):
             self.schedule.step()
@@ -345,6 +356,8 @@ def main() -> None:
     training = Training()
     for epoch in range(a.epochs):
         training.epoch(epoch)
+        if training.steps == a.stop:
+            break
     if rank == 0:
         print("steps", training.steps)
 

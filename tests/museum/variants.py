@@ -1,6 +1,6 @@
 """Healthy training of unusual form, on one process: what a check that is too simple would take for a fault.
 
-    python variants.py gan|frozen|lbfgs|sparse|average|groups|streamed|second-model|skipped-layers
+    python variants.py gan|frozen|lbfgs|sparse|average|groups|own-schedule|streamed|second-model|skipped-layers
 
 It imports torch alone.
 """
@@ -82,14 +82,17 @@ def sparse() -> None:
 
 
 def average() -> None:
-    """A running average of the weights, evaluated after each epoch."""
+    """A running average of the weights, evaluated after each epoch, and a schedule whose turn comes later."""
     model = net()
     mean = torch.optim.swa_utils.AveragedModel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=10)
+    last = torch.optim.swa_utils.SWALR(optimizer, swa_lr=1e-3)
     for i, (inputs, labels) in enumerate(batches):
         step(model, optimizer, inputs, labels)
         mean.update_parameters(model)
         if i % 6 == 5:
+            (schedule if i < 60 else last).step()
             mean.eval()
             with torch.no_grad():
                 mean(x)
@@ -101,6 +104,26 @@ def groups() -> None:
     rows = [{"params": model[0].parameters(), "lr": 1e-3}, {"params": model[2].parameters(), "weight_decay": 0.1}]
     optimizer = torch.optim.AdamW(rows, lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(n / 3, 1.0) * (1 - n / 40))
+    for inputs, labels in batches:
+        step(model, optimizer, inputs, labels)
+        schedule.step()
+
+
+class Warmup(torch.optim.lr_scheduler.LRScheduler):
+    """One that does all by itself."""
+
+    def step(self, *_: object) -> None:
+        self.last_epoch += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1e-2 * min(self.last_epoch / 20, 1.0)
+
+
+def own_schedule() -> None:
+    """A schedule of the script's own, and one that was made and put away."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=10)
+    schedule = Warmup(optimizer)
     for inputs, labels in batches:
         step(model, optimizer, inputs, labels)
         schedule.step()

@@ -86,11 +86,17 @@ def test_tensor_ranks_have_the_bits_of_one_process(ranks: int, tensor: int) -> N
     assert len(placements) == 2
 
 
-@pytest.mark.slow
+# In turns, a precision of each family in CI; the other one takes as long again.
+IN_TURNS = [
+    pytest.param(family, precision, marks=pytest.mark.slow if (i + j) % 2 == 0 else pytest.mark.long)
+    for i, family in enumerate(FAMILIES)
+    for j, precision in enumerate(("fp32", "bf16"))
+]
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "precision"), IN_TURNS)
 def test_every_family_has_the_bits_of_one_process(family: str, precision: str) -> None:
     for ranks, tensor in ((1, 1), (2, 2), (4, 4), (4, 2)):
         assert same(together(family, precision, ranks, tensor), alone(family, precision)), (ranks, tensor)

@@ -100,6 +100,23 @@ def test_the_short_last_step_of_the_epoch_is_looked_at(alone: Path) -> None:
     assert recording.read(alone).steps[-1].targets == 12
 
 
+@pytest.mark.parametrize(
+    ("warmup", "steps", "numbers"),
+    [
+        (0, 2, [0, 4]),
+        (2, 1, [1]),
+        (2, 2, [1, 4]),
+        (2, 3, [0, 1, 4]),
+        (2, 5, [0, 1, 2, 3, 4]),
+        (2, 9, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_a_step_computes_with_weights_that_another_has_changed(warmup: int, steps: int, numbers: list[int]) -> None:
+    """A warm-up of two steps begins with the learning rate 0. There are 6 steps, and 5 in an epoch."""
+    optimizer = tiny(f"optim.warmup_steps={warmup}").optim
+    assert recording.numbers_of(optimizer, 6, 5, steps) == numbers
+
+
 def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "processes": 2}}))
     command = [*LOCKSTEP, "verify", "job.yaml", "--steps", "3", "strategy.name=ddp"]

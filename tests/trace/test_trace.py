@@ -427,6 +427,46 @@ def test_a_pass_that_the_trace_cuts_off_lacks_no_examples(tmp_path: Path, steps:
         assert [f.code for f in findings(read(tmp_path / name))] == (["seen-part"] if name == "wrong" else [])
 
 
+@pytest.mark.parametrize(
+    ("stepped", "steps", "kept", "code"),
+    [
+        ("never", None, None, ["scheduler-not-stepped"]),
+        ("never", None, 4, ["scheduler-not-stepped"]),
+        ("never", None, 3, []),  # cut off between the first epoch and the second
+        ("never", 3, None, []),
+        ("by epoch", 4, None, []),
+        ("by epoch", None, None, []),
+        ("another", None, None, []),
+    ],
+)
+def test_a_scheduler_that_an_epoch_goes_by_without_is_a_finding(
+    tmp_path: Path, stepped: str, steps: int | None, kept: int | None, code: list[str]
+) -> None:
+    """Of two epochs of three steps, `steps` are recorded, and a kill leaves `kept` of them."""
+    tracer.begin(Settings(str(tmp_path), steps=steps))
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    kinds = torch.optim.lr_scheduler.ConstantLR, torch.optim.lr_scheduler.LinearLR
+    schedulers = [kind(optimizer, 0.5, total_iters=9) for kind in kinds]
+    chosen = {"never": [], "by epoch": schedulers, "another": schedulers[:1]}[stepped]
+    data = torch.utils.data.TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)))
+    for _ in range(2):
+        for (x,) in torch.utils.data.DataLoader(data, batch_size=16):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        for scheduler in chosen:
+            scheduler.step()
+    del schedulers, chosen
+    tracer.end()
+    if kept is not None:
+        path = next(tmp_path.glob("rank-*.jsonl"))
+        lines = path.read_text().splitlines(keepends=True)
+        after = [i for i, line in enumerate(lines) if '"kind":"step"' in line][kept]
+        path.write_text("".join(lines[:after]))
+    assert [f.code for f in findings(read(tmp_path))] == code
+
+
 def test_a_loss_of_one_class_trains_nothing(tmp_path: Path) -> None:
     """As torch's tutorial series on DDP has it."""
     model = nn.Linear(20, 1)

@@ -123,17 +123,17 @@ def verify(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def recorded(run: Run, folder: Path, steps: int) -> tuple[int, Prepared | None]:
+def recorded(run: Run, folder: Path, steps: int, begin: int | None = None) -> tuple[int, Prepared | None]:
     """A few steps of a run that this process starts, written down in a folder: the job's exit status, and the data.
-    Errors: `RunError`."""
+    `begin`: the first of them. Errors: `RunError`."""
     launcher, _, job = start.resolved(run)
-    status = start.start_ranks(launcher, job.into(str(folder)), _words(steps))
+    status = start.start_ranks(launcher, job.into(str(folder)), _words(steps, begin=begin))
     return status or int(not (folder / "recording.json").exists()), job.data
 
 
-def _words(steps: int, plain: int = 0) -> tuple[str, ...]:
+def _words(steps: int, plain: int = 0, begin: int | None = None) -> tuple[str, ...]:
     """What each rank does: record so many steps, and so many without dropout."""
-    return (RECORD, str(steps), "0", str(plain))
+    return (RECORD, str(steps), "0", str(plain), *([] if begin is None else [str(begin)]))
 
 
 def record_alone(run: Run, folder: Path, steps: int, timed: int = 0) -> int:
@@ -188,7 +188,7 @@ def write(run: Run, steps: int, path: Path) -> int:
     if not path.parent.is_dir():
         raise RunError("LS8390", f"--write: no such folder: {path.parent}")
     console = Console(True)
-    recorded = taken(run, steps, console)
+    recorded = taken(run, steps)
     if isinstance(recorded, int):
         return recorded
     try:
@@ -203,7 +203,7 @@ def against(run: Run, path: Path) -> int:
     """Record as many steps as are written down, and compare. Returns 0 for the same bits, 1 for others, or the job's
     own exit status. Errors: `RunError`."""
     then, console = opened(path), Console(True)
-    now = taken(run, then["asked"], console)
+    now = taken(run, then["asked"], then["steps"][0]["step"])
     if isinstance(now, int):
         return now
     beside = differences(then, now)
@@ -236,16 +236,16 @@ def opened(path: Path) -> dict[str, Any]:
     return content
 
 
-def taken(run: Run, steps: int, console: Console) -> dict[str, Any] | int:
-    """The hashes of a few steps of a run on this machine, or the status of a job that did not end well. Errors:
-    `RunError` for a strategy that promises no bits."""
+def taken(run: Run, steps: int, begin: int | None = None) -> dict[str, Any] | int:
+    """The hashes of a few steps of a run on this machine, or the status of a job that did not end well.
+    `begin`: the first of them. Errors: `RunError` for a strategy that promises no bits."""
     if start.joining():
         raise RunError(
             "LS8395", "lockstep verify --write and --against start their own processes; run it without torchrun"
         )
     folder = Path(tempfile.mkdtemp(prefix="lockstep-golden-"))
     try:
-        status, prepared = recorded(run, folder / "run", steps)
+        status, prepared = recorded(run, folder / "run", steps, begin)
         if status or prepared is None:
             return status
         told = read(folder / "run")

@@ -44,6 +44,16 @@ def _examples(rank: Rank) -> dict[str, list[str]]:
     return by_epoch
 
 
+def repeats(rank: Rank, optimizer: int) -> bool:
+    """Whether a rank has gone once through what it trains on: a pass over a loader ended, or, without a loader, the
+    examples of the first step came again."""
+    if loaders := _examples(rank).keys():
+        now = rank.steps[optimizer][max(rank.steps[optimizer])].loader
+        return bool(loaders & _passes(rank).keys() - ({now} if rank.ended is None else set()))
+    first, *later = [set(s.examples or ()) for _, s in sorted(rank.steps[optimizer].items())]
+    return bool(first) and first <= set().union(*later)
+
+
 def _first(rank: Rank, name: str) -> int | None:
     """The first step of a pass."""
     steps = (n for o in sorted(rank.steps)[:1] for n, s in sorted(rank.steps[o].items()) if s.loader == name)

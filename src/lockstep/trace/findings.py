@@ -113,6 +113,11 @@ def _replicas_at(trace: Trace, optimizer: int, step: int) -> Finding | None:
         cause = "nobody keeps these buffers alike: DDP sends rank 0's, FSDP and a loop by hand do not; reduce them"
         what = f"after step {step} rank {_rank_of(differing)} has other buffers: {_few(list(differing))}"
         return Finding("replicas-buffers", what, cause, step)
+    if (differing := _apart_moments(trace, optimizer, step)) is not None:
+        state, names = differing
+        cause = "gradients agree: the optimizer's state was loaded or changed on some ranks only: load it on every rank"
+        what = f"after step {step} rank {_rank_of(names)} has other moments ({state}): {_few(list(names))}"
+        return Finding("replicas-moments", what, cause, step)
     if differing := apart(lambda s: s.weights):
         cause = (
             "equal gradients make other weights: the optimizer's state (moments) or its options differ between ranks"
@@ -127,6 +132,22 @@ def _apart_buffers(trace: Trace, optimizer: int, step: int) -> dict[str, Whole]:
     sent = any("DistributedDataParallel" in m["wrappers"] for r in trace.ranks for m in r.models)
     apart = {n: w for n, w in merged_buffers(trace, optimizer, step).items() if w.apart}
     return {n: w for n, w in apart.items() if not sent or not n.rpartition(".")[2].startswith(("running_", "num_ba"))}
+
+
+def _apart_moments(trace: Trace, optimizer: int, step: int) -> tuple[str, dict[str, Whole]] | None:
+    """The first state of an optimizer that differs between ranks, where the step has measured it. A rank that holds
+    zeros leaves the update to others."""
+    states = {state: None for _, s in trace.at(optimizer, step) for _, state in s.moments}
+    for state in states:
+        wholes = merged(
+            trace,
+            optimizer,
+            step,
+            lambda s: {n: v for (n, k), v in s.moments.items() if k == state and v.square},  # noqa: B023
+        )
+        if names := {n: w for n, w in wholes.items() if w.apart}:
+            return state, names
+    return None
 
 
 def _rank_of(norms: Mapping[str, Whole]) -> int:
@@ -396,6 +417,24 @@ def _schedules(trace: Trace, optimizer: int) -> Iterator[Finding]:
             yield Finding("scheduler", what, why, at)
 
 
+def _unstepped(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """A scheduler that an epoch of training goes by without."""
+    for rank in trace.ranks[:1]:
+        steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
+        if len(steps) < PATIENCE or not epochs.repeats(rank, optimizer):
+            return
+        later = (rank.ended or {}).get("stepped", ())
+        idle = [name for number, name in steps[-1].idle or () if number not in later]
+        rates = {tuple(group.get("lr") for group in s.groups) for s in steps}
+        if idle and len(rates) == 1:
+            why = (
+                "call scheduler.step() after each optimizer.step(), or after each epoch where its length counts epochs"
+            )
+            rate = ", ".join(f"{x:g}" for x in dict.fromkeys(rates.pop()) if x is not None)
+            what = f"{idle[-1]} is never stepped: the learning rate is {rate} in all {len(steps)} steps"
+            yield Finding("scheduler-not-stepped", what, why)
+
+
 def _seldom(rank: Rank, optimizer: int, name: str) -> tuple[int, int] | None:
     """(first step, every how many) where a scheduler is stepped at each N-th step, which is the end of neither an epoch
     nor an evaluation."""
@@ -492,6 +531,7 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     _clipping,
     _overflow,
     _schedules,
+    _unstepped,
     _means,
     _dtypes,
 )

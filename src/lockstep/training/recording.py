@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lockstep.config.optim import OptimSection
 from lockstep.data.batch import StepBatch
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.system_metrics import measured
@@ -71,23 +72,28 @@ class Recording:
     doubts: list[str] = field(default_factory=list)  # of the user's own code, see `Task.warnings`
 
 
-def numbers_of(total: int, per_epoch: int, steps: int) -> list[int]:
-    """The steps that are looked at: the first ones, and the first epoch's last, which may be a short one."""
-    first = list(range(min(steps, total)))
+def numbers_of(optimizer: OptimSection, total: int, per_epoch: int, steps: int, begin: int | None = None) -> list[int]:
+    """The steps that are looked at: the first ones, and the first epoch's last, which may be a short one. Where so few
+    would end before a step that computes with changed weights (a warm-up begins with the learning rate 0), they begin
+    later: the last but one is the first that changes weights."""
+    if begin is None:
+        still = next((n for n in range(total) if optim.learning_rate(optimizer, n, total)), 0)
+        begin = max(0, min(still + 2 - max(steps, 2), total - steps))
+    first = list(range(begin, min(begin + steps, total)))
     last = min(per_epoch, total) - 1
-    return first if last in first or len(first) < 2 else [*first[:-1], last]
+    return first if last <= first[-1] or len(first) < 2 else [*first[:-1], last]
 
 
-def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0") -> int:
-    """Run a few steps and write down what they did in OUTPUT; then `plain` steps without dropout, for a comparison with
-    the plain reference; then `timed` more for their speed and memory. Collective."""
+def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0", begin: str = "") -> int:
+    """Run a few steps, from `begin` on, and write down what they did in OUTPUT; then `plain` steps without dropout, for
+    a comparison with the plain reference; then `timed` more for their speed and memory. Collective."""
     run = job.run
     join_ranks(job, world)
     session = build_session(job, world)
     task, strategy, feed = session.task, session.strategy, session.feed
     uncovered = own_generators(task, strategy.model)
     try_a_step(session)
-    numbers = numbers_of(feed.total, feed.order.steps_per_epoch, int(steps))
+    numbers = numbers_of(run.optim, feed.total, feed.order.steps_per_epoch, int(steps), int(begin) if begin else None)
     probe = evaluate(run, world, task, strategy, feed.columns, feed.make(numbers[0]).ids, texts=False)
     writer = _Writer(job, world, task, strategy, probe)
     if int(plain):

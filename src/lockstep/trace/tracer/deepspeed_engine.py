@@ -21,6 +21,7 @@ class EngineOptimizer:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        self.optimizer = engine.optimizer
         self.kind = type(engine.optimizer).__name__
         self.state: dict[Any, Any] = {}
         self.param_groups: list[dict[str, Any]] = []

@@ -2,7 +2,8 @@
 wraps, and an error of the recorder becomes a record and a warning, never one of the script.
 
 Wrapped: `Module.__call__`, `torch.autograd.backward`, `GradScaler.scale`, `unscale_` and `step`, `clip_grad_norm_` and
-its like, schedulers' `step`, `DataLoader.__iter__`. Hooks of torch: before and after every optimizer's step.
+its like, schedulers' `__init__` and `step`, `DataLoader.__iter__`. Hooks of torch: before and after every optimizer's
+step.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -252,25 +254,46 @@ def _wrap_scaler(hooks: Hooks) -> None:
 
 def _wrap_schedulers(hooks: Hooks) -> None:
     module = torch.optim.lr_scheduler
-    kinds: list[Any] = [k for k in vars(module).values() if isinstance(k, type) and "step" in vars(k)]
-    for kind in kinds:
-        original: Any = kind.step
+    for kind in [k for k in vars(module).values() if isinstance(k, type) and "step" in vars(k)]:
+        _wrap_step(hooks, kind)
+    made = module.LRScheduler.__init__
 
-        def step(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            recorder = hooks.recorder
-            caller = sys._getframe(1)
-            building = caller.f_code.co_name in ("__init__", "_initial_step")
-            if recorder is None or getattr(_THREAD, "scheduling", False) or building:
-                return _original(self, *args, **kwargs)
-            by = "accelerate" if str(caller.f_globals.get("__name__", "")).startswith("accelerate.") else ""
-            hooks.guarded(recorder.scheduled, type(self).__name__, by)
-            _THREAD.scheduling = True
-            try:
-                return _original(self, *args, **kwargs)
-            finally:
-                _THREAD.scheduling = False
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for kind in type(self).__mro__:  # classes of the script's own, which may not call torch's `step`
+            if isinstance(vars(kind).get("step"), types.FunctionType):
+                _wrap_step(hooks, kind)
+        made(self, *args, **kwargs)
+        if hooks.recorder is not None:
+            hooks.guarded(hooks.recorder.has_scheduler, self)
 
-        kind.step = functools.wraps(original)(step)
+    module.LRScheduler.__init__ = init  # type: ignore[method-assign]
+
+
+def _wrap_step(hooks: Hooks, kind: Any) -> None:
+    original: Any = kind.step
+    if hasattr(original, "lockstep_wrapped"):
+        return
+
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = hooks.recorder
+        caller = sys._getframe(1)
+        if recorder is None or caller.f_code.co_name in ("__init__", "_initial_step"):
+            return original(self, *args, **kwargs)
+        hooks.guarded(recorder.steps_scheduler, self)
+        if getattr(_THREAD, "scheduling", False):
+            return original(self, *args, **kwargs)
+        by = "accelerate" if str(caller.f_globals.get("__name__", "")).startswith("accelerate.") else ""
+        hooks.guarded(recorder.scheduled, type(self).__name__, by)
+        _THREAD.scheduling = True
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _THREAD.scheduling = False
+
+    step.lockstep_wrapped = True  # type: ignore[attr-defined]
+    kind.step = step
 
 
 def _wrap_loader(hooks: Hooks) -> None:

@@ -71,6 +71,16 @@ class Evaluation:
     count: int = 0
 
 
+@dataclass
+class Scheduler:
+    """A scheduler of learning rates, from when it is made on. `stepped`: it or another one of its optimizer was."""
+
+    ref: weakref.ref[Any]
+    optimizer: weakref.ref[Any]
+    name: str
+    stepped: bool = False
+
+
 class Recorder:
     """Of this process. Methods are called from hooks and may raise; hooks turn that into records."""
 
@@ -80,6 +90,7 @@ class Recorder:
         self.active = True
         self.roots: list[weakref.ref[nn.Module]] = []
         self.optimizers: list[weakref.ref[Any]] = []
+        self.schedulers: list[Scheduler] = []
         self.steps: list[int] = []
         self.layouts: dict[int, Layout] = {}
         self.since = Since()
@@ -211,6 +222,24 @@ class Recorder:
             self.since.clipped = {placement.key(p): v for p, v in zip(grads, measured, strict=True)}
         return clip
 
+    def has_scheduler(self, scheduler: Any) -> None:
+        """A scheduler was made."""
+        ref, optimizer = weakref.ref(scheduler), weakref.ref(scheduler.optimizer)
+        self.schedulers.append(Scheduler(ref, optimizer, type(scheduler).__name__))
+
+    def steps_scheduler(self, scheduler: Any) -> None:
+        for each in self.schedulers:
+            each.stepped = each.stepped or each.optimizer() is scheduler.optimizer
+
+    def idle(self, optimizer: Any) -> list[tuple[int, str]]:
+        """Number and name of the schedulers of an optimizer of which none was ever stepped."""
+        held = _inside(optimizer)
+        return [
+            (i, each.name)
+            for i, each in enumerate(self.schedulers)
+            if not each.stepped and each.ref() is not None and held & _inside(each.optimizer())
+        ]
+
     def scheduled(self, name: str, by: str) -> None:
         key = f"{name} by {by}" if by else name
         self.since.schedulers[key] = self.since.schedulers.get(key, 0) + 1
@@ -291,7 +320,7 @@ class Recorder:
             self.steps[number] += 1
             return
         self.flush()
-        record = self._cheap(here)
+        record = self._cheap(here) | {"idle": self.idle(optimizer)}
         vectors: dict[str, list[Tensor]] = {}
         if "grads" in here:
             vectors = self._measured(optimizer, here, record)
@@ -492,7 +521,8 @@ class Recorder:
         self.flush()
         self.end_evaluation()
         if self.steps:
-            self.write("end", steps=self.steps, backwards=self.since.backwards)
+            stepped = [i for i, each in enumerate(self.schedulers) if each.stepped]
+            self.write("end", steps=self.steps, backwards=self.since.backwards, stepped=stepped)
 
 
 def packed(vectors: list[Tensor]) -> dict[str, str]:
@@ -628,6 +658,15 @@ def written(parameter: Any) -> tuple[int, int]:
         parameter = parameter.tensor
     plain = isinstance(parameter, Tensor) and not placement.is_dtensor(parameter)
     return _version(parameter), parameter.data_ptr() if plain else 0
+
+
+def _inside(optimizer: Any) -> set[int]:
+    """An optimizer and those that it wraps, as Accelerate's and DeepSpeed's do."""
+    ids: set[int] = set()
+    while optimizer is not None and id(optimizer) not in ids:
+        ids.add(id(optimizer))
+        optimizer = getattr(optimizer, "optimizer", None)
+    return ids
 
 
 def _number(value: Any) -> float | None:
