@@ -135,8 +135,10 @@ def plots(plans: Sequence[Plan], names: Sequence[str], device: Device) -> list[s
     phases = dict.fromkeys(phase for of_step in times.values() for phase in of_step)
     has = f"the device has {size(device.memory_bytes)}"
     return [
-        charts.bars(f"memory of the rank that needs most, at its peak: {has}", by_kind(found, True), kinds, told=size),
-        charts.bars("the same between two steps", by_kind(found, False), kinds, told=size),
+        charts.bars(
+            f"memory of the rank that needs most, at its peak: {has}", by_kind(found, True), kinds, format_value=size
+        ),
+        charts.bars("the same between two steps", by_kind(found, False), kinds, format_value=size),
         charts.bars(
             "where the time of a step goes" + (", in shares" if len(found) > 1 else ""),
             times,
