@@ -115,10 +115,10 @@ def probe() -> str:
     results += [attended, weight.grad]
     torch.optim.AdamW([weight], fused=True).step()
     results.append(weight)
-    seen = hashlib.sha256()
+    digest = hashlib.sha256()
     for result in results:
-        seen.update(result.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-    return seen.hexdigest()[:16]
+        digest.update(result.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _core_of_blas() -> str | None:

@@ -222,7 +222,7 @@ def format_value(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).replace("\n...", "").strip()
 
 
-Found = tuple[Mapping[str, Any], float | None]  # keys of a trial -> its metric, None while it runs
+TrialResult = tuple[Mapping[str, Any], float | None]  # keys of a trial -> its metric, None while it runs
 
 
 def check() -> None:
@@ -239,7 +239,7 @@ def corners(over: Mapping[str, Sequence[Any] | Range]) -> list[Overrides]:
 
 
 def propose(
-    over: Mapping[str, Sequence[Any] | Range], results: Sequence[Found], seed: int, more_is_better: bool
+    over: Mapping[str, Sequence[Any] | Range], results: Sequence[TrialResult], seed: int, more_is_better: bool
 ) -> Overrides:
     """The keys of the trial after `found`, by optuna's tree-structured Parzen estimator (Bergstra et al., "Algorithms
     for hyper-parameter optimization", NeurIPS 2011); the first ten are drawn at random."""
