@@ -28,8 +28,8 @@ def store() -> Iterator[Any]:
     there.clear()
 
 
-def member(store: Any, me: str, apart: bool = False) -> Membership:
-    there.append(found := Membership(MemberAddress("127.0.0.1", store.port, "room", me, apart)))
+def member(store: Any, me: str, joining: bool = False) -> Membership:
+    there.append(found := Membership(MemberAddress("127.0.0.1", store.port, "room", me, joining)))
     found.connect(20)
     return found
 
@@ -91,7 +91,7 @@ def test_what_is_heard_late_is_not_taken_for_news(lost: bool, store: Any, monkey
 
 def test_one_that_comes_is_offered_and_nothing_is_cut_off(store: Any) -> None:
     roll = Roster(store, "room", "", ["a"])
-    a, b = member(store, "a"), member(store, "b", apart=True)
+    a, b = member(store, "a"), member(store, "b", joining=True)
     assert b.generation.number == -1
     roll.post(["a", "b"])
     until = time.monotonic() + 20
@@ -114,7 +114,7 @@ def test_who_is_not_in_the_newest_generation_is_lost(store: Any) -> None:
 class Unstarted(Ranks):
     """Starts nothing."""
 
-    def _start(self, local: int, apart: bool) -> None:
+    def _start(self, local: int, joining: bool) -> None:
         self.processes[local] = Ended(None)
 
 
@@ -136,8 +136,8 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
         member(store, each).ready()
     heard: list[tuple[int, int]] = []
 
-    def place(name: str, apart: bool) -> MemberAddress:
-        return MemberAddress("", 0, "", name, apart)
+    def place(name: str, joining: bool) -> MemberAddress:
+        return MemberAddress("", 0, "", name, joining)
 
     def lost(local: int, pid: int, code: int) -> None:
         heard.append((local, code))
@@ -154,7 +154,7 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
         ranks.let_in()
         assert not ranks.joining  # the others have not met yet
         for name in left:
-            found = member(store, name, apart=True)
+            found = member(store, name, joining=True)
             found.take(roll.newest)
             found.trains()
         assert ranks.in_vain() == 0
@@ -163,7 +163,7 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
         assert ranks.in_vain() == len(gone)  # were all to start again now, these starts would not count
         names = [ranks.names[local] for local in sorted(gone)]
         assert not set(names) & set("012")
-        comers = [member(store, each, apart=True) for each in names]
+        comers = [member(store, each, joining=True) for each in names]
         for each in comers:
             each.ready()
         ranks.let_in()
@@ -182,7 +182,7 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
 @pytest.mark.parametrize("first", ["it", "launcher"])
 def test_one_that_is_let_in_does_not_leave_and_one_that_has_left_is_not_let_in(first: str, store: Any) -> None:
     roll = Roster(store, "room", "", ["a"])
-    b = member(store, "b", apart=True)
+    b = member(store, "b", joining=True)
     if first == "it":
         assert b.withdraw()
         assert not roll.admit("b")
@@ -208,8 +208,8 @@ def test_a_stop_signal_that_only_one_that_comes_has_heard(code: int, asked: bool
     roll = Roster(store, "room", "", ["0", "1"])
     lost: list[int] = []
 
-    def place(name: str, apart: bool) -> MemberAddress:
-        return MemberAddress("", 0, "", name, apart)
+    def place(name: str, joining: bool) -> MemberAddress:
+        return MemberAddress("", 0, "", name, joining)
 
     def loss(local: int, pid: int, code: int) -> None:
         lost.append(local)

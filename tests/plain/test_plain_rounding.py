@@ -14,6 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from lockstep.plain import train
 from lockstep.tools import against_plain
+from lockstep.trace import causes
 from lockstep.training.plain_measures import perturb_
 
 SIZE, TINY = 64, 1e-25  # whose square is no float32
@@ -78,14 +79,16 @@ def test_each_draw_moves_other_weights() -> None:
     assert torch.equal(again.weight, drawn[3].weight)
 
 
-def record(loss: float, norm: float) -> train.StepRecord:
-    weight = {"weight": torch.ones(SIZE)}
-    return train.StepRecord(loss, 1.0, norm, weight, weight)
+def record(loss: float, norm: float, gradient: float = 1.0, change: float = 1.0) -> train.StepRecord:
+    tensors = [{"weight": torch.full((SIZE,), size), "bias": torch.full((3,), size)} for size in (gradient, change)]
+    return train.StepRecord(loss, 1.0, norm, *tensors)
 
 
-def compared(monkeypatch: pytest.MonkeyPatch, optimizer: str, precision: str, apart: float, spread: float) -> list[str]:
-    """What differs in a step whose loss and norm are `apart` from plain's, relatively, where the third draw of a last
-    bit alone moves them, by `spread`."""
+def compared(
+    monkeypatch: pytest.MonkeyPatch, optimizer: str, precision: str, ours: train.StepRecord, spread: float
+) -> list[str]:
+    """What differs in a step from plain's, whose loss and norm are 1, where the third draw of a last bit alone moves
+    them, by `spread`."""
     step = SimpleNamespace(number=0, micro_batches=[])
     held = SimpleNamespace(tokenizer=None, evaluated=[], steps=[step])
     job = SimpleNamespace(run={"precision": precision})
@@ -100,13 +103,30 @@ def compared(monkeypatch: pytest.MonkeyPatch, optimizer: str, precision: str, ap
     monkeypatch.setattr(against_plain, "Plain", lambda *_: job)
     monkeypatch.setattr(against_plain, "plain_run", lambda *_: {})
     monkeypatch.setattr(against_plain, "_check_numbers", lambda *_: None)
-    monkeypatch.setattr(against_plain, "_recorded", lambda *_: iter([record(1 + apart, 1 + apart)]))
+    monkeypatch.setattr(against_plain, "_recorded", lambda *_: iter([ours]))
     monkeypatch.setattr(against_plain, "_trained", trained)
     run: Any = SimpleNamespace(seed=0, precision=precision, optim=SimpleNamespace(name=optimizer))
     return against_plain.compare(run, None).differences  # type: ignore[arg-type]
 
 
 def test_four_draws_show_what_rounding_comes_to_with_muon(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not compared(monkeypatch, "muon", "fp32", 1e-4, 5e-5)
-    assert compared(monkeypatch, "muon", "fp32", 1e-4, 5e-6)  # the controls: beyond ten times what a draw comes to,
-    assert compared(monkeypatch, "adamw", "fp32", 1e-4, 5e-5)  # and of the first draw alone
+    ours = record(1 + 1e-4, 1 + 1e-4)
+    assert not compared(monkeypatch, "muon", "fp32", ours, 5e-5)
+    assert compared(monkeypatch, "muon", "fp32", ours, 5e-6)  # the controls: beyond ten times what a draw comes to,
+    assert compared(monkeypatch, "adamw", "fp32", ours, 5e-5)  # and of the first draw alone
+
+
+@pytest.mark.parametrize(
+    ("ours", "cause"),
+    [
+        (record(2, 2, 2, 2), causes.of_loss_function()),
+        (record(1, 2, 2, 2), "every gradient is 2 times what it should be"),
+        (record(1, 2), causes.NORM),
+        (record(1, 1, 1, 2), causes.UPDATE),
+    ],
+)
+def test_the_first_thing_that_differs_names_the_cause(
+    monkeypatch: pytest.MonkeyPatch, ours: train.StepRecord, cause: str
+) -> None:
+    *_, last = compared(monkeypatch, "adamw", "fp32", ours, 0.0)
+    assert last.startswith(f"  likely: {cause}")

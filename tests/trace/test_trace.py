@@ -129,9 +129,9 @@ def test_no_width_divides_a_dimension() -> None:
 def test_an_example_has_one_hash_whatever_it_is_padded_to() -> None:
     ids = torch.tensor([[5, 6, 7], [8, 9, 50256]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    right = inputs.seen((), {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([1, -100])})
+    right = inputs.call_inputs((), {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([1, -100])})
     wide = torch.tensor([[50256, 50256, 8, 9]])  # padded on the left, and farther
-    left = inputs.seen(
+    left = inputs.call_inputs(
         (), {"attention_mask": torch.tensor([[0, 0, 1, 1]]), "labels": torch.tensor([-100]), "input_ids": wide}
     )
     assert right is not None
@@ -139,7 +139,7 @@ def test_an_example_has_one_hash_whatever_it_is_padded_to() -> None:
     assert right.hashes[1] == left.hashes[0] != right.hashes[0]
     assert right.targets is not None
     assert int(right.targets) == 1
-    swapped = inputs.seen((), {"input_ids": torch.tensor([[9, 8]]), "attention_mask": torch.tensor([[1, 1]])})
+    swapped = inputs.call_inputs((), {"input_ids": torch.tensor([[9, 8]]), "attention_mask": torch.tensor([[1, 1]])})
     assert swapped is not None
     assert swapped.hashes[0] != left.hashes[0]
 
@@ -212,6 +212,31 @@ def test_a_block_of_a_notebook_is_traced_and_compared(tmp_path: Path) -> None:
     assert math.sqrt(sum(v.square for v in step.grads.values())) == pytest.approx(0.05, rel=1e-4)
     assert {n for n, _ in a.ranks[0].steps[0][0].moments} == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert findings(a) == []
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "measured"), [(3, None, [0, 3, 6]), (1, 4, [0, 1, 2, 3]), (2, 5, [0, 2, 4])]
+)
+def test_steps_that_are_measured_are_those_of_a_whole_trace(
+    tmp_path: Path, every: int, steps: int | None, measured: list[int]
+) -> None:
+    for name, settings in (("whole", {}), ("part", {"every": every, "steps": steps})):
+        torch.manual_seed(0)
+        model, data = nn.Linear(6, 3), torch.randn(8, 4, 6)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        tracer.begin(Settings(str(tmp_path / name), **settings))
+        for x in data:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        tracer.end()
+    whole, part = read(tmp_path / "whole"), read(tmp_path / "part")
+    assert [s for s in part.steps(0) if part.at(0, s)[0][1].measured] == measured
+    assert part.steps(0) == list(range(steps or 8))
+    verdict = compare(whole, part, exact=True)
+    assert verdict.first is None or verdict.lines[0].startswith("8 steps in the reference")
+    assert all(not (row.gradient or row.update) for row in verdict.rows)
+    assert [row.step for row in verdict.rows if row.update is not None] == measured
 
 
 def test_the_first_difference_in_causal_order_is_named(tmp_path: Path) -> None:
@@ -437,6 +462,7 @@ def test_a_pass_that_the_trace_cuts_off_lacks_no_examples(tmp_path: Path, steps:
         ("by epoch", 4, None, []),
         ("by epoch", None, None, []),
         ("another", None, None, []),
+        ("by its maker", None, None, []),  # Lightning steps it at epochs of its own choice
     ],
 )
 def test_a_scheduler_that_an_epoch_goes_by_without_is_a_finding(
@@ -447,8 +473,10 @@ def test_a_scheduler_that_an_epoch_goes_by_without_is_a_finding(
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     kinds = torch.optim.lr_scheduler.ConstantLR, torch.optim.lr_scheduler.LinearLR
-    schedulers = [kind(optimizer, 0.5, total_iters=9) for kind in kinds]
-    chosen = {"never": [], "by epoch": schedulers, "another": schedulers[:1]}[stepped]
+    maker = "lightning.pytorch.core.module" if stepped == "by its maker" else __name__
+    make = eval("lambda kind, optimizer: kind(optimizer, 0.5, total_iters=9)", {"__name__": maker})
+    schedulers = [make(kind, optimizer) for kind in kinds]
+    chosen = {"by epoch": schedulers, "another": schedulers[:1]}.get(stepped, [])
     data = torch.utils.data.TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)))
     for _ in range(2):
         for (x,) in torch.utils.data.DataLoader(data, batch_size=16):

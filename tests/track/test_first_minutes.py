@@ -120,7 +120,7 @@ def test_lines_have_the_epoch_and_the_best_so_far() -> None:
 def test_the_best_is_by_the_metric_that_the_run_names(by: str | None, step: int | None) -> None:
     best = Best(by)
     for number, loss, accuracy in ((10, 0.5, 0.9), (20, 0.4, 0.8), (30, 0.6, 0.9), (40, float("nan"), 0.1)):
-        best.seen(number, {"loss": loss, "accuracy": accuracy})
+        best.update(number, {"loss": loss, "accuracy": accuracy})
     assert best.step == step
     assert bool(best.text) is (step is not None)
 
@@ -138,6 +138,10 @@ def test_on_a_narrow_terminal_lines_go_on_below_their_beginning() -> None:
     assert "\n" not in out.getvalue().strip(), "what is pasted stays whole"
     told.note("the disk is full, and there is more")
     assert out.getvalue().splitlines()[1:] == ["note: the disk is full, and", "      there is more"]
+    told.say("  gradients differ: 4 of them, by 0.5")
+    told.say("lockstep train outputs/a/run.yaml b=c", whole=True)
+    lines = ["  gradients differ: 4 of them,", "    by 0.5", "lockstep train outputs/a/run.yaml b=c"]
+    assert out.getvalue().splitlines()[3:] == lines
     told.log(5, "validation", {"loss": 0.5, "accuracy": 0.75})
     assert out.getvalue().splitlines()[-1].startswith(" " * 13)
 
@@ -212,7 +216,7 @@ def test_the_longest_texts_are_cut_first(room: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
-        (Classification, [], "lockstep predict 'my out' 'i feel very well today and then some more words that nobody'"),
+        (Classification, [], "lockstep predict 'my out' 'i feel very well today and then some more'"),
         (Classification, ["task.text_pair=other"], "lockstep predict 'my out' $'first text\\tsecond text'"),
         (Module, [], "lockstep evaluate 'my out'"),
     ],

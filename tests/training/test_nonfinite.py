@@ -185,10 +185,10 @@ def test_a_jump_is_told_from_a_wander() -> None:
     random = np.random.default_rng(0)
     spikes = Spikes()
     losses = 2 + 0.1 * random.standard_normal(200) - np.linspace(0, 1, 200)
-    assert not any(spikes.seen(float(loss)) for loss in losses)
-    assert spikes.seen(4.0)
-    assert spikes.seen(float("nan"))
-    assert not spikes.seen(1.0)
+    assert not any(spikes.is_spike(float(loss)) for loss in losses)
+    assert spikes.is_spike(4.0)
+    assert spikes.is_spike(float("nan"))
+    assert not spikes.is_spike(1.0)
 
 
 # -- nothing that is not finite passes -------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_what_is_not_finite_passes_nowhere(
     assert (progress.step, progress.since, progress.over(run)) == (1, 1, False)
     assert progress.after(3, score_of(run, {"loss": bad})).over(run)
     assert [c.step for c in best_first(run, {1: {"loss": 2.0}, 2: {"loss": bad}})] == [1]
-    assert not Best().seen(1, {"loss": bad})
+    assert not Best().update(1, {"loss": bad})
 
     values = tiny(f"output={tmp_path / 'out'}").model_dump(mode="json")
     options = dict.fromkeys(("parallel", "search", "out", "split")) | {"over": ["seed=1,2"], "metric": "-loss"}

@@ -7,6 +7,7 @@ that are left behind when they hang. No token is read further than to see that i
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -162,6 +163,22 @@ def torch_facts(seconds: float) -> Facts:
     return answer if "failed" in answer else dict(json.loads(answer["answer"]))
 
 
+def gpu_facts(seconds: float) -> Facts:
+    """`torch_facts` where this machine has a driver of GPUs, without which torch has no device; else nothing."""
+    return torch_facts(seconds) if _has_gpu_driver() else {}
+
+
+def _has_gpu_driver() -> bool:
+    """CUDA's library of the driver, or ROCm's device; nothing is initialised. Other systems than Linux: perhaps."""
+    if not sys.platform.startswith("linux") or Path("/dev/kfd").exists():
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def portable_facts(seconds: float) -> Facts:
     """Whether this machine computes as `strategy.exact: portable` asks: a hash of what it computes, equal on all such
     machines with the same torch and numpy, or why it does not."""
@@ -178,8 +195,9 @@ def _of_python(code: str, seconds: float) -> dict[str, str]:
     except subprocess.TimeoutExpired:
         return {"failed": f"no answer in {seconds:g} s"}
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        return {"failed": f"ended with {done.returncode}: {said[-1][:200] if said else 'nothing was said'}"}
+        error_lines = done.stderr.strip().splitlines()
+        reason = error_lines[-1][:200] if error_lines else "nothing was said"
+        return {"failed": f"ended with {done.returncode}: {reason}"}
     return {"answer": done.stdout.strip().splitlines()[-1]}
 
 
@@ -197,8 +215,8 @@ def version(package: str) -> str | None:
 
 def programs() -> Facts:
     """Where launchers are: beside this Python, or on the PATH."""
-    beside = Path(sys.executable).parent
-    path = f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"
+    python_folder = Path(sys.executable).parent
+    path = f"{python_folder}{os.pathsep}{os.environ.get('PATH', '')}"
     return {name: shutil.which(name, path=path) for name in PROGRAMS}
 
 

@@ -41,20 +41,24 @@ RANDOM = (
     "random numbers (dropout, augmentation) differ between the runs, or the loss function, or inputs that no hash "
     "sees, such as a mask"
 )
+UPDATE = (
+    "gradients and learning rates agree: look at the optimizer's state (moments, steps counted), "
+    "weight decay and its order"
+)
 LENGTHS = (
     "one run made more steps: count the batches of an epoch, the accumulation steps and how the "
     "last, smaller batch is treated"
 )
 
 
-def of_start(apart: int, among: int, ranks_apart: Sequence[int]) -> str:
+def of_start(differing: int, among: int, ranks_apart: Sequence[int]) -> str:
     if ranks_apart:
         return (
             f"ranks start from different weights (rank {ranks_apart[0]} and others): seed every rank alike "
             "before the model is "
             "made, or wrap the model in DDP, which sends rank 0's weights"
         )
-    if apart < among / 2:
+    if differing < among / 2:
         return (
             "only some weights differ: a layer that is drawn anew (a new head), loaded from elsewhere "
             "or tied on one side"
@@ -163,13 +167,16 @@ def of_loss(
                 f"the loss is about {name} times what it should be: "
                 f"{_why_factor(way, len(other.each), other.micro_batches)}, and numbers of targets are unequal"
             )
-    if not stochastic:
-        term = ", an auxiliary term that is multiplied by the ranks" if len(theirs) != len(ours) else ""
-        return (
-            f"the loss function or its options differ (label smoothing, weights, reduction{term}), or inputs that no "
-            "hash sees, such as a mask; the model has no dropout"
-        )
-    return RANDOM
+    return RANDOM if stochastic else of_loss_function(len(theirs) != len(ours))
+
+
+def of_loss_function(ranks: bool = False) -> str:
+    """Without random numbers. `ranks`: their number differs."""
+    term = ", an auxiliary term that is multiplied by the ranks" if ranks else ""
+    return (
+        f"the loss function or its options differ (label smoothing, weights, reduction{term}), or inputs that no "
+        "hash sees, such as a mask; the model has no dropout"
+    )
 
 
 def _of_records(other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> str | None:
@@ -193,18 +200,18 @@ def _of_records(other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> 
     return None
 
 
-def _of_micro_batches(apart: Sequence[tuple[int, int, float, float]], stochastic: bool) -> str:
-    if not apart:
+def _of_micro_batches(differing: Sequence[tuple[int, int, float, float]], stochastic: bool) -> str:
+    if not differing:
         return (
             "the loss of each micro-batch agrees, and their sum does not: some are missing from it or counted twice, "
             "or means over unequal numbers of targets are averaged"
         )
-    if all(loss == 0 for *_, loss in apart):
-        number, rank = apart[0][:2]
+    if all(loss == 0 for *_, loss in differing):
+        number, rank = differing[0][:2]
         return f"the loss of micro-batch {number} on rank {rank} is 0: its examples are masked, or it is left out"
     if not stochastic:
         return "the loss function or its options differ, or the code of the model depends on the rank"
-    if all(rank for _, rank, *_ in apart):
+    if all(rank for _, rank, *_ in differing):
         return "random numbers (dropout, augmentation) depend on the rank: seed them by the example, or by its place"
     return RANDOM
 
@@ -436,10 +443,7 @@ def of_update(factors: Mapping[str, tuple[float, float]], ours: Sequence[Step], 
         )
     if kinds[0] != kinds[1]:
         return f"gradients and learning rates agree, the optimizers are {kinds[0]} and {kinds[1]}"
-    return (
-        "gradients and learning rates agree: look at the optimizer's state (moments, steps counted), "
-        "weight decay and its order"
-    )
+    return UPDATE
 
 
 def of_buffers(names: Sequence[str]) -> str:

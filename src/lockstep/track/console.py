@@ -155,13 +155,23 @@ class Console:
         for name, value in rows.items() if self._voice != "verbose" else ():
             append(self._log, f"{name:<10} {value}")
 
-    def say(self, text: str, hang: int | None = None) -> None:
-        """One line or more. `hang`: on a terminal, where a line that is too long goes on."""
+    def say(self, text: str, hang: int | None = None, whole: bool = False) -> None:
+        """One line or more. `hang`: on a terminal, where a line that is too long goes on; by default two columns
+        further in than it begins. `whole`: it is to be pasted, and is never cut into lines."""
         if self._record is not None:
             self._record.notes.append(text)
         if self._voice != "quiet":
-            self.rich.print(_plain(text if hang is None else self._hung(text, hang, hang)))
+            self.rich.print(_plain(text if whole else self._folded(text, hang)))
         append(self._log, text)
+
+    def _folded(self, text: str, hang: int | None) -> str:
+        if hang is not None:
+            return self._hung(text, hang, hang)
+        lines = []
+        for line in text.split("\n"):
+            inner = len(line) - len(line.lstrip()) + 2
+            lines.append(line if cell_len(line) <= self.rich.width else self._hung(line, inner, inner))
+        return "\n".join(lines)
 
     def _hung(self, text: str, hang: int, ahead: int = 0) -> str:
         """A text in lines that fit the terminal, all but the first `hang` columns in; `ahead` of these columns are part
@@ -220,19 +230,31 @@ class Console:
         elif split == "train":
             self._train(step, numbers)
         else:
-            better = split == "validation" and self._best.seen(step, numbers)
-            text = _listed({k: v for k, v in numbers.items() if k != "examples"})
-            line = f"step {step:>6}  {split}: {text}{'; best yet' if better else ''}"
-            if closing and self._voice != "verbose":
-                append(self._log, line)
-            else:
-                self.say(line, hang=13)
+            better = split == "validation" and self._best.update(step, numbers)
+            self._scores(step, split, {k: v for k, v in numbers.items() if k != "examples"}, better, closing)
+
+    def _scores(self, step: int, split: str, numbers: Mapping[str, float], better: bool, closing: bool) -> None:
+        """An evaluation. On a terminal a line of as many metrics as fit, what it is judged by first; the log file has
+        all of them, and so has a terminal that is told everything."""
+        first, last = f"step {step:>6}  {split}: ", "; best yet" if better else ""
+        line = f"{first}{_listed(numbers)}{last}"
+        if self._voice == "verbose" or (not self.rich.is_terminal and not closing):
+            self.say(line, hang=13)
+            return
+        append(self._log, line)
+        if closing or self._voice == "quiet":
+            return
+        names = sorted(numbers, key=lambda name: name not in ("loss", self._best.name))
+        while len(names) > 1 and len(line) > self.rich.width:
+            names.pop()
+            line = f"{first}{_listed({name: numbers[name] for name in numbers if name in names})}{last}"
+        self.rich.print(_plain(self._hung(line, 13, 13)))
 
     def _system(self, step: int, numbers: Mapping[str, float]) -> None:
-        held = {kind: _highest(numbers, kind) for kind in ("memory_gb", "gpu_memory_gb")}
+        memory = {kind: _highest(numbers, kind) for kind in ("memory_gb", "gpu_memory_gb")}
         self._memory = "".join(
             f"  {value:.2f} GB{' on the GPU' if kind.startswith('gpu') else ''}"
-            for kind, value in held.items()
+            for kind, value in memory.items()
             if value is not None
         )
         if self._voice == "verbose":
@@ -301,7 +323,7 @@ class Console:
     def stop(self) -> None:
         """End the progress bar."""
         if self._bar is not None:
-            self._bar.rest()
+            self._bar.stop()
             self._bar = None
 
     def columns(self, title: str, rows: Sequence[Sequence[str]], cut: bool = False) -> None:
@@ -360,14 +382,10 @@ class _Bar(Progress):
             TimeRemainingColumn(),
             TextColumn("left"),
             console=console,
+            transient=True,  # what it came to is told below
             refresh_per_second=2,  # drawing costs a core's time that training could use
         )
         self.row: TaskID = self.add_task("training", total=total, completed=done)
-
-    def rest(self) -> None:
-        """The last picture, which stays."""
-        self._place = str
-        self.stop()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         for task in self.tasks:
@@ -381,8 +399,8 @@ class _Bar(Progress):
 def _of_sources(numbers: Mapping[str, float]) -> str:
     """The losses of the sources of a mixture, of many the least and the most."""
     losses = sorted((v, k.removeprefix("loss_")) for k, v in numbers.items() if k[:5] == "loss_" and k != "loss_scale")
-    told = [f"{name} {loss:.4f}" for loss, name in (losses if len(losses) < 4 else [losses[0], losses[-1]])]
-    return f" ({'...'.join(told) if len(losses) > 3 else ', '.join(told)})" if told else ""
+    labels = [f"{name} {loss:.4f}" for loss, name in (losses if len(losses) < 4 else [losses[0], losses[-1]])]
+    return f" ({'...'.join(labels) if len(losses) > 3 else ', '.join(labels)})" if labels else ""
 
 
 def _listed(numbers: Mapping[str, float]) -> str:

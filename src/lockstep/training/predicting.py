@@ -21,11 +21,11 @@ from lockstep.tasks.abilities import Predicts
 from lockstep.track.console import Console
 from lockstep.training.exported_model import finished
 
-Given = str | Sequence[str] | Mapping[str, Any]  # a text; the texts of a pair; texts by column
+PredictionInput = str | Sequence[str] | Mapping[str, Any]  # a text; the texts of a pair; texts by column
 
 
 def predictions(
-    output: Path, inputs: Sequence[Given], overrides: Sequence[str] | Mapping[str, Any]
+    output: Path, inputs: Sequence[PredictionInput], overrides: Sequence[str] | Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """For each what was asked, by column, and the answer: JSON by name. Errors: `RunError`."""
     run, export = finished(output, overrides)
@@ -46,11 +46,11 @@ def predict(
     word that names a file is read as one, unless all are `texts`. Returns the exit status."""
     run, export = finished(output, overrides)  # told before anything is read
     task = _task(run)
-    asked = task.input_columns(run)
+    columns = task.input_columns(run)
     if texts:
-        rows = [row_of(word, asked, repr(word[:40])) for word in words]
+        rows = [row_of(word, columns, repr(word[:40])) for word in words]
     else:
-        rows = [row for word in words for row in task.input_rows(run, word) or rows_of(run, word, asked)]
+        rows = [row for word in words for row in task.input_rows(run, word) or rows_of(run, word, columns)]
     if not words:
         rows = [row_of(line.rstrip("\n"), task.input_columns(run), f"line {n}") for n, line in enumerate(sys.stdin, 1)]
     if not rows:
@@ -67,11 +67,11 @@ def predict(
     else:
         console = Console(True)
         for row, answer in answers:
-            console.say(task.format_prediction(row, answer))
+            console.say(task.format_prediction(row, answer), hang=4)
     return 0
 
 
-def row_of(value: Given, columns: Sequence[str], place: str) -> tuple[str, ...]:
+def row_of(value: PredictionInput, columns: Sequence[str], place: str) -> tuple[str, ...]:
     """The texts of one row, in the order of the columns. Errors: `RunError`, which names the place."""
     if isinstance(value, Mapping):
         if missing := [column for column in columns if column not in value]:

@@ -66,9 +66,9 @@ TAGS = {
 }
 
 
-def region_of(given: str | None) -> str:
+def region_of(region_option: str | None) -> str:
     """`launch.region`, else what the AWS tools use here. Errors: `RunError`."""
-    region = given or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    region = region_option or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if region is None:
         try:
             import botocore.session
@@ -110,8 +110,8 @@ def check_image(address: str | None) -> None:
     another tag stands for is not known. Errors: `RunError`."""
     _, _, tag = (address or "").rpartition("/")[2].partition(":")
     torch, python = re.match(r"(\d+)\.(\d+)[.\d]*-(?:cpu|gpu|cu\d)", tag), re.search(r"-py(\d)(\d+)\b", tag)
-    for what, found in (("PyTorch", torch), ("Python", python)):
-        if found is not None and (version := (int(found[1]), int(found[2]))) < OLDEST[what]:
+    for what, version_match in (("PyTorch", torch), ("Python", python)):
+        if version_match is not None and (version := (int(version_match[1]), int(version_match[2]))) < OLDEST[what]:
             raise RunError(
                 "LS7213",
                 f"launch.image: {tag} has {what} {'.'.join(map(str, version))}; lockstep needs "
@@ -153,17 +153,17 @@ def session(region: str) -> Any:
             "launch.name: sagemaker needs boto3, which is not installed: pip install 'lockstep-train[sagemaker]'",
         ) from None
     try:
-        made = boto3.session.Session(region_name=region)
-        if made.get_credentials() is None:
+        boto_session = boto3.session.Session(region_name=region)
+        if boto_session.get_credentials() is None:
             raise RunError(
                 "LS7216",
                 "launch.name: sagemaker needs AWS credentials, and none were found in AWS_ACCESS_KEY_ID, "
                 "AWS_PROFILE, ~/.aws or the role of this machine. Run `aws configure` or `aws sso login`",
             )
-        made.client("sts").get_caller_identity()
+        boto_session.client("sts").get_caller_identity()
     except (BotoCoreError, ClientError) as caught:
         raise RunError("LS7217", f"launch.name: AWS does not accept these credentials: {explained(caught)}") from None
-    return made
+    return boto_session
 
 
 def explained(caught: Exception) -> str:
@@ -173,10 +173,10 @@ def explained(caught: Exception) -> str:
 
 def split_s3(address: str) -> tuple[str, str]:
     """`s3://bucket/prefix` -> bucket, prefix without a slash at its ends. Errors: `RunError`."""
-    found = re.fullmatch(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*))?", address)
-    if found is None:
+    match = re.fullmatch(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*))?", address)
+    if match is None:
         raise RunError("LS7218", f"launch.s3: {address!r} is not an S3 address; expected s3://BUCKET/PREFIX")
-    return found[1], (found[2] or "").strip("/")
+    return match[1], (match[2] or "").strip("/")
 
 
 def upload(client: Any, prefix: str, contents: Mapping[str, bytes | Path]) -> None:

@@ -48,9 +48,9 @@ _KEYS = {
 def name_of(run: Run) -> str:
     """The name of a run's first training job. Names are used once in a region, so it depends on what is trained."""
     code = user_code.hashes_of(user_code.named(run).values())
-    told = json.dumps([run.arithmetic(), str(run.folder), *filter(None, [code])], sort_keys=True, default=str)
+    identity = json.dumps([run.arithmetic(), str(run.folder), *filter(None, [code])], sort_keys=True, default=str)
     slug = re.sub(r"[^a-zA-Z0-9]+", "-", run.name).strip("-")[:40].strip("-") or "run"
-    return f"{slug}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
+    return f"{slug}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
 
 def prefix_of(run: Run, options: Any) -> str:
@@ -156,7 +156,7 @@ def hyperparameters(run: Run) -> dict[str, str]:
 def with_extra(request: dict[str, Any], extra: Mapping[str, Any], where: str = "launch.extra") -> dict[str, Any]:
     """The request with further fields of the interface, nested as it has them. Errors: `RunError` for a field that
     lockstep sets."""
-    found = dict(request)
+    extended = dict(request)
     for name, value in extra.items():
         path = f"{where}.{name}"
         field = path.removeprefix("launch.extra.")
@@ -167,8 +167,8 @@ def with_extra(request: dict[str, Any], extra: Mapping[str, Any], where: str = "
             raise RunError(
                 "LS7274", f"{path}: lockstep sets this field" + (f" of {key}; set that" if key else " itself")
             )
-        found[name] = with_extra(request[name], value, path) if name in request else value
-    return found
+        extended[name] = with_extra(request[name], value, path) if name in request else value
+    return extended
 
 
 def check_request(request: dict[str, Any]) -> None:

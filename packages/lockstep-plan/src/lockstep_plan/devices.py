@@ -69,12 +69,12 @@ class Device(BaseModel):
 
     @field_validator("flops", "memory_bytes_per_s", "crowding", "step_scale")
     @classmethod
-    def positive(cls, found: Any) -> Any:
+    def positive(cls, rates: Any) -> Any:
         """Every rate, and every factor."""
-        each = found.values() if isinstance(found, dict) else [found]
+        each = rates.values() if isinstance(rates, dict) else [rates]
         if not all(rate > 0 for one in each for rate in ([r for _, r in one] if isinstance(one, list) else [one])):
             raise InvalidValue("LS8310", "is not positive")
-        return found
+        return rates
 
     @model_validator(mode="after")
     def check_sources(self) -> Device:
@@ -108,8 +108,8 @@ class Device(BaseModel):
     def inside(self, ranks: int) -> Link:
         """What a rank has to others of its machine: of the numbers of ranks that are told, the nearest one."""
         here = min(ranks, self.ranks_per_node)
-        told = self.links.shared
-        return told[min(told, key=lambda n: (abs(math.log(n / here)), n))] if told else self.links.inside
+        links = self.links.shared
+        return links[min(links, key=lambda n: (abs(math.log(n / here)), n))] if links else self.links.inside
 
 
 def at(rate: Rate, size: float) -> float:

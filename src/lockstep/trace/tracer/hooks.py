@@ -264,10 +264,23 @@ def _wrap_schedulers(hooks: Hooks) -> None:
             if isinstance(vars(kind).get("step"), types.FunctionType):
                 _wrap_step(hooks, kind)
         made(self, *args, **kwargs)
-        if hooks.recorder is not None:
+        if hooks.recorder is not None and not _by_a_trainer(sys._getframe(1)):
             hooks.guarded(hooks.recorder.has_scheduler, self)
 
     module.LRScheduler.__init__ = init  # type: ignore[method-assign]
+
+
+OWNERS = ("lightning", "pytorch_lightning", "transformers.trainer")
+
+
+def _by_a_trainer(frame: Any) -> bool:
+    """Whether a loop that steps schedulers by itself, at steps or epochs of its own choice, has one made."""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name in OWNERS or name.startswith(tuple(f"{owner}." for owner in OWNERS)):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _wrap_step(hooks: Hooks, kind: Any) -> None:
