@@ -74,7 +74,7 @@ def _command(name: str, words: list[str]) -> int:
     warnings.simplefilter("once", RenamedKey)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings about sockets come with stacks of C++
     if name in QUICK:
-        gc.set_threshold(200_000, 100, 100)
+        gc.set_threshold(1_000_000, 100, 100)
     known = argparse.Namespace()
     try:
         modules, function = commands.modules_of(name), name.replace("-", "_")

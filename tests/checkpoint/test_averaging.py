@@ -16,7 +16,7 @@ from lockstep.checkpoint.manifest import averaged
 from lockstep.checkpoint.storage import Mean
 from lockstep.cli import main
 from lockstep.config.run import Run, load
-from lockstep.distributed.sharded import Given
+from lockstep.distributed.sharded import WholeState
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.averaging import Averaged
 from lockstep.training.data_loader import StepLoader
@@ -49,7 +49,7 @@ def test_the_mean_of_checkpoints_keeps_what_does_not_change() -> None:
         {"model.w": torch.randn(999), "model.f": frozen, "model.n": counts + i, "o": counts * i} for i in range(7)
     ]
     found = {name: torch.zeros_like(tensor) for name, tensor in states[0].items()}
-    mean = Mean([Given(state) for state in states])
+    mean = Mean([WholeState(state) for state in states])
     assert "o" in mean
     mean.read(found)
     assert torch.equal(found["model.f"], frozen)
@@ -58,7 +58,7 @@ def test_the_mean_of_checkpoints_keeps_what_does_not_change() -> None:
     assert torch.allclose(found["model.w"], torch.stack([s["model.w"] for s in states]).mean(0), atol=1e-6)
     for cut in (slice(0, 7), slice(7, 999)):  # a part alone has the bits that it has in the whole
         part = {"model.w": torch.zeros_like(states[0]["model.w"][cut])}
-        Mean([Given({"model.w": state["model.w"][cut]}) for state in states]).read(part)
+        Mean([WholeState({"model.w": state["model.w"][cut]}) for state in states]).read(part)
         assert torch.equal(part["model.w"], found["model.w"][cut])
 
 

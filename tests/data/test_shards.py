@@ -189,7 +189,7 @@ def test_a_lease_of_another_machine_is_waited_for_and_taken_over_when_it_is_stil
     got = threading.Event()
 
     def take() -> None:
-        with cache.held(tmp_path / "a.lock"):
+        with cache.file_lock(tmp_path / "a.lock"):
             got.set()
 
     taker = threading.Thread(target=take)
@@ -204,7 +204,7 @@ def test_a_lease_of_another_machine_is_waited_for_and_taken_over_when_it_is_stil
 
 def test_a_lease_that_a_dead_process_of_this_machine_left_is_taken_at_once(tmp_path: Path) -> None:
     lease(tmp_path / "a.lease", machine=cache.machine())
-    with cache.held(tmp_path / "a.lock"):
+    with cache.file_lock(tmp_path / "a.lock"):
         assert json.loads((tmp_path / "a.lease").read_text())["pid"] == os.getpid()
     assert not (tmp_path / "a.lease").exists()
 
@@ -220,7 +220,7 @@ def test_two_machines_whose_locks_do_not_reach_each_other_take_turns(
     def work() -> None:
         for _ in range(5):
             path = tmp_path / f"{threading.current_thread().name}.lock"
-            with cache.held(path):
+            with cache.file_lock(path):
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
                 time.sleep(0.01)

@@ -28,8 +28,8 @@ def store() -> Iterator[Any]:
     there.clear()
 
 
-def member(store: Any, me: str, apart: bool = False) -> Membership:
-    there.append(found := Membership(MemberAddress("127.0.0.1", store.port, "room", me, apart)))
+def member(store: Any, me: str, joining: bool = False) -> Membership:
+    there.append(found := Membership(MemberAddress("127.0.0.1", store.port, "room", me, joining)))
     found.connect(20)
     return found
 
@@ -91,7 +91,7 @@ def test_what_is_heard_late_is_not_taken_for_news(lost: bool, store: Any, monkey
 
 def test_one_that_comes_is_offered_and_nothing_is_cut_off(store: Any) -> None:
     roll = Roster(store, "room", "", ["a"])
-    a, b = member(store, "a"), member(store, "b", apart=True)
+    a, b = member(store, "a"), member(store, "b", joining=True)
     assert b.generation.number == -1
     roll.post(["a", "b"])
     until = time.monotonic() + 20
@@ -154,7 +154,7 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
         ranks.let_in()
         assert not ranks.joining  # the others have not met yet
         for name in left:
-            found = member(store, name, apart=True)
+            found = member(store, name, joining=True)
             found.take(roll.newest)
             found.trains()
         assert ranks.in_vain() == 0
@@ -163,7 +163,7 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
         assert ranks.in_vain() == len(gone)  # were all to start again now, these starts would not count
         names = [ranks.names[local] for local in sorted(gone)]
         assert not set(names) & set("012")
-        comers = [member(store, each, apart=True) for each in names]
+        comers = [member(store, each, joining=True) for each in names]
         for each in comers:
             each.ready()
         ranks.let_in()
@@ -182,7 +182,7 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
 @pytest.mark.parametrize("first", ["it", "launcher"])
 def test_one_that_is_let_in_does_not_leave_and_one_that_has_left_is_not_let_in(first: str, store: Any) -> None:
     roll = Roster(store, "room", "", ["a"])
-    b = member(store, "b", apart=True)
+    b = member(store, "b", joining=True)
     if first == "it":
         assert b.withdraw()
         assert not roll.admit("b")

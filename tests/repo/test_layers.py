@@ -319,3 +319,10 @@ def test_these_commands_import_no_torch(arguments: list[str]) -> None:
     if arguments == ["plan"]:
         code = code.replace("['plan']", "['plan', 'launch.name=kubernetes', 'launch.image=x', 'launch.pvc=y']")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.mark.processes
+def test_a_strategy_takes_no_transformers_before_there_is_a_model() -> None:
+    """`init` and `plan` ask a strategy what it can do; of a table whose tokens are there they need no more."""
+    code = "import sys, lockstep.strategies.ddp, lockstep.tools.init.init\nsys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

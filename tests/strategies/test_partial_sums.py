@@ -102,6 +102,6 @@ def test_what_waits_between_turns_of_fsdp() -> None:
 
 def test_what_a_share_holds() -> None:
     assert [most_held(n, 1) for n in (1, 2, 4, 8, 16, 32)] == [1, 1, 2, 3, 4, 5]
-    assert [most_held(n, 1, apart=True) for n in (1, 2, 4, 8, 16, 32)] == [1, 2, 3, 4, 5, 6]
+    assert [most_held(n, 1, whole_leaf=True) for n in (1, 2, 4, 8, 16, 32)] == [1, 2, 3, 4, 5, 6]
     assert [most_held(16, ranks) for ranks in (2, 4, 8, 16)] == [3, 2, 1, 1]
     assert most_held(8, 3) == 2  # 0 1 | 2 3 4 | 5 6 7

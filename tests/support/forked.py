@@ -102,9 +102,9 @@ def read_differently(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 def words_of(command: Sequence[str]) -> list[str] | None:
     """The module and its words of a `python -m` that can be forked, a script and its words, or `-c` with its code; None
-    for other commands."""
+    for other commands, and for a portable run, whose libraries look at its variables as they are loaded."""
     words = [word for word in command[1:3] if word != "-u"] + list(command[3:])  # torchrun's: output without a buffer
-    if command[0] != sys.executable or not words:
+    if command[0] != sys.executable or not words or "strategy.exact=portable" in words:
         return None
     if words[0] == "-m":
         return words[1:] if words[1:2] and words[1] in MODULES else None

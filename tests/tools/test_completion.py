@@ -25,7 +25,7 @@ def test_a_first_visit_has_five_commands_and_the_names_of_all(capsys: pytest.Cap
     words = said.split()
     assert [name for name in commands.HELP if name not in words] == []
     assert len(said.splitlines()) <= 25
-    assert max(map(len, said.splitlines())) <= 100
+    assert max(map(len, said.splitlines())) < 80
 
 
 def test_a_shell_that_there_is_no_script_for(capsys: pytest.CaptureFixture[str]) -> None:

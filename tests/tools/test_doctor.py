@@ -53,6 +53,31 @@ def test_torch_is_looked_at_in_a_process_of_its_own() -> None:
     assert found["core_gflops"]["fp32"] > 0
 
 
+def test_no_process_asks_torch_for_gpus_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_info, "torch_facts", lambda seconds: {"devices": [{}] * int(seconds)})
+    monkeypatch.setattr(machine_info, "_has_gpu_driver", lambda: True)
+    assert len(machine_info.gpu_facts(3)["devices"]) == 3
+    monkeypatch.setattr(machine_info, "_has_gpu_driver", lambda: False)
+    assert machine_info.gpu_facts(3) == {}
+
+
+def test_a_driver_is_found_by_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    if Path("/dev/kfd").exists():
+        pytest.skip("a machine of ROCm")
+    asked = list[str]()
+    monkeypatch.setattr(machine_info.ctypes, "CDLL", asked.append)
+    assert machine_info._has_gpu_driver()
+    assert asked == ["libcuda.so.1"]
+
+    def none(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(machine_info.ctypes, "CDLL", none)
+    assert not machine_info._has_gpu_driver()
+    monkeypatch.setattr(machine_info.sys, "platform", "win32")  # nothing is known there, so torch is asked
+    assert machine_info._has_gpu_driver()
+
+
 @pytest.mark.processes
 def test_tokens_are_seen_and_not_shown(
     quick: None, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -3,19 +3,23 @@
 import argparse
 import importlib
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from lockstep.cli import main
+from lockstep.launchers import start
 from lockstep.tools import commands
 from lockstep.tools.commands import before_a_run, json_output
 from lockstep.tools.commands.json_output import Answer
 from lockstep.track.console import RECORD, Console, value_of
+from support.messages import mentions
 
 # Commands that print no facts and no table: a run's own words, files, or lines of data.
-NO_TABLE = {"init", "train", "trace", "schema", "logs", "stop", "report", "push", "branch", "attest", "rendezvous"}
+NO_TABLE = {"init", "trace", "schema", "logs", "stop", "report", "push", "attest", "rendezvous"}
 COMMAND = """
 import subprocess, sys
 from lockstep.tools.commands import before_a_run, json_output
@@ -73,6 +77,29 @@ def test_the_command_line_records_what_a_command_says(
     assert RECORD.get() is None, "the next command of this process prints again"
     assert main(["bench"]) == 1
     assert "median" in capfd.readouterr().out, "the control"
+
+
+def test_what_training_came_to(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks print to standard error; the object has what they left in OUTPUT, and of a run that failed nothing."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    scores = {"step": 9, "export": "last", "splits": {"test": {"loss": 0.25, "accuracy": 0.5}}}
+    (folder / "scores.json").write_text(json.dumps(scores))
+    (folder / "export.json").write_text(json.dumps({"model.safetensors": "ab"}))
+    for status in (0, 75):
+        monkeypatch.setattr(start, "train", lambda run, status=status: status * os.write(1, b"a rank\n") ** 0)
+        assert main(["train", "--json", f"output={folder}"]) == status
+        said = capfd.readouterr()
+        answer = Answer.model_validate_json(said.out)
+        assert (answer.command, answer.status, said.err) == ("train", status, "a rank\n")
+        assert answer.tables == ({} if status else {"scores": [{"split": "test", "loss": 0.25, "accuracy": 0.5}]})
+        assert answer.facts.get("sha256") == (None if status else {"model.safetensors": "ab"})
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "--json"]) == 2
+    assert mentions(capfd.readouterr().err, "LS8112")
 
 
 def test_a_refusal_is_a_message_and_no_object(capfd: pytest.CaptureFixture[str]) -> None:

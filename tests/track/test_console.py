@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from lockstep.cli import main
+from lockstep.track.best import Best
 from lockstep.track.console import Console
 from support.command import LOCKSTEP, CommandJob, write
 from support.consoles import TRAIN, console, screen
@@ -22,7 +23,7 @@ from support.harness import lockstep_environment
 SYSTEM = {"cpu_percent/rank0": 99.0, "cpu_percent/rank1": 98.0, "memory_gb/rank0": 0.61, "memory_gb/rank1": 1.25}
 
 
-def story(told: Console, place: str = "step 3") -> None:
+def training(told: Console, place: str = "step 3") -> None:
     """A few steps of a job, as `rank.py` tells them."""
     told.facts({"run": "tiny -> out"})
     told.start(400, 100, lambda: place)
@@ -32,6 +33,12 @@ def story(told: Console, place: str = "step 3") -> None:
     told.log(200, "train", TRAIN)
     told.log(200, "validation", {"loss": 0.5, "accuracy": 0.75, "examples": 1000})
     told.note("the disk is full")
+    if told._bar is not None:
+        told._bar.refresh()
+
+
+def story(told: Console) -> None:
+    training(told)
     told.stop()
     told.say("stopped on request")
     told.table("results", ["", "test"], [["accuracy", "0.9"]])
@@ -39,19 +46,37 @@ def story(told: Console, place: str = "step 3") -> None:
 
 def test_on_a_terminal_the_bar_has_all_that_one_wants_to_know() -> None:
     told, out = console(terminal=True)
-    story(told)
+    training(told)
     lines = screen(out.getvalue())
     (bar,) = [i for i, line in enumerate(lines) if "━" in line and "200/400" in line]
     assert re.fullmatch(r"training [━╸╺]+ +200/400 +50% \S+ left", lines[bar])
     assert lines[bar + 1] == "loss 0.4321  rate 3.00e-05  1,520 examples/s  33,461 tokens/s  1.25 GB"
     assert lines.index("note: the disk is full") < bar, "what is said stands above the bar"
     assert "step    200  validation: loss 0.5, accuracy 0.75; best yet" in lines
+    told.stop()
+    assert not any("━" in line for line in screen(out.getvalue())), "what it came to is told below"
+
+
+@pytest.mark.parametrize(("width", "shown"), [(200, "loss, a, b, f1"), (62, "loss, a, f1"), (50, "loss")])
+def test_an_evaluation_is_a_line_of_a_terminal_and_whole_in_the_log(tmp_path: Path, width: int, shown: str) -> None:
+    told, out = console(terminal=True, width=width)
+    told._log = tmp_path / "log.txt"
+    told.start(9, 0, best=Best("f1"))
+    numbers = {"loss": 0.25, "a": 0.125, "b": 0.5, "f1": 0.75}
+    told.log(3, "validation", numbers | {"examples": 1000})
+    told.stop()
+    (line,) = [line for line in screen(out.getvalue()) if line]
+    assert len(line) <= width
+    listed = ", ".join(f"{name} {numbers[name]}" for name in shown.split(", "))
+    assert line == f"step      3  validation: {listed}; best yet"
+    whole = "step      3  validation: loss 0.25, a 0.125, b 0.5, f1 0.75; best yet\n"
+    assert (tmp_path / "log.txt").read_text() == whole
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_the_bar_fits_a_narrow_terminal(width: int) -> None:
     told, out = console(terminal=True, width=width)
-    story(told)
+    training(told)
     bars = [line for line in screen(out.getvalue()) if "200/400" in line or "loss 0.43" in line]
     assert len(bars) == 2
     assert all(len(line) <= width for line in bars), bars
@@ -62,7 +87,6 @@ def test_the_bar_says_what_is_going_on() -> None:
     told.start(400, 0, lambda: "evaluation, batch 12")
     assert re.match(r"evaluation +0/400 ", screen(out.getvalue())[0])
     told.stop()
-    assert re.match(r"training +0/400 ", screen(out.getvalue())[0]), "what stays"
 
 
 @pytest.mark.parametrize("dumb", [False, True])

@@ -212,7 +212,7 @@ def test_the_longest_texts_are_cut_first(room: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
-        (Classification, [], "lockstep predict 'my out' 'i feel very well today and then some more words that nobody'"),
+        (Classification, [], "lockstep predict 'my out' 'i feel very well today and then some more'"),
         (Classification, ["task.text_pair=other"], "lockstep predict 'my out' $'first text\\tsecond text'"),
         (Module, [], "lockstep evaluate 'my out'"),
     ],

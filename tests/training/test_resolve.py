@@ -43,8 +43,8 @@ def test_ranks_are_sent_the_same_job() -> None:
     assert Job.load(job.into("elsewhere").dump()).run.output == "elsewhere"
 
 
-def world(size: int, rank: int = 0, apart: bool = False) -> Any:
-    return SimpleNamespace(size=size, rank=rank, joining=apart, device=SimpleNamespace(type="cpu"))
+def world(size: int, rank: int = 0, joining: bool = False) -> Any:
+    return SimpleNamespace(size=size, rank=rank, joining=joining, device=SimpleNamespace(type="cpu"))
 
 
 def test_a_rank_decides_nothing_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_rank_decides_nothing_again(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     monkeypatch.setattr(resolve, "resolve", again)
     assert for_rank(job, world(2)) is job
-    assert for_rank(job, world(1, apart=True)) is job  # a replacement, before it has met the others
+    assert for_rank(job, world(1, joining=True)) is job  # a replacement, before it has met the others
     assert calls == []
     # what only its machine can know: how many came, and whether the data are still whole there
     for_rank(job, world(3))

@@ -247,8 +247,8 @@ class Checkpoints:
         files = [written for written, _, _ in outcomes if written is not None]
         manifest = replace(saving.manifest, hashes={file.name: file.sha256 for file in files})
         main = self.world.is_main
-        held = self.mirror.held if self.mirror else ()
-        saving.work = Background(lambda: self.room.commit(manifest, saving.aside, files, held) if main else None)
+        in_use = self.mirror.in_use if self.mirror else ()
+        saving.work = Background(lambda: self.room.commit(manifest, saving.aside, files, in_use) if main else None)
         saving.answer, saving.committing = None, True
 
     def _committed(self, saving: _Saving) -> None:
@@ -280,22 +280,22 @@ class Checkpoints:
     def clear(self, last: bool = True) -> str | None:
         """Rank 0: remove older checkpoints where the disk has no room for what comes next; `last`: no checkpoint does.
         Returns what was removed, in words."""
-        return self.room.clear(last, self.mirror.held if self.mirror else ())
+        return self.room.clear(last, self.mirror.in_use if self.mirror else ())
 
     def _writes(self) -> bool:
         """Whether this rank's OUTPUT is that of rank 0. Asked once. Collective."""
         if self._sees is None:
-            name, made = f".probe-{secrets.token_hex(8)}", True
+            name, is_writable = f".probe-{secrets.token_hex(8)}", True
             if self.world.is_main:
                 try:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     (self.folder / name).touch()
                 except OSError:
-                    made = False  # nobody will be able to write, and each will say why
-            name, made = self.world.broadcast((name, made))
-            self._sees = not made or (self.folder / name).exists()
+                    is_writable = False  # nobody will be able to write, and each will say why
+            name, is_writable = self.world.broadcast((name, is_writable))
+            self._sees = not is_writable or (self.folder / name).exists()
             self.world.barrier()
-            if self.world.is_main and made:
+            if self.world.is_main and is_writable:
                 with suppress(OSError):
                     (self.folder / name).unlink()
         return self._sees

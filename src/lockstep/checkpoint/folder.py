@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Written
 
 
-def commit(run: Run, manifest: Manifest, aside: Path, files: list[Written], held: Collection[str] = ()) -> None:
-    """All or nothing, in the background. `held`: names of checkpoints that are not removed yet. Errors: `OSError`."""
+def commit(run: Run, manifest: Manifest, aside: Path, files: list[Written], in_use: Collection[str] = ()) -> None:
+    """All or nothing, in the background. `in_use`: names of checkpoints that are not removed yet. Errors: `OSError`."""
     for file in files:
         if (size := (aside / file.name).stat().st_size) != file.bytes:
             raise OSError(f"{file.name} has {size} bytes, its rank wrote {file.bytes}")
@@ -39,7 +39,7 @@ def commit(run: Run, manifest: Manifest, aside: Path, files: list[Written], held
         link.unlink(missing_ok=True)
         link.symlink_to(final.name)
         os.replace(link, final.parent / "latest")
-    prune(run, final, held)
+    prune(run, final, in_use)
 
 
 def placed(run: Run, manifest: Manifest, aside: Path) -> Path:
@@ -58,11 +58,11 @@ def placed(run: Run, manifest: Manifest, aside: Path) -> Path:
     return final
 
 
-def prune(run: Run, newest: Path, held: Collection[str] = ()) -> None:
+def prune(run: Run, newest: Path, in_use: Collection[str] = ()) -> None:
     """Remove what is too much, which may stay where it cannot be removed."""
     with suppress(OSError):
         for path in manifests.superfluous(run, newest):
-            if path.name not in held:
+            if path.name not in in_use:
                 remove(path)
 
 
@@ -148,22 +148,22 @@ class DiskSpace:
         what = what if last else f"the next checkpoint ({_size(self.checkpoint)}) and {what}"
         return f"the disk of {self.run.folder} has {_size(free)} left, too little for {what}: make room"
 
-    def commit(self, manifest: Manifest, aside: Path, files: list[Written], held: Collection[str]) -> str | None:
+    def commit(self, manifest: Manifest, aside: Path, files: list[Written], in_use: Collection[str]) -> str | None:
         """`folder.commit`, then `clear` for what comes next. Errors: `OSError`."""
-        commit(self.run, manifest, aside, files, held)
-        return self.clear(manifest.step == manifest.steps, held)
+        commit(self.run, manifest, aside, files, in_use)
+        return self.clear(manifest.step == manifest.steps, in_use)
 
-    def clear(self, last: bool, held: Collection[str] = ()) -> str | None:
+    def clear(self, last: bool, in_use: Collection[str] = ()) -> str | None:
         """Remove older checkpoints that the run would keep, oldest first, until what comes next has room; never the
-        newest, the best, or what is needed for an average. `held`: names of those that stay. Returns what was removed,
-        in words."""
+        newest, the best, or what is needed for an average. `in_use`: names of those that stay. Returns what was
+        removed, in words."""
         gone = []
         for path in reversed(self._dispensable() if self.away() is None else []):
             free = free_bytes(self.run.folder)
             if free is None or free >= self._next(last):
                 break
             with suppress(OSError):
-                if path.name not in held:
+                if path.name not in in_use:
                     remove(path)
                     gone.append(path.name)
         if not gone:
@@ -174,11 +174,11 @@ class DiskSpace:
         """New folders that the model may be written to where OUTPUT takes it no more, best first: in
         `checkpoint.rescue`, in the cache, with the user's own files, with temporary ones, in memory."""
         rescue = self.run.checkpoint.rescue
-        made = [Path(rescue).expanduser()] if rescue else []
-        made.append(cache_folder() / "rescued")
-        for place in (*made, Path("~").expanduser(), Path(tempfile.gettempdir()), Path("/dev/shm")):
+        rescue_folders = [Path(rescue).expanduser()] if rescue else []
+        rescue_folders.append(cache_folder() / "rescued")
+        for place in (*rescue_folders, Path("~").expanduser(), Path(tempfile.gettempdir()), Path("/dev/shm")):
             with suppress(OSError):
-                if place in made:
+                if place in rescue_folders:
                     place.mkdir(parents=True, exist_ok=True)
                 if (free := free_bytes(place)) is None or free > self.export:
                     yield Path(tempfile.mkdtemp(prefix=f"{self.run.name}-", dir=place))

@@ -112,11 +112,11 @@ class CheckpointCatalog:
         while self.world.all_reduce_max(int(not task.done))():
             task.wait(1.0)  # shorter than a collective may take
         refused = isinstance(task.error, RunError)
-        said = str(task.error) if refused else reason_of(task.error)
-        result, said, refused = self.world.broadcast((task.result, said, refused))
+        reason = str(task.error) if refused else reason_of(task.error)
+        result, reason, refused = self.world.broadcast((task.result, reason, refused))
         if refused:
-            raise RunError.read(said)
-        return result, said
+            raise RunError.read(reason)
+        return result, reason
 
     def rest(self, seconds: float) -> str | None:
         """At a stop: wait for what is being copied into the mirror, at most so long. Returns why the newest checkpoint
@@ -146,7 +146,7 @@ class RemoteSync:
         """Asks nothing yet."""
         assert run.remote_dir is not None
         self.run, self.address, self._say = run, address_of(run.remote_dir), say
-        self.held: frozenset[str] = frozenset()  # checkpoints that are being copied, which must not be removed
+        self.in_use: frozenset[str] = frozenset()  # checkpoints that are being copied, which must not be removed
         self.fault: str | None = None  # why the last try to copy did not come to its end
         self._there: dict[int, Manifest] | None = None  # whole ones by step; None: not asked yet
         self._damaged: set[str] = (
@@ -257,7 +257,7 @@ class RemoteSync:
                     f"{self.run.folder} could not be copied to {self.address} ({self.fault}); it is tried again with "
                     "the next checkpoint"
                 )
-            self.held = frozenset()
+            self.in_use = frozenset()
             with self._lock:
                 more = self._busy = self._again
                 self._again = False
@@ -270,7 +270,7 @@ class RemoteSync:
         there = self._there if self._there is not None else {}
         here = {m.step: (path, m) for path, m in newest_first(self.run)}
         needed = to_keep(self.run, {step: m for step, (_, m) in here.items()})
-        self.held, faults = frozenset(name_of(step) for step in needed), list[str]()
+        self.in_use, faults = frozenset(name_of(step) for step in needed), list[str]()
         for step in sorted(needed, reverse=True):
             path, manifest = here[step]
             if there.get(step) == manifest:
@@ -288,7 +288,7 @@ class RemoteSync:
                 continue
             there[step] = manifest
             self._damaged.discard(path.name)
-        self.held = frozenset()
+        self.in_use = frozenset()
         if here:
             folder.prune(self.run, here[max(here)][0])
         self._tidy(there)

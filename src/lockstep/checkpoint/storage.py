@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from lockstep.distributed import splitmix
-from lockstep.distributed.sharded import Given, Saved, TensorSlice, local
+from lockstep.distributed.sharded import Saved, TensorSlice, WholeState, local
 from lockstep.distributed.world import World
 
 _ROW = 2**16  # elements that share a factor
@@ -60,9 +60,9 @@ class StateHash:
         call. Collective; on a GPU the host waits here."""
         if self._items is None:
             self._items = share_out(parts, self._world, True)
-            held = self._world.all_gather({n: (str(t.dtype), tuple(t.shape)) for n, t in parts.items()})
-            self._told = {name: layout for each in held for name, layout in each.items()}
-            self._names = sorted(self._told)
+            layouts = self._world.all_gather({n: (str(t.dtype), tuple(t.shape)) for n, t in parts.items()})
+            self._layouts = {name: layout for each in layouts for name, layout in each.items()}
+            self._names = sorted(self._layouts)
         places = {name: place for place, name in enumerate(self._names)}
         sums = torch.zeros(len(self._names), dtype=torch.int64, device=self._world.device)
         with torch.no_grad():
@@ -76,7 +76,7 @@ class StateHash:
         return self._hashed(sums.tolist())
 
     def _hashed(self, sums: list[int]) -> dict[str, str]:
-        return hashed(self._told, dict(zip(self._names, sums, strict=True)))
+        return hashed(self._layouts, dict(zip(self._names, sums, strict=True)))
 
 
 def hashed(layouts: Mapping[str, tuple[str, tuple[int, ...]]], sums: Mapping[str, int]) -> dict[str, str]:
@@ -276,11 +276,11 @@ def write(path: Path, blocks: Iterable[memoryview | bytes]) -> Written:
 
     Errors: `OSError`; then nothing is left of the file.
     """
-    seen, size = hashlib.sha256(), 0
+    digest, size = hashlib.sha256(), 0
     try:
         with open(path, "wb", buffering=0) as file:
             for block in blocks:
-                seen.update(block)
+                digest.update(block)
                 left = memoryview(block)
                 size += len(left)
                 while len(left):
@@ -289,7 +289,7 @@ def write(path: Path, blocks: Iterable[memoryview | bytes]) -> Written:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    return Written(path.name, seen.hexdigest(), size)
+    return Written(path.name, digest.hexdigest(), size)
 
 
 def sync(folder: Path) -> None:
@@ -397,7 +397,7 @@ class FromMain(Saved):
             on_device = on_device.to(self.world.device)
             dist.broadcast(on_device, src=0)
             if name in targets:
-                Given({name: on_device}).read({name: targets[name]})
+                WholeState({name: on_device}).read({name: targets[name]})
 
 
 class Mean(Saved):

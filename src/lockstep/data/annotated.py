@@ -163,8 +163,8 @@ def check_rows(file: Path, key: str, encoding: str) -> None:
     if file_formats.plain(file).suffix != ".json":
         return
     try:
-        held = _document(file, encoding)
-        layout = _layout_of_json(held)
+        document = _document(file, encoding)
+        layout = _layout_of_json(document)
     except (ValueError, RunError, RecursionError):  # whoever reads it says what is wrong
         return
     if layout in _DOCUMENTS:
@@ -173,7 +173,7 @@ def check_rows(file: Path, key: str, encoding: str) -> None:
             f"{key}: {file} is one document ({_DOCUMENTS[layout]}), which would be read as one row; set "
             f"data.layout: {layout}",
         )
-    lists = [name for name, value in held.items() if _is_row_list(value)] if isinstance(held, Mapping) else []
+    lists = [name for name, value in document.items() if _is_row_list(value)] if isinstance(document, Mapping) else []
     if len(lists) > 1:
         raise RunError(
             "LS2003",
@@ -202,39 +202,41 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _layout_of_json(held: Any) -> str | None:
-    if not isinstance(held, Mapping) or not held:
+def _layout_of_json(document: Any) -> str | None:
+    if not isinstance(document, Mapping) or not document:
         return None
-    articles = held.get("data")
+    articles = document.get("data")
     if isinstance(articles, list) and articles and isinstance(articles[0], Mapping) and "paragraphs" in articles[0]:
         return "squad"
-    if _records_in(held) is not None:
+    if _records_in(document) is not None:
         return "records"
-    lists = [values for values in held.values() if isinstance(values, list)]
-    if len(lists) == len(held):
+    lists = [values for values in document.values() if isinstance(values, list)]
+    if len(lists) == len(document):
         rows = all(isinstance(value, Mapping) for values in lists for value in values)
         return "columns" if len({*map(len, lists)}) == 1 and lists[0] and not rows else None
-    maps = [values for values in held.values() if isinstance(values, Mapping)]
+    maps = [values for values in document.values() if isinstance(values, Mapping)]
     places = {tuple(values) for values in maps}
-    numbered = len(maps) == len(held) and len(places) == 1 and all(place.isdigit() for each in places for place in each)
+    numbered = (
+        len(maps) == len(document) and len(places) == 1 and all(place.isdigit() for each in places for place in each)
+    )
     return "columns" if numbered else None
 
 
-def _records_in(held: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+def _records_in(document: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     """The rows of a document: one list of mappings in it, ids with a row each, or columns and a list of values for each
     row (pandas' orient table, index and split); None for any other."""
-    columns, data = held.get("columns"), held.get("data")
+    columns, data = document.get("columns"), document.get("data")
     if isinstance(columns, list) and isinstance(data, list):
         fits = [isinstance(row, list) and len(row) == len(columns) for row in data]
         if fits and all(fits):
             return [dict(zip(columns, row, strict=True)) for row in data]
-    lists = {name: value for name, value in held.items() if _is_row_list(value)}
-    if len(lists) == 1 and (len(held) == 1 or next(iter(lists)).lower() in _ROW_LISTS):
+    lists = {name: value for name, value in document.items() if _is_row_list(value)}
+    if len(lists) == 1 and (len(document) == 1 or next(iter(lists)).lower() in _ROW_LISTS):
         return next(iter(lists.values()))
-    values = list(held.values())
+    values = list(document.values())
     if all(isinstance(value, Mapping) and value for value in values) and len({tuple(value) for value in values}) == 1:
         names = set(values[0])
-        ids = len(values) >= _IDS or (len(values) > 1 and all(name.isdigit() for name in held))
+        ids = len(values) >= _IDS or (len(values) > 1 and all(name.isdigit() for name in document))
         if ids and names not in _TURNS and not all(name.isdigit() for name in names):
             return values
     return None
@@ -250,10 +252,10 @@ def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
     """What a .json file of this layout holds. Errors: `RunError`."""
     file_formats.check(file, key, data.encoding)
     try:
-        held = _document(file, data.encoding)
+        document = _document(file, data.encoding)
     except json.JSONDecodeError as error:
         raise RunError("LS2004", f"{key}: {file}, line {error.lineno}, column {error.colno}: {error.msg}") from None
-    if _layout_of_json(held) != layout:
+    if _layout_of_json(document) != layout:
         wanted = {
             "squad": 'SQuAD\'s JSON: {"data": [{"paragraphs": [{"context": ..., "qas": [...]}]}]}',
             "columns": 'a mapping of columns to lists that are as long as each other: {"text": [...], "label": [...]}',
@@ -261,7 +263,7 @@ def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
             "a row each",
         }
         raise RunError("LS2005", f"{key}: {file}: layout: {layout} expects {wanted[layout]}")
-    return held
+    return document
 
 
 def read_columns(files: list[Path], key: str, data: DataSection) -> Dataset:
@@ -271,8 +273,10 @@ def read_columns(files: list[Path], key: str, data: DataSection) -> Dataset:
 
     parts = []
     for file in files:
-        held = _read_document(file, key, data, "columns")
-        lists = {name: values if isinstance(values, list) else list(values.values()) for name, values in held.items()}
+        document = _read_document(file, key, data, "columns")
+        lists = {
+            name: values if isinstance(values, list) else list(values.values()) for name, values in document.items()
+        }
         try:
             parts.append(datasets.Dataset.from_dict(lists))
         except (ValueError, TypeError) as error:
@@ -318,15 +322,15 @@ def read_squad(files: list[Path], key: str, data: DataSection) -> Dataset:
 def _questions(article: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Errors: what Python raises where something is not there."""
     for paragraph in article["paragraphs"]:
-        for asked in paragraph["qas"]:
-            if "answers" not in asked and not asked.get("is_impossible"):
-                raise ValueError(f"question {asked.get('id')!r} has no answers")
-            answers = [] if asked.get("is_impossible") else asked["answers"]
+        for question in paragraph["qas"]:
+            if "answers" not in question and not question.get("is_impossible"):
+                raise ValueError(f"question {question.get('id')!r} has no answers")
+            answers = [] if question.get("is_impossible") else question["answers"]
             yield {
-                "id": str(asked.get("id", "")),
+                "id": str(question.get("id", "")),
                 "title": str(article.get("title", "")),
                 "context": paragraph["context"],
-                "question": asked["question"],
+                "question": question["question"],
                 "answers": {
                     "text": [each["text"] for each in answers],
                     "answer_start": [int(each["answer_start"]) for each in answers],

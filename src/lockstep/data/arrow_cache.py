@@ -110,17 +110,17 @@ class NumberColumn(np.lib.mixins.NDArrayOperatorsMixin):
     def __getitem__(self, rows: Any) -> Any:
         if isinstance(rows, slice) or np.asarray(rows).dtype.kind == "b":
             return np.asarray(self)[rows]
-        asked = np.asarray(rows, dtype=np.int64)
-        if asked.size and not -len(self) <= asked.min() <= asked.max() < len(self):
-            raise IndexError(f"rows {asked.min()} to {asked.max()} of {len(self)}")
-        flat = np.where(asked < 0, asked + len(self), asked).ravel()
+        row_numbers = np.asarray(rows, dtype=np.int64)
+        if row_numbers.size and not -len(self) <= row_numbers.min() <= row_numbers.max() < len(self):
+            raise IndexError(f"rows {row_numbers.min()} to {row_numbers.max()} of {len(self)}")
+        flat = np.where(row_numbers < 0, row_numbers + len(self), row_numbers).ravel()
         of = self._shards.of(flat)
         order = np.argsort(of, kind="stable")
         parts = np.split(order, np.flatnonzero(np.diff(of[order])) + 1)  # by shard
         parts_read = [self._numbers(int(of[p[0]]), flat[p] - self._shards.first[of[p[0]]]) for p in parts if len(p)]
         out = np.empty(len(flat), dtype=parts_read[0].dtype if parts_read else np.int64)
         out[order] = np.concatenate(parts_read) if parts_read else out
-        return out.reshape(asked.shape)[()]
+        return out.reshape(row_numbers.shape)[()]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         parts = [part for _, part in self.parts()]
@@ -132,8 +132,8 @@ class NumberColumn(np.lib.mixins.NDArrayOperatorsMixin):
             if stop > first:
                 yield first, self._numbers(shard, np.arange(stop - first))
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **options: Any) -> Any:
-        return getattr(ufunc, method)(*(np.asarray(g) if isinstance(g, NumberColumn) else g for g in given), **options)
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        return getattr(ufunc, method)(*(np.asarray(g) if isinstance(g, NumberColumn) else g for g in inputs), **options)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -350,12 +350,12 @@ def write_split(
 
 def concat(folders: list[str], key: str) -> str:
     """The folder with the shards of several, one after the other. Errors: as those of `written`."""
-    held = [
+    shard_files = [
         (Path(folder) / name, rows)
         for folder in folders
         for name, rows in json.loads((Path(folder) / INDEX).read_text(encoding="utf-8"))["rows"].items()
     ]
-    some = [(path, rows) for path, rows in held if rows]
+    some = [(path, rows) for path, rows in shard_files if rows]
     stops = itertools.accumulate(rows for _, rows in some)
     files = {range(stop - rows, stop): path for (path, rows), stop in zip(some, stops, strict=True)}
 
@@ -363,7 +363,7 @@ def concat(folders: list[str], key: str) -> str:
         if rows:
             yield from ((batch, len(batch)) for batch in table_of(files[rows]).to_batches())
 
-    return write_split(key, table_of(held[0][0]).schema, list(files) or [range(0)], make, "copying", processes=1)
+    return write_split(key, table_of(shard_files[0][0]).schema, list(files) or [range(0)], make, "copying", processes=1)
 
 
 def fill(
@@ -443,18 +443,18 @@ def _by_processes(
         try:
             with warnings.catch_warnings():  # of a fork beside threads: those of this process hold nothing it needs
                 warnings.simplefilter("ignore", DeprecationWarning)
-                asked: list[Future[None]] = [] if first else [pool.submit(_one, number) for number in todo]
+                futures: list[Future[None]] = [] if first else [pool.submit(_one, number) for number in todo]
                 if first:
                     pool.submit(int).result()  # forks all, before there is a thread that asks stores
-            left = _asking(pool, todo, asked, *first) if first else None
-            while (left is not None and left.is_alive()) or not all(each.done() for each in asked):
-                if not wait([each for each in asked if not each.done()], _POLL_S, FIRST_EXCEPTION).done:
+            left = _asking(pool, todo, futures, *first) if first else None
+            while (left is not None and left.is_alive()) or not all(each.done() for each in futures):
+                if not wait([each for each in futures if not each.done()], _POLL_S, FIRST_EXCEPTION).done:
                     time.sleep(_POLL_S / 10)  # none is asked for yet, or all that were are made
                 say()
-                if any(each.done() and each.exception() for each in [*asked]):
+                if any(each.done() and each.exception() for each in [*futures]):
                     pool.shutdown(wait=True, cancel_futures=True)
                     break
-            for each in asked:  # all before one that failed were begun before it: the first is the same every time
+            for each in futures:  # all before one that failed were begun before it: the first is the same every time
                 if not each.cancelled():
                     each.result()
         except BrokenProcessPool:
@@ -468,9 +468,9 @@ def _by_processes(
 
 
 def _asking(
-    pool: ProcessPoolExecutor, todo: list[int], asked: list[Future[None]], first: Callable[[int], None], most: int
+    pool: ProcessPoolExecutor, todo: list[int], futures: list[Future[None]], first: Callable[[int], None], most: int
 ) -> threading.Thread:
-    """A thread that has `first` done of each number and then `asked` for it, while fewer than `most` are not made."""
+    """A thread that has `first` done of each number and then `futures` for it, while fewer than `most` are not made."""
     room = threading.Semaphore(most)
 
     def ask() -> None:
@@ -479,13 +479,13 @@ def _asking(
             failed: Future[None] = Future()
             try:
                 first(number)
-                made = pool.submit(_one, number)
+                future = pool.submit(_one, number)
             except BaseException as error:  # of a store; or the pool is shut down, for another number's sake
                 failed.set_exception(error)
-                asked.append(failed)
+                futures.append(failed)
                 return
-            made.add_done_callback(lambda _: room.release())
-            asked.append(made)
+            future.add_done_callback(lambda _: room.release())
+            futures.append(future)
 
     thread = threading.Thread(target=ask, name="lockstep-asking", daemon=True)
     thread.start()
@@ -552,8 +552,8 @@ class Prepared:
         """None when there is nothing usable at `path`. Whether the files it names are sound is asked by `damages`."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            told = values.pop("sha256", None)
-            return Prepared(**values) if told == _hash(values) else None
+            digest = values.pop("sha256", None)
+            return Prepared(**values) if digest == _hash(values) else None
         except (OSError, ValueError, TypeError, AttributeError):
             return None
 
@@ -580,7 +580,7 @@ def digest(*values: Any) -> str:
 def content(dataset: Dataset, columns: list[str]) -> str:
     """A hash of what some columns of a data set hold, whatever file or order of loading they came from. It is one hash
     of all bytes in order, which one core makes; what it is made of is read and written out by others meanwhile."""
-    seen = hashlib.sha256()
+    digest = hashlib.sha256()
     table = dataset.select_columns(columns).with_format("arrow")
 
     def written(start: int) -> pa.Buffer:
@@ -593,14 +593,14 @@ def content(dataset: Dataset, columns: list[str]) -> str:
     size = dataset.data.nbytes / max(1, dataset.data.num_rows) * _HASHED
     ahead = int(min(2 * available_cores(), max(1, _AHEAD_BYTES // max(1, size))))
     with ThreadPoolExecutor(ahead, "lockstep-hash") as pool:
-        asked: deque[Future[pa.Buffer]] = deque()
+        pending: deque[Future[pa.Buffer]] = deque()
         for start in range(0, len(dataset), _HASHED):  # fixed: the hash must not depend on the file's own chunks
-            asked.append(pool.submit(written, start))
-            if len(asked) > ahead:
-                seen.update(asked.popleft().result())
-        for each in asked:
-            seen.update(each.result())
-    return seen.hexdigest()[:24]
+            pending.append(pool.submit(written, start))
+            if len(pending) > ahead:
+                digest.update(pending.popleft().result())
+        for each in pending:
+            digest.update(each.result())
+    return digest.hexdigest()[:24]
 
 
 def encoded(

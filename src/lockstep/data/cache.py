@@ -4,8 +4,8 @@ In: a path in the cache and a function that makes what belongs there. Out: the s
 at every start; damaged content, and content of another user, is made again.
 
 One process works at a time, on this machine and on others that share the folder, whether or not its locks reach them:
-`held`, for `with`. On this machine a file lock decides. Between machines a lease does, a file that is made once and
-touched while its owner works: many network folders keep locks to the machine that asks.
+`with file_lock(path)`. On this machine a file lock decides. Between machines a lease does: a file that is created once
+and touched while its owner works, because many network folders keep locks to the machine that asks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNABLE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # a fol
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
+def file_lock(path: Path) -> Iterator[None]:
     """Wait until nobody else has `path`, and have it. Errors: `OSError` when the folder cannot be written."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     alone = True
@@ -88,15 +88,15 @@ def _wait(path: Path, mine: dict[str, object], alone: bool) -> None:
     still for a while, as this machine's clock counts: those of two machines need not agree."""
     aside = path.with_name(f"{path.name}.{mine['id']}.tmp")
     aside.write_text(json.dumps(mine), encoding="utf-8")
-    seen, since = "", time.monotonic()
+    lease, since = "", time.monotonic()
     try:
         while True:
             with suppress(FileExistsError):
                 os.link(aside, path)  # whole or not at all
                 return
-            owner, told = _read(path), _beat_of(path)
-            if (now := f"{owner} {told}") != seen:
-                seen, since = now, time.monotonic()
+            owner, beat = _read(path), _beat_of(path)
+            if (now := f"{owner} {beat}") != lease:
+                lease, since = now, time.monotonic()
             ours = alone and owner is not None and owner.get("machine") == mine["machine"]
             if path.exists() and (ours or time.monotonic() - since > SILENCE_S):
                 gone = path.with_name(f"{path.name}.{mine['id']}.gone")
@@ -192,7 +192,7 @@ def locked(name: str) -> Iterator[None]:
         for part in PARTS:  # whatever mode new folders have by the umask
             (folder / part).mkdir(mode=0o700, exist_ok=True)
             (folder / part).chmod(0o700)
-        lock = held(folder / "locks" / f"{name}.lock")
+        lock = file_lock(folder / "locks" / f"{name}.lock")
         lock.__enter__()
     except OSError as error:
         raise RunError(
@@ -250,34 +250,36 @@ def _aside(path: Path, ending: str) -> Path:
 
 def seal(path: Path, name: Path | None = None) -> None:
     """Sync what lies at `path`, and write down beside it (or beside `name`, which it will be called) what it holds."""
-    held = {}
+    contents = {}
     for inner, file in _files(path).items():
         if file != path and sealed(file):  # a shard, which was synced and hashed when it was made
-            held[inner] = json.loads(_seal_of(file).read_text(encoding="utf-8"))["files"][""] | {"rows": None}
+            contents[inner] = json.loads(_seal_of(file).read_text(encoding="utf-8"))["files"][""] | {"rows": None}
             continue
         _sync(file)
         size = file.stat().st_size
-        held[inner] = {"size": size, "rows": _rows(file, path), "blocks": _hashes(file, range(_count(size)))}
+        contents[inner] = {"size": size, "rows": _rows(file, path), "blocks": _hashes(file, range(_count(size)))}
     for folder in {file.parent for file in _files(path).values()} if path.is_dir() else ():
         _sync(folder)
-    _write_seal(name or path, {"files": held})
+    _write_seal(name or path, {"files": contents})
 
 
 def damage(path: Path) -> str | None:
     """What is wrong with a file or folder of the cache, or None. All of it is read at its first use since it was
     written, or since the machine started; later its sizes and a few blocks of a few files, drawn anew each time."""
     try:
-        told = json.loads(_seal_of(path).read_text(encoding="utf-8"))
+        seal = json.loads(_seal_of(path).read_text(encoding="utf-8"))
         files = _files(path)
-        if told["files"].keys() != files.keys() or not files:
+        if seal["files"].keys() != files.keys() or not files:
             return f"{path.name} is not there, or holds other files"
-        seen = told["seen"] if isinstance(told.get("seen"), dict) else {}  # by machine, of those that share the cache
+        checked_by = (
+            seal["seen"] if isinstance(seal.get("seen"), dict) else {}
+        )  # by machine, of those that share the cache
         found_now = hashlib.sha256(repr([(n, _identity(f)) for n, f in files.items()]).encode()).hexdigest()
-        whole = seen.get(_boot()) != found_now
+        whole = checked_by.get(_boot()) != found_now
         looked = set(files if whole or len(files) <= SAMPLED_FILES else random.Random().sample([*files], SAMPLED_FILES))
 
         def wrong(inner: str) -> str | None:
-            reason = _differs(files[inner], path, told["files"][inner], whole, inner in looked)
+            reason = _differs(files[inner], path, seal["files"][inner], whole, inner in looked)
             return None if reason is None else f"{files[inner].name} {reason}"
 
         with ThreadPoolExecutor(min(len(files), available_cores())) as pool:  # hashing and reading leave Python alone
@@ -288,8 +290,8 @@ def damage(path: Path) -> str | None:
         return f"{path.name} is not there, or nothing tells what it should hold"
     if whole:
         with suppress(OSError):  # then all of it is read the next time, too
-            others = [(boot, state) for boot, state in seen.items() if boot != _boot()][-MACHINES:]
-            _write_seal(path, told | {"seen": dict(others) | {_boot(): found_now}})
+            others = [(boot, state) for boot, state in checked_by.items() if boot != _boot()][-MACHINES:]
+            _write_seal(path, seal | {"seen": dict(others) | {_boot(): found_now}})
     return None
 
 
@@ -336,10 +338,10 @@ def _seal_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.seal")
 
 
-def _write_seal(path: Path, told: dict[str, Any]) -> None:
+def _write_seal(path: Path, content: dict[str, Any]) -> None:
     aside = _aside(path, "seal.tmp")
     try:
-        aside.write_text(json.dumps(told), encoding="utf-8")
+        aside.write_text(json.dumps(content), encoding="utf-8")
         _sync(aside)
         os.replace(aside, _seal_of(path))
     finally:

@@ -89,9 +89,13 @@ def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
         return {"role": role, "content": turn["value"], **rest}
 
     def batch(rows: dict[str, list], places: list[int]) -> dict[str, list]:
-        several = ([told] if isinstance(told, Mapping) else told for told in rows[column])
-        held = zip(several, places, strict=True)
-        return {column: [None if told is None else [renamed(turn, row) for turn in told] for told, row in held]}
+        several = ([messages] if isinstance(messages, Mapping) else messages for messages in rows[column])
+        numbered = zip(several, places, strict=True)
+        return {
+            column: [
+                None if messages is None else [renamed(turn, row) for turn in messages] for messages, row in numbered
+            ]
+        }
 
     return dataset.map(batch, with_indices=True, batched=True)
 
@@ -155,9 +159,11 @@ def documents_of(dataset: Dataset, tokenizer: Any, how: Writing, rows: range) ->
     columns = [how.column] if how.tools is None else [how.column, how.tools]
     for start, batch in arrow_cache.batches(dataset.select_columns(columns), rows):
         offered = batch[how.tools] if how.tools is not None else [None] * len(batch[how.column])
-        held = zip(batch[how.column], offered, strict=True)
-        told = [written(tokenizer, messages, tools, how, row) for row, (messages, tools) in enumerate(held, start)]
-        for some in shares(told, (sum(len(text) for text, _ in texts) for texts in told)):
+        rows_of = zip(batch[how.column], offered, strict=True)
+        texts_of = [
+            written(tokenizer, messages, tools, how, row) for row, (messages, tools) in enumerate(rows_of, start)
+        ]
+        for some in shares(texts_of, (sum(len(text) for text, _ in texts) for texts in texts_of)):
             yield _documents([each for texts in some for each in texts], tokenizer), len(some)
 
 
@@ -189,10 +195,10 @@ def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: i
         try:
             return how.text(tokenizer, messages[:count], offered, opened)
         except Exception as error:  # a template is a program of its own
-            said = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             part = "" if count == len(messages) else f" up to message {count - 1}"
             raise RunError(
-                "LS2042", f"task.messages: the chat template cannot be used on row {number}{part}: {said}"
+                "LS2042", f"task.messages: the chat template cannot be used on row {number}{part}: {reason}"
             ) from error
 
     whole, spans, turns = "" if how.each else text(len(messages)), [], []
@@ -208,7 +214,7 @@ def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: i
         if not after.startswith(before):
             raise RunError(
                 "LS2044",
-                f"{where}: the chat template opens a turn with {_shown(before, after)} when it asks for an "
+                f"{where}: the chat template opens a turn with {_differing_part(before, after)} when it asks for an "
                 "answer, but writes the answered turn without it, so the tokens to train on cannot be located. "
                 "Try another task.chat_template or task.template_arguments",
             )
@@ -240,7 +246,7 @@ def _offered(tools: Any, how: Writing, number: int) -> Any:
     return without_nulls(tools) if tools else None
 
 
-def _shown(before: str, after: str) -> str:
+def _differing_part(before: str, after: str) -> str:
     """What comes in `before` from where it is no longer as in `after`."""
     same = len(list(takewhile(lambda both: both[0] == both[1], zip(before, after, strict=False))))
     return repr(before[max(0, same - 10) :][:60])

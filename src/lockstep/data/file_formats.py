@@ -131,10 +131,10 @@ def unpacked(files: list[Path], key: str, encoding: str = "utf-8") -> Iterator[l
         try:
             yield [there[file] for file in files]
         except RunError as error:
-            said = error.message
+            message = error.message
             for file, to in there.items():
-                said = said.replace(str(to), str(file))
-            raise RunError(error.code, said) from error
+                message = message.replace(str(to), str(file))
+            raise RunError(error.code, message) from error
 
 
 def _unpack(file: Path, to: Path, key: str, encoding: str | None) -> None:
@@ -246,10 +246,10 @@ def _check_unpacked(file: Path, key: str) -> None:
     try:
         parquet = pq.ParquetFile(file)
         for group in range(parquet.metadata.num_row_groups):
-            told = parquet.metadata.row_group(group)
+            metadata = parquet.metadata.row_group(group)
             first = next(parquet.iter_batches(batch_size=16, row_groups=[group]), None)
-            rows = first.nbytes / len(first) * told.num_rows if first is not None and len(first) else 0
-            unpacked += max(rows, told.total_byte_size)
+            rows = first.nbytes / len(first) * metadata.num_rows if first is not None and len(first) else 0
+            unpacked += max(rows, metadata.total_byte_size)
     except (pa.ArrowException, OSError):
         return  # its reader says what is wrong with it
     if unpacked >= LARGE and unpacked > MOST * size:
@@ -350,7 +350,7 @@ def _rows(lines: _Lines, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
         except csv.Error as error:
             raise Misfit(
                 "LS2070",
-                f"{lines.file}, line {start:,}: {_quoting(str(error), dialect.quote)}: {_shown([lines.last])}. "
+                f"{lines.file}, line {start:,}: {_quoting(str(error), dialect.quote)}: {_excerpt([lines.last])}. "
                 "Double a quote inside of quotes, or set data.quote: none to read quotes as plain characters",
                 start,
             ) from None
@@ -360,10 +360,10 @@ def _rows(lines: _Lines, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
             yield start, row
 
 
-def _quoting(said: str, quote: str) -> str:
-    if "unexpected end" in said:
+def _quoting(message: str, quote: str) -> str:
+    if "unexpected end" in message:
         return f"a cell begins with {quote} there and does not end before the file does"
-    return f"something stands between the {quote} at the end of a cell and the next separator" if quote else said
+    return f"something stands between the {quote} at the end of a cell and the next separator" if quote else message
 
 
 @dataclass
@@ -463,8 +463,8 @@ def _scan(file: Path, data: DataSection, dialect: Dialect) -> Table:
     if batch:
         _look(batch, table, marks)
     table.quoted, table.doubled = lines.quoted, lines.doubled
-    table.needless = any(seen["quoted"] and seen["plain"] for seen in marks)
-    table.wrapped = any(seen["quoted"] + seen["needed"] > seen["plain"] for seen in marks)
+    table.needless = any(counts["quoted"] and counts["plain"] for counts in marks)
+    table.wrapped = any(counts["quoted"] + counts["needed"] > counts["plain"] for counts in marks)
     return table
 
 
@@ -487,10 +487,10 @@ def _misfit(file: Path, line: int, row: list[str], table: Table, data: DataSecti
         how = f"A cell that holds {called} stands between double quotes"
         how += "; a file with a text on each line is called .txt" if alone else ""
     widths = f"the row has {len(row)} column(s), and {wanted} {len(table.names)}"
-    return f"{file}, line {line:,}: {widths}: {_shown(row)}. {how}"
+    return f"{file}, line {line:,}: {widths}: {_excerpt(row)}. {how}"
 
 
-def _shown(row: list[str]) -> str:
+def _excerpt(row: list[str]) -> str:
     text = " | ".join(" ".join(cell.split()) for cell in row)
     return repr(text if len(text) <= 100 else f"{text[:97]}...")
 
@@ -534,14 +534,14 @@ def converters(tables: list[Table]) -> dict[str, Callable[[str], Any]]:
     kinds: dict[str, set[str]] = {}
     begins: dict[str, set[str]] = {}
     for each in tables:
-        for name, seen, first in zip(each.names, each.kinds, each.begins, strict=False):
-            kinds.setdefault(name, set()).update(seen)
+        for name, found_kinds, first in zip(each.names, each.kinds, each.begins, strict=False):
+            kinds.setdefault(name, set()).update(found_kinds)
             begins.setdefault(name, first)
     readers: dict[str, Callable[[str], Any]] = {}
-    for name, seen in kinds.items():
-        if seen == {"i", "f"} and begins[name] == {"i"}:
+    for name, found_kinds in kinds.items():
+        if found_kinds == {"i", "f"} and begins[name] == {"i"}:
             readers[name] = float
-        elif len(seen) > 1 and seen != {"i", "f"}:
+        elif len(found_kinds) > 1 and found_kinds != {"i", "f"}:
             readers[name] = str
     return readers
 
@@ -556,10 +556,10 @@ def detected(file: Path, data: DataSection, known: Callable[[str], bool]) -> lis
     marks = [usual, *(mark for mark in NAMES if mark != usual)] if data.separator is None else [data.separator]
     good: list[tuple[bool, dict[str, str]]] = []
     for mark in marks:
-        given = {} if mark == usual else {"separator": mark}
+        separator = {} if mark == usual else {"separator": mark}
         if (quote_and_names := _quotes(file, data, mark)) is not None:
             quote, names = quote_and_names
-            good.append((not any(map(known, names)), given | quote))
+            good.append((not any(map(known, names)), separator | quote))
     if good or len(marks) == 1:
         return [keys for _, keys in sorted(good, key=lambda each: each[0])]
     likely = [mark for mark in marks if _is_likely(file, data, mark, known)]

@@ -54,8 +54,8 @@ def explained(error: BaseException, revision: str | None = None) -> str:
     if (status := status_of(error)) is not None:
         if status in _STATUS:
             return _STATUS[status]
-        said = next((e for e in _chain(error) if isinstance(e, errors.HfHubHTTPError)), error)
-        return f"it answered {status}: {one_line(getattr(said, 'server_message', None) or said)}"
+        response_error = next((e for e in _chain(error) if isinstance(e, errors.HfHubHTTPError)), error)
+        return f"it answered {status}: {one_line(getattr(response_error, 'server_message', None) or response_error)}"
     if any(_lost(each) for each in _chain(error)):
         last = one_line(list(_chain(error))[-1])
         return f"the Hub at {constants.ENDPOINT} cannot be reached: {last}. A local folder needs no network"
@@ -104,10 +104,10 @@ def _lost(error: BaseException) -> bool:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """The error, and what it was raised from."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
+    while each is not None and id(each) not in visited:
+        visited.add(id(each))
         yield each
         each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
 
@@ -115,11 +115,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 MANIFEST = "manifest.json"
 
 
-def parts(given: Path) -> tuple[Path, Path | None]:
+def parts(path: Path) -> tuple[Path, Path | None]:
     """The output folder, and the checkpoint if a path names one (`OUTPUT/checkpoints/step-N`, or `.../latest`)."""
-    if given.parent.name == "checkpoints":
-        return given.parent.parent, given.resolve() if given.is_symlink() else given
-    return given, None
+    if path.parent.name == "checkpoints":
+        return path.parent.parent, path.resolve() if path.is_symlink() else path
+    return path, None
 
 
 def of_checkpoint(checkpoint: Path) -> Path:
@@ -194,11 +194,15 @@ def reading_weights(source: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        held = isinstance(error, pickle.UnpicklingError)
-        if not held and not isinstance(error, SafetensorError | EOFError) and "PytorchStreamReader" not in str(error):
+        is_pickle = isinstance(error, pickle.UnpicklingError)
+        if (
+            not is_pickle
+            and not isinstance(error, SafetensorError | EOFError)
+            and "PytorchStreamReader" not in str(error)
+        ):
             raise
         text = f"they are damaged ({' '.join(str(error).split())[:160] or type(error).__name__})"
-        text = "a pickle of more than tensors is not loaded, because it may run code" if held else text
+        text = "a pickle of more than tensors is not loaded, because it may run code" if is_pickle else text
         raise RunError(
             "LS2081",
             f"model.source: the weights of {source} cannot be read: {text}. Download them again, or, if you "
@@ -248,11 +252,12 @@ def repository(data: DataSection, usual: dict[str, tuple[str, ...]]) -> DataSect
         raise RunError("LS2083", f"data.source: {data.source}: {explained(error, commit)}") from None
     splits: dict[str, Any] = {}
     for split, names in usual.items():
-        given = getattr(data, split)
-        name = next((name for name in ([given] if given is not None else names) if name in files), None)
-        if name is None and given is not None:
+        split_name = getattr(data, split)
+        name = next((name for name in ([split_name] if split_name is not None else names) if name in files), None)
+        if name is None and split_name is not None:
             raise RunError(
-                "LS2084", f"data.{split}: {data.source} has no split {given!r}; it has {', '.join(map(str, files))}"
+                "LS2084",
+                f"data.{split}: {data.source} has no split {split_name!r}; it has {', '.join(map(str, files))}",
             )
         if name is None:
             continue

@@ -85,11 +85,11 @@ def called(values: list, wanted: list[str] | None, name: str) -> tuple[list, lis
 def codes_of(splits: dict[str, Dataset], column: str, wanted: list[str] | None, name: str) -> Codes:
     """Names and codes of the labels of all splits. `wanted`: the names that the run file gives integers. Errors:
     `RunError`."""
-    given = getattr(splits["train"].features[column], "names", None)
-    held = distinct(splits["train"], column, "train")
-    values = list(range(len(given))) if given else held
+    feature_names = getattr(splits["train"].features[column], "names", None)
+    labels = distinct(splits["train"], column, "train")
+    values = list(range(len(feature_names))) if feature_names else labels
     if wanted is None:
-        names = given or _named_by_column(splits["train"], column, values) or [str(v) for v in values]
+        names = feature_names or _named_by_column(splits["train"], column, values) or [str(v) for v in values]
     else:
         values, names = called(values, wanted, name)
     if len(values) < 2:
@@ -123,8 +123,8 @@ def alike(counts: Mapping[str, int]) -> dict[str, list[list[tuple[str, int]]]]:
 def count_labels(rows: Dataset, column: str) -> dict[str, list]:
     """The labels that some rows hold and how often, as JSON has it, for `together`. Errors: `RunError`."""
     distinct(rows, column, "train")  # refuses what is no label
-    held = Counter(rows[column])
-    return {"labels": sorted(held.items()), "names": getattr(rows.features[column], "names", None) or []}
+    counts = Counter(rows[column])
+    return {"labels": sorted(counts.items()), "names": getattr(rows.features[column], "names", None) or []}
 
 
 def merge_counts(counts: list[dict[str, list]], column: str) -> tuple[Dataset, Counter[Any]]:
@@ -155,14 +155,14 @@ def distinct(dataset: Dataset, column: str, split: str) -> list:
     """The labels of a split, each once, in order. Errors: `RunError`."""
     if usable_rows.plain(dataset, column) and (values := usable_rows.distinct(dataset, column)) and None not in values:
         return sorted(values)
-    held: set[Any] = set()
+    distinct_labels: set[Any] = set()
     kind: type | None = None
     for first, labels in usable_rows.lists(dataset, column):
         kind = kind or type(labels[0])
         for row, label in enumerate(labels, first) if {*map(type, labels)} != {kind} or kind not in (int, str) else ():
             _check(label, row, kind, column, split, dataset)
-        held.update(labels)
-    return sorted(held)
+        distinct_labels.update(labels)
+    return sorted(distinct_labels)
 
 
 def _check(label: Any, row: int, kind: type, column: str, split: str, dataset: Dataset) -> None:
@@ -213,8 +213,8 @@ class LabelNumbers:
         """The numbers of each of some rows."""
         if self.lists:
             return [[float(number) for number in row] for row in rows[self.columns[0]]]
-        told = zip(*(rows[column] for column in self.columns), strict=True)
-        return [[float(number) for number in row] for row in told]
+        numbers = zip(*(rows[column] for column in self.columns), strict=True)
+        return [[float(number) for number in row] for row in numbers]
 
     def counts(self, dataset: Dataset) -> list[int]:
         """Nothing is counted of numbers."""
@@ -254,8 +254,8 @@ def _checked(dataset: Dataset, column: str, length: int | None, split: str, name
     spread = False
     for first, part in usable_rows.lists(dataset, column):
         for row, value in enumerate(part, first):
-            held = value if length is not None else [value]
-            if not isinstance(held, list) or len(held) != (length or 1) or not all(map(_is_number, held)):
+            numbers = value if length is not None else [value]
+            if not isinstance(numbers, list) or len(numbers) != (length or 1) or not all(map(_is_number, numbers)):
                 wanted = "a number" if length is None else f"a list of {length} numbers, as the first of train,"
                 raise RunError(
                     "LS2109",
@@ -282,8 +282,8 @@ class LabelLists:
     def of(self, rows: dict[str, list]) -> list[list[int]]:
         """The codes of each of some rows, in order, each once."""
         if len(self.columns) > 1:
-            told = zip(*(rows[column] for column in self.columns), strict=True)
-            return [[code for code, value in enumerate(row) if value] for row in told]
+            indicators = zip(*(rows[column] for column in self.columns), strict=True)
+            return [[code for code, value in enumerate(row) if value] for row in indicators]
         return [sorted({self.place[label] for label in row}) for row in rows[self.columns[0]]]
 
     def counts(self, dataset: Dataset) -> list[int]:
@@ -312,16 +312,16 @@ def list_codes_of(splits: dict[str, Dataset], columns: list[str], wanted: list[s
                 "each column",
             )
         return LabelLists(columns, list(wanted or columns), columns)
-    held = _distinct(splits["train"], columns[0], "train", name)
-    if not held:
+    first_rows = _distinct(splits["train"], columns[0], "train", name)
+    if not first_rows:
         raise RunError(
             "LS2111",
             f"task.label: every list of column {columns[0]!r} of {name} is empty, so nothing can be learned; "
             "name another column",
         )
-    given = getattr(getattr(splits["train"].features[columns[0]], "feature", None), "names", None)
-    values, names = called(list(range(len(given))) if given else sorted(held), wanted, name)
-    names = list(given) if given and wanted is None else names
+    feature_names = getattr(getattr(splits["train"].features[columns[0]], "feature", None), "names", None)
+    values, names = called(list(range(len(feature_names))) if feature_names else sorted(first_rows), wanted, name)
+    names = list(feature_names) if feature_names and wanted is None else names
     known = set(values)
     for split, dataset in splits.items():
         for label, row in _distinct(dataset, columns[0], split, name).items():
@@ -336,7 +336,7 @@ def list_codes_of(splits: dict[str, Dataset], columns: list[str], wanted: list[s
 
 def _distinct(dataset: Dataset, column: str, split: str, name: str) -> dict[Any, int]:
     """The labels of a split -> the first row that has it. Errors: `RunError` for what is no list of labels."""
-    held: dict[Any, int] = {}
+    first_rows: dict[Any, int] = {}
     kind: type | None = None
     for first, part in usable_rows.lists(dataset, column):
         for row, labels in enumerate(part, first):
@@ -355,8 +355,8 @@ def _distinct(dataset: Dataset, column: str, split: str, name: str) -> dict[Any,
                         f"task.label: the lists of column {column!r} of the {split} split of {name} must hold all "
                         f"integers or all strings; row {row} holds {repr(labels)[:60]}: correct or remove it",
                     )
-                held.setdefault(label, row)
-    return held
+                first_rows.setdefault(label, row)
+    return first_rows
 
 
 def _check_marks(dataset: Dataset, column: str, split: str, name: str) -> None:

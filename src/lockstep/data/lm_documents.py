@@ -92,12 +92,12 @@ def measured(
     counted = np.zeros((2, len(numbers)), dtype=np.int32)  # bytes, words
     if ends is not None and len(numbers):
         some = sizes > 0  # a text without tokens has nothing to measure
-        held = [text for text, has in zip(texts, some, strict=True) if has]
-        stops = np.cumsum(np.fromiter(map(len, held), np.int64, len(held)))
+        nonempty = [text for text, has in zip(texts, some, strict=True) if has]
+        stops = np.cumsum(np.fromiter(map(len, nonempty), np.int64, len(nonempty)))
         ends = ends + np.repeat(np.concatenate([[0], stops[:-1]]), sizes[some])
         ends = np.maximum.accumulate(ends)  # a special token ends before the text does
         ends[np.cumsum(sizes[some]) - 1] = stops
-        _measure("".join(held), stops, ends, counted)
+        _measure("".join(nonempty), stops, ends, counted)
     return Documents(numbers, np.ones(len(numbers), dtype=bool), counted[0], counted[1], sizes)
 
 
@@ -135,7 +135,7 @@ def interleaved(first: Documents, second: Documents) -> Documents:
     return Documents(**arrays, lengths=lengths)
 
 
-def apart(documents: Documents) -> Documents:
+def separate(documents: Documents) -> Documents:
     """Texts that are not seen from one another: each says where it starts, and its first token, which nothing comes
     before, is not predicted. What would not be anyway stands for no text."""
     first = documents.within == 0
@@ -173,20 +173,20 @@ def examples(documents: Documents, size: int, begin: bool | None = None) -> pa.R
     first token is the last of another part."""
     some = documents.lengths > 0
     ends = documents.ends[some]
-    read, told = np.ones((2, len(documents)), dtype=bool)
-    read[ends - 1] = told[ends - documents.lengths[some]] = False  # the last is not read, the first not predicted
+    read, predicted = np.ones((2, len(documents)), dtype=bool)
+    read[ends - 1] = predicted[ends - documents.lengths[some]] = False  # the last is not read, the first not predicted
     rest = documents.lengths[some] - 1
     parts = -(-rest // size)  # of each text
     sizes = np.full(int(parts.sum()), size)
     sizes[np.cumsum(parts)[parts > 0] - 1] = (rest - (parts - 1) * size)[parts > 0]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    scored = documents.scored[told]
-    targets = np.where(scored, documents.ids[told], IGNORED).astype(np.int32)
+    scored = documents.scored[predicted]
+    targets = np.where(scored, documents.ids[predicted], IGNORED).astype(np.int32)
 
     def summed(numbers: np.ndarray) -> np.ndarray:
         return np.add.reduceat(numbers * scored, offsets[:-1], dtype=np.int64) if len(sizes) else offsets[:0]
 
-    counts = [summed(each) for each in (np.ones(1, np.int64), documents.bytes[told], documents.words[told])]
+    counts = [summed(each) for each in (np.ones(1, np.int64), documents.bytes[predicted], documents.words[predicted])]
     lists = [pa.ListArray.from_arrays(offsets.astype(np.int32), each) for each in (documents.ids[read], targets)]
     columns, schema = [*lists, *(pa.array(each, pa.int64()) for each in counts)], SCHEMA
     if len(documents.starts):
@@ -479,13 +479,13 @@ def of_prompts(dataset: Dataset, tokenizer: Any, prompt: str, response: str, row
     end = end_of(tokenizer)
     for _, batch in arrow_cache.batches(dataset.select_columns(list(dict.fromkeys([prompt, response]))), rows):
         pairs = list(zip(batch[prompt], batch[response], strict=True))
-        for some in shares(pairs, (len(asked) + len(told) for asked, told in pairs)):
-            asked = tokenizer([one for one, _ in some], return_attention_mask=False, verbose=False)["input_ids"]
-            for ids in asked:
+        for some in shares(pairs, (len(text) + len(answer) for text, answer in pairs)):
+            prompt_ids = tokenizer([one for one, _ in some], return_attention_mask=False, verbose=False)["input_ids"]
+            for ids in prompt_ids:
                 while ids and ids[-1] == end:
                     ids.pop()
             answers = _tokenized(tokenizer, [other for _, other in some], add_special_tokens=False)
-            yield interleaved(unscored(asked), closed(answers, tokenizer)), len(some)
+            yield interleaved(unscored(prompt_ids), closed(answers, tokenizer)), len(some)
 
 
 def unscored(rows: Sequence[Sequence[int]]) -> Documents:
@@ -534,11 +534,11 @@ def cut(train: Dataset, share: float, seed: Any, key: str, column: str | None = 
         at = int(len(text) * (1 - share))
         return train.from_dict({column: [text[:at]]}), train.from_dict({column: [text[at:]]})
     order = np.random.default_rng(seed).permutation(len(train))
-    held = round(len(train) * share)
-    if held in (0, len(train)):
+    held_out = round(len(train) * share)
+    if held_out in (0, len(train)):
         raise RunError(
             "LS2120",
             f"data.{key}: {share:g} of {len(train)} examples leaves one of the splits empty; give another "
             "share, or more data",
         )
-    return train.select(np.sort(order[held:])), train.select(np.sort(order[:held]))
+    return train.select(np.sort(order[held_out:])), train.select(np.sort(order[:held_out]))

@@ -48,10 +48,10 @@ def _words(tokenizer: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
 
     if not tokenizer.is_fast:
         return None, None
-    told = json.loads(tokenizer.backend_tokenizer.to_str())
-    kinds = str(told["pre_tokenizer"])
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    kinds = str(settings["pre_tokenizer"])
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    if told["model"].get("continuing_subword_prefix") == "##" and told["model"]["type"] == "WordPiece":
+    if settings["model"].get("continuing_subword_prefix") == "##" and settings["model"]["type"] == "WordPiece":
         return np.array([not token.startswith("##") for token in tokens]), np.ones(len(tokens), np.int8)
     sign = "\u0120" if "ByteLevel" in kinds else "\u2581" if "Metaspace" in kinds else None
     if sign is None:

@@ -45,7 +45,7 @@ class Web:
     def find(self, address: Address) -> Object | None:
         """See `Readable`."""
         try:
-            with self._asked(address, "HEAD") as answer:
+            with self._request(address, "HEAD") as answer:
                 size, tag = answer.headers.get("Content-Length"), answer.headers.get("ETag")
                 tag = tag or answer.headers.get("Last-Modified")
         except StoreError as error:
@@ -65,7 +65,7 @@ class Web:
 
     def blocks(self, item: Object, start: int) -> Iterator[bytes]:
         """See `Readable`."""
-        with self._asked(item.address, "GET", start) as answer:
+        with self._request(item.address, "GET", start) as answer:
             tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
             if tag != item.tag and self._tags:
                 raise StoreError("LS2132", f"{item.address} changed while it was being read; run the command again")
@@ -81,7 +81,7 @@ class Web:
 
     _tags = True
 
-    def _asked(self, address: Address, method: str, start: int = 0) -> Any:
+    def _request(self, address: Address, method: str, start: int = 0) -> Any:
         """Errors: `StoreError`."""
         request = urllib.request.Request(self._url(address), method=method)
         if start:
@@ -383,19 +383,19 @@ class Bucket:
 
     def _store_error(self, error: Exception, address: Address) -> StoreError:
         """What a request came to, for a person."""
-        said = str(error).split("Debug source")[0]
+        message = str(error).split("Debug source")[0]
         kind, where = type(error).__name__, _CREDENTIALS[address.scheme]
-        status = re.search(r"status code: (\d{3})|Client error with status (\d{3})", said)
+        status = re.search(r"status code: (\d{3})|Client error with status (\d{3})", message)
         number = int(status[1] or status[2]) if status else 0
-        if re.search(r"NoSuchBucket|ContainerNotFound|specified bucket does not exist", said):
+        if re.search(r"NoSuchBucket|ContainerNotFound|specified bucket does not exist", message):
             return StoreError(
                 "LS2144", f"the bucket {address.place} does not exist; create it, or correct the address", absent=True
             )
         if isinstance(error, FileNotFoundError):
             return StoreError("LS2145", f"{address} does not exist; correct the address", absent=True)
-        if "redential" in said and number == 0:
+        if "redential" in message and number == 0:
             return StoreError(
-                "LS2146", f"no credentials found for {address.root} (looked in {where}): {one_line(said, 200)}"
+                "LS2146", f"no credentials found for {address.root} (looked in {where}): {one_line(message, 200)}"
             )
         if kind in ("PermissionDeniedError", "UnauthenticatedError") or number in (401, 403):
             return StoreError(
@@ -406,7 +406,8 @@ class Bucket:
         if number in (301, 307, 400) and address.scheme == "s3":
             return StoreError(
                 "LS2149",
-                f"{address.root} answered {number}: check that AWS_REGION is the region of the bucket: {_cause(said)}",
+                f"{address.root} answered {number}: check that AWS_REGION is the region of the bucket: "
+                f"{_cause(message)}",
             )
         if number:
             return StoreError(
@@ -414,12 +415,12 @@ class Bucket:
                 f"{address} is not available now: the store answered HTTP {number}; try again later",
                 again=True,
             )
-        again = "error sending request" in said or "timed out" in said.lower() or "connect" in said.lower()
-        return StoreError("LS2151", f"{address}: {_cause(said)}", again=again or "body" in said)
+        again = "error sending request" in message or "timed out" in message.lower() or "connect" in message.lower()
+        return StoreError("LS2151", f"{address}: {_cause(message)}", again=again or "body" in message)
 
 
-def _cause(said: str) -> str:
-    return one_line(said, 300)
+def _cause(message: str) -> str:
+    return one_line(message, 300)
 
 
 def _aws() -> dict[str, Any]:
@@ -442,8 +443,8 @@ def download(store: Readable, item: Object, to: Path, tell: Callable[[int], None
     and a connection that ends is made anew. `tell` hears of bytes that came. Returns the file's SHA-256.
 
     Errors: `StoreError`; `OSError` when the file cannot be written."""
-    told = hashlib.sha256(f"{item.address} {item.size} {item.tag}".encode()).hexdigest()[:12]
-    aside, tries = to.with_name(f".{to.name}.{told}.tmp"), 0
+    name_hash = hashlib.sha256(f"{item.address} {item.size} {item.tag}".encode()).hexdigest()[:12]
+    aside, tries = to.with_name(f".{to.name}.{name_hash}.tmp"), 0
     to.parent.mkdir(parents=True, exist_ok=True)
     with open(aside, "ab") as file:
         while (start := file.tell()) < item.size:

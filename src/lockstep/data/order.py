@@ -257,7 +257,7 @@ class MixedOrder(Order):
         self.sizes = np.asarray(sizes, dtype=np.int64)
         self.first = np.cumsum(self.sizes) - self.sizes  # of each source, in the split
         self.weighted = any(schedules)
-        self._seen: tuple[tuple[int, int], np.ndarray, np.ndarray] = ((-1, -1), self.first, self.first)
+        self._last_period: tuple[tuple[int, int], np.ndarray, np.ndarray] = ((-1, -1), self.first, self.first)
         self._phases = [_Phase(0, 0, _counts(self.sizes, schedules, 0), np.zeros_like(self.sizes))]
         for step in sorted({step for schedule in schedules for step, _ in schedule} - {0}):
             last, place = self._phases[-1], self._place(step)
@@ -331,12 +331,12 @@ class MixedOrder(Order):
 
     def _period(self, phase: _Phase, period: int) -> tuple[np.ndarray, np.ndarray]:
         """Of every place of a period the source, and how many places of that source come before it in the period."""
-        if self._seen[0] != (phase.step, period):
+        if self._last_period[0] != (phase.step, period):
             source, _ = self._slots(phase, period, np.arange(int(phase.counts.sum())))
             before = np.empty_like(source)
             before[np.argsort(source, kind="stable")] = np.concatenate([np.arange(count) for count in phase.counts])
-            self._seen = (phase.step, period), source, before
-        return self._seen[1], self._seen[2]
+            self._last_period = (phase.step, period), source, before
+        return self._last_period[1], self._last_period[2]
 
     def _of_each(self, phase: _Phase, places: int) -> np.ndarray:
         """How many of the first `places` of a phase each source has: int64 [sources]. Costs a period at most."""

@@ -34,7 +34,7 @@ class TokenWindow:
     begins: list[int]  # character of the context where each token begins; 0 for those of the question
     ends: list[int]
 
-    def held(self, start: int, end: int) -> tuple[int, int]:
+    def token_span(self, start: int, end: int) -> tuple[int, int]:
         """The first and the last token of these characters, `NOWHERE` twice where they are not all here."""
         if self.begins[self.first] > start or self.ends[self.last] < end:
             return NOWHERE, NOWHERE
@@ -63,18 +63,18 @@ def windows(tokenizer: Any, question: str, context: str, most: int, stride: int)
         return_offsets_mapping=True,
         verbose=False,
     )
-    made = []
+    token_windows = []
     for part, ids in enumerate(encodings["input_ids"]):
         of = encodings.sequence_ids(part)
         places = [place for place, which in enumerate(of) if which == 1]
         if not places:  # a context that the tokenizer makes nothing of
             raise ValueError("its context has no token")
-        told = zip(encodings["offset_mapping"][part], of, strict=True)
-        spans = [_trimmed(context, *span) if which == 1 else (0, 0) for span, which in told]
+        tokens = zip(encodings["offset_mapping"][part], of, strict=True)
+        spans = [_trimmed(context, *span) if which == 1 else (0, 0) for span, which in tokens]
         types = encodings["token_type_ids"][part] if "token_type_ids" in tokenizer.model_input_names else []
         begins, ends = [b for b, _ in spans], [e for _, e in spans]
-        made.append(TokenWindow(ids, types, places[0], places[-1], begins, ends))
-    return made
+        token_windows.append(TokenWindow(ids, types, places[0], places[-1], begins, ends))
+    return token_windows
 
 
 def _trimmed(context: str, begin: int, end: int) -> tuple[int, int]:
@@ -123,29 +123,31 @@ def whole(
         )
 
     def converted(rows: dict[str, list]) -> dict[str, list]:
-        told = [answers_of(value) for value in rows[answers]]
+        answer_lists = [answers_of(value) for value in rows[answers]]
         return {
             QUESTION: rows[columns["task.question"]],
             CONTEXT: rows[columns["task.context"]],
-            TEXTS: [[text for text, _ in each] for each in told],
-            START: [each[0][1] if each else -1 for each in told],
+            TEXTS: [[text for text, _ in each] for each in answer_lists],
+            START: [each[0][1] if each else -1 for each in answer_lists],
         }
 
     text = datasets.Value("string")
-    kept = {c: complete_rows.features[c] for c in complete_rows.column_names if c == source.SOURCE}
+    source_feature = {c: complete_rows.features[c] for c in complete_rows.column_names if c == source.SOURCE}
     features = {QUESTION: text, CONTEXT: text, TEXTS: datasets.List(text), START: datasets.Value("int64")}
-    left = [c for c in complete_rows.column_names if c not in kept]
-    return complete_rows.map(converted, batched=True, remove_columns=left, features=datasets.Features(features | kept))
+    left = [c for c in complete_rows.column_names if c not in source_feature]
+    return complete_rows.map(
+        converted, batched=True, remove_columns=left, features=datasets.Features(features | source_feature)
+    )
 
 
 def _checked(value: Any, context: str, where: str, column: str) -> None:
     try:
-        told = answers_of(value)
+        answer_list = answers_of(value)
     except ValueError as error:
         raise RunError(
             "LS2160", f"task.answers: {where} holds {str(value)[:80]} in column {column!r}; {error}"
         ) from None
-    for text, start in told:
+    for text, start in answer_list:
         if not text.strip() or start < 0 or context[start : start + len(text)] != text:
             raise RunError(
                 "LS2161",
@@ -178,14 +180,14 @@ def encoder_of(
                 "data.max_length, lower task.stride, or remove the row",
             ) from None
         end = start + len(texts[0]) if texts else 0
-        held = [part.held(start, end) if texts else (NOWHERE, NOWHERE) for part in parts]
+        answer_spans = [part.token_span(start, end) if texts else (NOWHERE, NOWHERE) for part in parts]
         joined = {"input_ids": "ids", "types": "types", "begins": "begins", "ends": "ends"}
         return {column: [n for part in parts for n in getattr(part, field)] for column, field in joined.items()} | {
             "sizes": [len(part.ids) for part in parts],
             "firsts": [part.first for part in parts],
             "lasts": [part.last for part in parts],
-            "starts": [first for first, _ in held],
-            "stops": [last for _, last in held],
+            "starts": [first for first, _ in answer_spans],
+            "stops": [last for _, last in answer_spans],
             "width": max(len(part.ids) for part in parts),
             "windows": len(parts),
             QUESTION: question,
@@ -194,8 +196,8 @@ def encoder_of(
         }
 
     def encoder(rows: dict[str, list]) -> dict[str, list]:
-        made = [row_of(*row) for row in zip(*(rows[c] for c in (QUESTION, CONTEXT, TEXTS, START)), strict=True)]
-        return {column: [each[column] for each in made] for column in features}
+        features_of = [row_of(*row) for row in zip(*(rows[c] for c in (QUESTION, CONTEXT, TEXTS, START)), strict=True)]
+        return {column: [each[column] for each in features_of] for column in features}
 
     return encoder, features
 

@@ -59,14 +59,14 @@ class RawRows:
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> RawRows | None:
         """Those that are among the facts of `Prepared`; None: there are none."""
-        kept = facts.get(FACT)
-        if not kept:
+        stored = facts.get(FACT)
+        if not stored:
             return None
-        if "examples" not in kept:
-            return cls(kept["split"], kept["rows"], None, np.array(kept["at"], dtype=np.int64))
-        schema = pa.schema([pa.field(name, _TYPES[kind]) for name, kind in kept["types"].items()])
-        examples = Columns(pa.record_batch(kept["examples"], schema=schema))
-        return cls(kept["split"], kept["rows"], examples, np.arange(len(examples)))
+        if "examples" not in stored:
+            return cls(stored["split"], stored["rows"], None, np.array(stored["at"], dtype=np.int64))
+        schema = pa.schema([pa.field(name, _TYPES[kind]) for name, kind in stored["types"].items()])
+        examples = Columns(pa.record_batch(stored["examples"], schema=schema))
+        return cls(stored["split"], stored["rows"], examples, np.arange(len(examples)))
 
 
 _TYPES = {str(kind): kind for kind in (pa.int32(), pa.int64(), pa.float32(), pa.float64())}
@@ -88,7 +88,7 @@ def fact(splits: Mapping[str, Dataset], columns: Sequence[str], run: Run) -> dic
     if split == "train":
         first = np.arange(min(_FIRST, len(some)), dtype=np.uint64)
         places += permute(first, len(some), run.seed, 0).tolist()
-    kept: dict[str, Any] = {"split": split, "at": [], "rows": [], "cut": []}
+    sample: dict[str, Any] = {"split": split, "at": [], "rows": [], "cut": []}
     size = 0
     for place in dict.fromkeys(places):
         whole = _as_json(some[place])
@@ -97,12 +97,12 @@ def fact(splits: Mapping[str, Dataset], columns: Sequence[str], run: Run) -> dic
             size += len(json.dumps(row))
         except (TypeError, ValueError):  # times: no text
             continue
-        if size > _BYTES and kept["rows"]:
+        if size > _BYTES and sample["rows"]:
             break
-        kept["at"].append(place)
-        kept["rows"].append(row)
-        kept["cut"].append(row != whole)
-    return {FACT: kept} if kept["rows"] else {}
+        sample["at"].append(place)
+        sample["rows"].append(row)
+        sample["cut"].append(row != whole)
+    return {FACT: sample} if sample["rows"] else {}
 
 
 def _longest(dataset: Dataset) -> np.ndarray:
@@ -135,28 +135,28 @@ def _as_json(row: Mapping[str, Any]) -> dict[str, Any]:
 def with_examples(prepared: Prepared, run: Run, task: type[Makes]) -> Prepared:
     """What was prepared, with the examples that the task makes of the rows where they are none of the split; without
     rows of which no example is known."""
-    kept = prepared.facts.get(FACT)
-    if kept is None:
+    stored = prepared.facts.get(FACT)
+    if stored is None:
         return prepared
     facts = {key: value for key, value in prepared.facts.items() if key != FACT}
     if task.row_is_example:
-        whole = [i for i, cut in enumerate(kept["cut"]) if not cut]
-        told = {"split": kept["split"], **{key: [kept[key][i] for i in whole] for key in ("at", "rows")}}
-        return replace(prepared, facts=facts | ({FACT: told} if whole else {}))
+        whole = [i for i, cut in enumerate(stored["cut"]) if not cut]
+        content = {"split": stored["split"], **{key: [stored[key][i] for i in whole] for key in ("at", "rows")}}
+        return replace(prepared, facts=facts | ({FACT: content} if whole else {}))
     if not task.streams:
         return replace(prepared, facts=facts)
     import datasets
 
     try:
-        rows = datasets.Dataset.from_list(kept["rows"])
+        rows = datasets.Dataset.from_list(stored["rows"])
         batch = task.example_maker(run, prepared.tokenizer, prepared.facts)(rows).slice(0, _EXAMPLES)
     except RunError:
         return replace(prepared, facts=facts)
     types = {field.name: str(field.type).replace("item: ", "").replace("element: ", "") for field in batch.schema}
     types = {name: kind for name, kind in types.items() if kind in _TYPES}
     examples = {name: batch.column(name).to_pylist() for name in types}
-    told = {"split": kept["split"], "rows": kept["rows"], "types": types, "examples": examples}
-    return replace(prepared, facts=facts | ({FACT: told} if len(batch) else {}))
+    content = {"split": stored["split"], "rows": stored["rows"], "types": types, "examples": examples}
+    return replace(prepared, facts=facts | ({FACT: content} if len(batch) else {}))
 
 
 # -- which of them are looked at -------------------------------------------------------------------------------------

@@ -198,11 +198,11 @@ class ShardCache:
         with locked("shards"):
             for left in _all().glob("*.gone"):  # by a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
-            held = sorted(
+            cached_shards = sorted(
                 (file.stat().st_mtime_ns, int(file.read_text()), file.parent) for file in _all().glob(f"*/{_ABOUT}")
             )
-            total = size + sum(each for _, each, _ in held)
-            for _, each, other in held:
+            total = size + sum(each for _, each, _ in cached_shards)
+            for _, each, other in cached_shards:
                 if total <= self._most:
                     break
                 gone = other.with_name(f"{other.name}.{os.getpid()}.gone")
@@ -236,11 +236,11 @@ def _heard(folder: Path) -> Callable[[int], None]:
 
 def _git(file: Path, size: int) -> str:
     """Git's name for what a file holds, which the Hub has of small ones."""
-    seen = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
     with open(file, "rb") as opened:
         while block := opened.read(2**20):
-            seen.update(block)
-    return seen.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 KEYS = ("source", "train", "validation", "test")
@@ -313,8 +313,8 @@ def here(data: DataSection, splits: Splits) -> Iterator[DataSection]:
     train are there by their names alone. Errors: `RunError`; in one that is raised meanwhile files have the names that
     they have in the run file."""
     files = _unchanged_files(data, splits)
-    told = (path if path in files.names else files.fact(path) for path in files.objects)
-    folder = cache_folder() / "remote" / digest(*told)
+    identities = (path if path in files.names else files.fact(path) for path in files.objects)
+    folder = cache_folder() / "remote" / digest(*identities)
     place = ACTIVITY.name
     try:
         cached(folder, lambda aside: _fetch(files, aside, data), folder.with_name(f"{folder.name}.parts"))

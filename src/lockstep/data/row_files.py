@@ -223,11 +223,11 @@ def _common(kinds: list[Any]) -> Any:
     known = [kind for kind, name in zip(kinds, names, strict=True) if name != "null"]
     if not known or all(kind == known[0] for kind in known):
         return known[0] if known else kinds[0]
-    told = {str(getattr(kind, "dtype", kind)) for kind in known}
+    dtypes = {str(getattr(kind, "dtype", kind)) for kind in known}
     if any(getattr(kind, "names", None) for kind in known):
         return None
     for alike, to in ((("string", "large_string"), "large_string"), (("int8", "int16", "int32", "int64"), "int64")):
-        if told <= set(alike):
+        if dtypes <= set(alike):
             return next((kind for kind in known if getattr(kind, "dtype", "") == to), None) or _value(to)
     return None
 
@@ -245,7 +245,9 @@ def _kind(feature: Any) -> str:
     starts = {"int": "whole numbers", "uint": "whole numbers", "float": "numbers with decimals"}
     if getattr(feature, "names", None):
         return "labels with names"
-    return known.get(dtype) or next((told for start, told in starts.items() if dtype.startswith(start)), str(feature))
+    return known.get(dtype) or next(
+        (description for start, description in starts.items() if dtype.startswith(start)), str(feature)
+    )
 
 
 def _named(dataset: Dataset) -> str:
@@ -328,7 +330,7 @@ def is_image(file: Path) -> bool:
 
 def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[str, list[Path]]:
     """Split -> its files, those of a label together. `usual`: what splits are called. Errors: `RunError`."""
-    given = {split: getattr(data, split) for split in usual if getattr(data, split) is not None}
+    named_splits = {split: getattr(data, split) for split in usual if getattr(data, split) is not None}
     files: dict[str, list[Path]] = {}
     if data.source is not None:
         root = Path(data.source).expanduser()
@@ -340,7 +342,7 @@ def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[st
             )
         named = {s: next((root / w for w in words if classes_in(root / w)), None) for s, words in usual.items()}
         files = {split: _of_classes(classes_in(folder)) for split, folder in named.items() if folder is not None}
-        if not files and "train" not in given:
+        if not files and "train" not in named_splits:
             files = {"train": _of_classes(classes_in(root))}
             if not files["train"]:
                 raise RunError(
@@ -348,7 +350,7 @@ def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[st
                     f"data.source: no folder in {root} holds texts or images; expected files like "
                     "train/LABEL/1.txt or LABEL/1.jpg",
                 )
-    for split, value in given.items():
+    for split, value in named_splits.items():
         folders = [f for text in ([value] if isinstance(value, str) else value) for f in _folders(text, split, data)]
         files[split] = [file for f in folders for file in (_texts_in(f) or _of_classes(classes_in(f)))]
         if not files[split]:
@@ -416,7 +418,7 @@ def parallel_in(folder: Path) -> dict[str, list[Path]]:
 
 def parallel_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[str, list[Path]]:
     """Split -> its files. `usual`: what splits are called. Errors: `RunError`."""
-    given = {split: getattr(data, split) for split in usual if getattr(data, split) is not None}
+    named_splits = {split: getattr(data, split) for split in usual if getattr(data, split) is not None}
     splits: dict[str, list[Path]] = {}
     if data.source is not None:
         root = Path(data.source).expanduser()
@@ -425,7 +427,7 @@ def parallel_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict
                 "LS2205", f"data.source: {root} is not a folder; name files in data.train: [train.en, train.de]"
             )
         splits = {split: files for split, words in usual.items() if (files := _of_split(root, words))}
-        if not splits and "train" not in given:
+        if not splits and "train" not in named_splits:
             splits = {"train": list(itertools.chain(*parallel_in(root).values()))}
             if not splits["train"]:
                 raise RunError(
@@ -433,7 +435,7 @@ def parallel_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict
                     f"data.source: {root} has no pair of files whose names differ only in the language, such as "
                     "train.en and train.de; name the two files in data.train",
                 )
-    for split, value in given.items():
+    for split, value in named_splits.items():
         splits[split] = []
         for text in [value] if isinstance(value, str) else value:
             paths = [Path(text).expanduser(), Path(data.source or "").expanduser() / text]
@@ -481,9 +483,9 @@ def read_parallel(files: list[Path], key: str, data: DataSection) -> Dataset:
         lines = {side: _lines_text_files(file, key, data.encoding) for side, file in sorted(group.items())}
         counts = {side: len(texts) for side, texts in lines.items()}
         if len(set(counts.values())) > 1:
-            told = ", ".join(f"{group[side]} has {count:,} lines" for side, count in counts.items())
+            line_counts = ", ".join(f"{group[side]} has {count:,} lines" for side, count in counts.items())
             raise RunError(
-                "LS2210", f"{key}: {told}: line n of one file must be the translation of line n of the other"
+                "LS2210", f"{key}: {line_counts}: line n of one file must be the translation of line n of the other"
             )
         for side, texts in lines.items():
             columns.setdefault(side, []).extend(texts)

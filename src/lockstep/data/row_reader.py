@@ -317,9 +317,9 @@ class ArchiveReader(_ByteReader):
         name = member.name.rpartition("/")[2].partition(".")[2].lower()
         if name.rpartition(".")[2] not in ("txt", "json", "cls"):
             return "", None  # an image, or the like
-        held = archive.extractfile(member)
-        assert held is not None
-        data = held.read()
+        member_file = archive.extractfile(member)
+        assert member_file is not None
+        data = member_file.read()
         try:
             text = data.decode("utf-8")
             if name.endswith("json"):
@@ -417,7 +417,7 @@ def json_row(line: str) -> dict[str, Any]:
     """The row on a line. Errors: `ValueError`, in words that follow the line's number."""
     if line.count("[") + line.count("{") > LEVELS and _is_deep(line.encode()):
         raise ValueError(_DEEP)
-    return _mapping(_parsed(line, f": {_shown(line)}"))
+    return _mapping(_parsed(line, f": {_excerpt(line)}"))
 
 
 def _json_list(text: str) -> list[dict[str, Any]]:
@@ -428,12 +428,12 @@ def _json_list(text: str) -> list[dict[str, Any]]:
     return list(rows)
 
 
-def _parsed(text: str, shown: str) -> Any:
+def _parsed(text: str, excerpt: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        line = "" if shown else f", line {error.lineno}"
-        raise ValueError(f"{line}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}{shown}") from None
+        line = "" if excerpt else f", line {error.lineno}"
+        raise ValueError(f"{line}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}{excerpt}") from None
     except RecursionError:
         raise ValueError(": nested too deeply") from None
     except ValueError as error:  # a number of 5,000 digits
@@ -446,6 +446,6 @@ def _mapping(row: Any, place: str = "") -> dict[str, Any]:
     return row
 
 
-def _shown(line: str) -> str:
+def _excerpt(line: str) -> str:
     line = line.strip(_BLANK.decode())
     return repr(line if len(line) <= 80 else f"{line[:77]}...")

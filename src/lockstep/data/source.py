@@ -352,15 +352,15 @@ def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
 
 
 def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
-    given = {split: getattr(data, split) for split in USUAL if getattr(data, split) is not None}
+    named_splits = {split: getattr(data, split) for split in USUAL if getattr(data, split) is not None}
     if data.source is None:
-        if not given:
+        if not named_splits:
             raise RunError(
                 "LS2247", "data: no data given; set data.source (a Hub id, a folder or a file) or data.train (files)"
             )
         if data.layout in _FILES:
             return _FILES[data.layout](data, USUAL)
-        return {split: _expand(value, f"data.{split}", data.layout) for split, value in given.items()}
+        return {split: _expand(value, f"data.{split}", data.layout) for split, value in named_splits.items()}
     if data.source == BUILTIN:
         return None
     if data.layout in _FILES:
@@ -368,7 +368,7 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
     root = Path(data.source).expanduser()
     if root.is_dir():
         splits = {split: in_folder(root, split, data.layout) for split in USUAL}
-        if not any(splits.values()) and "train" not in given:
+        if not any(splits.values()) and "train" not in named_splits:
             single = sorted(f for f in root.iterdir() if is_rows(f, data.layout))
             if not single:
                 endings = row_files.READ if data.layout == "rows" else ", ".join(annotated.ENDINGS[data.layout])
@@ -378,12 +378,12 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
                     f"expected files like train.jsonl with one of the endings {endings}",
                 )
             splits["train"] = single
-        for split, value in given.items():
+        for split, value in named_splits.items():
             splits[split] = _expand(value, f"data.{split}", data.layout, root)
         return splits
     if root.is_file() or _looks_local(data.source):
         splits = {"train": _expand(data.source, "data.source", data.layout)}
-        return splits | {split: _expand(value, f"data.{split}", data.layout) for split, value in given.items()}
+        return splits | {split: _expand(value, f"data.{split}", data.layout) for split, value in named_splits.items()}
     return None
 
 
@@ -499,16 +499,16 @@ def _from_hub(data: DataSection) -> Source:
             )
     splits: dict[str, Dataset] = {}
     for split, usual in USUAL.items():
-        given = getattr(data, split)
-        for name in [given] if given is not None else usual:
+        split_name = getattr(data, split)
+        for name in [split_name] if split_name is not None else usual:
             if name in dataset:
                 splits[split] = dataset[name]
                 break
         else:
-            if given is not None:
+            if split_name is not None:
                 raise RunError(
                     "LS2254",
-                    f"data.{split}: {data.source} has no split {given!r}; it has {', '.join(map(str, dataset))}",
+                    f"data.{split}: {data.source} has no split {split_name!r}; it has {', '.join(map(str, dataset))}",
                 )
     return Source(data.source, {split: row_files.without_index(rows) for split, rows in splits.items()})
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Cut a share off train, with a seed, for the key of the run file that asks for it -> the rest, and what was cut off.
 Cut = Callable[["Dataset", float, Any, str], tuple["Dataset", "Dataset"]]
 _ROWS = 10_000  # looked at together
-SHOWN = 60  # characters of an example in messages
+EXCERPT_CHARS = 60  # characters of an example in messages
 
 
 def deduplicate_and_split(
@@ -170,7 +170,7 @@ def overlap(splits: Mapping[str, Dataset], texts: Sequence[str]) -> tuple[dict[s
     """Split -> how many of its examples stand in train, and the first of them; and the rows of train that stand in
     another split, in order."""
     train = hashes(splits["train"], texts)
-    told: dict[str, dict[str, Any]] = {}
+    overlaps: dict[str, dict[str, Any]] = {}
     overlapping = np.zeros(len(train), dtype=bool)
     for split, dataset in splits.items():
         if split == "train":
@@ -186,14 +186,14 @@ def overlap(splits: Mapping[str, Dataset], texts: Sequence[str]) -> tuple[dict[s
         overlapping[near[np.isin(there, here)]] = True
         if len(rows):
             row = int(rows[0])
-            told[split] = {
+            overlaps[split] = {
                 "examples": len(rows),
                 "of": len(dataset),
                 "row": row,
                 "train_row": int(near[np.flatnonzero(there == here[row])[0]]),
-                "text": str(dataset[row][texts[0]])[:SHOWN],
+                "text": str(dataset[row][texts[0]])[:EXCERPT_CHARS],
             }
-    return told, np.flatnonzero(overlapping)
+    return overlaps, np.flatnonzero(overlapping)
 
 
 def _among(pairs: np.ndarray, some: np.ndarray) -> np.ndarray:
@@ -218,17 +218,17 @@ def left_out(facts: Mapping[str, Any]) -> str:
         "duplicates": "as duplicates",
         "dropped": "for standing in validation or test, too",
     }
-    told = [
+    reasons = [
         f"left out {reason}: {', '.join(f'{count:,} of {split}' for split, count in facts[key].items())}"
         for key, reason in why.items()
         if facts.get(key)
     ]
-    return "".join(f"; {each}" for each in told)
+    return "".join(f"; {each}" for each in reasons)
 
 
 def warnings(facts: Mapping[str, Any]) -> list[str]:
     """Of texts that were cut, of labels that may be the same, and of examples that a model is trained and scored on."""
-    told = [
+    messages = [
         f"{counts['texts']:,} of {counts['of']:,} {split} texts are longer than {counts['most']:,} tokens, and their "
         f"ends ({counts['tokens']:,} tokens) are cut off"
         + f"; {counts['nothing']:,} more, in which nothing to learn would be left, are not used"
@@ -236,15 +236,15 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
         + f". A larger {counts['key']} keeps more"
         for split, counts in facts.get("cut_texts", {}).items()
     ]
-    told += [
+    messages += [
         "labels that differ only in blanks around them or in case are learned as different ones: "
         + ", ".join(f"{name!r} ({count:,})" for name, count in group)
         + ". If they mean the same, write them alike"
         for group in facts.get("alike_labels", [])
     ]
     if facts.get("dropped"):
-        return told
-    return told + [
+        return messages
+    return messages + [
         f"{counts['examples']:,} of {counts['of']:,} {split} examples stand in train, too; the first is row "
         f"{counts['row']:,} of {split}, {_in_train(counts)}: {counts['text']!r}. Scores on them flatter; "
         "data.decontaminate=true leaves them out of train"
@@ -295,7 +295,7 @@ class EvalHashes:
     def _numbers(self) -> dict[tuple[int, int], int]:
         return {(int(a), int(b)): number for number, (a, b) in enumerate(self.hashes.tolist())}
 
-    def standing(self, rows: Dataset) -> np.ndarray:
+    def example_numbers(self, rows: Dataset) -> np.ndarray:
         """Of each row the number of the example that it is, or -1: int64 [rows]."""
         numbers = np.full(len(rows), -1, dtype=np.int64)
         if not len(self.hashes):
@@ -309,14 +309,14 @@ class EvalHashes:
     def overlap(self, splits: Mapping[str, Dataset], places: Mapping[int, str]) -> dict[str, dict[str, Any]]:
         """Examples of train that occur in other splits, as `splitting.overlap` counts them. `places`: of examples that
         stand in train, by their numbers, where the first one does."""
-        told = {}
+        overlaps = {}
         for split, rows in splits.items():
             if split == "train":
                 continue
             numbers = [self._numbers[int(a), int(b)] for a, b in hashes(rows, self.columns).tolist()]
             both = [row for row, number in enumerate(numbers) if number in places]
             if both:
-                text = str(rows[both[0]][self.columns[0]])[:SHOWN]
+                text = str(rows[both[0]][self.columns[0]])[:EXCERPT_CHARS]
                 of = {"examples": len(both), "of": len(rows), "row": both[0], "text": text}
-                told[split] = of | {"train_place": places[numbers[both[0]]]}
-        return told
+                overlaps[split] = of | {"train_place": places[numbers[both[0]]]}
+        return overlaps

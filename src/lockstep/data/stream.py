@@ -49,7 +49,7 @@ class Used:
     rows: Dataset
     filtered: int  # others, which `data.filter` leaves out
     dropped: int  # and those that stand in validation or test
-    standing: np.ndarray  # numbers of the examples of these that it has, int64, each once
+    held_out_numbers: np.ndarray  # numbers of the examples of these that it has, int64, each once
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class StreamingSource:
         """With the files of an index."""
         if not any(is_address(name) for name, _, _ in facts):
             return replace(self, files=[Path(name) for name, _, _ in facts])
-        told = [(name, size, str(tag)) for name, size, tag in facts]
-        copies = ShardCache(told, self.data.stream_cache_gb, self.among)
+        identities = [(name, size, str(tag)) for name, size, tag in facts]
+        copies = ShardCache(identities, self.data.stream_cache_gb, self.among)
         return replace(self, files=copies.paths, copies=copies)
 
     @contextmanager
@@ -138,11 +138,11 @@ class StreamingSource:
                 some = self.whole(some, file.name)
             except usable_rows.NothingLeft:
                 some = some.select([])
-        standing = self.held_out.standing(some) if self.held_out and len(some) else np.full(len(some), -1)
-        numbers, dropped = np.unique(standing[standing >= 0]), 0
+        numbers_of_rows = self.held_out.example_numbers(some) if self.held_out and len(some) else np.full(len(some), -1)
+        numbers, dropped = np.unique(numbers_of_rows[numbers_of_rows >= 0]), 0
         if self.held_out and self.held_out.drop and len(numbers):
-            dropped = int((standing >= 0).sum())
-            some = some.select(np.flatnonzero(standing < 0))
+            dropped = int((numbers_of_rows >= 0).sum())
+            some = some.select(np.flatnonzero(numbers_of_rows < 0))
         return Used(some, int(len(holds) - holds.sum()), dropped, numbers)
 
     def examples(self, rows: Rows, file: Path, chunk: Chunk, make: Make) -> tuple[pa.RecordBatch | None, Used]:
@@ -206,17 +206,19 @@ def _dataset(rows: Rows, wanted: list[str], file: Path, lenient: bool, within: s
             typed = {root: OptimizedTypedSequence(rows[root], col=root) for root in roots}
             some = pa.table({root: pa.array(values) for root, values in typed.items()})
             kinds = datasets.Features({root: values.get_inferred_type() for root, values in typed.items()})
-        made = datasets.Dataset(
+        chunk = datasets.Dataset(
             datasets.table.InMemoryTable(some),
             info=datasets.DatasetInfo(features=datasets.Features({root: kinds[root] for root in roots})),
             fingerprint="a-chunk",  # kept nowhere: `datasets` would pickle all rows, and hash that, to make one
         )
     except (pa.ArrowException, TypeError, OverflowError, ValueError) as error:
-        said = _unlike(rows, roots) or " ".join(str(error).split())
-        raise RunError("LS2272", f"data.train: columns of {file.name} mix values of different types: {said}") from None
+        reason = _unlike(rows, roots) or " ".join(str(error).split())
+        raise RunError(
+            "LS2272", f"data.train: columns of {file.name} mix values of different types: {reason}"
+        ) from None
     for path in lacking:
-        made = made.add_column(path, [None] * len(made))
-    return made
+        chunk = chunk.add_column(path, [None] * len(chunk))
+    return chunk
 
 
 def _unlike(rows: Rows, roots: list[str]) -> str:
@@ -273,10 +275,10 @@ class Stream:
 
     def of_index(self, folder: Path) -> Stream:
         """With the files of an index."""
-        told = about(folder)
-        held_out = EvalHashes.read(folder, told["texts"])
-        ends = np.cumsum(told["sources"]).tolist()
-        files = [told["files"][start:stop] for start, stop in itertools.pairwise([0, *ends])]
+        index = about(folder)
+        held_out = EvalHashes.read(folder, index["texts"])
+        ends = np.cumsum(index["sources"]).tolist()
+        files = [index["files"][start:stop] for start, stop in itertools.pairwise([0, *ends])]
         parts = [each.of_index([tuple(f) for f in some]) for each, some in zip(self._sources(), files, strict=True)]
         return replace(self, parts=tuple(replace(each, held_out=held_out) for each in parts))
 
@@ -323,12 +325,12 @@ class Stream:
     @property
     def _chosen(self) -> list[Any]:
         """What decides which rows of the files are used, and which columns."""
-        told: list[Any] = []
+        choices: list[Any] = []
         for each in self.parts:
             rename = None if each.entry is None else each.entry.rename
-            told += [len(each.files), each.data.model_dump(include={"filter", "drop_missing"}, mode="json"), rename]
+            choices += [len(each.files), each.data.model_dump(include={"filter", "drop_missing"}, mode="json"), rename]
         held_out = self.held_out.content if self.held_out and self.held_out.drop else None
-        return [dict(self.columns), self.plain, held_out, *told]
+        return [dict(self.columns), self.plain, held_out, *choices]
 
     def _key(self, *more: Any) -> str:
         texts = [row_reader.TEXTS] if any(file_formats.plain(file).suffix == ".txt" for file in self.files) else []
@@ -345,10 +347,12 @@ class Stream:
             done(1)
 
         path = self._per_shard(self._key("told", key), ".json", one, doing, lambda folder: None)
-        told = [each for file in sorted(path.glob("*.json")) for each in json.loads(file.read_text(encoding="utf-8"))]
-        if not told:
+        values_of_chunks = [
+            each for file in sorted(path.glob("*.json")) for each in json.loads(file.read_text(encoding="utf-8"))
+        ]
+        if not values_of_chunks:
             raise self._nothing(self.parts[0], "hold no row that is used")
-        return told
+        return values_of_chunks
 
     def _at(self, numbers: range) -> tuple[StreamingSource, Path]:
         """The one file of these numbers, and its source."""
@@ -372,18 +376,18 @@ class Stream:
             part = replace(part, held_out=held_out)
             entries: list[dict[str, int]] = []
             names: list[str] = []
-            standing: dict[int, str] = {}
+            first_places: dict[int, str] = {}
             fewer = Counter[str]()
             with part.named():
                 for chunk, rows in part.opened(file).walk():
                     batch, used = part.examples(rows, file, chunk, make)
                     fewer.update(used=len(used.rows), filtered=used.filtered, dropped=used.dropped)
                     place = f"rows {chunk.row:,} to {chunk.row + chunk.rows - 1:,} of {part.called(file)}"
-                    standing |= {n: place for n in used.standing.tolist() if n not in standing}
+                    first_places |= {n: place for n in used.held_out_numbers.tolist() if n not in first_places}
                     names = names if batch is None else batch.schema.names
                     entries.append(vars(chunk) | counted(batch))
-            told = {**fewer, "names": names, "standing": list(standing.items())}
-            table = pa.Table.from_pylist(entries, _SCHEMA.with_metadata({"told": json.dumps(told)}))
+            summary = {**fewer, "names": names, "standing": list(first_places.items())}
+            table = pa.Table.from_pylist(entries, _SCHEMA.with_metadata({"told": json.dumps(summary)}))
             _write(table, path)
             done(1)
 
@@ -427,22 +431,22 @@ class Stream:
         files = sorted(folder.glob("*.shard"))
         tables = [table_of(file) for file in files]
         whole = pa.concat_tables([each.replace_schema_metadata(None) for each in tables]).combine_chunks()
-        told = [json.loads(each.schema.metadata[b"told"]) for each in tables]
+        summaries = [json.loads(each.schema.metadata[b"told"]) for each in tables]
         examples = numbers_of(whole, "examples")
         ends = np.cumsum([0, *(int(numbers_of(each, "examples").sum()) for each in tables)])
         bounds = np.cumsum([0, *(len(each.files) for each in self.parts)])
         of_each = np.diff(ends[bounds]).tolist()
         if 0 in of_each:
             empty = of_each.index(0)
-            mine = told[bounds[empty] : bounds[empty + 1]]
+            mine = summaries[bounds[empty] : bounds[empty + 1]]
             left = any(each.get("filtered") or each.get("dropped") for each in mine)
             which = " that data.filter and data.decontaminate leave" if left else ""
             raise self._nothing(self.parts[empty], f"make no example{which}")
-        named = next(each["names"] for each in told if each["names"])
+        named = next(each["names"] for each in summaries if each["names"])
         rows = sum(int(numbers_of(each, "rows").sum()) for each in tables)
-        fewer = {key: sum(each.get(key, 0) for each in told) for key in ("used", "filtered", "dropped")}
+        fewer = {key: sum(each.get(key, 0) for each in summaries) for key in ("used", "filtered", "dropped")}
         places: dict[int, str] = {}
-        for each in told:
+        for each in summaries:
             places = dict(map(tuple, each["standing"])) | places
         assert self.held_out is not None
         about = {
@@ -486,15 +490,15 @@ def about(folder: Path) -> dict[str, Any]:
 def facts(folder: Path, others: Mapping[str, Any]) -> dict[str, Any]:
     """What is said of train, beside what is said of the other splits: rows that are left out, examples of other splits
     that stand in it, and examples of each source."""
-    told = about(folder)
+    index = about(folder)
     result = dict(others)
     for key in ("left_out", "filtered", "dropped"):
-        if told[key]:
-            result[key] = {"train": told[key], **others.get(key, {})}
-    if told["overlap"]:
-        result["overlap"] = told["overlap"]
+        if index[key]:
+            result[key] = {"train": index[key], **others.get(key, {})}
+    if index["overlap"]:
+        result["overlap"] = index["overlap"]
     if "sources" in others:
-        result["sources"] = others["sources"] | {"rows": {"train": told["examples"], **others["sources"]["rows"]}}
+        result["sources"] = others["sources"] | {"rows": {"train": index["examples"], **others["sources"]["rows"]}}
     return result
 
 

@@ -128,8 +128,8 @@ def encoded(
         return columns
 
     columns = [*texts, *([score] if score is not None else [])]
-    told = dataset.select_columns(columns).add_column(_NUMBERS, numbers.tolist())
-    return encode(told, encoder, features, key)
+    numbered = dataset.select_columns(columns).add_column(_NUMBERS, numbers.tolist())
+    return encode(numbered, encoder, features, key)
 
 
 def true_of(columns: Columns, rows: np.ndarray) -> np.ndarray:

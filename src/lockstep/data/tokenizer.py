@@ -71,15 +71,16 @@ def prepare(
 def embeddings_of(run: Run, tokenizer: Any) -> int:
     """Embeddings of a model from scratch: as many as its tokenizer has tokens, or more, which are room. Errors:
     `RunError` where `model.config` asks for fewer."""
-    asked = (run.model.config or {}).get("vocab_size")
-    if asked is None:
+    vocab_size = (run.model.config or {}).get("vocab_size")
+    if vocab_size is None:
         return len(tokenizer)
-    if not isinstance(asked, int) or asked < len(tokenizer):
+    if not isinstance(vocab_size, int) or vocab_size < len(tokenizer):
         raise RunError(
             "LS2300",
-            f"model.config.vocab_size: {asked!r} is less than the {len(tokenizer):,} tokens of the tokenizer; raise it",
+            f"model.config.vocab_size: {vocab_size!r} is less than the {len(tokenizer):,} tokens of the "
+            "tokenizer; raise it",
         )
-    return asked
+    return vocab_size
 
 
 def _folder(run: Run, texts: Iterator[list[str]], content: str, generative: bool) -> Path:
@@ -164,14 +165,18 @@ def _content(folder: Path) -> str:
 
 def written_by(usage: str, talks: bool, most: int) -> str:
     """Lines of Python that ask a model a text, for one that writes `most` tokens and may be asked in conversations."""
-    asked = '[{"role": "user", "content": "some text"}]' if talks else '"some text"'
-    return usage.replace('"some text"', f"{asked}, max_new_tokens={most}")
+    example_input = '[{"role": "user", "content": "some text"}]' if talks else '"some text"'
+    return usage.replace('"some text"', f"{example_input}, max_new_tokens={most}")
 
 
-def template_of(tokenizer: Any, given: str | None) -> list[Any]:
+def template_of(tokenizer: Any, run_file_template: str | None) -> list[Any]:
     """What stands for the chat template in the key of what it has written: nothing where the run file gives one, for
     then that is in the key by itself."""
-    return [] if given is not None else [hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()]
+    return (
+        []
+        if run_file_template is not None
+        else [hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()]
+    )
 
 
 def pair(source: Path, target: Path) -> Path:
@@ -206,10 +211,10 @@ def _refuse_folder(folder: Path, key: str) -> None:
     """Refuse a local folder that holds no model, or no tokenizer. Errors: `RunError`."""
     names = {file.name for file in folder.iterdir()}
     if key == "model.source" and not names & {"config.json", "adapter_config.json"}:
-        shown = ", ".join(sorted(names)[:5]) or "nothing"
+        file_names = ", ".join(sorted(names)[:5]) or "nothing"
         raise RunError(
             "LS2330",
-            f"model.source: {folder} has no config.json, so it is not a model folder; it holds {shown}. Give "
+            f"model.source: {folder} has no config.json, so it is not a model folder; it holds {file_names}. Give "
             "the folder that save_pretrained wrote, or the export folder of a run",
         )
     if not any(re.search(r"token|vocab|merges|\.model$|spiece|\.tiktoken$", name) for name in names):

@@ -33,18 +33,18 @@ _NEW = "read-by-parts"  # given, for what is only read: `datasets` would pickle 
 
 def arrays(dataset: Dataset, column: str) -> Iterator[pa.ChunkedArray]:
     """The column in parts, as Arrow holds it."""
-    held = dataset.select_columns([column], new_fingerprint=_NEW)
-    held.set_format("arrow")  # of this copy; `with_format` would make another one
-    for start in range(0, len(held), ROWS):
-        yield held[start : start + ROWS].column(0)
+    selected = dataset.select_columns([column], new_fingerprint=_NEW)
+    selected.set_format("arrow")  # of this copy; `with_format` would make another one
+    for start in range(0, len(selected), ROWS):
+        yield selected[start : start + ROWS].column(0)
 
 
 def lists(dataset: Dataset, *columns: str) -> Iterator[tuple[int, list[Any]]]:
     """Parts of a column as Python's values, or of several as tuples of them, each with the number of its first row."""
-    held = dataset.select_columns(list(dict.fromkeys(columns)), new_fingerprint=_NEW)
-    held.set_format(None)
-    for start in range(0, len(held), ROWS):
-        part = held[start : start + ROWS]
+    selected = dataset.select_columns(list(dict.fromkeys(columns)), new_fingerprint=_NEW)
+    selected.set_format(None)
+    for start in range(0, len(selected), ROWS):
+        part = selected[start : start + ROWS]
         one = [part[column] for column in columns]
         yield start, one[0] if len(one) == 1 else list(zip(*one, strict=True))
 
@@ -66,19 +66,19 @@ def plain(dataset: Dataset, column: str) -> bool:
 
 def distinct(dataset: Dataset, column: str) -> set[Any]:
     """What a column holds, each once."""
-    seen: set[Any] = set()
+    values_seen: set[Any] = set()
     if plain(dataset, column):
         for part in arrays(dataset, column):
-            seen.update(pc.unique(part).to_pylist())
+            values_seen.update(pc.unique(part).to_pylist())
     else:
         for _, values in lists(dataset, column):
-            seen.update(values)
-    return seen
+            values_seen.update(values)
+    return values_seen
 
 
-def rows_where(dataset: Dataset, column: str, told: Callable[[pa.ChunkedArray], Any]) -> np.ndarray:
-    """What `told` says of each row by parts: bool [rows]."""
-    masks = [np.asarray(told(part)) for part in arrays(dataset, column)]
+def rows_where(dataset: Dataset, column: str, predicate: Callable[[pa.ChunkedArray], Any]) -> np.ndarray:
+    """What `predicate` says of each row by parts: bool [rows]."""
+    masks = [np.asarray(predicate(part)) for part in arrays(dataset, column)]
     return np.concatenate([np.empty(0, bool), *masks])
 
 
@@ -95,12 +95,14 @@ def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -
         if parted is None:
             continue
         root, parts = parted
-        told = _Told(key, path, split, name)
-        feature = _feature(dataset, root, parts, told)
+        origin = _PathOrigin(key, path, split, name)
+        feature = _feature(dataset, root, parts, origin)
 
-        def reached(table: pa.Table, told: _Told = told, parts: tuple[str, ...] = parts, kind: Any = feature) -> Any:
-            column = _reach(pa.chunked_array(table.column(0).chunks).combine_chunks(), parts, told)
-            return pa.table({told.path: column}, schema=datasets.Features({told.path: kind}).arrow_schema)
+        def reached(
+            table: pa.Table, origin: _PathOrigin = origin, parts: tuple[str, ...] = parts, kind: Any = feature
+        ) -> Any:
+            column = _reach(pa.chunked_array(table.column(0).chunks).combine_chunks(), parts, origin)
+            return pa.table({origin.path: column}, schema=datasets.Features({origin.path: kind}).arrow_schema)
 
         inner = dataset.select_columns([root]).with_format("arrow")
         only = inner.map(
@@ -126,7 +128,9 @@ def values(dataset: Dataset, key: str, path: str, split: str, name: str) -> Iter
     root, parts = column_and_path
     column = dataset.select_columns([root]).with_format("arrow")
     for start in range(0, len(dataset), _ROWS):
-        yield _reach(column[start : start + _ROWS].column(0).combine_chunks(), parts, _Told(key, path, split, name))
+        yield _reach(
+            column[start : start + _ROWS].column(0).combine_chunks(), parts, _PathOrigin(key, path, split, name)
+        )
 
 
 def _parted(dataset: Dataset, path: str) -> tuple[str, tuple[str, ...]] | None:
@@ -150,7 +154,7 @@ def within(path: str, value: Any) -> str:
     return f"; what is in it is named like {'.'.join(steps)}" if len(steps) > 1 and isinstance(value, str) else ""
 
 
-class _Told:
+class _PathOrigin:
     """Where a path was given, for messages."""
 
     def __init__(self, key: str, path: str, split: str, name: str) -> None:
@@ -166,25 +170,25 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def _reach(column: pa.Array, parts: tuple[str, ...], told: _Told) -> pa.Array:
+def _reach(column: pa.Array, parts: tuple[str, ...], origin: _PathOrigin) -> pa.Array:
     """Follow a path into an Arrow array. Errors: `RunError`."""
     for place, part in enumerate(parts):
         rest, kind = parts[place:], column.type
         if pa.types.is_struct(kind):
             names = [kind.field(i).name for i in range(kind.num_fields)]
             if part not in names:
-                raise told.wrong(rest, f"has no {part!r}; it has {', '.join(names)}")
+                raise origin.wrong(rest, f"has no {part!r}; it has {', '.join(names)}")
             column = pc.struct_field(column, [names.index(part)])
         elif _is_list(kind):
             if not part.removeprefix("-").isdigit():
-                within = ".".join([told.path.removesuffix("." + ".".join(rest)), "0", *rest])
-                raise told.wrong(rest, f"holds lists: say which of their items, for example {within} (-1: the last)")
+                within = ".".join([origin.path.removesuffix("." + ".".join(rest)), "0", *rest])
+                raise origin.wrong(rest, f"holds lists: say which of their items, for example {within} (-1: the last)")
             column = _item(column, int(part))
         elif pa.types.is_null(kind):
             return column
         else:
             what = "values of different kinds" if isinstance(kind, pa.BaseExtensionType) else f"{kind}s"
-            raise told.wrong(rest, f"holds {what}, in which there is no {part!r}")
+            raise origin.wrong(rest, f"holds {what}, in which there is no {part!r}")
     return column
 
 
@@ -197,7 +201,7 @@ def _item(lists: pa.Array, place: int) -> pa.Array:
     return pc.list_flatten(lists).take(pa.array(np.where(there, at, 0), mask=~there))
 
 
-def _feature(dataset: Dataset, root: str, parts: Iterable[str], told: _Told) -> Any:
+def _feature(dataset: Dataset, root: str, parts: Iterable[str], origin: _PathOrigin) -> Any:
     """The type of what a path leads to, as `datasets` has it: names of labels are kept."""
     from datasets.features.features import generate_from_arrow_type
 
@@ -207,7 +211,7 @@ def _feature(dataset: Dataset, root: str, parts: Iterable[str], told: _Told) -> 
         feature = feature.get(part) if isinstance(feature, dict) else inner
     if feature is None or isinstance(feature, dict):
         sample = dataset.select_columns([root]).with_format("arrow")[:1].column(0).combine_chunks()
-        return generate_from_arrow_type(_reach(sample, tuple(parts), told).type)
+        return generate_from_arrow_type(_reach(sample, tuple(parts), origin).type)
     return feature
 
 
@@ -249,17 +253,18 @@ def without(
     if not lacks:
         return dataset
     if not drop:
-        told = [_describe(dataset, key, *lack, split, name) for key, lack in lacks.items()]
+        messages = [_describe(dataset, key, *lack, split, name) for key, lack in lacks.items()]
         raise RunError(
-            "LS2323", "\n  ".join(["columns lack something in some rows:", *told] if len(told) > 1 else told)
+            "LS2323",
+            "\n  ".join(["columns lack something in some rows:", *messages] if len(messages) > 1 else messages),
         )
-    kept = np.flatnonzero(~np.logical_or.reduce([rows for _, rows in lacks.values()]))
-    if len(kept) == 0:
+    complete_rows = np.flatnonzero(~np.logical_or.reduce([rows for _, rows in lacks.values()]))
+    if len(complete_rows) == 0:
         columns = " and ".join(repr(column) for column, _ in lacks.values())
         raise NothingLeft(
             "LS2313", f"data.drop_missing: no row of the {split} split of {name} has a value in {columns}"
         )
-    return dataset.select(kept)
+    return dataset.select(complete_rows)
 
 
 def texts(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, drop: bool) -> Dataset:
@@ -280,10 +285,10 @@ def texts(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, d
     return dataset
 
 
-def left_out(read: Mapping[str, Dataset], kept: Mapping[str, Dataset]) -> dict[str, Any]:
+def left_out(read: Mapping[str, Dataset], used: Mapping[str, Dataset]) -> dict[str, Any]:
     """The fact, for those who read about the run, of how many rows of each split were left out, or all of one whose
     labels are hidden; nothing where none."""
-    fewer = {split: len(rows) - len(kept.get(split, ())) for split, rows in read.items()}
+    fewer = {split: len(rows) - len(used.get(split, ())) for split, rows in read.items()}
     counts = {split: count for split, count in fewer.items() if count}
     return {"left_out": counts} if counts else {}
 
@@ -342,21 +347,21 @@ class TokenCounts:
         column = added(dataset, {"data.filter": path}, split, name).select_columns([path])
         dtype = getattr(column.features[path], "dtype", None)
         if dtype not in ("string", "large_string"):
-            told = f"{dtype} values" if dtype else "lists or mappings"
+            contents = f"{dtype} values" if dtype else "lists or mappings"
             raise RunError(
                 "LS2316",
-                f"data.filter: {path}: the {split} split of {name} holds {told} in this column, and tokens can "
+                f"data.filter: {path}: the {split} split of {name} holds {contents} in this column, and tokens can "
                 "be counted in texts only",
             )
         wanted = path in self.targets
-        apart = tokenizer.of_targets(self.run) if wanted else None
-        folder = apart or tokenizer.prepare(self.run, iter(()), "")
+        target_tokenizer = tokenizer.of_targets(self.run) if wanted else None
+        folder = target_tokenizer or tokenizer.prepare(self.run, iter(()), "")
         tok: Any = tokenizer.load(str(folder), self.run.model.trust_remote_code)
 
         def encoder(rows: dict[str, list]) -> dict[str, list]:
             texts = [text or "" for text in rows[path]]
-            given = {"text_target" if wanted else "text": texts}
-            ids = tok(**given, return_attention_mask=False, verbose=False)["input_ids"]
+            tokenizer_input = {"text_target" if wanted else "text": texts}
+            ids = tok(**tokenizer_input, return_attention_mask=False, verbose=False)["input_ids"]
             return {"tokens": [-1 if text is None else len(n) for text, n in zip(rows[path], ids, strict=True)]}
 
         key = digest("tokens of texts", VERSION, content(column, [path]), folder.name, wanted)
@@ -377,16 +382,16 @@ def filtered(
     them, where there is a tokenizer. Errors: `RunError`, also where a split has none left."""
     remaining, fewer = {}, {}
     for split, dataset in splits.items():
-        masks, kept = holding(dataset, data, split, name, tokens)
-        if len(dataset) and not kept.any():
+        masks, selected = holding(dataset, data, split, name, tokens)
+        if len(dataset) and not selected.any():
             each = ", ".join(
                 f"{_format_condition(data.filter[c])} of {c!r} in {mask.sum():,}" for c, mask in masks.items()
             )
             raise RunError(
                 "LS2317", f"data.filter: no row of the {split} split of {name} is left of {len(dataset):,}: {each}"
             )
-        fewer[split] = int(len(dataset) - kept.sum())
-        remaining[split] = dataset.select(np.flatnonzero(kept)) if fewer[split] else dataset
+        fewer[split] = int(len(dataset) - selected.sum())
+        remaining[split] = dataset.select(np.flatnonzero(selected)) if fewer[split] else dataset
     return remaining, {split: count for split, count in fewer.items() if count}
 
 
@@ -460,10 +465,10 @@ def _among(column: pa.Array, values: list[Scalar]) -> pa.Array:
     if pa.types.is_null(kind):
         return pa.nulls(len(column), pa.bool_())
     for value in values:
-        told = {bool: "true or false", str: "a text"}.get(type(value), "a number")
-        if told != _kind(kind):
+        value_kind = {bool: "true or false", str: "a text"}.get(type(value), "a number")
+        if value_kind != _kind(kind):
             quoted = ": put it between quotes" if _kind(kind) == "a text" else ""
-            raise _Unlike(f"{_several(kind)} there, and {value!r} is {told}{quoted}")
+            raise _Unlike(f"{_several(kind)} there, and {value!r} is {value_kind}{quoted}")
     if any(isinstance(value, float) for value in values):
         column = column.cast(pa.float64())
     try:

@@ -83,11 +83,11 @@ def disagreement(everyone: Sequence[tuple[str, dict[str, str]]]) -> str:
     keys = sorted({key for _, mine in everyone for key in mine})
     rows = []
     for key in keys:
-        held: dict[str, list[str]] = {}
+        holders: dict[str, list[str]] = {}
         for who, mine in everyone:
-            held.setdefault(mine.get(key, "not given"), []).append(who)
-        if len(held) > 1:
-            sides = [f"{value} on {_some(names)}" for value, names in held.items()]
+            holders.setdefault(mine.get(key, "not given"), []).append(who)
+        if len(holders) > 1:
+            sides = [f"{value} on {_some(names)}" for value, names in holders.items()]
             rows.append(f"  {key}: {', '.join(sides)}")
     if not rows:
         return ""
@@ -103,15 +103,15 @@ def disagreement(everyone: Sequence[tuple[str, dict[str, str]]]) -> str:
 
 def fingerprint(folder: Path) -> str:
     """Of a model's folder: names and sizes of its files, and the first and last MiB of each."""
-    seen = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
         size = path.stat().st_size
-        seen.update(f"{path.name} {size}\n".encode())
+        digest.update(f"{path.name} {size}\n".encode())
         with open(path, "rb") as file:
-            seen.update(file.read(2**20))
+            digest.update(file.read(2**20))
             file.seek(max(0, size - 2**20))
-            seen.update(file.read(2**20))
-    return seen.hexdigest()[:16]
+            digest.update(file.read(2**20))
+    return digest.hexdigest()[:16]
 
 
 def _some(names: list[str]) -> str:

@@ -33,9 +33,9 @@ class EventLog:
     """The journal of one run; `EventLog(None)` keeps none."""
 
     def __init__(self, world: World | None, folder: Path | None = None) -> None:
-        self._world, self._given = world, folder.resolve() if folder is not None else None
-        self._folder = self._given if world is not None and world.is_main else None
-        self._asked: tuple[float, int, int, Callable[[], list[list[float]]]] | None = None
+        self._world, self._output = world, folder.resolve() if folder is not None else None
+        self._folder = self._output if world is not None and world.is_main else None
+        self._pending: tuple[float, int, int, Callable[[], list[list[float]]]] | None = None
         self._last = 0  # the step of the last log point
         self._saved: int | None = None  # the step of the newest checkpoint
 
@@ -61,13 +61,13 @@ class EventLog:
         self.answer()
         if self._world is not None:
             steps, self._last = step - self._last, step
-            self._asked = time.time(), step, steps, self._world.all_gather_numbers(seconds)
+            self._pending = time.time(), step, steps, self._world.all_gather_numbers(seconds)
 
     def answer(self) -> None:
         """Write what was gathered last, if anything. Collective, and waits for nobody who has come to `times`."""
-        if self._asked is None:
+        if self._pending is None:
             return
-        (when, step, steps, answer), self._asked = self._asked, None
+        (when, step, steps, answer), self._pending = self._pending, None
         ranks = answer()
         columns = {name: [round(rank[i], 6) for rank in ranks] for i, name in enumerate(step_timer.NAMES)}
         columns = {name: each for name, each in columns.items() if any(each)}
@@ -82,9 +82,9 @@ class EventLog:
     def regroup(self, step: int) -> None:
         """Other ranks are left after `step` updates, and another one may write; what was being gathered is left
         out."""
-        self._asked, self._last = None, step
-        if self._world is not None and self._given is not None:
-            self._folder = self._given if self._world.is_main else None
+        self._pending, self._last = None, step
+        if self._world is not None and self._output is not None:
+            self._folder = self._output if self._world.is_main else None
 
     def _write(self, name: str, line: dict[str, Any]) -> None:
         if self._folder is None or led_away(self._folder) is not None:

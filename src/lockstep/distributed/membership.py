@@ -49,7 +49,7 @@ class MemberAddress:
     port: int
     room: str  # of this formation of the job
     me: str
-    apart: bool = False  # whether it takes the place of a lost one, and is in no generation yet
+    joining: bool = False  # whether it takes the place of a lost one, and is in no generation yet
     soon_s: float = SOON_S  # until launchers have seen what a rank has felt
 
     def variable(self) -> dict[str, str]:
@@ -141,7 +141,7 @@ class Membership:
         room = f"{place.room}"
         self._connection = rendezvous.connect_store(place.host, place.port, limit_s, limit_s)
         self._store = Sealed(dist.PrefixStore(room, self._connection), room, network.secret_from_environment())
-        if not place.apart:
+        if not place.joining:
             self.take(self.generation_of(0))
 
     def stop(self) -> None:

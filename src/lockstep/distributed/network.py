@@ -80,10 +80,10 @@ def interfaces() -> dict[str, str]:
         return names
     import fcntl
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(asked.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
+                answer = fcntl.ioctl(query.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
                 names[name] = socket.inet_ntoa(answer[20:24])
     return names
 

@@ -94,14 +94,14 @@ def own_generators(task: Any, model: nn.Module) -> list[str]:
     """Where generators of their own are, such as `task.dice (random's Random)`: in attributes of the task and of the
     model's modules, and in the modules that define the task's and the model's classes. Those that a function makes for
     itself when it is called are not seen."""
-    seen: set[int] = set()
-    generators = list(_within(task, "task", seen, _DEPTH))
+    visited: set[int] = set()
+    generators = list(_within(task, "task", visited, _DEPTH))
     for name, module in model.named_modules():
-        generators += _within(module, f"model.{name}" if name else "model", seen, _DEPTH)
+        generators += _within(module, f"model.{name}" if name else "model", visited, _DEPTH)
     homes = {kind.__module__ for holder in (task, *model.modules()) for kind in type(holder).__mro__}
     for home in sorted(h for h in homes if not _of_library(h) and h in sys.modules):
         for name, value in vars(sys.modules[home]).items():
-            generators += _within(value, f"{home}.{name}", seen, 1)
+            generators += _within(value, f"{home}.{name}", visited, 1)
     return generators
 
 
@@ -109,12 +109,12 @@ def _of_library(module: str) -> bool:
     return module.split(".")[0] in _LIBRARIES
 
 
-def _within(value: Any, where: str, seen: set[int], depth: int) -> Iterator[str]:
+def _within(value: Any, where: str, visited: set[int], depth: int) -> Iterator[str]:
     """The generators that `value` is or holds."""
-    if id(value) in seen:
+    if id(value) in visited:
         return
     if isinstance(value, _KINDS):
-        seen.add(id(value))
+        visited.add(id(value))
         yield f"{where} ({type(value).__module__.split('.')[0]}'s {type(value).__qualname__})"
         return
     if depth == 0 or isinstance(value, type):
@@ -124,10 +124,10 @@ def _within(value: Any, where: str, seen: set[int], depth: int) -> Iterator[str]
     elif isinstance(value, list | tuple):
         parts = {f"{where}[{i}]": part for i, part in enumerate(value[:100])}
     elif isinstance(value, nn.Module) or not _of_library(type(value).__module__) or where == "task":
-        held = getattr(value, "__dict__", {})
-        parts = {f"{where}.{name}": part for name, part in held.items() if not name.startswith("_modules")}
+        attributes = getattr(value, "__dict__", {})
+        parts = {f"{where}.{name}": part for name, part in attributes.items() if not name.startswith("_modules")}
     else:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     for place, part in parts.items():
-        yield from _within(part, place, seen, depth - 1)
+        yield from _within(part, place, visited, depth - 1)

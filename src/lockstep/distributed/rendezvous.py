@@ -188,8 +188,8 @@ class Rendezvous:
         if not host or not port:
             return {"init_method": self.init_method}
         limit_s = self.timeout.total_seconds()
-        held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun itself
-        if self.rank or (held and self.init_method == "env://"):
+        agent_holds_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun itself
+        if self.rank or (agent_holds_store and self.init_method == "env://"):
             store = connect_store(host, int(port), limit_s, limit_s)
         else:
             store = open_store(host, int(port), self.several, limit_s)

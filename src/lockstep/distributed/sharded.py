@@ -36,7 +36,7 @@ class Saved(ABC):
         Collective."""
 
 
-class Given(Saved):
+class WholeState(Saved):
     """A whole state in memory, the same on every rank that reads from it."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
@@ -75,12 +75,12 @@ def gather(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
         elif (gathered := whole(tensor)) is not None and world.is_main:
             whole_tensors[name] = gathered.cpu()
     if world.size > 1:
-        held = world.all_gather(
+        listings = world.all_gather(
             [(n, t.shape, t.dtype) for n, t in whole_tensors.items()] if not world.is_main else list(whole_tensors)
         )
-        arrived = set(held[0])
+        arrived = set(listings[0])
         for rank in range(1, world.size):
-            for name, shape, dtype in held[rank]:
+            for name, shape, dtype in listings[rank]:
                 if name in arrived:
                     continue
                 arrived.add(name)
@@ -178,7 +178,7 @@ class PeerReader(Saved):
                     ranges = zip(place.offsets, place.sizes, strict=True)
                     whole[tuple(slice(begin, begin + size) for begin, size in ranges)] = piece
             if whole is not None:
-                Given({name: whole}).read({name: targets[name]})
+                WholeState({name: whole}).read({name: targets[name]})
 
     def _sent(self, place: TensorSlice, rank: int) -> Tensor:
         """A piece, on every rank. Collective."""

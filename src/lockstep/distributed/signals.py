@@ -76,7 +76,7 @@ class StopRequest:
             self._raises = False  # once: what tidies up is left alone
             raise Stopped
 
-    def asked(self, by_clock: bool = True) -> bool:
+    def requested(self, by_clock: bool = True) -> bool:
         """Whether one came; `by_clock`: or the time is over, which counts as one from then on."""
         self.came = self.came or (by_clock and time.monotonic() > self._until)
         return self.came

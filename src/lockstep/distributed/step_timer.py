@@ -144,7 +144,7 @@ class _Phase:
         self._phases.change(self._before)
 
 
-SHOWN = 20  # operators in a summary
+TOP_OPERATORS = 20  # operators in a summary
 
 
 class Profiler:
@@ -212,5 +212,5 @@ def summary_of(trace_profile: profile, cuda: bool) -> dict[str, Any]:
     key = "device_s" if cuda else "cpu_s"
     total = sum(row[key] for row in rows) or 1.0
     rows.sort(key=lambda row: -row[key])
-    operators = [row | {"share": row[key] / total} for row in rows[:SHOWN]]
+    operators = [row | {"share": row[key] / total} for row in rows[:TOP_OPERATORS]]
     return {"device": cuda, "seconds": total, "operators": operators, "torch": torch.__version__}

@@ -70,18 +70,18 @@ class HeldMemory:
 @contextmanager
 def measured(before: int) -> Iterator[HeldMemory]:
     """Measure one step that runs inside; `before` is what was alive before the strategy was built."""
-    held = HeldMemory()
+    memory = HeldMemory()
 
     def at_update(*_: Any) -> None:
-        held.at_update = max(held.at_update, tensor_bytes() - before)
+        memory.at_update = max(memory.at_update, tensor_bytes() - before)
 
     hook = register_optimizer_step_pre_hook(at_update)
     try:
-        yield held
+        yield memory
     finally:
         hook.remove()
     time.sleep(LET_GO_S)
-    held.at_rest = tensor_bytes() - before
+    memory.at_rest = tensor_bytes() - before
 
 
 def resident() -> int:
@@ -141,17 +141,17 @@ class SystemMetrics:
     def __init__(self, world: World) -> None:
         self.world = world
         self._then = time.perf_counter(), time.process_time()
-        self._asked: tuple[int, Callable[[], list[list[float]]]] | None = None
+        self._pending: tuple[int, Callable[[], list[list[float]]]] | None = None
 
     def ask(self, step: int) -> None:
         """Begin to gather what ranks took since this was last called. Collective."""
-        self._asked = step, self.world.all_gather_numbers(self._mine())
+        self._pending = step, self.world.all_gather_numbers(self._mine())
 
     def take(self) -> tuple[int, dict[str, float]] | None:
         """The metrics that were asked for last, if any: the step then, and `memory_gb/rank0` and so on. Collective."""
-        if self._asked is None:
+        if self._pending is None:
             return None
-        (step, answer), self._asked = self._asked, None
+        (step, answer), self._pending = self._pending, None
         ranks = answer()
         return step, {
             f"{name}/rank{rank}": numbers[i]

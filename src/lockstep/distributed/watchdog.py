@@ -45,7 +45,7 @@ class Watchdog:
         self.interval_s = min(1.0, limit_s / 10)
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._asked: float | None = None  # when it asked the store something that is not answered yet
+        self._query_began: float | None = None  # when it asked the store something that is not answered yet
         self._found: dict[int, dict[str, Any]] = {}  # the last beats it heard of
         self._left = False  # whether it has waited for the others to go on without a silent one
 
@@ -78,7 +78,7 @@ class Watchdog:
 
     def _run(self) -> None:
         beats = 0
-        seen: dict[int, tuple[Any, float]] = {}  # rank -> its last beat, and when it was new here
+        last_beats: dict[int, tuple[Any, float]] = {}  # rank -> its last beat, and when it was new here
         since = time.monotonic()  # when this rank came to where it is
         place = -1
         try:
@@ -88,11 +88,11 @@ class Watchdog:
                 if ACTIVITY.moves != place:
                     place, since = ACTIVITY.moves, now
                 stuck = now - since > self.limit_s
-                self._asked = now
+                self._query_began = now
                 self._store.set(str(self.world.rank), json.dumps(self._beat(beats, stuck)))
-                latest = self._found = self._others(seen, now)
-                self._asked = None
-                silent = [r for r, (_, when) in seen.items() if now - when > self.limit_s]
+                latest = self._found = self._others(last_beats, now)
+                self._query_began = None
+                silent = [r for r, (_, when) in last_beats.items() if now - when > self.limit_s]
                 everyone_waits = len(latest) == self.world.size and all(b["stack"] for b in latest.values())
                 if silent or (stuck and everyone_waits):
                     self._tell(latest, silent)
@@ -116,8 +116,8 @@ class Watchdog:
     def _guard(self) -> None:
         """In a thread beside: a store that does not answer has a holder that is stopped, which is rank 0."""
         while not self._over.wait(self.interval_s):
-            asked = self._asked
-            if asked is None or time.monotonic() - asked <= self.limit_s:
+            asked_at = self._query_began
+            if asked_at is None or time.monotonic() - asked_at <= self.limit_s:
                 continue
             if 0 not in self._found:
                 error(
@@ -144,7 +144,7 @@ class Watchdog:
             "over": False,
         }
 
-    def _others(self, seen: dict[int, tuple[Any, float]], now: float) -> dict[int, dict[str, Any]]:
+    def _others(self, last_beats: dict[int, tuple[Any, float]], now: float) -> dict[int, dict[str, Any]]:
         """The last beat of every rank that has begun and is not through."""
         beats = {}
         for rank in range(self.world.size):
@@ -152,11 +152,11 @@ class Watchdog:
                 continue
             beat = parsed(self._store.get(str(rank)))
             if beat["over"]:
-                seen.pop(rank, None)
+                last_beats.pop(rank, None)
                 continue
             beats[rank] = beat
-            if rank not in seen or seen[rank][0] != beat["beat"]:
-                seen[rank] = (beat["beat"], now)
+            if rank not in last_beats or last_beats[rank][0] != beat["beat"]:
+                last_beats[rank] = (beat["beat"], now)
         return beats
 
     def _tell(self, beats: dict[int, dict[str, Any]], silent: list[int]) -> None:

@@ -63,7 +63,7 @@ class World:
         self._asking: Callable[[], int] | None = None
         self.members = Membership.from_environment()  # where the launcher keeps a roll of ranks
         self.grows = False  # whether ranks are to meet again with more of them: the same on every rank, as a stop is
-        self.joining = self.members is not None and self.members.place.apart  # until it has joined the others
+        self.joining = self.members is not None and self.members.place.joining  # until it has joined the others
         if self.joining:
             self.rank, self.size, self.hosts = 0, 1, [self.host]
 
@@ -206,14 +206,16 @@ class World:
         The question asked here is answered in the next call, a step later: nobody waits for its travelling. `by_clock`:
         `max_time` asks too; it must not where nothing can be kept of what was done since, or no start would get on.
         """
-        asked = self.stop.asked(by_clock)
+        stop_requested = self.stop.requested(by_clock)
         offered = 0 if self.members is None else self.members.offered
         if self._control is None:
             self.grows = self.grows or offered > 0
-            return asked
+            return stop_requested
         answer, self._asking = self._asking, None
         earlier = 0 if answer is None else answer()
-        self._asking = self.all_reduce_max(int(asked) + 2 * offered)  # a stop is heard once the ranks have met again
+        self._asking = self.all_reduce_max(
+            int(stop_requested) + 2 * offered
+        )  # a stop is heard once the ranks have met again
         self.grows = self.grows or earlier > 1
         return earlier == 1
 

@@ -114,7 +114,7 @@ class Accelerate(Launcher):
             status, asked = once(run, plan, words)
             if status != 1 or asked or not left:
                 return status
-            where = "from the last checkpoint" if newest_whole(run) is not None else "from the beginning"
+            where = "from the last checkpoint" if newest_whole(run) is not None else "from the start"
             error(coded("LS7203", f"accelerate launch has failed; restarting {where} ({left} restart(s) left)"))
         return 1
 

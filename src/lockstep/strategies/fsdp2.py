@@ -30,7 +30,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery
 from lockstep.strategies.engines import blocks, fsdp, layers, tensor_plans
 from lockstep.strategies.engines.fsdp import (
-    Shown,
+    OutputWrapper,
     TreeScatter,
     Uses,
     cuts,
@@ -73,8 +73,8 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
 
     @classmethod
     def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
-        held = super().bytes_held(run, processes, state)
-        return held | {name: held[name] / processes for name in ("optimizer", "average") if name in held}
+        bytes_of = super().bytes_held(run, processes, state)
+        return bytes_of | {name: bytes_of[name] / processes for name in ("optimizer", "average") if name in bytes_of}
 
     # -- who holds what ----------------------------------------------------------------------------------------------
 
@@ -150,7 +150,11 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
 
     def on_gradient(self, position: int, parameter: Tensor) -> None:
         super().on_gradient(position, parameter)
-        while self.travelling and self.sent < len(self.buckets) and self.leaves.given >= set(self.buckets[self.sent]):
+        while (
+            self.travelling
+            and self.sent < len(self.buckets)
+            and self.leaves.with_gradient >= set(self.buckets[self.sent])
+        ):
             with self.phases("reduction"):  # it waits for the one before it, and so for other ranks
                 self.send()
 
@@ -229,10 +233,10 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     @classmethod
     def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
         shards = processes // int(run.strategy.options.get("replicate", 1))
-        held = super().bytes_held(run, processes, state)
+        bytes_of = super().bytes_held(run, processes, state)
         if run.model.trained_in_bfloat16:  # its shards are the masters
-            held |= {"weights": 4.0, "optimizer": held["optimizer"] - 4.0}
-        return {name: each / shards for name, each in held.items()}
+            bytes_of |= {"weights": 4.0, "optimizer": bytes_of["optimizer"] - 4.0}
+        return {name: each / shards for name, each in bytes_of.items()}
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
@@ -241,7 +245,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         if not cls.gives_bits(run):
             return 0.0
         if shards == 1:
-            return 4.0 * (most_held(leaves, replicas, apart=True) - 1)
+            return 4.0 * (most_held(leaves, replicas, whole_leaf=True) - 1)
         tree, most, block = ReductionTree(leaves), 1, share(leaves, replicas - 1, replicas)  # the largest share
         for turn in range(block.start, block.stop, shards):
             for leaf in range(turn, min(turn + shards, block.stop)):  # a block's slices of these come together
@@ -264,9 +268,9 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     @classmethod
     def resolve_options(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
         """`gather: step` where what it holds, without activations, takes half of the memory at most."""
-        held = FSDP2Step.bytes_held(run, processes)
-        rest = sum(held.values()) - held["weights"] + FSDP2Step.partial_sums(run, processes)
-        fits = 2 * (parameters * held["weights"] + trained * rest) <= memory
+        bytes_of = FSDP2Step.bytes_held(run, processes)
+        rest = sum(bytes_of.values()) - bytes_of["weights"] + FSDP2Step.partial_sums(run, processes)
+        fits = 2 * (parameters * bytes_of["weights"] + trained * rest) <= memory
         options = {**run.strategy.options, "gather": fsdp.STEP if fits else fsdp.MICRO_BATCH}
         return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
 
@@ -313,12 +317,12 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         self.blocks = layers.blocks(self.model) if skips is None else []
         if (named := self.run.strategy.options.get("blocks")) is not None:
             self.blocks = layers.named_blocks(self.model, named)
-        shown = [Shown(module) for module in [*self.blocks, self.model]]
+        output_wrappers = [OutputWrapper(module) for module in [*self.blocks, self.model]]
         blocks.prepare(self.run, self.model, self.leaf_ranks())
         self.apply_shards(optim.assigned(self.run.optim, self.model))
         if skips is not None:
             leaves_layers_out(self.model)
-        for outputs in shown:
+        for outputs in output_wrappers:
             outputs.hide()
         if self.run.model.trained_in_bfloat16:
             sums_in_float32(self.model)

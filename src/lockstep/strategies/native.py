@@ -48,8 +48,8 @@ class Native(Recomputes):
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
-        held = most_held(run.micro_batches, processes, uneven=bool(run.launch.rebalance_every))
-        return 4.0 * (held - 1) if run.strategy.exact else 0.0
+        partials = most_held(run.micro_batches, processes, uneven=bool(run.launch.rebalance_every))
+        return 4.0 * (partials - 1) if run.strategy.exact else 0.0
 
     def build(self, task: Task) -> None:
         self.task = task
@@ -164,8 +164,10 @@ class Native(Recomputes):
 
     def whole_gradient(self, gradients: list[Tensor]) -> Gradient:
         """Every rank holds all of it."""
-        held = zip(self.stepped.items(), gradients, strict=True)
-        return Gradient([Part(n, p, g, rows=self.rows.get(i)) for i, ((n, p), g) in enumerate(held)], list(self.named))
+        updated = zip(self.stepped.items(), gradients, strict=True)
+        return Gradient(
+            [Part(n, p, g, rows=self.rows.get(i)) for i, ((n, p), g) in enumerate(updated)], list(self.named)
+        )
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         with self.evaluating():

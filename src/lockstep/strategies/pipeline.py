@@ -30,10 +30,10 @@ from lockstep.strategies.engines import blocks, cuts
 from lockstep.strategies.engines.cuts import Cut
 from lockstep.strategies.engines.layers import own_model
 from lockstep.strategies.engines.pipelining import (
-    Held,
     Links,
     Stage,
     StageModule,
+    StageWeights,
     random_state,
     run_schedule,
     skip_negotiation,
@@ -69,7 +69,7 @@ class Pipeline(ShardedRecovery):
         if not run.strategy.exact:
             return 0.0
         stages = int(run.strategy.options.get("stages", processes))
-        return 4.0 * (most_held(run.micro_batches, processes // stages, apart=True) - 1) / stages
+        return 4.0 * (most_held(run.micro_batches, processes // stages, whole_leaf=True) - 1) / stages
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
@@ -161,23 +161,25 @@ class Pipeline(ShardedRecovery):
         self.model = models_held[0] if len(models_held) == 1 else nn.ModuleList(models_held)
         self.model.train()
         self.order = [n for n, p in self.cut.whole.named_parameters() if p.requires_grad]
-        held = {stage for name in self.order for stage in self.cut.holders[name]}
-        if idle := sorted(set(range(self.stages)) - held):
+        busy = {stage for name in self.order for stage in self.cut.holders[name]}
+        if idle := sorted(set(range(self.stages)) - busy):
             raise RunError(
                 "LS4247",
                 f"model.freeze: stage {idle[0]} of {self.stages} of the pipeline has no weight left to train; freeze "
                 "fewer, use fewer strategy.options.stages, or strategy.name=ddp or fsdp2",
             )
         self.links = Links(self.cut, self.ranks, self.pipelines, self.pipeline, self.side)
-        self.held = [Held(part, self.order, self.links) for part in self.cut_parts]
-        stepped = {id(p): (n, p) for held in self.held for n, p in held.parameters.items()}  # each once
+        self.stage_weights = [StageWeights(part, self.order, self.links) for part in self.cut_parts]
+        stepped = {id(p): (n, p) for weights in self.stage_weights for n, p in weights.parameters.items()}  # each once
         treated = optim.assigned(self.run.optim, self.cut.whole)
         groups = optim.groups(self.run.optim, stepped.values(), treated)
         self.optimizer = self.stepper = optim.of_groups(self.run.optim, groups)
         bytes_of_state = random_state(self.world.device).numel()
         self.engine = [
-            Stage(StageModule(held.part, self.loss, self.begin), held, bytes_of_state, self.world.device, self.pipe)
-            for held in self.held
+            Stage(
+                StageModule(weights.part, self.loss, self.begin), weights, bytes_of_state, self.world.device, self.pipe
+            )
+            for weights in self.stage_weights
         ]
         micro_batches = len(share(self.run.micro_batches, self.pipeline, self.pipelines))
         kind: Any = SCHEDULES[self.schedule_name]
@@ -222,7 +224,7 @@ class Pipeline(ShardedRecovery):
             run_schedule(self.schedule, micro_batches)
         with self.phases("reduction"):
             gradients = self.reduce()
-            own = [sum(held.uses.get(name, 0) for held in self.held) for name in self.order]
+            own = [sum(weights.uses.get(name, 0) for weights in self.stage_weights) for name in self.order]
             losses, uses = self.agree(self.losses, own)
         with self.phases("optimizer"):
             norm, used = self.optimizer_step(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
@@ -245,30 +247,35 @@ class Pipeline(ShardedRecovery):
     def reduce(self) -> list[dict[str, Tensor]]:
         """The gradients of this rank's parts, summed over all micro-batches of all pipelines, by name. Collective."""
         if not self.run.strategy.exact:
-            for held in reversed(self.held):  # autograd has added up the micro-batches
-                for parameter, gradient in held.receive_tied():
+            for weights in reversed(self.stage_weights):  # autograd has added up the micro-batches
+                for parameter, gradient in weights.receive_tied():
                     gradient += 0 if parameter.grad is None else parameter.grad
                     parameter.grad = gradient
-                held.collect(0)
+                weights.collect(0)
         totals = self.across_pipelines()
-        gradients = [dict(zip(held.owned, total, strict=True)) for held, total in zip(self.held, totals, strict=True)]
-        return self.links.tie(self.held, gradients)
+        gradients = [
+            dict(zip(weights.owned, total, strict=True))
+            for weights, total in zip(self.stage_weights, totals, strict=True)
+        ]
+        return self.links.tie(self.stage_weights, gradients)
 
     def across_pipelines(self) -> list[list[Tensor]]:
         """For each part what its tree's root is when the trees of all pipelines are one. Collective."""
         if self.pipelines == 1:
-            return [held.tree.root for held in self.held]
-        groups = [buckets(list(held.owned.values()), BUCKET_BYTES) for held in self.held]
+            return [weights.tree.root for weights in self.stage_weights]
+        groups = [buckets(list(weights.owned.values()), BUCKET_BYTES) for weights in self.stage_weights]
         if self.run.strategy.exact:
             how = links(self.run, self.world, self.across)
             exchange = Exchange(self.batch.count, self.pipeline, self.pipelines, self.across, how)
-            for held, positions in ((h, p) for h, group in zip(self.held, groups, strict=True) for p in group):
-                exchange.submit({node: [tensors[i] for i in positions] for node, tensors in held.tree.nodes.items()})
+            for weights, positions in (
+                (w, p) for w, group in zip(self.stage_weights, groups, strict=True) for p in group
+            ):
+                exchange.submit({node: [tensors[i] for i in positions] for node, tensors in weights.tree.nodes.items()})
             done = iter(exchange.finish())
             return [[tensor for _ in group for tensor in next(done)] for group in groups]
         totals = []
-        for held, group in zip(self.held, groups, strict=True):
-            own, total = held.tree.root, []
+        for weights, group in zip(self.stage_weights, groups, strict=True):
+            own, total = weights.tree.root, []
             for positions in group:
                 flat = torch.cat([own[i].reshape(-1) for i in positions])
                 dist.all_reduce(flat, group=self.across)
@@ -280,9 +287,9 @@ class Pipeline(ShardedRecovery):
     def whole_gradient(self, gradients: list[dict[str, Tensor]]) -> Gradient:
         """Each stage holds its own weights'; a tied weight counts where its owner is."""
         parts = [
-            Part(name, parameter, gradients_of[name], float(name in held.owned))
-            for held, gradients_of in zip(self.held, gradients, strict=True)
-            for name, parameter in held.parameters.items()
+            Part(name, parameter, gradients_of[name], float(name in weights.owned))
+            for weights, gradients_of in zip(self.stage_weights, gradients, strict=True)
+            for name, parameter in weights.parameters.items()
         ]
         return Gradient(parts, self.order, summing(self.pipe))
 
@@ -334,11 +341,11 @@ class Pipeline(ShardedRecovery):
         return self.stage_rank, self.ranks
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        owned = {name for held in self.held for name in held.owned}
+        owned = {name for weights in self.stage_weights for name in weights.owned}
         return held_state.sharded(self.weights(), self.stepper, self.scaling, owned)
 
     def updated_parts(self) -> list[tuple[str, Tensor]]:
-        return [(name, p.detach()) for held in self.held for name, p in held.parameters.items()]
+        return [(name, p.detach()) for weights in self.stage_weights for name, p in weights.parameters.items()]
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters and buffers that this rank answers for."""
@@ -350,9 +357,9 @@ class Pipeline(ShardedRecovery):
         }
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
-        for part, held in zip(self.cut_parts, self.held, strict=True):
+        for part, weights in zip(self.cut_parts, self.stage_weights, strict=True):
             tensors = {name: part.tensor(name).detach() for name in part.names}
-            held_state.load(saved, tensors, self.stepper, self.scaling, held.parameters)
+            held_state.load(saved, tensors, self.stepper, self.scaling, weights.parameters)
 
     def export(self) -> dict[str, Tensor] | None:
         weights = gather(self.weights(), self.world)
@@ -361,7 +368,7 @@ class Pipeline(ShardedRecovery):
         return {key: weights[self.cut.canonical[key]] for key in self.cut.whole.state_dict()}
 
     def close(self) -> None:
-        del self.model, self.optimizer, self.stepper, self.schedule, self.engine, self.held, self.cut_parts
+        del self.model, self.optimizer, self.stepper, self.schedule, self.engine, self.stage_weights, self.cut_parts
         for group in (self.pipe, self.side, self.across):
             dist.destroy_process_group(group)
 

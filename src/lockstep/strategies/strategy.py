@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.data.batch import StepBatch, StepResult
-from lockstep.distributed.sharded import Given, Saved, gather
+from lockstep.distributed.sharded import Saved, WholeState, gather
 from lockstep.distributed.step_timer import StepTimer
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.side_effects import SideEffects
@@ -127,10 +127,10 @@ class Strategy(ABC):
         docs/reference/strategies.md.
         `state`: of the optimizer's alone, where it is known better than its rule says."""
         state = optimizers.rule(run.optim).bytes_held() if state is None else state
-        held = {"weights": 4.0, "gradients": 4.0, "optimizer": state}
+        bytes_of = {"weights": 4.0, "gradients": 4.0, "optimizer": state}
         if run.model.trained_in_bfloat16:
-            held |= {"weights": 2.0, "optimizer": held["optimizer"] + 4.0 * held_state.keeps_masters(run)}
-        return held if run.average.ema is None else held | {"average": 4.0}
+            bytes_of |= {"weights": 2.0, "optimizer": bytes_of["optimizer"] + 4.0 * held_state.keeps_masters(run)}
+        return bytes_of if run.average.ema is None else bytes_of | {"average": 4.0}
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
@@ -222,7 +222,7 @@ class Strategy(ABC):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what rank 0's `state_dict` gave; every rank is given all of it. For small models, and tests."""
-        self.load_sharded_state_dict(Given(state))
+        self.load_sharded_state_dict(WholeState(state))
 
     @abstractmethod
     def export(self) -> dict[str, Tensor] | None:

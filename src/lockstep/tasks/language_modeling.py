@@ -413,7 +413,9 @@ def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions, row
         documents = lm_documents.of_texts(dataset, tok, options.text, rows)
     if options.packed:
         return (
-            documents if options.attend_across_documents else ((lm_documents.apart(parts), n) for parts, n in documents)
+            documents
+            if options.attend_across_documents
+            else ((lm_documents.separate(parts), n) for parts, n in documents)
         )
     if not options.cut:
         return documents

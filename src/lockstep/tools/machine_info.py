@@ -7,6 +7,7 @@ that are left behind when they hang. No token is read further than to see that i
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -160,6 +161,22 @@ def torch_facts(seconds: float) -> Facts:
     """torch, its backends and devices, and how fast they multiply (GFLOP/s)."""
     answer = _of_python(_TORCH, seconds)
     return answer if "failed" in answer else dict(json.loads(answer["answer"]))
+
+
+def gpu_facts(seconds: float) -> Facts:
+    """`torch_facts` where this machine has a driver of GPUs, without which torch has no device; else nothing."""
+    return torch_facts(seconds) if _has_gpu_driver() else {}
+
+
+def _has_gpu_driver() -> bool:
+    """CUDA's library of the driver, or ROCm's device; nothing is initialised. Other systems than Linux: perhaps."""
+    if not sys.platform.startswith("linux") or Path("/dev/kfd").exists():
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def portable_facts(seconds: float) -> Facts:

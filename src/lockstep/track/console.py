@@ -221,12 +221,24 @@ class Console:
             self._train(step, numbers)
         else:
             better = split == "validation" and self._best.seen(step, numbers)
-            text = _listed({k: v for k, v in numbers.items() if k != "examples"})
-            line = f"step {step:>6}  {split}: {text}{'; best yet' if better else ''}"
-            if closing and self._voice != "verbose":
-                append(self._log, line)
-            else:
-                self.say(line, hang=13)
+            self._scores(step, split, {k: v for k, v in numbers.items() if k != "examples"}, better, closing)
+
+    def _scores(self, step: int, split: str, numbers: Mapping[str, float], better: bool, closing: bool) -> None:
+        """An evaluation. On a terminal a line of as many metrics as fit, what it is judged by first; the log file has
+        all of them, and so has a terminal that is told everything."""
+        first, last = f"step {step:>6}  {split}: ", "; best yet" if better else ""
+        line = f"{first}{_listed(numbers)}{last}"
+        if self._voice == "verbose" or (not self.rich.is_terminal and not closing):
+            self.say(line, hang=13)
+            return
+        append(self._log, line)
+        if closing or self._voice == "quiet":
+            return
+        names = sorted(numbers, key=lambda name: name not in ("loss", self._best.name))
+        while len(names) > 1 and len(line) > self.rich.width:
+            names.pop()
+            line = f"{first}{_listed({name: numbers[name] for name in numbers if name in names})}{last}"
+        self.rich.print(_plain(self._hung(line, 13, 13)))
 
     def _system(self, step: int, numbers: Mapping[str, float]) -> None:
         held = {kind: _highest(numbers, kind) for kind in ("memory_gb", "gpu_memory_gb")}
@@ -301,7 +313,7 @@ class Console:
     def stop(self) -> None:
         """End the progress bar."""
         if self._bar is not None:
-            self._bar.rest()
+            self._bar.stop()
             self._bar = None
 
     def columns(self, title: str, rows: Sequence[Sequence[str]], cut: bool = False) -> None:
@@ -360,14 +372,10 @@ class _Bar(Progress):
             TimeRemainingColumn(),
             TextColumn("left"),
             console=console,
+            transient=True,  # what it came to is told below
             refresh_per_second=2,  # drawing costs a core's time that training could use
         )
         self.row: TaskID = self.add_task("training", total=total, completed=done)
-
-    def rest(self) -> None:
-        """The last picture, which stays."""
-        self._place = str
-        self.stop()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         for task in self.tasks:

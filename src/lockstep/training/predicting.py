@@ -21,11 +21,11 @@ from lockstep.tasks.abilities import Predicts
 from lockstep.track.console import Console
 from lockstep.training.exported_model import finished
 
-Given = str | Sequence[str] | Mapping[str, Any]  # a text; the texts of a pair; texts by column
+PredictionInput = str | Sequence[str] | Mapping[str, Any]  # a text; the texts of a pair; texts by column
 
 
 def predictions(
-    output: Path, inputs: Sequence[Given], overrides: Sequence[str] | Mapping[str, Any]
+    output: Path, inputs: Sequence[PredictionInput], overrides: Sequence[str] | Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """For each what was asked, by column, and the answer: JSON by name. Errors: `RunError`."""
     run, export = finished(output, overrides)
@@ -67,11 +67,11 @@ def predict(
     else:
         console = Console(True)
         for row, answer in answers:
-            console.say(task.format_prediction(row, answer))
+            console.say(task.format_prediction(row, answer), hang=4)
     return 0
 
 
-def row_of(value: Given, columns: Sequence[str], place: str) -> tuple[str, ...]:
+def row_of(value: PredictionInput, columns: Sequence[str], place: str) -> tuple[str, ...]:
     """The texts of one row, in the order of the columns. Errors: `RunError`, which names the place."""
     if isinstance(value, Mapping):
         if missing := [column for column in columns if column not in value]:

@@ -79,6 +79,8 @@ def precisions(run: Run, strategy: Strategy) -> str:
     parts = [
         f"{what} {' and '.join(sorted({str(t.dtype)[6:] for t in held}))}" for what, held in tensors_of.items() if held
     ]
+    if run.precision == "fp32" and all(part.endswith(" float32") for part in parts):
+        return "computed and kept in float32"
     packed = run.model.quantization or "uint8"
     return f"computed in {run.precision}, kept in {', '.join(parts).replace('uint8', packed)}"
 
@@ -103,7 +105,7 @@ def closing(
         console.facts({"limit": f"best possible {name}: {values}"})
     console.last_samples()
     command, does = the_same_elsewhere(run, world, promised)
-    console.facts({"weights": f"sha256 {weights}", "model": f"{run.folder}/export ({task.loader} loads it)"})
+    console.facts({"model": f"{run.folder}/export ({task.loader} loads it)"} | ({"sha256": weights} if weights else {}))
     if (page := run.folder / "report.html").is_file():
         console.facts({"report": page.resolve().as_uri()}, whole=True)  # a browser opens it
     console.facts(
@@ -119,6 +121,7 @@ def padding_ratio(task: Task, counts: Counts) -> str:
     return f"; {padding:.2f} {task.unit} computed for each real one ({by_chance:.2f} if cut at random)"
 
 
+LINE = 80  # columns of a narrow terminal
 ACROSS = 68  # columns of a terminal beside the names of splits: as many metrics as fit stand side by side
 
 
@@ -153,8 +156,10 @@ def what_next(task: Task, samples: Sequence[Mapping[str, str]]) -> str:
         return shlex.join(["lockstep", "evaluate", output])
     if len(task.input_columns(task.run)) > 1:
         return f"{shlex.join(['lockstep', 'predict', output])} $'first text\\tsecond text'"
+    command = shlex.join(["lockstep", "predict", output])
     text = task.sample_input(samples[0]) if samples else ""
-    return shlex.join(["lockstep", "predict", output, textwrap.shorten(text, 60, placeholder="") or task.example_input])
+    room = max(24, LINE - len(f"{'next':<10} {command} ''"))
+    return f"{command} {shlex.quote(textwrap.shorten(text, room, placeholder='') or task.example_input)}"
 
 
 class Promised(StrEnum):

@@ -220,7 +220,7 @@ class Survivors(LocalElasticAgent):
         elif self.rendezvous.place or self.job.remote_dir is not None:  # another machine may have one, or the mirror
             where = "restarting from the last checkpoint, if there is one"
         else:
-            where = "there is no checkpoint yet; restarting from the beginning"
+            where = "there is no checkpoint yet; training begins from the start"
         return f"{where} ({left} restart(s) left)"
 
     def looked_at(self, worker_group: WorkerGroup) -> RunResult:
@@ -361,7 +361,7 @@ def _unheard(run: Run, agent: Agent) -> int:
         raise KeyboardInterrupt
     if newest_whole(run) is not None:
         return STOPPED
-    error(coded("LS7317", "stopped before the first checkpoint; the same command starts from the beginning"))
+    error(coded("LS7317", "stopped before the first checkpoint; the same command begins from the start"))
     # by this one, job.sbatch knows that it may put the job back into the queue
     return 128 + signal.SIGTERM if os.environ.get(job_record.VARIABLE) == "slurm" else FAILED
 

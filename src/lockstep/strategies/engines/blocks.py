@@ -62,12 +62,12 @@ Forward = Callable[..., Any]
 
 def check(run: Run, here: bool) -> None:
     """Before any process starts. `here`: the ranks will run on machines like this one. Errors: `RunError`."""
-    asked = [key for key in KEYS if getattr(run.model, key)]
-    if not asked or layers.own_model(run):  # the task says that `model` is of no use
+    layer_options = [key for key in KEYS if getattr(run.model, key)]
+    if not layer_options or layers.own_model(run):  # the task says that `model` is of no use
         return
     options = run.strategy.options | dict(run.strategy.options.get("fsdp") or {})
     for key, theirs in _ENGINES_OWN.items():
-        if key in asked and (twice := next((option for option in theirs if options.get(option)), None)):
+        if key in layer_options and (twice := next((option for option in theirs if options.get(option)), None)):
             raise RunError("LS4040", f"model.{key}: strategy.options.{twice} has the same effect; remove one of them")
     gpu = run.launch.device != "cpu" and not (here and not torch.cuda.is_available())
     if run.model.offload_activations and not gpu:
@@ -79,10 +79,10 @@ def check(run: Run, here: bool) -> None:
     if run.model.compile and here:
         check_compiler(on_gpu=gpu and torch.cuda.is_available())
     if "." not in run.task.name:
-        _check_model(run, asked)
+        _check_model(run, layer_options)
 
 
-def _check_model(run: Run, asked: list[str]) -> None:
+def _check_model(run: Run, layer_options: list[str]) -> None:
     """Look at the family's layers, without memory. What cannot be built so is found out when it is built."""
     from transformers import AutoModel
 
@@ -93,19 +93,20 @@ def _check_model(run: Run, asked: list[str]) -> None:
             model = AutoModel.from_config(config, trust_remote_code=run.model.trust_remote_code)
     except Exception:  # code from the Hub, sizes that do not fit: each has a message of its own later
         return
-    _layers_of(model, asked)
+    _layers_of(model, layer_options)
 
 
-def _layers_of(model: nn.Module, asked: list[str]) -> list[nn.Module]:
-    """The layers of a model for which all that is `asked` is possible. Errors: `RunError`."""
+def _layers_of(model: nn.Module, layer_options: list[str]) -> list[nn.Module]:
+    """The layers of a model for which all that is `layer_options` is possible. Errors: `RunError`."""
     blocks = layers.blocks(model)
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if not blocks:
         raise RunError(
             "LS4042",
-            f"model.{asked[0]}: {kind} has no layers that each run exactly once; remove model.{asked[0]}",
+            f"model.{layer_options[0]}: {kind} has no layers that each run exactly once; remove "
+            f"model.{layer_options[0]}",
         )
-    if "checkpoint_activations" not in asked:
+    if "checkpoint_activations" not in layer_options:
         return blocks
     instead = "leave it out, or use more micro_batches, which need less memory"
     if not getattr(model, "supports_gradient_checkpointing", True):
@@ -126,8 +127,8 @@ def prepare(run: Run, model: nn.Module, ranks: LeafRanks | None = None) -> None:
     """Replace the layers' `forward` as the run says, in place. `ranks`: those that share the leaves of products out.
     Errors: `RunError`."""
     tensor_plans.install(run, model, ranks)
-    asked = [key for key in KEYS if getattr(run.model, key)]
-    for block in _layers_of(model, asked) if asked else ():
+    layer_options = [key for key in KEYS if getattr(run.model, key)]
+    for block in _layers_of(model, layer_options) if layer_options else ():
         forward: Forward = block.forward
         if run.model.compile:
             forward = in_training(block, forward)
@@ -261,10 +262,10 @@ def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
             try:
                 strategy.dry_run(batch.to(strategy.world.device))
             except TorchDynamoException as error:
-                said = " ".join(str(error).partition("\n\nSet TORCH")[0].split())[:300]
+                reason = " ".join(str(error).partition("\n\nSet TORCH")[0].split())[:300]
                 raise RunError(
                     "LS4048",
-                    f"model.compile: torch.compile fails on a layer of this model: {said}; remove model.compile",
+                    f"model.compile: torch.compile fails on a layer of this model: {reason}; remove model.compile",
                 ) from error
 
 

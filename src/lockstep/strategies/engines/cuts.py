@@ -268,11 +268,11 @@ class StagePart(nn.Module):
     def tensor(self, name: str) -> Tensor:
         """A parameter or buffer of this part, by first name."""
         module, attribute = self._places[name][0]
-        held = module._parameters.get(attribute)
-        if held is None:
-            held = module._buffers[attribute]  # type: ignore[assignment]
-        assert held is not None
-        return held
+        tensor = module._parameters.get(attribute)
+        if tensor is None:
+            tensor = module._buffers[attribute]  # type: ignore[assignment]
+        assert tensor is not None
+        return tensor
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -333,7 +333,7 @@ def _layers(model: nn.Sequential) -> list[list[str]]:
     layers: list[list[str]] = [[]]
     for name, module in model.named_children():
         if any(True for _ in module.parameters()) and any(
-            True for held in layers[-1] for _ in model.get_submodule(held).parameters()
+            True for earlier in layers[-1] for _ in model.get_submodule(earlier).parameters()
         ):
             layers.append([])
         layers[-1].append(name)
@@ -405,8 +405,8 @@ class SequentialPart(StagePart):
     def _arguments(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """What the whole model is given, and what the loss sees."""
         calling: Any = self.cut.whole.lockstep_calling
-        (positional, named), seen = calling.arguments(inputs[INPUT].batch)
-        return next(iter([*positional, *named.values()])), seen
+        (positional, named), loss_inputs = calling.arguments(inputs[INPUT].batch)
+        return next(iter([*positional, *named.values()])), loss_inputs
 
     def arriving(self, inputs: Mapping[str, Any]) -> list[tuple[int, ...]]:  # type: ignore[override]
         """Shape of what the stage before gives for these inputs."""
@@ -416,7 +416,7 @@ class SequentialPart(StagePart):
         self, received: Sequence[Tensor], inputs: Mapping[str, Any], resume: Callable[[], None] | None = None
     ) -> Any:
         """What the next stage is given, or a `Computed` on the last one."""
-        arguments, seen = self._arguments(inputs)
+        arguments, loss_inputs = self._arguments(inputs)
         hidden = arguments if self.first else received[0].view_as(received[0])
         if resume is not None:
             resume()
@@ -426,4 +426,4 @@ class SequentialPart(StagePart):
         if not self.last:
             return (checked_hidden(hidden, self.cut.names_of(self.stage + 1)[0]).contiguous(),)
         calling: Any = self.cut.whole.lockstep_calling
-        return wrapped_module.finished(calling, hidden, seen, inputs[INPUT], self.model.training)
+        return wrapped_module.finished(calling, hidden, loss_inputs, inputs[INPUT], self.model.training)

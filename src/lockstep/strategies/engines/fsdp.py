@@ -222,7 +222,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-class Shown:
+class OutputWrapper:
     """Shows FSDP the tensors that a module returns inside of an object of the user's own.
 
     FSDP hooks the tensors of the outputs that it finds, and gathers a block's weights for backward when one of them
@@ -244,15 +244,18 @@ def inside(output: Any) -> list[Tensor]:
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in left):
         return []
     tensors: list[Tensor] = []
-    seen: set[int] = set()
+    visited: set[int] = set()
     while left:
         thing = left.pop()
-        if id(thing) in seen or isinstance(thing, type | nn.Module | Tensor):
+        if id(thing) in visited or isinstance(thing, type | nn.Module | Tensor):
             continue
-        seen.add(id(thing))
+        visited.add(id(thing))
         slots = [name for kind in type(thing).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
-        held = [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, n) for n in slots if hasattr(thing, n))]
-        for leaf in _pytree.tree_leaves(held):
+        attributes = [
+            *getattr(thing, "__dict__", {}).values(),
+            *(getattr(thing, n) for n in slots if hasattr(thing, n)),
+        ]
+        for leaf in _pytree.tree_leaves(attributes):
             if not isinstance(leaf, Tensor):
                 left.append(leaf)
             elif leaf.requires_grad:

@@ -110,7 +110,7 @@ class Hooked(WholeStateRecovery):
         gets back is not used in exact runs: `reduce` reads the exchange."""
         if self.primed:
             arrived = {self.position[id(p)]: g for p, g in zip(bucket.parameters(), bucket.gradients())}  # noqa: B905
-            for position in arrived.keys() - self.leaves.given if self.leaves.waiting is not None else ():
+            for position in arrived.keys() - self.leaves.with_gradient if self.leaves.waiting is not None else ():
                 arrived[position] += 0.0  # as `LeafGradients.take` does
             self.arrived |= arrived
             if not self.run.strategy.exact:

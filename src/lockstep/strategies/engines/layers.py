@@ -162,7 +162,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     modules = [m for m in model.modules() if type(m).__name__ in class_names]
     if modules:
         return modules
-    lists = {id(m): _held(m) for m in model.modules() if isinstance(m, nn.ModuleList)}
+    lists = {id(m): _of_stage(m) for m in model.modules() if isinstance(m, nn.ModuleList)}
     lists = {key: items for key, items in lists.items() if len({type(item) for item in items}) == 1}
     # not Funnel's blocks of layers
     lists = {key: items for key, items in lists.items() if not isinstance(items[0], nn.ModuleList)}
@@ -170,7 +170,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return [item for key, items in lists.items() if key not in inner for item in items]
 
 
-def _held(modules: nn.ModuleList) -> list[nn.Module]:
+def _of_stage(modules: nn.ModuleList) -> list[nn.Module]:
     """Those of a list that are here, of a stage of a pipeline some."""
     return [module for module in modules if not isinstance(module, StandIn)]
 

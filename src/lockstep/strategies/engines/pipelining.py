@@ -86,11 +86,16 @@ class Stage(PipelineStage):
     """The engine's stage for micro-batches of any shape, whose gradients are collected micro-batch by micro-batch."""
 
     def __init__(
-        self, micro_batch: StageModule, held: Held, bytes_of_state: int, device: torch.device, group: dist.ProcessGroup
+        self,
+        micro_batch: StageModule,
+        weights: StageWeights,
+        bytes_of_state: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
     ) -> None:
         part = micro_batch.part
         super().__init__(micro_batch, part.stage, part.cut.stages, device, group=group)
-        self.part, self.held, self._bytes_of_state = part, held, bytes_of_state
+        self.part, self.stage_weights, self._bytes_of_state = part, weights, bytes_of_state
         self._runtime_validate = False  # it compares every micro-batch's shapes with the first one's
         self.has_backward = True
         self._tied: list[tuple[Tensor, Tensor]] = []  # weights of this stage, and their gradients from later ones
@@ -107,7 +112,7 @@ class Stage(PipelineStage):
         self.clear_runtime_states()
         self.observer = observer
         self.micro_batches, self.chunks, self.exact = micro_batches, len(micro_batches), exact
-        self.held.tree, self.held.uses = ReductionTree(leaves if exact else 1), {}
+        self.stage_weights.tree, self.stage_weights.uses = ReductionTree(leaves if exact else 1), {}
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.part.first:
@@ -143,17 +148,17 @@ class Stage(PipelineStage):
         if self.exact and not self.part.last:
             # What later stages' uses of a tied weight gave enters backward as the gradient of one more output, so that
             # autograd adds it up first, before the uses on this stage: the order of a single process.
-            self._tied = self.held.receive_tied()
+            self._tied = self.stage_weights.receive_tied()
             outputs, values = self.fwd_cache[bwd_chunk_id]
             self.fwd_cache[bwd_chunk_id] = (*outputs, *(parameter for parameter, _ in self._tied)), values
         index = self.micro_batches[bwd_chunk_id].index
-        heard = hearing(self.observer, index, self.held.owned.items())
+        heard = hearing(self.observer, index, self.stage_weights.owned.items())
         with heard, torch.autocast(self.device.type, enabled=False):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.args_recv_info.pop(bwd_chunk_id, None)
         self.grad_recv_info.pop(bwd_chunk_id, None)
         if self.exact:
-            self.held.collect(index)
+            self.stage_weights.collect(index)
 
 
 def _meta(shape: tuple[int, ...]) -> _TensorMeta:
@@ -196,23 +201,23 @@ class Links:
         dist.recv(tensor, self.rank_of(source), group=self._group)
         return tensor
 
-    def tie(self, parts: list[Held], totals: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def tie(self, parts: list[StageWeights], totals: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Totals for all uses of a weight, from those its owners have. Collective."""
-        for held, gradients in zip(parts, totals, strict=True):
-            for name in held.owned:
+        for weights, gradients in zip(parts, totals, strict=True):
+            for name in weights.owned:
                 for stage in self.holders[name][1:]:
-                    self.send(name, gradients[name].clone(), held.part.stage, stage)
-        for held, gradients in zip(parts, totals, strict=True):
-            for name, parameter in held.parameters.items():
-                if name not in held.owned:
-                    gradients[name] = self.receive(name, parameter, self.holders[name][0], held.part.stage)
+                    self.send(name, gradients[name].clone(), weights.part.stage, stage)
+        for weights, gradients in zip(parts, totals, strict=True):
+            for name, parameter in weights.parameters.items():
+                if name not in weights.owned:
+                    gradients[name] = self.receive(name, parameter, self.holders[name][0], weights.part.stage)
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
         return totals
 
 
-class Held:
+class StageWeights:
     """The trainable weights of one part, and the tree of their gradients."""
 
     tree: ReductionTree

@@ -77,8 +77,8 @@ class Writes(TorchDispatchMode):
     def _note(self, tensor: Tensor) -> None:
         name = self.names.get(_storage(tensor))
         if name is not None and name not in self.before:
-            held = tensor._local_tensor if is_dtensor(tensor) else tensor
-            memory = torch.empty(0, dtype=held.dtype, device=held.device).set_(held.untyped_storage())
+            local = tensor._local_tensor if is_dtensor(tensor) else tensor
+            memory = torch.empty(0, dtype=local.dtype, device=local.device).set_(local.untyped_storage())
             self.before[name] = memory, memory.clone()
 
     def look(self) -> None:
@@ -114,8 +114,8 @@ class _Known:
 def _storage(tensor: Tensor) -> int:
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
-    held = tensor._local_tensor if is_dtensor(tensor) else tensor
-    return 0 if held.is_sparse else held.untyped_storage()._cdata
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    return 0 if local.is_sparse else local.untyped_storage()._cdata
 
 
 @cache
@@ -223,16 +223,16 @@ class _Attributes:
     def __init__(self, module: nn.Module) -> None:
         own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
         self.module, self.names = module, set(own)
-        self.kept = {name: put_back for name, value in own.items() if (put_back := _kept(value)) is not None}
+        self.restorers = {name: put_back for name, value in own.items() if (put_back := _restorer(value)) is not None}
 
     def restore(self) -> None:
         own = vars(self.module)
-        for name in [n for n in own if n not in self.names | _OF_EVERY_MODULE and _kept(own[n]) is not None]:
+        for name in [n for n in own if n not in self.names | _OF_EVERY_MODULE and _restorer(own[n]) is not None]:
             del own[name]  # made meanwhile
-        own.update({name: put_back() for name, put_back in self.kept.items()})
+        own.update({name: put_back() for name, put_back in self.restorers.items()})
 
 
-def _kept(value: Any, depth: int = 4) -> Callable[[], Any] | None:
+def _restorer(value: Any, depth: int = 4) -> Callable[[], Any] | None:
     """What gives a value back with the contents it has now; None for a kind of value that cannot be kept."""
     if type(value) in _PLAIN:
         return lambda: value
@@ -242,9 +242,9 @@ def _kept(value: Any, depth: int = 4) -> Callable[[], Any] | None:
     if type(value) not in (list, dict, set, deque) or depth == 0:
         return None
     if isinstance(value, dict):
-        inside = {key: _kept(each, depth - 1) or partial(_itself, each) for key, each in value.items()}
+        inside = {key: _restorer(each, depth - 1) or partial(_itself, each) for key, each in value.items()}
         return lambda: _filled(value, {key: put_back() for key, put_back in inside.items()})
-    parts = [_kept(each, depth - 1) or partial(_itself, each) for each in value]
+    parts = [_restorer(each, depth - 1) or partial(_itself, each) for each in value]
     return lambda: _filled(value, [put_back() for put_back in parts])
 
 
@@ -355,18 +355,18 @@ def refusal(strategy: str, effects: SideEffects, model: nn.Module, averages: boo
     """Why several processes cannot train a model with these side effects. `averages`: whether the strategy brings
     running statistics together."""
     weights = dict(model.named_parameters())
-    shown = first_few(names := sorted(effects.per_process))
+    changed = first_few(names := sorted(effects.per_process))
     where = "Use one process (launch.processes=1 strategy.name=single), or a model"
     if effects.switched:
         return f"{SWITCHED} (here of {first_few(sorted(effects.switched))})"
     if any(name in weights for name in names):
         return (
-            f"strategy.name: training changes {shown} of the model beside the optimizer: every process would make "
+            f"strategy.name: training changes {changed} of the model beside the optimizer: every process would make "
             f"something else of them from its own micro-batches, and {strategy} can bring together gradients and the "
             f"running statistics of BatchNorm. {where} whose forward leaves weights alone"
         )
     return (
-        f"strategy.name: training changes {shown} of the model, which are no weights: every process would make "
+        f"strategy.name: training changes {changed} of the model, which are no weights: every process would make "
         f"something else of them, and {strategy} can bring together nothing but the running statistics of BatchNorm "
         f"and its like{'' if averages else ' (this strategy not even those)'}. {where} without them"
     )
@@ -477,7 +477,7 @@ def effects_of(model: nn.Module, forwards: Sequence[Forward], statistics: Collec
 def _alike(model: nn.Module, names: Collection[str], first: Forward, second: Forward) -> dict[str, str]:
     """Those tensors of which either forward, and one after the other, makes the same numbers, begun from large ones,
     with a hash of these numbers. None where forward fails on large numbers."""
-    made: dict[str, set[str]] = {name: set() for name in names}
+    hashes_of: dict[str, set[str]] = {name: set() for name in names}
     try:
         for turns in ((first,), (second,), (first, second)):
             with preserved(model, names):
@@ -487,10 +487,10 @@ def _alike(model: nn.Module, names: Collection[str], first: Forward, second: For
                     forward()
                 for name in names:
                     numbers = bits_of(tensor_of(model, name)).cpu().numpy().tobytes()
-                    made[name].add(hashlib.sha256(numbers).hexdigest())
+                    hashes_of[name].add(hashlib.sha256(numbers).hexdigest())
     except Exception:
         return {}
-    return {name: hashes.pop() for name, hashes in made.items() if len(hashes) == 1}
+    return {name: hashes.pop() for name, hashes in hashes_of.items() if len(hashes) == 1}
 
 
 @torch.no_grad()

@@ -13,13 +13,12 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
-from transformers.pytorch_utils import Conv1D
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
@@ -100,12 +99,12 @@ def check(run: Run) -> None:
         raise RunError(
             "LS4310", f"{KEY}: is for sums in a fixed order, and strategy.exact is false; leave one of the two out"
         )
-    beside = {
+    conflicts = {
         "model.adapter": run.model.adapter,
         "model.quantization": run.model.quantization,
         "model.compile": run.model.compile,
     }
-    for key, value in beside.items():
+    for key, value in conflicts.items():
         if value:
             raise RunError("LS4311", f"{KEY}: products of {key} are not cut into leaves; leave one of the two out")
     if run.strategy.name == "pipeline":
@@ -210,10 +209,10 @@ class PlannedProduct:
         module: Any = self.module
         if isinstance(module, nn.Embedding):
             sizes = (module.num_embeddings, module.embedding_dim)
-        elif isinstance(module, Conv1D):
-            sizes = (module.nx, module.nf)
-        else:
+        elif isinstance(module, nn.Linear):
             sizes = (module.out_features, module.in_features)
+        else:
+            sizes = (module.nx, module.nf)  # a Conv1D
         return int(sizes[self.dim])
 
 
@@ -224,7 +223,7 @@ def _products(plan: FamilyPlan, leaves: int, model: nn.Module) -> Iterator[Plann
         if (way := _entry(plan.products, name)) is None:
             continue
         product = PlannedProduct(name, module, way == COLUMN, _entry(plan.fused, name) or 1)
-        if type(module) not in _CALLS or (isinstance(module, nn.Embedding) and not product.column):
+        if type(module) not in _calls() or (isinstance(module, nn.Embedding) and not product.column):
             raise RunError(
                 "LS4316", f"{KEY}: {name} is a {type(module).__name__}, which cannot be cut into leaves; leave it out"
             )
@@ -261,8 +260,8 @@ def install_leaves(model: nn.Module, config: Any, ranks: LeafRanks) -> None:
     for product in _products(plan, leaves, model):
         module: Any = product.module
         if product.column:
-            held = "own" if product.fused == 1 else "rows"
-            weight = WeightCut(product.dim, product.fused, held)
+            holding = "own" if product.fused == 1 else "rows"
+            weight = WeightCut(product.dim, product.fused, holding)
             bias = WeightCut(0, product.fused, "own" if product.fused == 1 else "all")
             module.forward = partial(_column, module, ranks, weight, bias)
         else:
@@ -293,31 +292,35 @@ def share_out(run: Run, model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _conv1d(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = inputs.reshape(-1, inputs.shape[-1])
-    made = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
-    return made.view(*inputs.shape[:-1], weight.shape[1])
+    product = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+    return product.view(*inputs.shape[:-1], weight.shape[1])
 
 
 def _embedding(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return embedding(inputs, weight)
 
 
-_CALLS: dict[type[nn.Module], Product] = {nn.Linear: linear, Conv1D: _conv1d, nn.Embedding: _embedding}
+@cache
+def _calls() -> dict[type[nn.Module], Product]:
+    from transformers.pytorch_utils import Conv1D
+
+    return {nn.Linear: linear, Conv1D: _conv1d, nn.Embedding: _embedding}
 
 
 def _column(module: Any, ranks: LeafRanks, weight: WeightCut, bias: WeightCut, inputs: Tensor) -> Tensor:
     dtype = _computed_in(module, inputs)
-    weights = cut_weight(_held(module.weight), weight, ranks, dtype)
+    weights = cut_weight(_local_weight(module.weight), weight, ranks, dtype)
     own = getattr(module, "bias", None)
-    biases = None if own is None else cut_weight(_held(own), bias, ranks, dtype)
-    return column_product(_CALLS[type(module)], ranks, inputs, weights, biases)
+    biases = None if own is None else cut_weight(_local_weight(own), bias, ranks, dtype)
+    return column_product(_calls()[type(module)], ranks, inputs, weights, biases)
 
 
 def _row(module: Any, ranks: LeafRanks, weight: WeightCut, inputs: Tensor) -> Tensor:
-    weights = cut_weight(_held(module.weight), weight, ranks, _computed_in(module, inputs))
-    return row_product(_CALLS[type(module)], ranks, inputs, weights, module.bias)
+    weights = cut_weight(_local_weight(module.weight), weight, ranks, _computed_in(module, inputs))
+    return row_product(_calls()[type(module)], ranks, inputs, weights, module.bias)
 
 
-def _held(weight: Tensor) -> Tensor:
+def _local_weight(weight: Tensor) -> Tensor:
     """This rank's part, through which its gradient goes back."""
     local = getattr(weight, "to_local", None)  # a DTensor's; its package takes long to import
     return weight if local is None else local()

@@ -31,7 +31,7 @@ from lockstep.strategies.engines import blocks, layers, zero_config, zero_graph
 from lockstep.strategies.engines.side_effects import refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.engines.zero_partition import join_group, own_activations, partition
-from lockstep.strategies.engines.zero_sums import CutGradient, HeldCuts, LocalSums, Owned, OwnedRange, TurnSums
+from lockstep.strategies.engines.zero_sums import CutGradient, FlatCuts, LocalSums, Owned, OwnedRange, TurnSums
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.gradient import Part
 from lockstep.strategies.exact.optim import make_model
@@ -180,7 +180,7 @@ class Sharded(ShardedRecovery, Recomputes):
         self.engine.optimizer.optimizer.state.clear()  # which it has filled; the state is the stepper's
         trained = dict(self._trained())
         shapes = {name: self.shapes[name] for name in trained}
-        self.held = HeldCuts(self.world, shapes, self._flat(), self._owned(trained))
+        self.flat_cuts = FlatCuts(self.world, shapes, self._flat(), self._owned(trained))
         if self.stage == 3:
             leaves: Mapping[str, nn.Parameter] = trained
             zero_graph.keep_sums(self.model)
@@ -190,8 +190,8 @@ class Sharded(ShardedRecovery, Recomputes):
             leaves = self._compute_with_own(trained)
         sums = LocalSums if self.stage == 1 else TurnSums
         bucket = 4 * int(self.config["zero_optimization"]["reduce_bucket_size"])
-        self.sums = sums(self.world, [*leaves.values()], self.held.cuts, bucket)
-        groups = optim.groups(self.run.optim, self.held.parts.items(), treated)
+        self.sums = sums(self.world, [*leaves.values()], self.flat_cuts.by_rank, bucket)
+        groups = optim.groups(self.run.optim, self.flat_cuts.parts.items(), treated)
         self.optimizer = self.stepper = optim.of_groups(self.run.optim, groups)
 
     def _owned(self, trained: Mapping[str, Any]) -> list[Owned]:
@@ -274,9 +274,9 @@ class Sharded(ShardedRecovery, Recomputes):
             gradients = self.sums.finish()
             losses, uses = self.agree(losses, self.sums.uses)
         if self.stage == 3:
-            self._refuse_unequal_uses(dict(zip(self.held.parts, uses, strict=True)), batch.count)
-        parts = [Part(n, p, g) for (n, p), g in zip(self.held.parts.items(), gradients, strict=True)]
-        gradient = CutGradient(parts, list(self.held.parts), self.held, self.world)
+            self._refuse_unequal_uses(dict(zip(self.flat_cuts.parts, uses, strict=True)), batch.count)
+        parts = [Part(n, p, g) for (n, p), g in zip(self.flat_cuts.parts.items(), gradients, strict=True)]
+        gradient = CutGradient(parts, list(self.flat_cuts.parts), self.flat_cuts, self.world)
         with self.phases("optimizer"):
             norm, used = self.optimizer_step(batch.step, gradient, learning_rate, losses, uses)
         self.statistics.finish(self.data_parallel.sum, used)
@@ -430,7 +430,7 @@ class Sharded(ShardedRecovery, Recomputes):
 
         parameter = self.named[name]
         if parameter.requires_grad and self.in_tree_order:
-            return self.held.assemble(name, self.held.parts[name])
+            return self.flat_cuts.assemble(name, self.flat_cuts.parts[name])
         if parameter.requires_grad:
             return safe_get_full_fp32_param(parameter)
         fetched = getattr(parameter, "ds_status", None)
@@ -441,12 +441,12 @@ class Sharded(ShardedRecovery, Recomputes):
 
     def _moments(self) -> list[str]:
         """The names of the optimizer's moments, once there are some."""
-        held = self.optimizer.state.get(self._first(), {})
-        return [key for key in held if key not in self.stepper.rule.counters]
+        state = self.optimizer.state.get(self._first(), {})
+        return [key for key in state if key not in self.stepper.rule.counters]
 
     def _first(self) -> Tensor:
         """What the optimizer keeps its first state of."""
-        return next(iter(self.held.parts.values())) if self.in_tree_order else self._flat()[0]
+        return next(iter(self.flat_cuts.parts.values())) if self.in_tree_order else self._flat()[0]
 
     def _whole_state(self, name: str, key: str | None) -> Tensor:
         """A copy of a weight (`key` None) or of a moment, whole. Collective."""
@@ -455,7 +455,7 @@ class Sharded(ShardedRecovery, Recomputes):
         if key is None:
             return self._whole_weight(name).clone()
         if self.in_tree_order:
-            return self.held.assemble(name, self.optimizer.state[self.held.parts[name]][key])
+            return self.flat_cuts.assemble(name, self.optimizer.state[self.flat_cuts.parts[name]][key])
         self._link_optimizer_state()
         return safe_get_full_optimizer_state(self.named[name], key).clone()
 
@@ -490,8 +490,8 @@ class Sharded(ShardedRecovery, Recomputes):
     def _steps(self) -> dict[str, Tensor]:
         """How many updates each parameter has had, where the optimizer counts them. To DeepSpeed's own step every
         parameter is in every update."""
-        held = {n: self.held.parts[n] if self.in_tree_order else self._flat()[0] for n, _ in self._trained()}
-        states = {name: self.optimizer.state.get(part, {}) for name, part in held.items()}
+        updated = {n: self.flat_cuts.parts[n] if self.in_tree_order else self._flat()[0] for n, _ in self._trained()}
+        states = {name: self.optimizer.state.get(part, {}) for name, part in updated.items()}
         return {name: state["step"].cpu().clone() for name, state in states.items() if "step" in state}
 
     def _keepers(self, load: list[int]) -> dict[str, int]:
@@ -520,7 +520,7 @@ class Sharded(ShardedRecovery, Recomputes):
                 self._set(name, self._from_main(saved, f"optimizer.{key}.{name}", self.shapes[name]), key)
         for name in steps if self.in_tree_order else ():
             step = self._from_main(saved, f"optimizer.step.{name}", torch.Size())
-            self.optimizer.state[self.held.parts[name]]["step"].copy_(step)
+            self.optimizer.state[self.flat_cuts.parts[name]]["step"].copy_(step)
         saved.read({f"model.{n}": b for n, b in self.model.named_buffers()})
         self._refresh_model()
 
@@ -535,10 +535,10 @@ class Sharded(ShardedRecovery, Recomputes):
         """What the optimizer would have made in its first step, to be filled in."""
         self.optimizer.state.clear()
         for flat in self._flat() if keys else ():
-            made = self.optimizer.state[flat]
+            state = self.optimizer.state[flat]
             if step is not None:
-                made["step"] = torch.tensor(step, device=flat.device if flat.is_cuda else "cpu")
-            made |= {key: torch.zeros_like(flat) for key in keys}
+                state["step"] = torch.tensor(step, device=flat.device if flat.is_cuda else "cpu")
+            state |= {key: torch.zeros_like(flat) for key in keys}
         self._link_optimizer_state()
 
     def _link_optimizer_state(self) -> None:
@@ -554,9 +554,9 @@ class Sharded(ShardedRecovery, Recomputes):
 
         parameter: Any = self.named[name]
         if parameter.requires_grad and self.in_tree_order:
-            part = self.held.parts[name]
+            part = self.flat_cuts.parts[name]
             place = part.detach() if key is None else self.optimizer.state[part][key]
-            place.copy_(self.held.own[name].of(whole))
+            place.copy_(self.flat_cuts.own[name].of(whole))
         elif not parameter.requires_grad:
             with zero.GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3), torch.no_grad():
                 parameter.copy_(whole)
@@ -630,9 +630,9 @@ def _of_flat(parameter: Tensor, flat: int, offset: int, sizes: Sequence[int], ra
     return (OwnedRange(start - offset, length), flat, start - begin) if length else (OwnedRange(0, 0), flat, 0)
 
 
-def _fragment(held: Any) -> tuple[OwnedRange, int, int] | None:
+def _fragment(parameter: Any) -> tuple[OwnedRange, int, int] | None:
     """DeepSpeed's own `tensor_fragment` of a parameter, None where this rank has nothing of it."""
-    if held is None:
+    if parameter is None:
         return None
-    whole, flat = held.lp_fragment_address, held.hp_fragment_address
-    return OwnedRange(whole.start, whole.numel), held.param_group_index, flat.start
+    whole, flat = parameter.lp_fragment_address, parameter.hp_fragment_address
+    return OwnedRange(whole.start, whole.numel), parameter.param_group_index, flat.start

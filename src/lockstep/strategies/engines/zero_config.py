@@ -172,26 +172,26 @@ def _device(run: Run) -> str:
     return "cuda" if run.launch.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-class _Asked(dict):
+class _RecordingConfig(dict):
     """A config that remembers which of its keys were asked for."""
 
-    def __init__(self, content: Mapping[str, Any], asked: set[str]) -> None:
+    def __init__(self, content: Mapping[str, Any], keys_read: set[str]) -> None:
         super().__init__(content)
-        self.asked = asked
+        self.keys_read = keys_read
 
-    def __copy__(self) -> _Asked:
+    def __copy__(self) -> _RecordingConfig:
         return self
 
     def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
+        self.keys_read.add(str(key))
         return super().__contains__(key)
 
     def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
+        self.keys_read.add(key)
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
+        self.keys_read.add(key)
         return super().get(key, default)
 
 
@@ -200,17 +200,17 @@ def _ask_deepspeed(content: dict[str, Any], options: Mapping[str, Any], key: str
     from deepspeed.runtime.config import DeepSpeedConfig
     from pydantic import ValidationError
 
-    asked: set[str] = set()
+    keys_read: set[str] = set()
     try:
-        DeepSpeedConfig(_Asked(content, asked))
+        DeepSpeedConfig(_RecordingConfig(content, keys_read))
     except ValidationError as error:
         return [_format_fault(fault, content, options, key) for fault in error.errors()]
     except Exception as error:  # DeepSpeed refuses in many ways
         return [f"{key}: DeepSpeed says: {' '.join(str(error).split())[:400]}"]
     rows = []
     for name in options:
-        if name not in asked:
-            near = difflib.get_close_matches(name, sorted(asked - OURS.keys()), 1)
+        if name not in keys_read:
+            near = difflib.get_close_matches(name, sorted(keys_read - OURS.keys()), 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             rows.append(f"{key}.{name}: DeepSpeed has no such option{hint}")
     return rows
@@ -229,9 +229,9 @@ def _belongs(location: tuple[int | str, ...], section: Any) -> bool:
     return isinstance(section, Mapping) and bool(location) and location[0] in section
 
 
-def shared_out(held: Mapping[str, float], processes: int, stage: int, low: bool) -> dict[str, float]:
+def shared_out(bytes_of: Mapping[str, float], processes: int, stage: int, low: bool) -> dict[str, float]:
     """`Strategy.bytes_held` of plain data parallelism -> that of a stage. `low`: the model's own weights are bf16."""
-    shares = {**held, "optimizer": held["optimizer"] + 4.0}  # a copy of the weights that it updates
+    shares = {**bytes_of, "optimizer": bytes_of["optimizer"] + 4.0}  # a copy of the weights that it updates
     shares |= {"weights": 2.0, "gradients": 2.0} if low else {}
     shared = {"weights": 3, "gradients": 2, "optimizer": 1}  # from which stage on
     return {name: each / (processes if stage >= shared[name] else 1) for name, each in shares.items()}

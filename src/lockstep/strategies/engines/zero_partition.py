@@ -68,15 +68,15 @@ def partition(model: nn.Module, world: World, config: Mapping[str, Any], dtype: 
     from deepspeed import zero
 
     refuse_own_tensors(model, "strategy.name: zero3", "zero2 or ddp")
-    made: dict[int, nn.Parameter] = {}  # tied weights stay tied
+    materialized: dict[int, nn.Parameter] = {}  # tied weights stay tied
     device = world.device
     for module in reversed(list(model.modules())):  # inner modules before those that hold them
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                if id(parameter) not in made:
+                if id(parameter) not in materialized:
                     real = torch.empty(parameter.shape, dtype=dtype, device=device)
-                    made[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
+                    materialized[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
+                module._parameters[name] = materialized[id(parameter)]
             elif not hasattr(parameter, "ds_id"):
                 parameter.data = parameter.data.to(dtype)
         for name, buffer in module.named_buffers(recurse=False):

@@ -59,17 +59,17 @@ def _ends(cut: OwnedRange) -> tuple[int, int]:
 class CutGradient(Gradient):
     """A gradient of which each rank holds a flat cut of every parameter."""
 
-    def __init__(self, parts: Sequence[Part], names: Sequence[str], held: HeldCuts, world: World) -> None:
+    def __init__(self, parts: Sequence[Part], names: Sequence[str], cuts: FlatCuts, world: World) -> None:
         super().__init__(parts, names, world.sum)
-        self._held = held
+        self._cuts = cuts
 
     def whole(self, world: World) -> dict[str, Tensor]:
         """By parameter name on rank 0, nothing elsewhere. Collective."""
-        whole = {part.name: self._held.assemble(part.name, part.gradient) for part in self.parts}
+        whole = {part.name: self._cuts.assemble(part.name, part.gradient) for part in self.parts}
         return whole if world.is_main else {}
 
 
-class HeldCuts:
+class FlatCuts:
     """What DeepSpeed has this rank update: a view of its flat fp32 weights for each trained parameter."""
 
     def __init__(
@@ -77,8 +77,8 @@ class HeldCuts:
     ) -> None:
         """`shapes`: of the trained parameters; `owned`: of each rank."""
         self.world, self.shapes = world, shapes
-        self.cuts = [[each[name][0] for name in shapes] for each in owned]  # by rank
-        check_cuts(self.cuts, {name: shape.numel() for name, shape in shapes.items()})
+        self.by_rank = [[each[name][0] for name in shapes] for each in owned]
+        check_cuts(self.by_rank, {name: shape.numel() for name, shape in shapes.items()})
         self.own = {name: owned[world.rank][name][0] for name in shapes}
         self.parts = {}
         for name in shapes:
@@ -217,7 +217,7 @@ class TurnSums(CutSums):
     ) -> None:
         self._uses: list[int] = []
         self._waiting: dict[int, Tensor] = {}  # gradients by position, until their bucket is complete
-        self._given: set[int] = set()  # positions that this micro-batch has given a gradient
+        self._with_gradient: set[int] = set()  # positions that this micro-batch has given a gradient
         super().__init__(world, parameters, cuts, bucket)
 
     @property
@@ -241,16 +241,16 @@ class TurnSums(CutSums):
         self._layout = [((0, each),) if each < leaves else () for each in range(first, first + self.world.size)]
         assert self._layout[self.world.rank] == (() if leaf is None else ((0, leaf),)), "not this rank's turn"
         self._sent, self._leaf = 0, leaf
-        self._given.clear()
+        self._with_gradient.clear()
 
     def _note(self, position: int, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        self._given.add(position)
+        self._with_gradient.add(position)
         if self._leaf is not None:
             self._uses[position] += 1
             self._waiting[position] = gradient
-        while self._sent < len(self.buckets) and self._given >= set(self.buckets[self._sent]):
+        while self._sent < len(self.buckets) and self._with_gradient >= set(self.buckets[self._sent]):
             self._send_next()
 
     def end(self) -> None:

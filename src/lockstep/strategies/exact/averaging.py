@@ -31,17 +31,17 @@ class Averaged:
         """The average begins with the weights as they are."""
         self.section, self.strategy = run.average, strategy
         parts = strategy.updated_parts() if run.average.ema is not None else []
-        self.held = [(name, part, torch.zeros_like(part)) for name, part in parts]
-        for _, part, mean in self.held:
+        self.averages = [(name, part, torch.zeros_like(part)) for name, part in parts]
+        for _, part, mean in self.averages:
             local(mean).copy_(local(part))
 
     @torch.no_grad()
     def follow(self, updates: int) -> None:
         """After so many updates."""
-        if not self.held:
+        if not self.averages:
             return
         weight = 1 - self.section.decay(updates)
-        for _, part, mean in self.held:
+        for _, part, mean in self.averages:
             own = local(mean)
             own.add_((local(part) - own).mul_(weight))
 
@@ -51,7 +51,7 @@ class Averaged:
         Collective."""
         if self.section.ema is None:
             return
-        for _, part, mean in self.held:
+        for _, part, mean in self.averages:
             weights = local(part).clone()
             local(part).copy_(local(mean))
             local(mean).copy_(weights)
@@ -71,15 +71,15 @@ class Averaged:
         return self.strategy.gives_bits(run)
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        return self.strategy.sharded_state_dict() | {f"ema.{name}": mean for name, _, mean in self.held}
+        return self.strategy.sharded_state_dict() | {f"ema.{name}": mean for name, _, mean in self.averages}
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
         """Weights and average, whichever of them was where."""
         self.strategy.load_sharded_state_dict(saved)
         if self.section.ema is not None:
-            saved.read({f"ema.{name}": mean for name, _, mean in self.held})
-            first = {name: mean for name, _, mean in reversed(self.held)}  # a tied weight may be held twice
-            for name, _, mean in self.held:
+            saved.read({f"ema.{name}": mean for name, _, mean in self.averages})
+            first = {name: mean for name, _, mean in reversed(self.averages)}  # a tied weight may be held twice
+            for name, _, mean in self.averages:
                 if mean is not first[name]:
                     local(mean).copy_(local(first[name]))
 

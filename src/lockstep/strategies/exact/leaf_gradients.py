@@ -22,7 +22,7 @@ class LeafGradients:
     def __init__(self, parameters: Sequence[nn.Parameter], rows: Mapping[int, DenseRows]) -> None:
         """`rows`: the positions of those whose gradients are row-sparse."""
         self.parameters, self.rows = parameters, rows
-        self.given: set[int] = set()  # positions that this micro-batch gave a gradient
+        self.with_gradient: set[int] = set()  # positions that this micro-batch gave a gradient
         self.waiting: dict[int, Tensor] | None = None  # what it is added to by row, where it is added to something
         self.start(0, None)
 
@@ -45,14 +45,14 @@ class LeafGradients:
         parameter, while backward goes on, and no second gradient is ever whole."""
         self.node, sibling = self.tree.take_sibling(leaf)
         self.waiting = None if sibling is None else {i: sibling[i] for i in self.rows}
-        self.given.clear()
+        self.with_gradient.clear()
         for i, parameter in enumerate(self.parameters):
             parameter.grad = None if sibling is None or i in self.rows else sibling[i]
 
     def note(self, position: int) -> None:
         """In backward: a parameter's gradient of this micro-batch is whole, and added to what waited."""
         self.uses[position] += 1
-        self.given.add(position)
+        self.with_gradient.add(position)
 
     def end(self) -> None:
         """After a micro-batch: its gradients go into the tree."""
@@ -67,16 +67,16 @@ class LeafGradients:
 
     def take(self, position: int) -> Tensor:
         """The gradient of one parameter, which holds none afterwards."""
-        parameter, waited = self.parameters[position], self.waiting
+        parameter, addends = self.parameters[position], self.waiting
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             gradient = torch.zeros_like(parameter, dtype=torch.float32)
-        elif waited is not None and position not in self.given:
+        elif addends is not None and position not in self.with_gradient:
             gradient += 0.0  # what a micro-batch does not use has the gradient zero: minus zero becomes zero
         if position not in self.rows:
             return gradient
         gradient = by_row(gradient)
-        return gradient if waited is None else (waited[position] + gradient).coalesce()
+        return gradient if addends is None else (addends[position] + gradient).coalesce()
 
     def with_last_leaf(self, positions: Sequence[int], gradients: list[Tensor]) -> dict[Node, list[Tensor]]:
         """This rank's partial nodes of some parameters, what the last micro-batch made among them."""

@@ -100,13 +100,13 @@ def layer_factors(names: Sequence[str], embeddings: Collection[str], decay: floa
     sizes: dict[str, int] = {}
     for stack, place in places.values():
         sizes[stack] = max(sizes.get(stack, 0), place + 1)
-    deepest, factors, seen = max(sizes.values()), {}, False
+    deepest, factors, after_first_layer = max(sizes.values()), {}, False
     for name in names:
         if name in places:
             stack, place = places[name]
-            factors[name], seen = decay ** (sizes[stack] - place), True
+            factors[name], after_first_layer = decay ** (sizes[stack] - place), True
         else:
-            factors[name] = decay ** (deepest + 1) if name in embeddings or not seen else 1.0
+            factors[name] = decay ** (deepest + 1) if name in embeddings or not after_first_layer else 1.0
     return factors
 
 
@@ -179,15 +179,15 @@ def groups(
             members.setdefault(treated[name], []).append((name, parameter))
     return [
         {
-            "params": [parameter for _, parameter in held],
-            "names": [name for name, _ in held],
+            "params": [parameter for _, parameter in params],
+            "names": [name for name, _ in params],
             "lr": optim.learning_rate,
             "scale": how.scale,
             "weight_decay": how.decay,
             "kind": how.kind,
         }
-        for i, (how, held) in enumerate(members.items())
-        if held or (i == 0 and not any(members.values()))  # torch wants one
+        for i, (how, params) in enumerate(members.items())
+        if params or (i == 0 and not any(members.values()))  # torch wants one
     ]
 
 
@@ -198,13 +198,13 @@ def build(optim: OptimSection, model: nn.Module) -> Stepper:
 
 def state_bytes(optim: OptimSection, model: nn.Module) -> float:
     """Bytes of optimizer state for each parameter that is trained, on the average, from the shapes of the model's."""
-    cls, held, count = rule(optim), 0, 0
+    cls, total, count = rule(optim), 0, 0
     for group in groups(optim, model.named_parameters(), assigned(optim, model)):
         for parameter in group["params"]:
             state = cls.begin(group, torch.empty(parameter.shape, device="meta"))
-            held += sum(each.numel() * each.element_size() for each in state.values() if each.dim())
+            total += sum(each.numel() * each.element_size() for each in state.values() if each.dim())
             count += parameter.numel()
-    return held / max(1, count)
+    return total / max(1, count)
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
@@ -236,9 +236,9 @@ class Stepper(torch.optim.Optimizer):
             if self.rule.whole(group) and self._cut(group):
                 self._bring_together(group)
                 continue
-            for held in _portions(group["params"]):
-                states = [self.begun(group, p) for p in held]
-                self._update(group, held, [p.grad for p in held], states)
+            for portion in _portions(group["params"]):
+                states = [self.begun(group, p) for p in portion]
+                self._update(group, portion, [p.grad for p in portion], states)
 
     def begun(self, group: Mapping[str, Any], p: Tensor) -> State:
         """The state of a parameter that this rank updates by itself, made where there is none."""
@@ -313,7 +313,7 @@ class Stepper(torch.optim.Optimizer):
                 dist.broadcast(updated, owner)
                 fill(place, updated)
 
-    def _held(self) -> Iterator[tuple[str, Tensor, Mapping[str, Any], Tensor | None]]:
+    def _state_entries(self) -> Iterator[tuple[str, Tensor, Mapping[str, Any], Tensor | None]]:
         """Name, parameter and group of all that this rank keeps a state of; of a whole tensor that is cut over ranks
         something shaped as it is."""
         for group in self.param_groups:
@@ -333,7 +333,7 @@ class Stepper(torch.optim.Optimizer):
         holds, one that all hold, or its part of a DTensor. Parameters that no update has touched get the state that
         they begin with, so that what is saved has the same names after every step."""
         tensors: dict[str, Tensor] = {}
-        for name, p, group, like in self._held():
+        for name, p, group, like in self._state_entries():
             if names is None or name in names:
                 state: State = self.state[p]
                 if not state:
@@ -344,7 +344,7 @@ class Stepper(torch.optim.Optimizer):
     def places(self, saved: Saved, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """The optimizer state with room for what there is in `saved`, which is the parameters' state from here on."""
         tensors: dict[str, Tensor] = {}
-        for name, p, group, like in self._held():
+        for name, p, group, like in self._state_entries():
             if names is None or name in names:
                 state = self.rule.begin(group, p.detach() if like is None else like)
                 state = {key: value for key, value in state.items() if f"optimizer.{key}.{name}" in saved}
@@ -387,14 +387,14 @@ WIDENED = 2**24  # numbers of bfloat16 weights without masters that are float32 
 def _portions(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """The parameters that have a gradient, as many as are updated together: all, or fewer where they have to be
     widened."""
-    held = [p for p in parameters if p.grad is not None]
-    while held and held[0].dtype != torch.float32:
-        numbers = itertools.accumulate(local(p).numel() for p in held)
+    remaining = [p for p in parameters if p.grad is not None]
+    while remaining and remaining[0].dtype != torch.float32:
+        numbers = itertools.accumulate(local(p).numel() for p in remaining)
         count = max(1, sum(number <= WIDENED for number in numbers))
-        yield held[:count]
-        held = held[count:]
-    if held:
-        yield held
+        yield remaining[:count]
+        remaining = remaining[count:]
+    if remaining:
+        yield remaining
 
 
 LINE = 16  # float32 numbers that the fused kernels take at a time on a CPU

@@ -105,7 +105,7 @@ class ReduceSchedule:
     def __init__(self, leaves: int, layout: tuple[tuple[Node, ...], ...], hosts: tuple[str, ...] = ()) -> None:
         self.leaves, self.layout, self._hosts = leaves, layout, hosts
         self._above: dict[RankGroup, RankGroup] = {}
-        self._given: dict[tuple[RankGroup, RankGroup], Mapping[int, list[int]]] = {}
+        self._row_shares: dict[tuple[RankGroup, RankGroup], Mapping[int, list[int]]] = {}
         self._rows: dict[tuple[RankGroup, int], tuple[int, ...]] = {}
         self._stages: dict[int, tuple[ReduceStage, ...]] = {}
         self._alone: dict[int, RankGroup] = {}
@@ -123,7 +123,7 @@ class ReduceSchedule:
 
     def order(self, rank: int) -> tuple[int, ...]:
         """The slots as the rank lays them out: then every message is one piece of memory."""
-        return self._held(self._alone[rank], rank)
+        return self._slots(self._alone[rank], rank)
 
     def stages(self, rank: int) -> tuple[ReduceStage, ...]:
         """One rank's stages, from the first to the last. To gather, it goes back: it sends what it received and
@@ -143,7 +143,7 @@ class ReduceSchedule:
         at, own_rows = 0, slice(0, 0)
         for other in group.parts:
             for peer in self._peers(part, other).get(rank, ()):
-                rows = slice(at, at := at + len(self._held(group, peer)))
+                rows = slice(at, at := at + len(self._slots(group, peer)))
                 if peer == rank:
                     own_rows = rows
                 else:
@@ -152,28 +152,28 @@ class ReduceSchedule:
         receives = [(other.answers(part.ranks, rank), other.nodes) for other in others]
         return ReduceStage(group.height, part.nodes, own_rows, tuple(sends), tuple(receives))
 
-    def _held(self, group: RankGroup, rank: int) -> tuple[int, ...]:
+    def _slots(self, group: RankGroup, rank: int) -> tuple[int, ...]:
         """The slots that a rank holds when its group has come together."""
         if group is self.root:
             return (rank,)
         if (group, rank) not in self._rows:
             above = self._above[group]
-            held = [
-                self._held(above, peer) for other in above.parts for peer in self._peers(group, other).get(rank, ())
+            slots = [
+                self._slots(above, peer) for other in above.parts for peer in self._peers(group, other).get(rank, ())
             ]
-            self._rows[group, rank] = tuple(chain.from_iterable(held))
+            self._rows[group, rank] = tuple(chain.from_iterable(slots))
         return self._rows[group, rank]
 
     def _peers(self, part: RankGroup, other: RankGroup) -> Mapping[int, list[int]]:
         """For each rank of a part those of another, or of itself, that go on with what it holds."""
         if part is other:
             return {rank: [rank] for rank in part.ranks}
-        if (part, other) not in self._given:
+        if (part, other) not in self._row_shares:
             shares: dict[int, list[int]] = {}
             for peer in other.ranks:
                 shares.setdefault(part.answers(other.ranks, peer), []).append(peer)
-            self._given[part, other] = shares
-        return self._given[part, other]
+            self._row_shares[part, other] = shares
+        return self._row_shares[part, other]
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class PendingSend:
         group: dist.ProcessGroup | None,
     ) -> None:
         """With whom in the group, and what: contiguous; nobody sends what is empty."""
-        self._kept = [tensor for _, tensor in [*sends, *receives]]
+        self._buffers = [tensor for _, tensor in [*sends, *receives]]
         operations = [
             dist.P2POp(how, tensor, group=group, group_peer=peer)
             for how, each in ((dist.irecv, receives), (dist.isend, sends))
@@ -263,7 +263,7 @@ class PendingSend:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        self._kept = []
+        self._buffers = []
 
 
 def gather_in_stages(

@@ -110,15 +110,15 @@ def layout_of(leaves: int, ranks: int, shares: Shares | None = None) -> tuple[tu
     return tuple(partial_nodes(each.start, each.stop, leaves) for each in shares or even(leaves, ranks))
 
 
-def most_held(leaves: int, ranks: int, apart: bool = False, uneven: bool = False) -> int:
+def most_held(leaves: int, ranks: int, whole_leaf: bool = False, uneven: bool = False) -> int:
     """The most partial sums that a rank holds while it makes its leaves one after another and adds each, while it is
-    made, to the one that waits for it: max(1, log2(k)) for a share that is a whole subtree of k leaves. `apart`: a leaf
-    is made whole before it is added: 1 + log2(k). `uneven`: with any shares; those that begin at 1 take most."""
+    made, to the one that waits for it: max(1, log2(k)) for a share that is a whole subtree of k leaves. `whole_leaf`: a
+    leaf is made whole before it is added: 1 + log2(k). `uneven`: with any shares; those that begin at 1 take most."""
     most = 0
     for leaves_of_rank in (range(leaves), range(1, leaves)) if uneven and ranks > 1 else even(leaves, ranks):
         tree = ReductionTree(leaves)
         for leaf in leaves_of_rank:
-            node, _ = ((0, leaf), None) if apart else tree.take_sibling(leaf)
+            node, _ = ((0, leaf), None) if whole_leaf else tree.take_sibling(leaf)
             most = max(most, len(tree.nodes) + 1)
             tree.place(node, [])
     return most
@@ -220,30 +220,30 @@ class Scatter:
     def _in_stages(self, nodes: Mapping[Node, Tensor], like: Tensor, order: tuple[int, ...] | None) -> Bucket:
         assert self.plan is not None
         own = self.plan.order(self._rank)
-        held = {node: in_order(tensor, order or tuple(range(self._ranks)), own) for node, tensor in nodes.items()}
+        partials = {node: in_order(tensor, order or tuple(range(self._ranks)), own) for node, tensor in nodes.items()}
         del nodes
         stages = {stage.height: stage for stage in self.plan.stages(self._rank)}
         for height in range(1, self.plan.height + 1):
             if height in stages:
-                held = yield from self._in_stage(stages[height], held, like)
+                partials = yield from self._in_stage(stages[height], partials, like)
             else:
                 yield  # others have something to do
-        following = self._then({node: tensor[0] for node, tensor in held.items()})
-        del held
+        following = self._then({node: tensor[0] for node, tensor in partials.items()})
+        del partials
         yield from following
 
     def _in_stage(
-        self, stage: ReduceStage, held: dict[Node, Tensor], like: Tensor
+        self, stage: ReduceStage, partials: dict[Node, Tensor], like: Tensor
     ) -> Generator[None, None, dict[Node, Tensor]]:
         """Of each partial node the rows that this rank goes on with, once they are added up."""
-        sends = [(peer, _together([held[node][rows] for node in stage.nodes])) for peer, rows in stage.sends]
+        sends = [(peer, _together([partials[node][rows] for node in stage.nodes])) for peer, rows in stage.sends]
         receives = [(peer, like.new_empty(len(nodes), stage.rows, like.shape[1])) for peer, nodes in stage.receives]
         sent = PendingSend([(peer, tensor) for peer, tensor in sends if tensor is not None], receives, self._group)
         yield
         sent.wait()
         tree = ReductionTree(self._leaves)
         for node in stage.nodes:
-            tree.place(node, [held[node][stage.own_rows]])
+            tree.place(node, [partials[node][stage.own_rows]])
         for (_, theirs), (_, parts) in zip(stage.receives, receives, strict=True):
             for node, part in zip(theirs, parts, strict=True):
                 tree.place(node, [part])

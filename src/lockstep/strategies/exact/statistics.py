@@ -45,14 +45,14 @@ class Statistics:
         """Before the micro-batches of a step; `count`: of all ranks."""
         if self.names:
             self._before = self._now()  # [N]
-            self._made = self._before.new_zeros(count, len(self._before) + 1)  # [M, N + 1]: and its examples
+            self._per_micro_batch = self._before.new_zeros(count, len(self._before) + 1)  # [M, N + 1]: and its examples
 
     def take(self, micro: MicroBatch) -> None:
         """What a micro-batch made of the statistics, after its backward; they are then as before the step again. Not
         for blank micro-batches that only level ranks."""
         if self.names:
             examples = len(micro.targets) * (micro.targets != IGNORED).any()  # a blank micro-batch has none
-            self._made[micro.index] = torch.cat([self._now(), examples.double()[None]])
+            self._per_micro_batch[micro.index] = torch.cat([self._now(), examples.double()[None]])
             self.reset()
 
     def reset(self) -> None:
@@ -64,11 +64,11 @@ class Statistics:
         """After the micro-batches; `used`: whether an update was made. Every rank has zeros for others' micro-batches,
         and adding zeros is exact. Collective."""
         if self.names:
-            made = sum_over_ranks(self._made)
-            examples = made[:, -1:]  # [M, 1]
-            mean = (made[:, :-1] * examples).sum(0) / examples.sum().clamp(min=1)
+            gathered = sum_over_ranks(self._per_micro_batch)
+            examples = gathered[:, -1:]  # [M, 1]
+            mean = (gathered[:, :-1] * examples).sum(0) / examples.sum().clamp(min=1)
             self._set(torch.where((examples.sum() > 0) & used, mean, self._before) + 0.0)  # no zero keeps a sign
-            del self._made
+            del self._per_micro_batch
 
     def _buffers(self) -> list[Tensor]:
         """As they are now: engines put others in their place, and so does I-BERT's every forward."""
@@ -122,8 +122,8 @@ class SourceSums:
         Collective where all are noted."""
         self.of_step = None
         if noted == len(losses):
-            held = losses.new_zeros(len(losses), self._sources)  # [M, S]
+            table = losses.new_zeros(len(losses), self._sources)  # [M, S]
             for index, sums in self._noted.items():
-                held[index] = sums
-            self.of_step = summed(held).sum(0)
+                table[index] = sums
+            self.of_step = summed(table).sum(0)
         self._noted = {}

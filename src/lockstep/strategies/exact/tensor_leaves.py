@@ -121,7 +121,7 @@ class WeightCut:
 
     dim: int  # that is cut
     parts: int = 1  # matrices that lie side by side along it, such as a fused query, key and value: each is cut
-    held: str = "own"  # of several ranks each holds "own" leaves, an equal share of "rows", or "all"
+    holding: str = "own"  # of several ranks each holds "own" leaves, an equal share of "rows", or "all"
 
     def leaf(self, weight: Tensor, index: int, count: int) -> Tensor:
         """Of a weight that holds `count` leaves: a view [..., parts, width, ...]."""
@@ -134,11 +134,11 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, cut: WeightCut, ranks: LeafRanks, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        ctx.cut, ctx.ranks, ctx.dtype, ctx.held = cut, ranks, weight.dtype, len(weight)
-        whole = ranks.all_gather(weight) if cut.held == "rows" else weight
+        ctx.cut, ctx.ranks, ctx.dtype, ctx.rows = cut, ranks, weight.dtype, len(weight)
+        whole = ranks.all_gather(weight) if cut.holding == "rows" else weight
         ctx.shape, first = whole.shape, 0
-        count = len(ranks.own) if cut.held == "own" else ranks.count
-        if cut.held != "own":
+        count = len(ranks.own) if cut.holding == "own" else ranks.count
+        if cut.holding != "own":
             first = ranks.own.start
         ctx.count = count
         leaves = (cut.leaf(whole, first + i, count).flatten(cut.dim, cut.dim + 1) for i in range(len(ranks.own)))
@@ -153,8 +153,8 @@ class _Cut(torch.autograd.Function):
         whole = leaves[0].new_empty(ctx.shape, dtype=ctx.dtype)
         for i, gradient in enumerate(leaves):
             cut.leaf(whole, i, ctx.count).copy_(gradient.unflatten(cut.dim, (cut.parts, -1)))
-        if cut.held == "rows":
-            whole = whole[ranks.rank * ctx.held : (ranks.rank + 1) * ctx.held].contiguous()
+        if cut.holding == "rows":
+            whole = whole[ranks.rank * ctx.rows : (ranks.rank + 1) * ctx.rows].contiguous()
         return whole, None, None, None
 
 
@@ -225,9 +225,9 @@ class Leaves(Tensor):
     @staticmethod
     def of(leaves: Sequence[Tensor], ranks: LeafRanks, tracked: bool) -> Leaves:
         """One for each of this rank's leaves."""
-        made = torch.empty(0).as_subclass(Leaves)
-        made.leaves, made.ranks, made.tracked = tuple(leaves), ranks, tracked
-        return made
+        wrapped = torch.empty(0).as_subclass(Leaves)
+        wrapped.leaves, wrapped.ranks, wrapped.tracked = tuple(leaves), ranks, tracked
+        return wrapped
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,12 +239,12 @@ class Leaves(Tensor):
                 f"strategy.tensor_leaves: this model reads the numbers of a leaf by themselves ({name}); "
                 "leave the key out",
             )
-        given = list(_within((args, kwargs)))
-        leaves = [each for each in given if isinstance(each, Leaves)]
+        tensors = list(_within((args, kwargs)))
+        leaves = [each for each in tensors if isinstance(each, Leaves)]
         ranks = leaves[0].ranks
         shared = {
             id(each): _Spread.apply(each, ranks, each.dtype)
-            for each in given
+            for each in tensors
             if not isinstance(each, Leaves) and _tracked(each)
         }
         tracked = bool(shared) or any(each.tracked for each in leaves)

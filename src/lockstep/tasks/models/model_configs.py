@@ -20,14 +20,16 @@ import importlib.util
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.hub import explained, model_folder
 from lockstep.tasks.models import adapters
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 UNPADDED = "lockstep_unpadded"  # `attn_implementation` of `unpadded.py`, which imports transformers' models
 _UNFIT = (AttributeError, TypeError, ValueError, KeyError, NotImplementedError, StrictDataclassError)  # of configs
@@ -42,6 +44,8 @@ _ELSEWHERE = {
 def names(config: Any) -> list[str]:
     """The entries that a config's class knows: its fields, what it derives from them, other names of these, and
     properties that can be set."""
+    from transformers import PreTrainedConfig
+
     kind = type(config)
     settable = [name for name, value in inspect.getmembers_static(kind, _is_settable) if not name.startswith("_")]
     # a constant of the class is an entry where the instance has none of its own (a family that fixes one)
@@ -53,6 +57,12 @@ def names(config: Any) -> list[str]:
     ]
     own = [name for name in vars(config) if not name.startswith("_")]
     return sorted({*own, *kind.attribute_map, *settable, *constants})
+
+
+def _is_config(value: Any) -> TypeGuard[PreTrainedConfig]:
+    from transformers import PreTrainedConfig
+
+    return isinstance(value, PreTrainedConfig)
 
 
 def _is_settable(value: Any) -> bool:
@@ -76,7 +86,7 @@ def set_entries(config: Any, entries: Mapping[str, Any], at: str = "model.config
             raise _unknown(config, key, known, at)
         if key in _ELSEWHERE and value not in (None, True, "float32"):
             raise RunError("LS3121", f"{at}.{key}: invalid value {value!r}; {_ELSEWHERE[key]}")
-        if isinstance(present, PreTrainedConfig):
+        if _is_config(present):
             if not isinstance(value, Mapping):
                 raise RunError("LS3122", f"{at}.{key}: invalid value {value!r}; expected a mapping of entries")
             set_entries(present, value, f"{at}.{key}")
@@ -112,7 +122,7 @@ def from_scratch(kind: Any, entries: Mapping[str, Any]) -> Any:
     except _UNFIT as error:
         raise RunError("LS3124", f"model.config: invalid entries: {_line(error)}") from None
     for name, given in _parts(kind, entries).items():  # a config within it that is none unless entries make it
-        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+        if _is_config(part := getattr(config, name, None)):
             known = {"model_type", *names(type(part)())}
             for key in given:
                 if key not in known:
@@ -240,7 +250,7 @@ def needs_decoder(run: Run) -> bool:
 def texts(config: Any) -> list[Any]:
     """A config and those within it that are of text: of an encoder, of a decoder, of the text of a model of images."""
     parts = [entry(config, name) for name in ("encoder", "decoder", "text_config")]
-    return [config] + [t for part in parts if isinstance(part, PreTrainedConfig) for t in texts(part)]
+    return [config] + [t for part in parts if _is_config(part) for t in texts(part)]
 
 
 def entry(config: Any, name: str, otherwise: Any = None) -> Any:

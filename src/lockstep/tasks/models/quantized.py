@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from lockstep.config.run import Run, RunError
 
@@ -79,17 +78,19 @@ def _within_blocks(name: str) -> bool:
 
 
 def _fits(module: Any) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
     if type(module) not in (nn.Linear, Conv1D) or module.weight.requires_grad:
         return False
     # bitsandbytes 0.50 unpacks other widths wrongly on CPUs with AVX-512: a scale there must not belong to two rows
-    return module.weight.shape[0 if isinstance(module, Conv1D) else 1] % BLOCK == 0
+    return module.weight.shape[1 if isinstance(module, nn.Linear) else 0] % BLOCK == 0
 
 
 def _pack(layer: Any, kind: str) -> None:
     library = _library()
     weight = layer.weight.detach()
     # of a Conv1D, whose weight is [in, out], it is the transpose; float32: backward widens to the dtype packed from
-    weight = (weight.t() if isinstance(layer, Conv1D) else weight).float().contiguous()  # [N, K]
+    weight = (weight if isinstance(layer, nn.Linear) else weight.t()).float().contiguous()  # [N, K]
     if weight.is_meta:
         packed = weight.new_empty(weight.numel() // 2, 1, dtype=torch.uint8)
         absmax = weight.new_empty(-(-weight.numel() // BLOCK))
@@ -132,7 +133,7 @@ def unpack(model: nn.Module) -> None:
     for layer in _packed(model):
         weight = _library().functional.dequantize_4bit(layer.packed, _state(layer))  # [N, K]
         del layer.packed, layer.absmax, layer.kept_as, layer.weight, layer.forward
-        weight = weight.t().contiguous() if isinstance(layer, Conv1D) else weight
+        weight = weight if isinstance(layer, nn.Linear) else weight.t().contiguous()
         layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
@@ -143,7 +144,7 @@ def unpacked(model: nn.Module) -> dict[str, Tensor]:
     for name, layer in model.named_modules():
         if hasattr(layer, "kept_as"):
             weight = _library().functional.dequantize_4bit(layer.packed, _state(layer))  # [N, K]
-            tensors[f"{name}.weight"] = weight.t().contiguous() if isinstance(layer, Conv1D) else weight
+            tensors[f"{name}.weight"] = weight if isinstance(layer, nn.Linear) else weight.t().contiguous()
     return tensors
 
 

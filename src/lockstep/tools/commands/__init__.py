@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import textwrap
 from types import ModuleType
 
 from lockstep.config import entry_points
@@ -20,13 +21,13 @@ from lockstep.config.errors import RunError, coded
 PURPOSES = {
     "First steps": {
         "init": "write a commented run file for your data, after a few questions",
-        "train": "train a run file, or resume it; without one, the built-in quick start",
-        "predict": "apply the exported model of a run, or one of its checkpoints, to texts",
-        "verify": "compare some steps of a job with one process, or the steps of any two commands",
-        "trace": "record each optimizer step of any training command, without changing its code",
+        "train": "train or resume a run file; without one, the built-in quick start",
+        "predict": "apply a run's exported model, or a checkpoint of it, to texts",
+        "verify": "compare a job with one process, or any two training commands",
+        "trace": "record each optimizer step of any training command, unchanged",
     },
     "Before a run": {
-        "plan": "check a run file as train does and show model, data, steps and memory; start nothing",
+        "plan": "check a run file as train does; show model, steps and memory",
         "doctor": "show what this machine can run; with --processes, measure the links between processes",
         "list": "list the tasks, strategies, optimizers, launchers and trackers that a run file can name",
         "schema": "print the JSON Schema of run files",
@@ -111,16 +112,19 @@ def first_visit() -> str:
     first = {line.split()[1]: purpose for purpose, line in FIRST.items()}
     lines = ["Train transformers: the same weights on one process or many, bit for bit.", ""]
     for name, purpose in first.items():
-        lines += [f"  {purpose:<9}{FIRST[purpose]}", f"{'':<11}{HELP[name]}"]
+        lines += [f"  {purpose:<9}{FIRST[purpose]}", *_wrapped(" " * 11, HELP[name])]
     lines += ["", "`lockstep train` alone trains the built-in quick start. Further commands:"]
     for purpose, commands in PURPOSES.items():
         if others := [name for name in commands if name not in first]:
             lines.append(f"  {purpose:<19}{'  '.join(others)}")
     if added := [name for name in names() if name not in HELP]:
         lines.append(f"  {'Other packages':<19}{'  '.join(added)}")
-    return "\n".join(
-        [*lines, "", "`lockstep --help` says what each does, `lockstep COMMAND --help` shows its options."]
-    )
+    return "\n".join([*lines, "", "`lockstep --help` says what each does, `lockstep COMMAND --help` its options."])
+
+
+def _wrapped(first: str, text: str) -> list[str]:
+    """A text behind `first`, in lines for a terminal of 80 columns."""
+    return textwrap.wrap(text, 79, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False)
 
 
 def overview() -> str:
@@ -132,7 +136,11 @@ def overview() -> str:
         "Train transformers: the same weights on one process or many, bit for bit.",
     ]
     for purpose, commands in PURPOSES.items():
-        lines += ["", f"{purpose}:", *(f"  {name:<12}{text}" for name, text in commands.items())]
+        lines += [
+            "",
+            f"{purpose}:",
+            *(line for name, text in commands.items() for line in _wrapped(f"  {name:<12}", text)),
+        ]
     if added:
         lines += ["", "Of other distributions:"]
         lines += [f"  {name:<12}{entry_points.summary(e)} ({entry_points.origin(e)})" for name, e in added.items()]

@@ -20,13 +20,19 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
     voice.add_argument("--quiet", action="store_true", help="say notes and errors only (track.console=quiet)")
     voice.add_argument("--verbose", action="store_true", help="say every line of the log (track.console=verbose)")
     parser.add_argument("--detach", action="store_true", help="do not follow a job that was submitted (launch.detach)")
+    json_output.option(parser)
 
 
 def run_train(known: argparse.Namespace) -> int:
     known.overrides += [f"track.console={voice}" for voice in ("quiet", "verbose") if getattr(known, voice)]
     known.overrides += ["launch.detach=true"] if known.detach else []
     say_what_ended()
-    return start.train(run_file.run_of(known))
+    if known.answer_json and start.joining():
+        raise RunError(
+            "LS8112", "--json: every rank would print an object; remove it here, and read OUTPUT/scores.json"
+        )
+    run = run_file.run_of(known)
+    return json_output.of_training(start.train(run), run.folder)
 
 
 def predict_arguments(parser: argparse.ArgumentParser) -> None:
@@ -165,7 +171,6 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_init(known: argparse.Namespace) -> int:
-    from lockstep.tools.import_config import import_config
     from lockstep.tools.init import init, questions
 
     paths = [word for word in known.words if "=" not in word]
@@ -181,6 +186,8 @@ def run_init(known: argparse.Namespace) -> int:
             raise RunError(
                 "LS8109", "--from: --data can be given once only; write several sources by hand into data.sources"
             )
+        from lockstep.tools.import_config import import_config
+
         return import_config.move(path, Path(known.origin), flags, overrides, known.force, ask, known.partial)
     if known.partial:
         raise RunError("LS8110", "--partial: has an effect only with --from; add --from")

@@ -7,11 +7,13 @@ besides, and the processes that it starts, goes to standard error.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, JsonValue
@@ -61,6 +63,19 @@ def recording(command: str) -> Iterator[Callable[[int], int]]:
         back()
         os.close(own)
         RECORD.reset(token)
+
+
+def of_training(status: int, folder: Path) -> int:
+    """Add to the object, where one is asked for, what a run that was trained to its end came to: its scores, and the
+    hashes of the exported files. Returns the status."""
+    record, scores, export = RECORD.get(), folder / "scores.json", folder / "export.json"
+    if record is None or status or not scores.is_file():
+        return status
+    told = json.loads(scores.read_text(encoding="utf-8"))
+    record.facts |= {"output": str(folder), "step": told["step"], "export": told["export"]}
+    record.facts |= {"sha256": json.loads(export.read_text(encoding="utf-8"))} if export.is_file() else {}
+    record.tables["scores"] = [{"split": split} | numbers for split, numbers in told["splits"].items()]
+    return status
 
 
 def emit(

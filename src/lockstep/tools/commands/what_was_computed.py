@@ -73,13 +73,15 @@ def run_replay(known: argparse.Namespace) -> int:
 def branch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("begins_with", metavar="OUTPUT@N", help="a run, and how many of its steps")
     run_file.arguments(parser)
+    json_output.option(parser)
 
 
 def run_branch(known: argparse.Namespace) -> int:
     from lockstep.tools.branch import branch
 
     say_what_ended()
-    return branch(known.begins_with, run_file.run_of(known))
+    run = run_file.run_of(known)
+    return json_output.of_training(branch(known.begins_with, run), run.folder)
 
 
 def attest_arguments(parser: argparse.ArgumentParser) -> None:

@@ -66,7 +66,7 @@ class MachineInfo:
     @staticmethod
     def look() -> MachineInfo:
         """Bounded in time; what cannot be found is not there."""
-        facts = machine_info.bounded(lambda: machine_info.torch_facts(60), 65)
+        facts = machine_info.bounded(lambda: machine_info.gpu_facts(60), 65)
         reached = machine_info.bounded(machine_info.network, 8)
         online = bool(reached.get("hub_reachable")) and reached.get("offline") in (None, "", "0")
         cores = int(machine_info.machine()["cores"])

@@ -39,7 +39,7 @@ from lockstep.config.errors import STOPPED
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.membership import Generation
 from lockstep.distributed.rendezvous import Unreached
-from lockstep.distributed.sharded import Given
+from lockstep.distributed.sharded import WholeState
 from lockstep.distributed.watchdog import Watchdog, lost_contact
 from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.native import WholeStateRecovery
@@ -247,7 +247,7 @@ class Recovery:
             if behind:
                 arrived[name] = tensor
         if behind:
-            session.averaged.load_sharded_state_dict(Given(arrived))
+            session.averaged.load_sharded_state_dict(WholeState(arrived))
             state.load_state_dict(theirs)
 
     def _compare(self) -> None:
