@@ -170,7 +170,15 @@ def write_data(folder: Path) -> None:
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def run_of(head: str, family: str, folder: Path, strategy: str, precision: str = "fp32") -> Run:
+def run_of(
+    head: str,
+    family: str,
+    folder: Path,
+    strategy: str,
+    precision: str = "fp32",
+    exact: bool | str = True,
+    threads: int = 1,
+) -> Run:
     """A run of two steps."""
     values = {
         "name": family,
@@ -182,9 +190,9 @@ def run_of(head: str, family: str, folder: Path, strategy: str, precision: str =
         "batch_size": 9,
         "micro_batches": 3,
         "optim": {"learning_rate": 1e-3, "max_grad_norm": 0.5},
-        "strategy": {"name": strategy},
+        "strategy": {"name": strategy, "exact": exact},
         "precision": precision,
-        "launch": {"device": "cpu", "threads": 1},
+        "launch": {"device": "cpu", "threads": threads},
     }
     return load(None, [], values)
 

@@ -47,7 +47,7 @@ def measured(run: Run) -> dict[str, Any]:
     plain = {name: plain_check.plain_numbers(sides, places) for name, places in groups.items()}
     for way, on in ways.items():
         apart = [
-            plain_check.apart(plain_check.own_numbers(sides, places, strategy.autocast(on)), plain[name])
+            plain_check.largest_differences(plain_check.own_numbers(sides, places, strategy.autocast(on)), plain[name])
             for name, places in groups.items()
         ]
         found |= {f"loss {way}": max(x.loss for x in apart), f"gradient {way}": max(x.gradient for x in apart)}

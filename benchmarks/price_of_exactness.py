@@ -3,8 +3,11 @@
 In: strategies, a precision, rounds. Out: a line of JSON for each job in --out, and a Markdown table of it with --table.
 A job is two new processes of one thread each, forked from one that has imported everything, which train a BERT of
 MiniLM's size (22.7M numbers, weights at random) on the built-in texts. Jobs of a round follow each other, so that the
-two forms of a strategy meet the same load; ratios are of one round, and the table has their median and spread.
+two forms of a strategy meet the same load; ratios are of one round, and the table has their median and spread. With
+--portable the forms are `exact: portable` and `exact: true` of `single`: two processes, started anew each because
+libraries look at variables when they are loaded, take turns step by step, and the table has quartiles over such pairs.
 Example: python benchmarks/price_of_exactness.py --rounds 5 --out price.jsonl; then the same with --table
+python benchmarks/price_of_exactness.py --portable --precisions fp32 bf16 --rounds 40 --out portable.jsonl
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import torch
 import transformers  # noqa: F401 - the processes are forked with it
 
 from lockstep.config import plugins
@@ -40,7 +42,7 @@ MODEL |= {"vocab_size": 30522}
 OPTIONS: dict[str, Mapping[str, Any]] = {"fsdp2": {"gather": "micro_batch"}}
 
 
-def run_of(name: str, exact: bool, precision: str, args: argparse.Namespace) -> Run:
+def run_of(name: str, exact: bool | str, precision: str, args: argparse.Namespace, threads: int = 1) -> Run:
     """A job."""
     values = {
         "task": {"name": "classification", "text": "text", "label": "label"},
@@ -53,7 +55,7 @@ def run_of(name: str, exact: bool, precision: str, args: argparse.Namespace) -> 
         "precision": precision,
         "optim": {"learning_rate": 1e-4},
         "strategy": {"name": name, "exact": exact, "options": dict(OPTIONS.get(name, {}))},
-        "launch": {"device": "cpu", "threads": 1},
+        "launch": {"device": "cpu", "threads": threads},
     }
     return load(None, [], values)
 
@@ -64,11 +66,10 @@ def memory(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def rank_main(rank: int, ranks: int, meet: str, run: Run, steps: int, results: Any) -> None:
-    """One rank of a job: a step that is not counted, then `steps` whose seconds are."""
+def built(rank: int, ranks: int, meet: str, run: Run) -> tuple[Any, StepLoader, int]:
+    """A strategy after a step that is not counted, what feeds it, and the bytes of the process before it was built."""
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
-    torch.set_num_threads(1)
     world = World(run, meet)
     world.join()
     task_class = plugins.find("tasks", run.task.name)
@@ -78,6 +79,12 @@ def rank_main(rank: int, ranks: int, meet: str, run: Run, steps: int, results: A
     strategy.build(task)
     feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     strategy.train_step(feed.make(0), 1e-4)
+    return strategy, feed, before
+
+
+def rank_main(rank: int, ranks: int, meet: str, run: Run, steps: int, results: Any) -> None:
+    """One rank of a job: `steps` whose seconds are counted."""
+    strategy, feed, before = built(rank, ranks, meet, run)
     clock, processor = time.perf_counter(), time.process_time()
     for step in range(1, steps + 1):
         strategy.train_step(feed.make(step), 1e-4)
@@ -104,6 +111,54 @@ def job(run: Run, ranks: int, steps: int) -> dict[str, Any]:
         "peak": max(each["peak"] for each in held),
         "parameters": held[0]["parameters"],
     }
+
+
+def turns_main(meet: str, run: Run, turns: Any) -> None:
+    """A process of its own, which makes the step whose number it is sent, and answers with its seconds."""
+    strategy, feed, _ = built(0, 1, meet, run)
+    turns.send("ready")
+    while (step := turns.recv()) is not None:
+        batch = feed.make(step)
+        clock, processor = time.perf_counter(), time.process_time()
+        strategy.train_step(batch, 1e-4)
+        turns.send({"seconds": time.perf_counter() - clock, "processor": time.process_time() - processor})
+
+
+def portable_pairs(precision: str, threads: int, args: argparse.Namespace) -> None:
+    """Steps of `exact: true` and `exact: portable` in turn: a line for each pair."""
+    context, ends, processes = multiprocessing.get_context("spawn"), {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        for form in (True, "portable"):
+            run = run_of("single", form, precision, args, threads)  # sets this form's variables, which it inherits
+            ends[form], other = context.Pipe()
+            processes.append(context.Process(target=turns_main, args=(f"file://{folder}/{form}", run, other)))
+            processes[-1].start()
+            ends[form].recv()
+        for number in range(args.rounds):
+            line: dict[str, Any] = {"precision": precision, "threads": threads, "pair": number}
+            for form in (True, "portable") if number % 2 else ("portable", True):
+                ends[form].send(1 + number % args.steps)
+                line["portable" if form == "portable" else "exact"] = ends[form].recv()
+            print(line, flush=True)
+            with args.out.open("a") as out:
+                out.write(json.dumps(line | {"batch_size": args.batch_size}) + "\n")
+        for form in ends:
+            ends[form].send(None)
+        for process in processes:
+            process.join()
+
+
+def portable_table(lines: list[dict[str, Any]]) -> str:
+    """Markdown: seconds of a step of `exact: portable` beside one of `exact: true`."""
+    rows = ["| precision | threads | pairs | by processor time | by the clock |", "|---|---|---|---|---|"]
+    for precision, threads in dict.fromkeys((x["precision"], x["threads"]) for x in lines):
+        pairs = [x for x in lines if (x["precision"], x["threads"]) == (precision, threads)]
+        told = []
+        for key in ("processor", "seconds"):
+            low, middle, high = statistics.quantiles((x["portable"][key] / x["exact"][key] for x in pairs), n=4)
+            told.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+        rows.append(f"| {precision} | {threads} | {len(pairs)} | {' | '.join(told)} |")
+    return "\n".join(rows)
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -133,11 +188,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="that are timed")
     parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--portable", action="store_true", help="`exact: portable` beside `exact: true`")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1], help="of each process, with --portable")
     parser.add_argument("--out", type=Path, default=Path("price.jsonl"))
     parser.add_argument("--table", action="store_true", help="only print what is in --out")
     args = parser.parse_args()
     if args.table:
-        print(table([json.loads(line) for line in args.out.read_text().splitlines()]))
+        lines = [json.loads(line) for line in args.out.read_text().splitlines()]
+        print(portable_table(lines) if args.portable else table(lines))
+        return
+    if args.portable:
+        for precision in args.precisions:
+            for threads in args.threads:
+                portable_pairs(precision, threads, args)
         return
     kinds = [(name, precision) for precision in args.precisions for name in args.strategies]
     for number in range(args.rounds):

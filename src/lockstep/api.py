@@ -178,9 +178,9 @@ def predict(
     _begins()
     listed = [texts] if isinstance(texts, str) else list(texts)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        asked, answers_path = Path(folder) / "texts.json", Path(folder) / "answers.json"
-        asked.write_text(json.dumps(listed), encoding="utf-8")
-        words = [str(answers_path), str(_folder(output)), str(asked), json.dumps(overrides_of(overrides or {}))]
+        texts_path, answers_path = Path(folder) / "texts.json", Path(folder) / "answers.json"
+        texts_path.write_text(json.dumps(listed), encoding="utf-8")
+        words = [str(answers_path), str(_folder(output)), str(texts_path), json.dumps(overrides_of(overrides or {}))]
         _job("lockstep.api._predict", words, None)
         return json.loads(answers_path.read_text(encoding="utf-8"))
 
@@ -286,8 +286,8 @@ def _job(
             if show is not None and (warned := child.errors):
                 show(warned)
             return int(child.status or 0)
-        said = child.errors or f"ended with status {child.status}"
-        raise RunError.read(said) if child.status == 2 else JobFailed(said)
+        message = child.errors or f"ended with status {child.status}"
+        raise RunError.read(message) if child.status == 2 else JobFailed(message)
 
 
 def _show(child: Child, show: Callable[[str], object] | None) -> None:
@@ -323,8 +323,8 @@ def _evaluate(words: list[str]) -> int:
 def _predict(words: list[str]) -> int:
     from lockstep.training.predicting import predictions
 
-    answers_path, output, asked, overrides = words
-    texts = json.loads(Path(asked).read_text(encoding="utf-8"))
+    answers_path, output, texts_path, overrides = words
+    texts = json.loads(Path(texts_path).read_text(encoding="utf-8"))
     answers = list(predictions(Path(output), texts, json.loads(overrides)))
     Path(answers_path).write_text(json.dumps(answers), encoding="utf-8")
     return 0

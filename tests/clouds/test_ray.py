@@ -56,7 +56,7 @@ def test_one_bad_rank_is_bad_and_a_stop_is_a_stop() -> None:
     board = RayBoard()
     board.tell("bad")
     board.tell("stop")
-    assert board.asked() == "bad"
+    assert board.status_word() == "bad"
 
 
 @pytest.mark.processes

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from lockstep.config import processor
 from lockstep.config.run import Run, load
@@ -52,6 +54,12 @@ def said(done: subprocess.CompletedProcess[str]) -> Any:
 
 def changed(**strategy: Any) -> Run:
     return load(None, {}, TINY | {"strategy": {"name": "single", "exact": "portable"} | strategy})
+
+
+def features() -> list[str]:
+    """The sets of instructions that numpy takes in this process."""
+    found: Any = np.show_config(mode="dicts")
+    return list(found["SIMD Extensions"].get("found", []))
 
 
 # -- the environment -------------------------------------------------------------------------------------------------
@@ -97,6 +105,12 @@ def test_libraries_that_were_loaded_before_are_refused() -> None:
     done = python("import torch\nfrom lockstep.distributed import portable\nportable.install(1)", **clean)
     assert done.returncode
     mentions(done.stderr, "LS7076", "OPENBLAS_CORETYPE=Haswell")
+    alone = {name: "" if name.startswith("NPY") else value for name, value in processor.VARIABLES.items()}
+    done = python("import numpy\n" + PREPARED, "1", **alone)
+    wide = [each for each in processor.VARIABLES["NPY_DISABLE_CPU_FEATURES"].split(",") if each in features()]
+    assert bool(done.returncode) == bool(wide)
+    if wide:
+        mentions(done.stderr, "LS7083", wide[0])
 
 
 # -- the kernels -----------------------------------------------------------------------------------------------------
@@ -198,6 +212,102 @@ def test_products_are_products_and_the_number_of_threads_changes_no_bit() -> Non
     assert answers[0] == answers[1]
     assert answers[0]["types"] == "torch.bfloat16"
     mentions(answers[0]["refused"], "LS7081", "asin")
+
+
+CONVOLUTIONS = """
+import torch.nn.functional as F
+g = torch.Generator().manual_seed(1)
+r = lambda *shape: torch.randn(*shape, generator=g)
+cases = {
+    "padded": (F.conv2d, r(4, 16, 14, 14), r(300, 16, 3, 3), {"padding": 1}),
+    "with a step": (F.conv2d, r(2, 3, 31, 30), r(8, 3, 7, 7), {"stride": 2, "padding": 3}),
+    "patches": (F.conv2d, r(2, 3, 32, 33), r(12, 3, 16, 16), {"stride": 16}),
+    "of each channel": (F.conv2d, r(2, 12, 9, 9), r(24, 1, 7, 7), {"padding": 3, "groups": 12}),
+    "groups of a line": (F.conv1d, r(2, 16, 40), r(32, 4, 6), {"padding": 3, "groups": 4}),
+    "same size": (F.conv1d, r(2, 16, 40), r(32, 16, 5), {"padding": "same"}),
+    "volume": (F.conv3d, r(1, 4, 8, 8, 8), r(6, 4, 3, 2, 3), {"padding": (1, 0, 1), "stride": (2, 1, 1)}),
+    "dilated": (F.conv2d, r(1, 8, 16, 16), r(8, 8, 3, 3), {"dilation": 2, "stride": 2, "padding": 2}),
+    "transposed": (F.conv_transpose2d, r(2, 8, 6, 7), r(8, 5, 3, 3), {"stride": 2, "output_padding": 1, "padding": 1}),
+    "transposed groups": (F.conv_transpose1d, r(2, 8, 10), r(8, 3, 4), {"stride": 3, "groups": 2, "dilation": 2}),
+    "one image": (F.conv2d, r(16, 9, 9), r(8, 16, 3, 3), {}),
+    "no image": (F.conv2d, r(0, 16, 9, 9), r(8, 16, 3, 3), {}),
+}
+done = {}
+for name, (f, x, w, options) in cases.items():
+    channels = w.shape[1] * options.get("groups", 1) if "transposed" in name else len(w)
+    bias = r(channels)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        leaves = [each.to(dtype).clone().requires_grad_() for each in (x, w, bias)]
+        out = f(*leaves, **options)
+        (out.double() ** 2).sum().backward()
+        done[f"{name}, {dtype}"] = [out.detach(), *(leaf.grad for leaf in leaves)]
+pair = r(1, 2, 5, 5).double().requires_grad_(), r(3, 2, 2, 2).double().requires_grad_()
+assert torch.autograd.gradcheck(F.conv2d, pair)
+assert torch.autograd.gradgradcheck(F.conv2d, pair)
+torch.save(done, sys.argv[2])
+"""
+
+
+@pytest.mark.processes
+def test_convolutions_are_those_of_torch_and_the_number_of_threads_changes_no_bit(tmp_path: Path) -> None:
+    for name, before, threads in (("torch", "import sys, torch", "1"), ("1", PREPARED, "1"), ("3", PREPARED, "3")):
+        done = python(before + CONVOLUTIONS, threads, str(tmp_path / name))
+        assert done.returncode == 0, done.stderr
+    judge, one, three = (torch.load(tmp_path / name) for name in ("torch", "1", "3"))
+    assert judge.keys() == one.keys()
+    for name, tensors in judge.items():
+        limit = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float64: 1e-14}[tensors[0].dtype]
+        for right, ours, again in zip(tensors, one[name], three[name], strict=True):
+            assert (ours.dtype, ours.shape) == (right.dtype, right.shape), name
+            assert torch.equal(ours, again), name
+            assert not right.numel() or (ours - right).abs().max() <= limit * right.abs().max(), name
+
+
+REFUSED = """
+import json
+square, answers = torch.eye(4) + 1, {}
+calls = {"asin": lambda: torch.asin(square), "in place": lambda: torch.asin_(square.clone()),
+         "out": lambda: torch.asin(square, out=torch.empty(0)), "inverse": lambda: torch.linalg.inv(square),
+         "determinant": lambda: torch.linalg.det(square), "transform": lambda: torch.fft.rfft(square),
+         "sparse": lambda: torch.sparse.mm(square.to_sparse(), square), "rows": lambda: square.to_sparse_csr() @ square,
+         "integers": lambda: torch.nn.functional.conv1d(torch.ones(1, 1, 4).long(), torch.ones(1, 1, 2).long()),
+         "complex": lambda: torch.exp(torch.complex(square, square))}
+for name, call in calls.items():
+    try:
+        answers[name] = repr(call())
+    except Exception as error:
+        answers[name] = str(error)
+torch.manual_seed(0)
+layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
+x = torch.randn(3, 5, 8)
+with torch.no_grad():
+    evaluated = layer(x)
+print(json.dumps({"answers": answers, "evaluated": torch.equal(evaluated, layer.train()(x))}))
+"""
+
+
+@pytest.mark.processes
+def test_what_has_no_portable_form_is_refused_by_name() -> None:
+    told = said(python(PREPARED + REFUSED, "1"))
+    codes = dict.fromkeys(told["answers"], "LS7081") | {"integers": "LS7082", "complex": "LS7080"}
+    for name, answer in told["answers"].items():
+        mentions(answer, codes[name])
+    assert told["evaluated"]  # torch's own layers are evaluated by the kernels that they are trained by
+
+
+@pytest.mark.processes
+def test_nothing_is_left_to_libraries_that_look_at_the_processor() -> None:
+    """MKL and oneDNN are told to take other code: this processor plays another one."""
+    answers = {}
+    for name, other in (("pinned", {}), ("others", {"MKL_CBWR": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "ALL"})):
+        told = f"from lockstep.config import processor\nprocessor.VARIABLES.update({other})\n"
+        code = "import json; print(json.dumps(portable.probe()))"
+        bare = "import json, torch\nx = torch.arange(9000.0).view(30, 300).sin()\n"
+        bare += "print(json.dumps(float((x @ x.T).double().sum() + (x * 0.3).exp().double().sum())))"
+        control = said(python(bare, **(processor.VARIABLES | other)))
+        answers[name] = said(python(told + PREPARED + code, "1")), control
+    assert answers["pinned"][0] == answers["others"][0]
+    assert answers["pinned"][1] != answers["others"][1]  # torch itself computes otherwise
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------

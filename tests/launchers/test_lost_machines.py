@@ -43,7 +43,7 @@ def store() -> Any:
 class Unstarted(RanksAmongMachines):
     """Of one process each, and starts none."""
 
-    def _start(self, local: int, apart: bool) -> None:
+    def _start(self, local: int, joining: bool) -> None:
         self.processes[local] = Ended(None)
 
     def look(self) -> dict[int, Any]:
@@ -82,8 +82,8 @@ class Job:
         roll = Roster(self.store, "room", "", members)
         machines = Machines(roll.store, f"host-{host}", place, self.count, LOST_S)
 
-        def at(name: str, apart: bool) -> MemberAddress:
-            return MemberAddress("", 0, "", name, apart)
+        def at(name: str, joining: bool) -> MemberAddress:
+            return MemberAddress("", 0, "", name, joining)
 
         def lost(local: int, pid: int, code: int) -> None:
             self.heard.append(f"rank of host-{host}: {code}")

@@ -114,7 +114,7 @@ def test_who_is_not_in_the_newest_generation_is_lost(store: Any) -> None:
 class Unstarted(Ranks):
     """Starts nothing."""
 
-    def _start(self, local: int, apart: bool) -> None:
+    def _start(self, local: int, joining: bool) -> None:
         self.processes[local] = Ended(None)
 
 
@@ -136,8 +136,8 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
         member(store, each).ready()
     heard: list[tuple[int, int]] = []
 
-    def place(name: str, apart: bool) -> MemberAddress:
-        return MemberAddress("", 0, "", name, apart)
+    def place(name: str, joining: bool) -> MemberAddress:
+        return MemberAddress("", 0, "", name, joining)
 
     def lost(local: int, pid: int, code: int) -> None:
         heard.append((local, code))
@@ -208,8 +208,8 @@ def test_a_stop_signal_that_only_one_that_comes_has_heard(code: int, asked: bool
     roll = Roster(store, "room", "", ["0", "1"])
     lost: list[int] = []
 
-    def place(name: str, apart: bool) -> MemberAddress:
-        return MemberAddress("", 0, "", name, apart)
+    def place(name: str, joining: bool) -> MemberAddress:
+        return MemberAddress("", 0, "", name, joining)
 
     def loss(local: int, pid: int, code: int) -> None:
         lost.append(local)

@@ -118,7 +118,7 @@ def test_one_that_leaves_is_waited_for_no_more_and_not_let_in_again(threads: Thr
 @pytest.mark.parametrize("text", ["[1]", "2", "[", '{"a": 1}', None])
 def test_a_stranger_who_writes_who_has_left_is_told_apart_from_a_store_that_is_gone(text: str | None) -> None:
     first = machine("a")
-    kept: Any = first._kept._store
+    kept: Any = first._backend._store
     kept.set("excluded", text) if text else kept._store.set("excluded", "x")  # the latter without the job's seal
     with pytest.raises(RendezvousStateError):
         first.next_rendezvous()

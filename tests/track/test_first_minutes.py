@@ -138,6 +138,10 @@ def test_on_a_narrow_terminal_lines_go_on_below_their_beginning() -> None:
     assert "\n" not in out.getvalue().strip(), "what is pasted stays whole"
     told.note("the disk is full, and there is more")
     assert out.getvalue().splitlines()[1:] == ["note: the disk is full, and", "      there is more"]
+    told.say("  gradients differ: 4 of them, by 0.5")
+    told.say("lockstep train outputs/a/run.yaml b=c", whole=True)
+    lines = ["  gradients differ: 4 of them,", "    by 0.5", "lockstep train outputs/a/run.yaml b=c"]
+    assert out.getvalue().splitlines()[3:] == lines
     told.log(5, "validation", {"loss": 0.5, "accuracy": 0.75})
     assert out.getvalue().splitlines()[-1].startswith(" " * 13)
 

@@ -185,10 +185,10 @@ def test_a_jump_is_told_from_a_wander() -> None:
     random = np.random.default_rng(0)
     spikes = Spikes()
     losses = 2 + 0.1 * random.standard_normal(200) - np.linspace(0, 1, 200)
-    assert not any(spikes.seen(float(loss)) for loss in losses)
-    assert spikes.seen(4.0)
-    assert spikes.seen(float("nan"))
-    assert not spikes.seen(1.0)
+    assert not any(spikes.is_spike(float(loss)) for loss in losses)
+    assert spikes.is_spike(4.0)
+    assert spikes.is_spike(float("nan"))
+    assert not spikes.is_spike(1.0)
 
 
 # -- nothing that is not finite passes -------------------------------------------------------------------------------

@@ -219,17 +219,17 @@ def _explained(values: Any) -> Any:
 def _check(column: Any, value: Mapping[str, Any], allowed: str) -> None:
     """Errors: `ValueError`."""
     try:
-        given = Condition.model_validate(value).conditions
+        conditions = Condition.model_validate(value).conditions
     except ValidationError as error:
         wrong = ".".join(str(part) for part in error.errors()[0]["loc"][:1])
         if wrong not in Condition.model_fields:
             raise InvalidValue("LS1023", f"{column}: unknown condition {wrong!r}; a condition is {allowed}") from None
         about = Condition.model_fields[wrong].description
         raise InvalidValue("LS1024", f"{column}: {wrong}: invalid value {value[wrong]!r}; {about}") from None
-    if not given:
+    if not conditions:
         raise InvalidValue("LS1025", f"{column}: the condition is empty; a condition is {allowed}")
     for what in ("", "_characters", "_words", "_tokens"):
-        low, high = given.get(f"min{what}"), given.get(f"max{what}")
+        low, high = conditions.get(f"min{what}"), conditions.get(f"max{what}")
         if low is not None and high is not None and low > high:
             raise InvalidValue(
                 "LS1026",
@@ -326,8 +326,8 @@ def _named(value: Any, place: int) -> Any:
         raise InvalidValue("LS1031", f"source {place + 1}: invalid value {value!r}; expected a mapping of keys")
     if value.get("name") is None:
         train = value.get("train")
-        given = str(value.get("source") or (train[0] if isinstance(train, list) and train else train) or "")
-        name = re.sub(r"\W+", "_", Path(given).name.split(".")[0]).strip("_")
+        origin = str(value.get("source") or (train[0] if isinstance(train, list) and train else train) or "")
+        name = re.sub(r"\W+", "_", Path(origin).name.split(".")[0]).strip("_")
         value = {**value, "name": name or f"source_{place + 1}"}
     return value
 
@@ -440,9 +440,9 @@ class Streaming(BaseModel):
         return self
 
 
-def _check_filter(given: Any, where: str) -> None:
+def _check_filter(section: Any, where: str) -> None:
     """Errors: `ValueError`."""
-    for column, wanted in getattr(given, "filter", {}).items():
+    for column, wanted in getattr(section, "filter", {}).items():
         if isinstance(wanted, Condition) and wanted.counts_tokens:
             raise InvalidValue(
                 "LS1042",

@@ -28,7 +28,7 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
 def secret(values: Any) -> str | None:
     """The key of a value that looks like a secret, or None: a run file that holds one is refused, so that none ends up
     in OUTPUT or a tracker. `launch.secrets` holds names of secrets, which are none."""
-    of_environment = redaction.held()
+    of_environment = redaction.secrets_in_environment()
     for key, value in flat(values).items():
         leaves = list(_leaves(key.rpartition(".")[2], value))
         if key == "launch.secrets":
@@ -76,11 +76,11 @@ def where(key: str, origin: str, lines: dict[str, int], overridden: dict[str, An
     return f"{origin}, line {lines[key]}" if key else origin
 
 
-def fair(told: str, alone: str) -> str:
-    """`told`, all that is wrong with a file and its overrides, where each line that is also `told` of the file `alone`
-    blames the file."""
+def fair(errors: str, alone: str) -> str:
+    """The `errors` of a file with its overrides, in which each line that the file `alone` causes as well names the
+    file."""
     of_file = {_without_place(line): line for line in alone.splitlines()}
-    return "\n".join(of_file.get(_without_place(line), line) for line in told.splitlines())
+    return "\n".join(of_file.get(_without_place(line), line) for line in errors.splitlines())
 
 
 def _without_place(line: str) -> str:
@@ -159,8 +159,8 @@ def _wanted(item: dict[str, Any], field: FieldInfo | None) -> str:
     if kind == "literal_error":
         return f"expected {context['expected']}"
     if kind == "string_pattern_mismatch":
-        told = f" ({field.description})" if field is not None and field.description else ""
-        return f"it has to match {context['pattern']}{told}"
+        description = f" ({field.description})" if field is not None and field.description else ""
+        return f"it has to match {context['pattern']}{description}"
     if kind in ("too_long", "too_short", "missing"):
         most = context.get("max_length", context.get("min_length"))
         return f"expected {most} values" if most is not None else "values are missing"
@@ -291,9 +291,9 @@ def _inner(node: yaml.Node | None) -> list[yaml.Node]:
 
 def _check_keys(node: yaml.Node | None) -> None:
     """Errors: `yaml.YAMLError` when a mapping has a key twice: one of the values would be lost."""
-    seen: dict[tuple[str, str], yaml.Node] = {}
+    first_nodes: dict[tuple[str, str], yaml.Node] = {}
     for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-        first = seen.setdefault((key.tag, str(key.value)), key)
+        first = first_nodes.setdefault((key.tag, str(key.value)), key)
         if first is not key:
             line = first.start_mark.line + 1
             raise _fault(key.start_mark, f"the key {key.value!r} is there twice, first on line {line}")

@@ -88,15 +88,15 @@ class AverageSection(Section):
 
 def choose_best(values: dict[str, Any]) -> None:
     """Fill in which model is exported, and by which metric the best one is found, in a run file's top level."""
-    given = {key: values.get(key) or {} for key in ("evaluate", "checkpoint", "average")}
-    given = {key: entry.model_dump() if isinstance(entry, Section) else entry for key, entry in given.items()}
-    if not all(isinstance(entry, dict) for entry in given.values()):
+    sections = {key: values.get(key) or {} for key in ("evaluate", "checkpoint", "average")}
+    sections = {key: entry.model_dump() if isinstance(entry, Section) else entry for key, entry in sections.items()}
+    if not all(isinstance(entry, dict) for entry in sections.values()):
         return  # a mistake that validation tells of
-    asked = given["checkpoint"].get("best") is not None or given["evaluate"].get("patience") is not None
+    needs_best = sections["checkpoint"].get("best") is not None or sections["evaluate"].get("patience") is not None
     if values.get("export") is None:
-        values["export"] = "best" if asked and given["average"].get("last") is None else "last"
-    if given["checkpoint"].get("best") is None and (asked or values["export"] == "best"):
-        values["checkpoint"] = given["checkpoint"] | {"best": "-loss"}
+        values["export"] = "best" if needs_best and sections["average"].get("last") is None else "last"
+    if sections["checkpoint"].get("best") is None and (needs_best or values["export"] == "best"):
+        values["checkpoint"] = sections["checkpoint"] | {"best": "-loss"}
 
 
 def check(best: str | None, evaluated: bool, every: Any, average: AverageSection, export: str | None) -> None:

@@ -22,7 +22,7 @@ from lockstep.config.sections import PluginSection, Section, Steps
 NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "polynomial", "wsd", "one_cycle")
 # What transformers calls the schedules that have another name here, and one that is no name but a key of its own.
 SCHEDULES = {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
-_SAID = {
+_ADVICE = {
     "cosine_with_min_lr": "it is cosine here, with optim.min_lr_ratio (a share of learning_rate) for its min_lr_rate",
     "cosine_warmup_with_min_lr": "it is cosine here, with optim.min_lr_ratio (a share of learning_rate) for its "
     "min_lr_rate, and its rates come a step earlier than these",
@@ -36,21 +36,21 @@ _USUAL = {"schedule_free": "constant"}
 
 def _schedule(value: Any) -> Any:
     if not isinstance(value, list):
-        if str(value) in _SAID:
-            raise InvalidValue("LS1070", f"invalid value {value!r}; {_SAID[str(value)]}")
+        if str(value) in _ADVICE:
+            raise InvalidValue("LS1070", f"invalid value {value!r}; {_ADVICE[str(value)]}")
         if (value := SCHEDULES.get(str(value), value)) not in NAMES:
             raise InvalidValue(
                 "LS1071", f"invalid value {value!r}; expected one of {', '.join(NAMES)}, or points [[step, rate], ...]"
             )
         return value
-    told = "expected points [[step, rate], ...] in the order of their steps, the first of them 0"
+    expected = "expected points [[step, rate], ...] in the order of their steps, the first of them 0"
     try:
         points = [(int(step), float(rate)) for step, rate in value if step == int(step)]
     except (TypeError, ValueError, OverflowError):
-        raise InvalidValue("LS1072", f"invalid value {value!r}; {told}") from None
+        raise InvalidValue("LS1072", f"invalid value {value!r}; {expected}") from None
     steps = [step for step, _ in points]
     if len(points) < len(value) or not points or steps[0] != 0 or steps != sorted(set(steps)):
-        raise InvalidValue("LS1073", f"invalid value {value!r}; {told}")
+        raise InvalidValue("LS1073", f"invalid value {value!r}; {expected}")
     if not all(0 <= rate < math.inf for _, rate in points) or not any(rate for _, rate in points):
         raise InvalidValue(
             "LS1074", f"invalid value {value!r}; every rate must be finite and >= 0, and at least one must be > 0"
@@ -163,8 +163,8 @@ class OptimSection(PluginSection):
         }
         for key, reason in wrong.items():
             if reason:
-                said = "points" if points else self.schedule
-                raise InvalidValue("LS1079", f"{key} has no effect with schedule: {said}; remove it")
+                name = "points" if points else self.schedule
+                raise InvalidValue("LS1079", f"{key} has no effect with schedule: {name}; remove it")
         return self
 
 

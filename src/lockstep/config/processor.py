@@ -11,15 +11,18 @@ import os
 import platform
 from pathlib import Path
 
-# What each library is held to. ATen's own kernels have one variant for AVX2; oneDNN (convolutions) writes its code for
-# the set of instructions that it is told; MKL's branch that looks at no processor is its slowest, and no product is
-# left to it; OpenBLAS, which numpy brings, has kernels and sizes of blocks by the name of a processor.
+# What each library is held to. ATen's own kernels have one variant for AVX2; oneDNN writes its code for the set of
+# instructions that it is told, and is switched off besides; MKL's branch that looks at no processor is its slowest, and
+# no product is left to it; OpenBLAS, which numpy brings, has kernels and sizes of blocks by the name of a processor;
+# numpy's own functions have variants for each set of instructions, those above AVX2 under other names before 2.4.
 VARIABLES = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_CBWR": "COMPATIBLE",
     "OPENBLAS_CORETYPE": "Haswell",
     "OPENBLAS_NUM_THREADS": "1",
+    "NPY_DISABLE_CPU_FEATURES": "X86_V4,AVX512F,AVX512CD,AVX512_KNL,AVX512_KNM,AVX512_SKX,AVX512_CLX,AVX512_CNL,"
+    "AVX512_ICL,AVX512_SPR",
 }
 INSTRUCTIONS = ("avx2", "fma")
 

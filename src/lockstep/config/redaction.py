@@ -69,7 +69,7 @@ _COMMANDS = re.compile(
 
 def redact(text: str) -> str:
     """The text with *** instead of secrets."""
-    for value in held():
+    for value in secrets_in_environment():
         text = text.replace(value, STRUCK)
     text = _TOKEN.sub(STRUCK, text)
     for pattern in _PATTERNS:
@@ -105,7 +105,7 @@ def kept_secret(key: Any, value: Any) -> bool:
 def holds_secret(text: str, of_environment: tuple[str, ...] | None = None) -> bool:
     """Whether a text holds what looks like a secret, or one of this process's environment that is no word. What is
     already struck out is none. `of_environment`: what `held` gives, for whoever asks about many texts."""
-    values = held() if of_environment is None else of_environment
+    values = secrets_in_environment() if of_environment is None else of_environment
     return (
         _TOKEN.search(text) is not None
         or any(len(value) >= _NO_WORD and value in text and not os.path.exists(value) for value in values)
@@ -128,13 +128,13 @@ def one_line(text: object, most: int) -> str:
     return redact(" ".join(str(text).split()))[:most]
 
 
-def held() -> tuple[str, ...]:
+def secrets_in_environment() -> tuple[str, ...]:
     """Secrets in this process's environment, longest first, each also as it stands in an address."""
-    return _held_in(tuple(os.environ.items()))
+    return _secrets_in(tuple(os.environ.items()))
 
 
 @lru_cache(maxsize=1)
-def _held_in(variables: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+def _secrets_in(variables: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     values = {value.strip() for name, value in variables if names_secret(name)}
     values |= {password for _, value in variables for password in _ADDRESSED.findall(value)}
     values |= {quote(value, safe="", errors="surrogateescape") for value in values}

@@ -217,12 +217,12 @@ class Run(Section):
             values["strategy"] = {"exact": exact, "tensor_leaves": self.strategy.tensor_leaves}
         return messages.flat(values) | ({REVISION: 2} if revised(self.optim) else {})
 
-    def check_shared(self, processes: int, told: str) -> None:
-        """Errors: `RunError` when a process would have no micro-batch. `told`: the key, and how many it makes."""
+    def check_shared(self, processes: int, source: str) -> None:
+        """Errors: `RunError` when a process would have no micro-batch. `source`: the key, and how many it makes."""
         if processes > self.micro_batches:
             raise RunError(
                 "LS1104",
-                f"{told} cannot share {self.micro_batches} micro-batches, because each process needs at least "
+                f"{source} cannot share {self.micro_batches} micro-batches, because each process needs at least "
                 "one; use fewer processes or raise micro_batches",
             )
 
@@ -269,19 +269,19 @@ def load(
                 "LS1107",
                 f"{path} must contain a mapping of keys (see `lockstep schema`), but contains {messages.kind(values)}",
             )
-        values = beside({key: at_length(key, value) for key, value in values.items()}, Path(path))
+        values = relative_to_file({key: at_length(key, value) for key, value in values.items()}, Path(path))
         values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
     overridden = overrides_of(overrides)
     alone = values
     for key, value in overridden.items():
         set_key(values := copied(values), key, value)
-    for given, replaced in (("steps", "epochs"), ("epochs", "steps")):
-        if overridden.get(given) is not None and replaced not in overridden:
+    for length_key, replaced in (("steps", "epochs"), ("epochs", "steps")):
+        if overridden.get(length_key) is not None and replaced not in overridden:
             values.pop(replaced, None)  # the command line's length replaces the file's, whichever way each is given
     if (hidden := messages.secret(values)) is not None:
         raise secret_in(f"{hidden} ({messages.where(hidden, origin, {}, overridden)})")
-    asked: Any = values.get("strategy")
-    processor.pin(isinstance(asked, dict) and asked.get("exact") == "portable")
+    strategy: Any = values.get("strategy")
+    processor.pin(isinstance(strategy, dict) and strategy.get("exact") == "portable")
     try:
         return _validated(values, origin, lines, overridden, imports)
     except RunError as error:
@@ -365,45 +365,52 @@ class _Source:
 
     def typed(self, key: str, kind: str, section: PluginSection) -> PluginSection:
         """The section with the keys of its plug-in, defaults filled in."""
-        beside = (type(section),)
-        own = self.options(key, f"{key}.name", kind, section.name, section.options, beside)
+        allowed = (type(section),)
+        own = self.options(key, f"{key}.name", kind, section.name, section.options, allowed)
         return type(section)(**{k: getattr(section, k) for k in type(section).model_fields}, **own)
 
     def trackers(self, section: TrackSection) -> TrackSection:
         """The section with the keys of every tracker that it names or has keys of."""
         own = {k: getattr(section, k) for k in type(section).model_fields}
         for name in dict.fromkeys([*section.to, *section.options]):
-            key, given = f"track.{name}", section.options.get(name, {})
+            key, tracker_options = f"track.{name}", section.options.get(name, {})
             if name not in section.to and "." not in name and name not in (there := plugins.names("track")):
-                beside = [*type(section).model_fields, *there]
-                hint = key_aliases.near(key, given, beside, messages.keys_of(Run))
+                known = [*type(section).model_fields, *there]
+                hint = key_aliases.near(key, tracker_options, known, messages.keys_of(Run))
                 raise RunError("LS1109", f"unknown key {key!r}: {hint} ({self.where(key)})")
-            if not isinstance(given, dict):
+            if not isinstance(tracker_options, dict):
                 raise RunError(
                     "LS1110",
-                    f"{key}: invalid value {given!r}; expected a mapping of the tracker's keys ({self.where(key)})",
+                    f"{key}: invalid value {tracker_options!r}; expected a mapping of the tracker's keys "
+                    f"({self.where(key)})",
                 )
-            own[name] = self.options(key, "track.to", "track", name, given, ())
+            own[name] = self.options(key, "track.to", "track", name, tracker_options, ())
         return type(section)(**own)
 
     def options(
-        self, key: str, named_by: str, kind: str, name: str, given: dict[str, Any], beside: tuple[type[Section], ...]
+        self,
+        key: str,
+        named_by: str,
+        kind: str,
+        name: str,
+        values: dict[str, Any],
+        allowed_sections: tuple[type[Section], ...],
     ) -> dict[str, Any]:
-        """A plug-in's own keys, defaults filled in; `beside` are those that may stand with them."""
+        """A plug-in's own keys, defaults filled in; `allowed_sections` are those that may stand with them."""
         if "." in name and not self.imports:
-            return dict(given)
+            return dict(values)
         try:
             options: type[Section] = plugins.find(kind, name).Options  # type: ignore[attr-defined]
         except plugins.PluginError as error:
             raise RunError(error.code, f"{named_by}: {error.message} ({self.where(named_by)})") from None
         try:
-            given = key_aliases.translate(key, given, options.model_fields)
+            values = key_aliases.translate(key, values, options.model_fields)
         except InvalidValue as error:
             raise RunError(error.code, f"{error.message} ({self.where(key)})") from None
         try:
-            return options.model_validate(given).model_dump()
+            return options.model_validate(values).model_dump()
         except ValidationError as error:
-            allowed = (*beside, options)
+            allowed = (*allowed_sections, options)
             raise messages.explain(error, Run, self.origin, self.lines, self.overridden, key, allowed) from None
 
 
@@ -419,18 +426,18 @@ def secret_in(key: str) -> RunError:
 KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
 
 
-def overrides_of(given: Sequence[str] | Mapping[str, Any]) -> messages.Overrides:
+def overrides_of(values: Sequence[str] | Mapping[str, Any]) -> messages.Overrides:
     """Overrides as dotted key -> value. Errors: `RunError` for what is no key, or no `key=value`."""
-    if not isinstance(given, Mapping):
-        return messages.Overrides(map(_override, given))
-    for key in given:
+    if not isinstance(values, Mapping):
+        return messages.Overrides(map(_override, values))
+    for key in values:
         if not isinstance(key, str) or not KEY.fullmatch(key):
             raise RunError(
                 "LS1112",
                 f"{key!r} is not a key of the run file; write a key inside a section with a dot, such as "
                 "optim.learning_rate",
             )
-    overrides = messages.Overrides(given)
+    overrides = messages.Overrides(values)
     overrides.place = "in the overrides"
     return overrides
 
@@ -474,7 +481,7 @@ PATHS = {
 }
 
 
-def beside(values: dict[str, Any], file: Path) -> dict[str, Any]:
+def relative_to_file(values: dict[str, Any], file: Path) -> dict[str, Any]:
     """A new mapping. OUTPUT/run.yaml, whose paths were found before, stays as it is."""
     folder = file.parent
     output = values.get("output")
@@ -482,23 +489,23 @@ def beside(values: dict[str, Any], file: Path) -> dict[str, Any]:
         return values
     merged = dict(values)
     for section, keys in PATHS.items():
-        if isinstance(given := at_length(section, values.get(section)), dict):
-            there = _there(given, keys, folder)
-            if isinstance(sources := given.get("sources"), list):  # of a mixture
+        if isinstance(content := at_length(section, values.get(section)), dict):
+            there = _there(content, keys, folder)
+            if isinstance(sources := content.get("sources"), list):  # of a mixture
                 there["sources"] = [
                     each | _there(each, keys, folder) if isinstance(each, dict) else _placed(each, folder)
                     for each in sources
                 ]
-            if there != {key: given[key] for key in there}:
-                merged[section] = given | there
+            if there != {key: content[key] for key in there}:
+                merged[section] = content | there
     return merged
 
 
-def _there(given: dict[str, Any], keys: tuple[str, ...], folder: Path) -> dict[str, Any]:
+def _there(content: dict[str, Any], keys: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """Those of the keys that name what is there."""
-    if given.get("source") is not None:
+    if content.get("source") is not None:
         keys = ("source",)  # what else there is are splits of it, or files in it
-    return {key: _placed(given[key], folder) for key in keys if key in given}
+    return {key: _placed(content[key], folder) for key in keys if key in content}
 
 
 def _placed(value: Any, folder: Path) -> Any:

@@ -189,8 +189,8 @@ class DataSection(Streaming, Section):
         known = type(self).model_fields
         if self.sources is None:
             return self
-        if given := [key for key in OWN if getattr(self, key) != known[key].get_default(call_default_factory=True)]:
-            raise InvalidValue("LS1130", f"{given[0]} cannot be set beside data.sources; set it in each source")
+        if keys_set := [key for key in OWN if getattr(self, key) != known[key].get_default(call_default_factory=True)]:
+            raise InvalidValue("LS1130", f"{keys_set[0]} cannot be set beside data.sources; set it in each source")
         return self
 
     @model_validator(mode="after")

@@ -66,10 +66,10 @@ def hashes_of(names: Iterable[str]) -> dict[str, str]:
 def hash_of_lockstep() -> str:
     """Of the source of lockstep itself, with the plug-ins that were put into it, when this process first asks."""
     root = Path(__file__).parents[1]
-    seen = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        seen.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return seen.hexdigest()[:16]
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def fingerprint(path: Path) -> str:
@@ -98,14 +98,14 @@ def _plain(node: object) -> object:
     return [type(node).__name__, [[k, _plain(v)] for k, v in parts.items() if v not in (None, []) and k != "kind"]]
 
 
-def _follow(module: str, top: str, files: dict[str, Path], seen: set[str]) -> None:
+def _follow(module: str, top: str, files: dict[str, Path], visited: set[str]) -> None:
     """Add a module of the package `top`, or of none that is installed, the packages it is in, and what it imports."""
-    if module in seen:
+    if module in visited:
         return
-    seen.add(module)
+    visited.add(module)
     package, _, _ = module.rpartition(".")
     if package:
-        _follow(package, top, files, seen)
+        _follow(package, top, files, visited)
     spec = spec_of(module)
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         return
@@ -116,7 +116,7 @@ def _follow(module: str, top: str, files: dict[str, Path], seen: set[str]) -> No
     files["/".join([*filter(None, inside.split(".")), path.name])] = path
     for name in _imported(path, inside):
         if name.partition(".")[0] not in (*_LIBRARIES, *sys.stdlib_module_names):
-            _follow(name, top, files, seen)
+            _follow(name, top, files, visited)
 
 
 def _imported(path: Path, package: str) -> Iterator[str]:

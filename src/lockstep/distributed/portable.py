@@ -3,10 +3,11 @@
 With the variables of `config/processor.py` most of torch's kernels for CPUs are one piece of code everywhere. What
 still looks at the processor, its caches or its vendor is MKL: matrix products (kernels and blocks differ between
 vendors in its branch for AVX2, too) and elementary functions of float32 and float64 (`sqrt` begins with the reciprocal
-root that the processor estimates). `install` puts other kernels in their place, for this process: products by OpenBLAS,
-which numpy brings, with the kernels of one named processor and in pieces that no number of threads changes; `sqrt` by
-numpy, whose rounding IEEE 754 prescribes; the other functions in float64 from kernels that ATen compiles in (SLEEF).
-What has no such form raises an error when it is called, in the dry run at the latest.
+root that the processor estimates), and oneDNN. `install` puts other kernels in their place, for this process: products
+by OpenBLAS, which numpy brings, with the kernels of one named processor and in pieces that no number of threads
+changes; convolutions by such products; `sqrt` by numpy, whose rounding IEEE 754 prescribes; the other functions in
+float64 from kernels that ATen compiles in (SLEEF). oneDNN is switched off. What has no such form raises an error when
+it is called, in the dry run at the latest.
 
 In: the number of threads. Out: nothing; torch computes otherwise from then on. Autograd, autocast, DDP and FSDP are
 above these kernels, and do not notice.
@@ -16,10 +17,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +36,16 @@ from lockstep.config.run import RunError
 ROWS = 256  # of a product that one thread computes at a time: with any number of threads the pieces are these
 MATRICES = 64  # of a batch of products, likewise
 CORE = processor.VARIABLES["OPENBLAS_CORETYPE"]
-# What MKL computes and nothing here replaces. LAPACK, transforms, and functions that no model is known to train with.
+# What MKL, oneDNN or FBGEMM computes and nothing here replaces, with all variants of each name: LAPACK, transforms,
+# products of other kinds, and functions that no model is known to train with.
 REFUSED = (
     *("asin", "acos", "atan", "erfc", "addbmm", "_addmm_activation", "_embedding_bag", "_embedding_bag_forward_only"),
-    *("_fft_c2c", "_fft_r2c", "_fft_c2r", "geqrf", "linalg_qr", "_linalg_svd", "_linalg_eigh", "linalg_lu_factor_ex"),
-    *("linalg_inv_ex", "linalg_cholesky_ex", "_linalg_solve_ex", "linalg_lstsq", "linalg_eig"),
+    *("_int_mm", "_scaled_mm", "_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "to_mkldnn"),
+    *("_fft_c2c", "_fft_r2c", "_fft_c2r", "geqrf", "ormqr", "linalg_qr", "linalg_householder_product", "linalg_lstsq"),
+    *("_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_eigvals", "_linalg_eigvals", "_linalg_det"),
+    *("_linalg_slogdet", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_inv_ex", "linalg_cholesky_ex"),
+    *("cholesky", "cholesky_inverse", "_cholesky_solve_helper", "_linalg_solve_ex", "linalg_solve_triangular"),
+    *("triangular_solve", "linalg_ldl_factor_ex", "linalg_ldl_solve"),
     "_scaled_dot_product_flash_attention_for_cpu",
 )
 
@@ -52,6 +60,8 @@ def install(threads: int) -> None:
     check()
     torch.set_num_threads(1)  # sums of torch's own kernels depend on their number
     torch.backends.cuda.enable_flash_sdp(False)  # also on a CPU: it calls MKL from within
+    torch.backends.mkldnn.set_flags(False)
+    torch.backends.mha.set_fastpath_enabled(False)  # of torch's own encoder layers in evaluation: likewise
     _pool = ThreadPoolExecutor(threads, "lockstep-products") if threads > 1 else None
     if _library is not None:
         return
@@ -62,9 +72,13 @@ def install(threads: int) -> None:
             _library.impl(name, kernel, "CPU")
         for name, function in FUNCTIONS.items():
             _elementwise(_library, name, function)
-        for name in REFUSED:
-            if hasattr(torch.ops.aten, name):
-                _library.impl(name, _refusal(name), "CPU")
+        for name in (f"{name}{ending}" for name in REFUSED for ending in ("", "_")):
+            if (operation := getattr(torch.ops.aten, name, None)) is not None:
+                for overload in operation.overloads():
+                    _library.impl(name if overload == "default" else f"{name}.{overload}", _refusal(name), "CPU")
+        for key in ("SparseCPU", "SparseCsrCPU"):
+            for name in ("mm", "bmm", "addmm", "addmm.out", "addmv.out"):
+                _library.impl(name, _refusal(f"sparse {name}"), key)
 
 
 def check() -> None:
@@ -87,11 +101,17 @@ def check() -> None:
             f"strategy.exact: portable: numpy computes products with {core or 'another library'}, and not "
             f"with OpenBLAS for {CORE}; install numpy from PyPI, and {late}",
         )
+    disabled = processor.VARIABLES["NPY_DISABLE_CPU_FEATURES"].split(",")
+    if wider := set(disabled) & set(np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])):
+        raise RunError(
+            "LS7083",
+            f"strategy.exact: portable: numpy was loaded for {', '.join(sorted(wider))} before these variables; {late}",
+        )
 
 
 def probe() -> str:
-    """A hash of what this process computes: products, sums, functions, attention and an update of fixed numbers. Equal
-    on all processors that `check` lets through, with the same torch and numpy. Some 20 ms."""
+    """A hash of what this process computes: products, sums, functions, attention, convolutions and an update of fixed
+    numbers. Equal on all processors that `check` lets through, with the same torch and numpy. Some 30 ms."""
     numbers = (torch.arange(60_000, dtype=torch.int64) * 7919 % 10_007).to(torch.float32) / 5_000 - 1
     a, b = numbers[:38_400].view(100, 384), numbers[-38_400:].view(100, 384)
     results = [
@@ -104,6 +124,7 @@ def probe() -> str:
     ]
     results += [a.bfloat16() @ b.bfloat16().T, a.sum(), a.sum(0), a.mean(-1), torch.linalg.vector_norm(a)]
     results += [getattr(torch, name)(a.abs() * 0.9 + 0.01) for name in FUNCTIONS]
+    results += [torch.from_numpy(f(a.double().numpy() + 2)) for f in (np.exp, np.log)]
     results += [a.softmax(-1), a.log_softmax(-1), a.sigmoid(), torch.expm1(a), torch.pow(a.abs(), 0.75), a.abs() ** 0.5]
     weight = a.clone().requires_grad_()
     functional = torch.nn.functional
@@ -115,6 +136,10 @@ def probe() -> str:
     results += [attended, weight.grad]
     torch.optim.AdamW([weight], fused=True).step()
     results.append(weight)
+    filters = b[0, :216].reshape(8, 3, 3, 3).clone().requires_grad_()
+    functional.conv2d(a[:32].reshape(2, 3, 32, 64), filters, padding=1).square().mean().backward()
+    assert filters.grad is not None
+    results.append(filters.grad)
     seen = hashlib.sha256()
     for result in results:
         seen.update(result.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
@@ -208,9 +233,170 @@ def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 _ADDED = {"addmm": _added, "baddbmm": _added, "addmv": _added_vector}
 _PLAIN = {"mm": product, "bmm": product, "mv": _times_vector, "dot": _dot}
-KERNELS: dict[str, Callable[..., Tensor]] = _PLAIN | _ADDED
+KERNELS: dict[str, Callable[..., Any]] = _PLAIN | _ADDED
 KERNELS |= {f"{name}.out": _into(function) for name, function in (_ADDED | {"mm": product, "bmm": product}).items()}
 KERNELS |= {f"{name}_": _in_place(function) for name, function in _ADDED.items()}
+
+
+# -- convolutions ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    """How a kernel moves over an image. One number for each of its dimensions."""
+
+    kernel: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+
+    def places(self, size: Sequence[int]) -> list[int]:
+        """Where the kernel stands on an image of this size, counted in each dimension."""
+        rows = zip(size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        return [(n + 2 * pad - apart * (k - 1) - 1) // step + 1 for n, k, step, pad, apart in rows]
+
+    def padded(self, size: Sequence[int]) -> list[int]:
+        return [n + 2 * pad for n, pad in zip(size, self.padding, strict=True)]
+
+    def windows(self, image: Tensor) -> Tensor:
+        """What the kernel sees of an image (C, *size): (groups, C / groups * kernel, places)."""
+        whole = image.new_zeros(len(image), *self.padded(image.shape[1:]))
+        self.inside(whole).copy_(image)
+        places = self.places(image.shape[1:])
+        apart = [step * gap for step, gap in zip(whole.stride()[1:], self.dilation, strict=True)]
+        moved = [step * each for step, each in zip(whole.stride()[1:], self.stride, strict=True)]
+        seen = whole.as_strided((len(image), *self.kernel, *places), (whole.stride(0), *apart, *moved))
+        return seen.reshape(self.groups, len(image) // self.groups * math.prod(self.kernel), math.prod(places))
+
+    def added(self, seen: Tensor, channels: int, size: Sequence[int]) -> Tensor:
+        """The gradient of an image of this size, from that of its windows. One number of the kernel after another."""
+        places = self.places(size)
+        seen = seen.reshape(channels, *self.kernel, *places)
+        whole = seen.new_zeros(channels, *self.padded(size))
+        for offsets in itertools.product(*map(range, self.kernel)):
+            rows = zip(offsets, self.dilation, self.stride, places, strict=True)
+            spans = [slice(o * apart, o * apart + step * (count - 1) + 1, step) for o, apart, step, count in rows]
+            whole[(slice(None), *spans)] += seen[(slice(None), *offsets)]
+        return self.inside(whole)
+
+    def inside(self, whole: Tensor) -> Tensor:
+        """A padded image without its padding: a view."""
+        for dim, pad in enumerate(self.padding, 1):
+            whole = whole.narrow(dim, pad, whole.shape[dim] - 2 * pad)
+        return whole
+
+
+def _by_group(geometry: _Geometry, filters: Tensor) -> Tensor:
+    """Filters (out, in / groups, *kernel), or an image (out, *places): (groups, out / groups, the rest)."""
+    return filters.reshape(geometry.groups, len(filters) // geometry.groups, -1)
+
+
+def _grouped_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of every group. One group alone is one product, whose rows threads share."""
+    return product(a[0], b[0]).unsqueeze(0) if len(a) == 1 else product(a, b)
+
+
+def _convolve(images: Tensor, filters: Tensor, geometry: _Geometry) -> Tensor:
+    """Images (N, in, *size) under filters (out, in / groups, *kernel): (N, out, *places). An image after another."""
+    weight = _by_group(geometry, filters)
+    out = images.new_empty(len(images), len(filters), *geometry.places(images.shape[2:]))
+    for image, result in zip(images, out, strict=True):
+        result.copy_(_grouped_product(weight, geometry.windows(image)).reshape(result.shape))
+    return out
+
+
+def _spread(gradients: Tensor, filters: Tensor, size: Sequence[int], geometry: _Geometry) -> Tensor:
+    """The gradients of images (N, in, *size) from those of what came out; also a transposed convolution."""
+    weight = _by_group(geometry, filters).transpose(1, 2)
+    channels = filters.shape[1] * geometry.groups
+    out = gradients.new_empty(len(gradients), channels, *size)
+    for gradient, result in zip(gradients, out, strict=True):
+        seen = _grouped_product(weight, _by_group(geometry, gradient))
+        result.copy_(geometry.added(seen, channels, size))
+    return out
+
+
+def _of_filters(gradients: Tensor, images: Tensor, shape: Sequence[int], geometry: _Geometry) -> Tensor:
+    """The gradient of filters of this shape: a sum over images, from first to last."""
+    total = _by_group(geometry, gradients.new_zeros(*shape))
+    for gradient, image in zip(gradients, images, strict=True):
+        total += _grouped_product(_by_group(geometry, gradient), geometry.windows(image).transpose(1, 2))
+    return total.reshape(shape)
+
+
+def _geometry_of(filters: Tensor, moves: Sequence[Sequence[int]], groups: int) -> _Geometry:
+    """`moves`: stride, padding, dilation, each with a number a dimension or one for all."""
+    kernel = filters.shape[2:]
+    stride, padding, dilation = (list(each) * len(kernel) if len(each) == 1 else list(each) for each in moves)
+    return _Geometry(kernel, stride, padding, dilation, groups)
+
+
+def _widened(*tensors: Tensor) -> list[Tensor]:
+    """In the type that they are computed in: float64 stays, shorter numbers become float32."""
+    if not tensors[0].dtype.is_floating_point:
+        raise RunError(
+            "LS7082",
+            f"strategy.exact: portable: a convolution of {tensors[0].dtype} has no portable form; set exact=true",
+        )
+    return [each.detach().to(torch.float64 if each.dtype == torch.float64 else torch.float32) for each in tensors]
+
+
+def convolution(
+    images: Tensor,
+    filters: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """torch's convolution of any number of dimensions, by products. Short numbers are rounded once."""
+    geometry = _geometry_of(filters, (stride, padding, dilation), groups)
+    wide, weight = _widened(images, filters)
+    if transposed:
+        more = list(output_padding) * len(geometry.kernel) if len(output_padding) == 1 else output_padding
+        rows = zip(images.shape[2:], geometry.kernel, geometry.stride, geometry.padding, geometry.dilation, strict=True)
+        size = [(n - 1) * step - 2 * pad + apart * (k - 1) + 1 for n, k, step, pad, apart in rows]
+        out = _spread(wide, weight, [n + extra for n, extra in zip(size, more, strict=True)], geometry)
+    else:
+        out = _convolve(wide, weight, geometry)
+    if bias is not None:
+        out += bias.detach().to(out.dtype).reshape(-1, *[1] * len(geometry.kernel))
+    return out.to(images.dtype)
+
+
+def _convolution_backward(
+    gradient: Tensor,
+    images: Tensor,
+    filters: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of images, filters and bias, those that `output_mask` asks for."""
+    geometry = _geometry_of(filters, (stride, padding, dilation), groups)
+    wide, inputs, weight = _widened(gradient, images, filters)
+    of_images = of_filters = of_bias = None
+    if output_mask[0]:
+        back = _convolve(wide, weight, geometry) if transposed else _spread(wide, weight, images.shape[2:], geometry)
+        of_images = back.to(images.dtype)
+    if output_mask[1]:
+        pair = (inputs, wide) if transposed else (wide, inputs)
+        of_filters = _of_filters(*pair, filters.shape, geometry).to(filters.dtype)
+    if output_mask[2]:
+        of_bias = wide.sum([0, *range(2, wide.dim())]).to(filters.dtype)
+    return of_images, of_filters, of_bias
+
+
+KERNELS |= {"convolution": convolution, "convolution_backward": _convolution_backward}
 
 
 # -- functions of one number -----------------------------------------------------------------------------------------

@@ -111,8 +111,8 @@ class Accelerate(Launcher):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text, encoding="utf-8")
         for left in range(run.launch.max_restarts, -1, -1):
-            status, asked = once(run, plan, words)
-            if status != 1 or asked or not left:
+            status, stop_requested = once(run, plan, words)
+            if status != 1 or stop_requested or not left:
                 return status
             where = "from the last checkpoint" if newest_whole(run) is not None else "from the start"
             error(coded("LS7203", f"accelerate launch has failed; restarting {where} ({left} restart(s) left)"))
@@ -156,11 +156,11 @@ def once(run: Run, plan: LaunchPlan, words: Sequence[str]) -> tuple[int, bool]:
             environment[RESOLVED] = str(resolved)
         # in a group of its own: a Ctrl-C reaches this process alone, which passes it on once
         process = subprocess.Popen(plan.command, env=environment, process_group=0)
-        asked, interrupts = False, Interrupts()
+        stop_requested, interrupts = False, Interrupts()
 
         def forward(number: int, frame: FrameType | None) -> None:
-            nonlocal asked
-            asked = True
+            nonlocal stop_requested
+            stop_requested = True
             with suppress(ProcessLookupError):
                 if interrupts.again(number):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -175,7 +175,7 @@ def once(run: Run, plan: LaunchPlan, words: Sequence[str]) -> tuple[int, bool]:
             for number, handler in before.items():
                 signal.signal(number, handler)
         with suppress(OSError, ValueError):
-            return int(answer.read_text()), asked
-        if asked and newest_whole(run) is not None:
-            return STOPPED, asked
-        return min(code, 1) if code >= 0 and not asked else 1, asked
+            return int(answer.read_text()), stop_requested
+        if stop_requested and newest_whole(run) is not None:
+            return STOPPED, stop_requested
+        return min(code, 1) if code >= 0 and not stop_requested else 1, stop_requested

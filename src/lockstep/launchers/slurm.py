@@ -173,41 +173,42 @@ class Slurm(SubmittedJob):
 
     def _job(self, run: Run, files: Sequence[str]) -> Job:
         """What is asked for one run. Errors: `RunError`."""
-        asked = self.options(run)
-        processes = processes_of(run, asked)
-        world = asked.machines * processes
-        run.check_shared(world, f"launch.machines: {asked.machines} machine(s) of {processes} process(es)")
-        minutes = minutes_of(asked.time) if asked.time else None
-        warn = 60 * minutes_of(asked.signal_before)
+        options = self.options(run)
+        processes = processes_of(run, options)
+        world = options.machines * processes
+        run.check_shared(world, f"launch.machines: {options.machines} machine(s) of {processes} process(es)")
+        minutes = minutes_of(options.time) if options.time else None
+        warn = 60 * minutes_of(options.signal_before)
         if minutes and warn >= 60 * minutes:
             raise RunError(
-                "LS7384", f"launch.signal_before: {asked.signal_before} must be shorter than launch.time ({asked.time})"
+                "LS7384",
+                f"launch.signal_before: {options.signal_before} must be shorter than launch.time ({options.time})",
             )
-        elastic = asked.ranks == "elastic"
+        elastic = options.ranks == "elastic"
         return Job(
             name=run.name,
-            nodes=asked.machines,
+            nodes=options.machines,
             tasks=1 if elastic else processes,
             processes=processes if elastic else 1,
             folder=_absolute(run.folder),
-            command=[asked.python or sys.executable, "-m", "lockstep", "train", *files],
+            command=[options.python or sys.executable, "-m", "lockstep", "train", *files],
             here=Path.cwd(),
-            cpus=asked.cpus,
-            gpus=asked.gpus,
+            cpus=options.cpus,
+            gpus=options.gpus,
             minutes=minutes,
             warn_s=warn,
             restarts=0 if elastic else run.launch.max_restarts,
-            requeue=asked.requeue,
-            no_kill=_outlives_nodes(run) and asked.machines > 1,
-            asked={
-                "partition": asked.partition,
-                "account": asked.account,
-                "qos": asked.qos,
-                "constraint": asked.constraint,
-                "mem": asked.memory,
+            requeue=options.requeue,
+            no_kill=_outlives_nodes(run) and options.machines > 1,
+            options={
+                "partition": options.partition,
+                "account": options.account,
+                "qos": options.qos,
+                "constraint": options.constraint,
+                "mem": options.memory,
             },
-            extra=asked.extra,
-            setup=asked.setup,
+            extra=options.extra,
+            setup=options.setup,
         )
 
 
@@ -253,21 +254,21 @@ def submit(plan: LaunchPlan) -> str:
     return _ask(*plan.command).strip().partition(";")[0]
 
 
-def processes_of(run: Run, asked: Any) -> int:
+def processes_of(run: Run, options: Any) -> int:
     """Of each node. Errors: `RunError` where nobody says how many."""
-    places = asked.gpus * run.launch.processes_per_gpu
+    places = options.gpus * run.launch.processes_per_gpu
     if run.launch.processes != "auto":
         if places and run.launch.device != "cpu" and int(run.launch.processes) > places:
             raise RunError(
                 "LS7389",
-                f"launch.processes: {run.launch.processes} per node, but launch.gpus is {asked.gpus} per node; "
+                f"launch.processes: {run.launch.processes} per node, but launch.gpus is {options.gpus} per node; "
                 "raise launch.gpus, or set launch.device=cpu, or launch.processes_per_gpu for processes that "
                 "share one",
             )
         return int(run.launch.processes)
     if run.strategy.name == "single":
         return 1
-    if not asked.gpus:
+    if not options.gpus:
         raise RunError(
             "LS7390",
             "launch.processes: auto is launch.gpus x launch.processes_per_gpu, and launch.gpus is not set; "
@@ -348,21 +349,21 @@ def _ended(word: str, code: str, more: str, record: JobRecord) -> State:
 
 def _facts(job: str) -> Mapping[str, str] | None:
     """`scontrol show job`; None for a job that SLURM has forgotten. Errors: `RunError` when SLURM does not answer."""
-    shown = subprocess.run(["scontrol", "-o", "show", "job", job], capture_output=True, text=True, check=False)
-    if shown.returncode == 0 and "JobState=" in shown.stdout:
-        return dict(re.findall(r"(\w+)=(\S*)", shown.stdout.splitlines()[0]))
-    if "Invalid job id" in shown.stderr + shown.stdout:
+    reply = subprocess.run(["scontrol", "-o", "show", "job", job], capture_output=True, text=True, check=False)
+    if reply.returncode == 0 and "JobState=" in reply.stdout:
+        return dict(re.findall(r"(\w+)=(\S*)", reply.stdout.splitlines()[0]))
+    if "Invalid job id" in reply.stderr + reply.stdout:
         return None
-    raise RunError("LS7392", f"SLURM does not answer about job {job}: {_words(shown.stderr)}")
+    raise RunError("LS7392", f"SLURM does not answer about job {job}: {_words(reply.stderr)}")
 
 
 def _remembered(record: JobRecord) -> State:
     """Of a job that the controller has forgotten: from accounting where there is some, else from launch.json."""
     if shutil.which("sacct"):
         words = ["sacct", "-X", "-n", "-P", "-j", str(record.job), "-o", "State,ExitCode"]
-        shown = subprocess.run(words, capture_output=True, text=True, check=False)
-        if shown.returncode == 0 and shown.stdout.strip():
-            word, _, code = shown.stdout.splitlines()[-1].partition("|")
+        reply = subprocess.run(words, capture_output=True, text=True, check=False)
+        if reply.returncode == 0 and reply.stdout.strip():
+            word, _, code = reply.stdout.splitlines()[-1].partition("|")
             return _ended(word.split()[0], code, "", record)
     if record.status is not None:
         return job_record.outcome(record.status, f"SLURM has forgotten job {record.job}")
@@ -382,12 +383,12 @@ def _ask(*words: str) -> str:
 
 def _slowly(live: Any) -> Any:
     """Ask seldom; in between the last answer holds."""
-    answer, asked = True, -_POLL_S
+    answer, asked_at = True, -_POLL_S
 
     def ask() -> bool:
-        nonlocal answer, asked
-        if time.monotonic() - asked >= _POLL_S:
-            answer, asked = live(), time.monotonic()
+        nonlocal answer, asked_at
+        if time.monotonic() - asked_at >= _POLL_S:
+            answer, asked_at = live(), time.monotonic()
         return answer
 
     return ask
@@ -420,7 +421,7 @@ class Job:
     restarts: int = 0  # in the same allocation, after a failure
     requeue: bool = True
     no_kill: bool = False  # a node that is lost does not end the others
-    asked: dict[str, str | None] = field(default_factory=dict)  # further options of sbatch, by their long names
+    options: dict[str, str | None] = field(default_factory=dict)  # further options of sbatch, by their long names
     extra: Sequence[str] = ()  # and whole ones
     setup: Sequence[str] = ()  # shell lines before the ranks start
     array: Sequence[Path] = ()  # run files, an array task each
@@ -440,13 +441,13 @@ def text_of(job: Job) -> str:
 
 
 def _head(job: Job) -> list[str]:
-    asked: dict[str, object] = {
+    options: dict[str, object] = {
         "job-name": job.name,
         "nodes": job.nodes,
         "ntasks-per-node": job.tasks,
         "cpus-per-task": job.cpus and job.cpus * job.processes,
         "gpus-per-node": job.gpus or None,
-        **job.asked,
+        **job.options,
         "time": slurm_time(job.minutes) if job.minutes else None,
         "signal": f"TERM@{job.warn_s}" if job.minutes else None,
         "array": f"0-{len(job.array) - 1}{f'%{job.at_most}' if job.at_most else ''}" if job.array else None,
@@ -458,7 +459,7 @@ def _head(job: Job) -> list[str]:
     what = f"{len(job.array)} runs of {ranks} process(es) each" if job.array else f"{ranks} process(es)"
     again = f"sbatch {shlex.quote(str(job.folder / FILE))}"
     lines = [f"# {what}. Written by lockstep {__version__}; to submit it again by hand: {again}"]
-    lines += [f"#SBATCH --{name}={_word(str(value))}" for name, value in asked.items() if value is not None]
+    lines += [f"#SBATCH --{name}={_word(str(value))}" for name, value in options.items() if value is not None]
     lines += ["#SBATCH --requeue" if job.requeue else "#SBATCH --no-requeue"]
     lines += ["#SBATCH --no-kill"] if job.no_kill else []
     return ["#!/bin/bash", *lines, *(f"#SBATCH {option}" for option in job.extra)]
@@ -531,9 +532,9 @@ def minutes_of(text: str) -> int:
         seconds = sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)([dhms])", text))
     elif match := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text):
         days, *parts = (int(group) if group is not None else None for group in match.groups())
-        given = [part for part in parts if part is not None]
-        scale = [3600, 60, 1] if days is not None or len(given) == 3 else [60, 1]
-        seconds = (days or 0) * 86400 + sum(n * unit for n, unit in zip(given, scale, strict=False))
+        numbers = [part for part in parts if part is not None]
+        scale = [3600, 60, 1] if days is not None or len(numbers) == 3 else [60, 1]
+        seconds = (days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, scale, strict=False))
     else:
         raise InvalidValue(
             "LS7396", f'{text!r} is not a time; expected 4h, 1d12h or 90m, or SLURM\'s form "4:00:00", "1-12" or "90"'

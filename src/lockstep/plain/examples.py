@@ -61,8 +61,8 @@ def values_of_labels(run: dict, rows: list[Row]) -> list[Any]:
         return []
     if len(names) > 1:
         return list(names)
-    held = [get(row, names[0]) for row in rows]
-    values = [label for labels in held for label in labels] if task.get("multi_label") else held
+    row_labels = [get(row, names[0]) for row in rows]
+    values = [label for labels in row_labels for label in labels] if task.get("multi_label") else row_labels
     known = sorted({int(value) if isinstance(value, float) else value for value in values})
     numbers = [*range(len(task["label_names"] or ()))]
     return numbers if {*known} <= {*numbers} else known
@@ -78,12 +78,12 @@ def _classification(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]
     example = {"input_ids": encoded["input_ids"] or [instead]}
     if len(texts) == 2 and "token_type_ids" in encoded:
         example["token_type_ids"] = encoded["token_type_ids"] or [0]
-    held = [get(row, name) for name in names]
+    labels = [get(row, name) for name in names]
     if task["multi_label"]:
-        held = [label in held[0] for label in job.labels] if len(names) == 1 else [bool(value) for value in held]
+        labels = [label in labels[0] for label in job.labels] if len(names) == 1 else [bool(value) for value in labels]
     if task["multi_label"] or task["regression"]:
-        return example | {"labels": [float(n) for n in (held[0] if isinstance(held[0], list) else held)]}
-    return example | {"labels": job.labels.index(held[0])}
+        return example | {"labels": [float(n) for n in (labels[0] if isinstance(labels[0], list) else labels)]}
+    return example | {"labels": job.labels.index(labels[0])}
 
 
 def _image(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
@@ -124,20 +124,23 @@ def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     window = {"truncation": "only_second", "max_length": most, "stride": task["stride"]}
     both = get(row, task["question"]).strip(), get(row, task["context"])
     encodings = job.tokenizer(*both, **window, return_overflowing_tokens=True, return_offsets_mapping=True)
-    held, windows = get(row, task["answers"]), list[dict[str, Any]]()
-    if isinstance(held, dict):  # the first answer is learned
-        held = [{"text": text, "answer_start": at} for text, at in zip(held["text"], held["answer_start"], strict=True)]
+    answers, windows = get(row, task["answers"]), list[dict[str, Any]]()
+    if isinstance(answers, dict):  # the first answer is learned
+        answers = [
+            {"text": text, "answer_start": at}
+            for text, at in zip(answers["text"], answers["answer_start"], strict=True)
+        ]
     for part, ids in enumerate(encodings["input_ids"]):
         spans, sides, ends = encodings["offset_mapping"][part], encodings.sequence_ids(part), (0, 0)
         inside = [place for place, side in enumerate(sides) if side == 1]
-        if held:
-            start, stop = held[0]["answer_start"], held[0]["answer_start"] + len(held[0]["text"])
+        if answers:
+            start, stop = answers[0]["answer_start"], answers[0]["answer_start"] + len(answers[0]["text"])
             if spans[inside[0]][0] <= start and spans[inside[-1]][1] >= stop:
                 first = max(place for place in inside if spans[place][0] <= start)
                 ends = first, min(place for place in inside if spans[place][1] >= stop)
         types = {"token_type_ids": encodings["token_type_ids"][part]} if "token_type_ids" in encodings else {}
         windows.append({"input_ids": ids, "ends": ends, "spans": {place: spans[place] for place in inside}, **types})
-    return {"windows": windows, "context": both[1], "right": [answer["text"] for answer in held or ()]}
+    return {"windows": windows, "context": both[1], "right": [answer["text"] for answer in answers or ()]}
 
 
 def _texts(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
@@ -154,15 +157,15 @@ def _answers(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     """A prompt with each of two answers, and where these begin."""
     spans = []
     for key in ("chosen", "rejected"):
-        asked, told = task["prompt"] and get(row, task["prompt"]), get(row, task[key])
+        asked, answer = task["prompt"] and get(row, task["prompt"]), get(row, task[key])
         if task["conversations"]:
             before, after = ([{"role": r, "content": t}] if isinstance(t, str) else list(t or ())
-                             for r, t in (("user", asked), ("assistant", told)))  # fmt: skip
+                             for r, t in (("user", asked), ("assistant", answer)))  # fmt: skip
             ids, known = _turns(job, [*before, *after], None, {})[-1]
             first = next((place for place, learned in enumerate(known) if learned), len(ids))
         else:
             prompt = opened(job.tokenizer, tokens(job.tokenizer, asked)) if asked is not None else []
-            ids, first = prompt + tokens(job.tokenizer, told, add_special_tokens=asked is None), len(prompt)
+            ids, first = prompt + tokens(job.tokenizer, answer, add_special_tokens=asked is None), len(prompt)
         ids, first = closed(job.tokenizer, ids), max(1, first)
         spans.append({"input_ids": ids[:most], "next": [*([IGNORED] * first + ids[first:])[1:most], IGNORED]})
     return {"answers": spans}
@@ -189,10 +192,10 @@ def _language(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
     if not task["packing"]:
         most = size + 1 if task["prompt"] or task["messages"] else None
         return [block for ids, known in texts for block in _blocks(ids[:most], known[:most], size)]
-    apart = not task["attend_across_documents"]
-    known = [t and not (apart and place == 0) for _, learned in texts for place, t in enumerate(learned)]
+    separate = not task["attend_across_documents"]
+    known = [t and not (separate and place == 0) for _, learned in texts for place, t in enumerate(learned)]
     places = [place for ids, _ in texts for place in range(len(ids))]
-    return _blocks([token for ids, _ in texts for token in ids], known, size, places if apart else None)
+    return _blocks([token for ids, _ in texts for token in ids], known, size, places if separate else None)
 
 
 def _blocks(ids: list[int], known: list[bool], size: int, places: list[int] | None = None) -> list[dict[str, Any]]:
@@ -217,9 +220,9 @@ def _documents(job: Any, row: Row, task: dict) -> list[tuple[list[int], list[boo
     if not task["prompt"]:
         ids = closed(job.tokenizer, tokens(job.tokenizer, get(row, task["text"])))
         return [(ids, [True] * len(ids))]
-    asked = opened(job.tokenizer, tokens(job.tokenizer, get(row, task["prompt"])))
-    told = closed(job.tokenizer, tokens(job.tokenizer, get(row, task["response"]), add_special_tokens=False))
-    return [(asked + told, [False] * len(asked) + [True] * len(told))]
+    prompt = opened(job.tokenizer, tokens(job.tokenizer, get(row, task["prompt"])))
+    answer = closed(job.tokenizer, tokens(job.tokenizer, get(row, task["response"]), add_special_tokens=False))
+    return [(prompt + answer, [False] * len(prompt) + [True] * len(answer))]
 
 
 def _turns(job: Any, row: list[dict], tools: Any, arguments: dict) -> list[tuple[list[int], list[bool]]]:

@@ -29,12 +29,12 @@ def named(task: dict, key: str, default: Any = None) -> Any:
 
 def read_splits(run: dict) -> dict[str, Subset]:
     """The items of each split; where there is no validation split, a share of train that is drawn with the seed."""
-    task, made = run["task"], named(run["task"], "data")
-    if isinstance(made, type) or not hasattr(made, "__getitem__"):
-        made = made(**task["data_arguments"])
-    made = dict(zip(USUAL, made, strict=False)) if isinstance(made, tuple) else made
-    made = made if isinstance(made, Mapping) else {"train": made}
-    sets = {split: made[word] for split, words in USUAL.items() for word in words if word in made}
+    task, splits = run["task"], named(run["task"], "data")
+    if isinstance(splits, type) or not hasattr(splits, "__getitem__"):
+        splits = splits(**task["data_arguments"])
+    splits = dict(zip(USUAL, splits, strict=False)) if isinstance(splits, tuple) else splits
+    splits = splits if isinstance(splits, Mapping) else {"train": splits}
+    sets = {split: splits[word] for split, words in USUAL.items() for word in words if word in splits}
     for split, data in sets.items():  # a data set of `datasets` gives tensors
         sets[split] = data if getattr(data, "format", {"type": "none"})["type"] else data.with_format("torch")
     places = {split: np.arange(min(len(data), run["data"]["limit"] or len(data))) for split, data in sets.items()}
@@ -83,11 +83,11 @@ def batch_loss(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
 
 def _value(job: Any, model: nn.Module, batch: tuple[Any, int], device: Any) -> Tensor:
     """What the user's loss gives: float32."""
-    inputs, seen = batch[0] if type(batch[0]) in (list, tuple) else (batch[0], batch[0])
+    inputs, loss_inputs = batch[0] if type(batch[0]) in (list, tuple) else (batch[0], batch[0])
     loss, taken = named(job.run["task"], "loss"), inspect.signature(model.forward).parameters
     if isinstance(loss, nn.Module):
         loss.to(device)
     if not isinstance(inputs, Mapping):
-        return loss(model(inputs), seen).float()
+        return loss(model(inputs), loss_inputs).float()
     whole = any(each.kind == each.VAR_KEYWORD for each in taken.values())
-    return loss(model(**{name: each for name, each in inputs.items() if whole or name in taken}), seen).float()
+    return loss(model(**{name: each for name, each in inputs.items() if whole or name in taken}), loss_inputs).float()

@@ -117,14 +117,14 @@ def holds(value: Any, wanted: Any, tokenizer: Any) -> bool:
 def lacks(row: Row, task: dict) -> bool:
     """Whether a row has no text or no label where the task reads one."""
     texts, labels = columns(task)
-    held = [get(row, column) for column in [*texts, *labels]]
+    values = [get(row, column) for column in [*texts, *labels]]
     if task["name"] == "token_classification":
-        held += [word for words in held for word in words or [None]]
+        values += [word for words in values for word in words or [None]]
     if task["name"] == "question_answering" and not task["unanswerable"]:
-        held.append((held[2]["text"] if isinstance(held[2], dict) else held[2]) or None)
-    if any(value is None or value != value or not str(value).strip() for value in held):
+        values.append((values[2]["text"] if isinstance(values[2], dict) else values[2]) or None)
+    if any(value is None or value != value or not str(value).strip() for value in values):
         return True
-    turns = held[0] if task.get("messages") else [{"role": "assistant", "content": ""}]
+    turns = values[0] if task.get("messages") else [{"role": "assistant", "content": ""}]
     spoken = any(turn.get("role", turn.get("from")) in ("assistant", "gpt") for turn in turns)
     return not spoken or any(t.get("content", t.get("value")) is None and not t.get("tool_calls") for t in turns)
 
@@ -153,8 +153,8 @@ def cut(run: dict, rows: list[Row], share: float, seed: Any) -> tuple[list[Row],
     if classes and not (task.get("multi_label") or task.get("regression")):
         of = [get(row, labels[0]) for row in rows]
     places = [[i for i, label in enumerate(of) if label == value] for value in sorted(set(of))]
-    held = {int(i) for each in places for i in random.permutation(each)[: round(len(each) * share)]}
-    return [r for i, r in enumerate(rows) if i not in held], [r for i, r in enumerate(rows) if i in held]
+    held_out = {int(i) for each in places for i in random.permutation(each)[: round(len(each) * share)]}
+    return [r for i, r in enumerate(rows) if i not in held_out], [r for i, r in enumerate(rows) if i in held_out]
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

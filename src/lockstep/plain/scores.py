@@ -137,8 +137,8 @@ def _cosines(job: Any, model: nn.Module, examples: list[dict], output: Any) -> d
 
 def _rewards(job: Any, model: nn.Module, examples: list[dict], output: Any) -> dict[str, float]:
     rewards = output.logits.double().view(-1, 2)
-    apart = rewards[:, 0] - rewards[:, 1]
-    means = {"accuracy": (apart > 0).double(), "margin": apart, "reward": rewards}
+    margin = rewards[:, 0] - rewards[:, 1]
+    means = {"accuracy": (margin > 0).double(), "margin": margin, "reward": rewards}
     return {name: float(each.mean()) for name, each in means.items()}
 
 

@@ -137,10 +137,10 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
         longest = max(len(i) for i, _ in parts)
         shape = (len(parts), longest)
         tokens, mask = np.full(shape, int(self.tokenizer.pad_token_id)), np.zeros(shape, dtype=np.int64)
-        told = np.full(shape, _IGNORED)
+        targets_padded = np.full(shape, _IGNORED)
         for place, (i, t) in enumerate(parts):
-            tokens[place, : len(i)], mask[place, : len(i)], told[place, : len(i)] = i, 1, t
-        return tokens, mask, told
+            tokens[place, : len(i)], mask[place, : len(i)], targets_padded[place, : len(i)] = i, 1, t
+        return tokens, mask, targets_padded
 
     def sides(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
         """Both answers of a pair are padded to the longest of all."""
@@ -179,7 +179,7 @@ def _whole(dataset: Dataset, options: AnswerPairOptions, split: str, name: str, 
         dataset = usable_rows.complete(dataset, options.columns, split, name, drop)
         for key, column in options.columns.items():
             for first, part in usable_rows.lists(dataset, column):
-                if (bad := next((i for i, told in enumerate(part) if not _said(told)), None)) is not None:
+                if (bad := next((i for i, value in enumerate(part) if not _is_content(value)), None)) is not None:
                     raise RunError(
                         "LS3001",
                         f"{key}: column {column!r} of the {split} split must hold texts, or lists of role and content; "
@@ -205,14 +205,14 @@ def _whole(dataset: Dataset, options: AnswerPairOptions, split: str, name: str, 
     return dataset
 
 
-def _said(told: Any) -> bool:
+def _is_content(value: Any) -> bool:
     """Whether it is a text, or a list of messages."""
-    if isinstance(told, str):
-        return bool(told.strip())
+    if isinstance(value, str):
+        return bool(value.strip())
     return (
-        isinstance(told, list)
-        and len(told) > 0
-        and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in told)
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in value)
     )
 
 
@@ -228,7 +228,7 @@ def _encoder(run: Run, split: str, options: AnswerPairOptions, folder: str) -> t
 
     def encoder(rows: dict[str, list]) -> dict[str, Any]:
         encoded: dict[str, list] = {name: [] for name in features}
-        for row, asked, *answers in zip(
+        for row, prompt, *answers in zip(
             rows[_ROW],
             rows[options.prompt] if options.prompt else [None] * len(rows[_ROW]),
             rows[options.chosen],
@@ -236,7 +236,7 @@ def _encoder(run: Run, split: str, options: AnswerPairOptions, folder: str) -> t
             strict=True,
         ):
             both = [
-                _cut(*tokens_of(tok, options, asked, answer, row), run.data.max_length, split, row)
+                _cut(*tokens_of(tok, options, prompt, answer, row), run.data.max_length, split, row)
                 for answer in answers
             ]
             if both[0][0] == both[1][0]:
@@ -274,11 +274,11 @@ def tokens_of(
     if options.conversations:
         ids, first = _spoken(tok, options, prompt, answer, row)
     else:
-        asked = [] if prompt is None else list(tok(prompt, verbose=False)["input_ids"])
-        while asked and asked[-1] == end:
-            asked.pop()
-        told = tok(answer, add_special_tokens=prompt is None, verbose=False)["input_ids"]
-        ids, first = asked + list(told), len(asked)
+        prompt_ids = [] if prompt is None else list(tok(prompt, verbose=False)["input_ids"])
+        while prompt_ids and prompt_ids[-1] == end:
+            prompt_ids.pop()
+        answer_ids = tok(answer, add_special_tokens=prompt is None, verbose=False)["input_ids"]
+        ids, first = prompt_ids + list(answer_ids), len(prompt_ids)
     if end is not None and ids[-1:] != [end]:
         ids = [*ids, end]
     return ids, max(1, first)  # nothing comes before the first token, which is only read
@@ -287,8 +287,8 @@ def tokens_of(
 def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row: int | None) -> tuple[list[int], int]:
     """A conversation in the chat template, and where its last message begins, which is the answer."""
     before, after = (
-        [{"role": role, "content": told}] if isinstance(told, str) else list(told or ())
-        for role, told in (("user", prompt), ("assistant", answer))
+        [{"role": role, "content": content}] if isinstance(content, str) else list(content or ())
+        for role, content in (("user", prompt), ("assistant", answer))
     )
     messages = [{"role": m["role"], "content": m["content"]} for m in [*before, *after]]
 
@@ -300,13 +300,13 @@ def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row:
     try:
         if messages[-1]["role"] != "assistant":
             raise ValueError("the last message of an answer must be the assistant's")
-        whole, asked = text(messages, False), text(messages[:-1], True)
-        if not whole.startswith(asked):
+        whole, beginning = text(messages, False), text(messages[:-1], True)
+        if not whole.startswith(beginning):
             raise ValueError("it writes the beginning of a conversation otherwise than the whole of it")
     except Exception as error:  # a template is a program of its own
         at = "this" if row is None else f"row {row}"
-        said = " ".join(str(error).split())
-        raise RunError("LS3006", f"task.conversations: the chat template cannot be used on {at}: {said}") from error
+        reason = " ".join(str(error).split())
+        raise RunError("LS3006", f"task.conversations: the chat template cannot be used on {at}: {reason}") from error
     encoding = tok(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ends = [end for _, end in encoding["offset_mapping"]]
-    return list(encoding["input_ids"]), next((i for i, end in enumerate(ends) if end > len(asked)), len(ends))
+    return list(encoding["input_ids"]), next((i for i, end in enumerate(ends) if end > len(beginning)), len(ends))

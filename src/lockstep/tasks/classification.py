@@ -62,8 +62,10 @@ class Classification(TextTask, Streams, LabelTask):
 
     @property
     def usage(self) -> str:
-        said = '"some text"' if self.options.text_pair is None else '{"text": "some text", "text_pair": "another text"}'
-        return super().usage.replace('"some text"', said)
+        example_input = (
+            '"some text"' if self.options.text_pair is None else '{"text": "some text", "text_pair": "another text"}'
+        )
+        return super().usage.replace('"some text"', example_input)
 
     # -- before any process ------------------------------------------------------------------------------------------
 

@@ -223,13 +223,13 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         if len(targets) % self.texts:  # a blank one, cut off another
             return vectors.sum(1) * 0.0
         count = len(targets) // self.texts
-        asked, others = vectors[:count], vectors[count:]  # [B, H], [(texts - 1) B, H]
+        anchors, others = vectors[:count], vectors[count:]  # [B, H], [(texts - 1) B, H]
         real = (targets[:count] >= 0).float()
         if self.options.score is not None:
             wanted = (targets[:count].double() / text_pairs.ONE).float()
-            return ((asked * others).sum(1) - wanted).square() * real
+            return ((anchors * others).sum(1) - wanted).square() * real
         with torch.autocast(vectors.device.type, enabled=False):
-            scores = self.options.similarity_scale * asked @ others.T  # [B, (texts - 1) B]
+            scores = self.options.similarity_scale * anchors @ others.T  # [B, (texts - 1) B]
         place = torch.arange(count, device=targets.device)
         scores = scores.masked_fill(self._not_compared(targets, count), -torch.inf)
         return cross_entropy(scores, place, reduction="none") * real
@@ -276,16 +276,16 @@ class Embedding(TextTask, Predicts, GivesPredictions):
             out = torch.zeros(self.slots, *values.shape[1:], dtype=torch.float64, device=vectors.device)
             return out.index_copy_(0, slots, values[taken].double() * retrieval.SHARP)
 
-        asked, others = vectors[:count], vectors[count : 2 * count]
+        anchors, others = vectors[:count], vectors[count : 2 * count]
         known, theirs = batch.targets[:count], text_pairs.number(batch.targets[count : 2 * count])
         results = {"there": spread(torch.ones_like(known))}
         parts = vectors[: count * self.texts].view(self.texts, count, -1)
-        told = (asked * others).sum(1) if self.options.score is not None else parts.transpose(0, 1)
-        results |= {"told": told} if self.per_example_outputs else {}  # float32 [B], or [B, texts, H]
+        gathered = (anchors * others).sum(1) if self.options.score is not None else parts.transpose(0, 1)
+        results |= {"told": gathered} if self.per_example_outputs else {}  # float32 [B], or [B, texts, H]
         if self.options.score is not None:
-            results |= {"cosines": spread((asked * others).sum(1)), "scores": spread(known.double() / text_pairs.ONE)}
+            results |= {"cosines": spread((anchors * others).sum(1)), "scores": spread(known.double() / text_pairs.ONE)}
         else:
-            results |= {"anchors": spread(asked), "positives": spread(others)}
+            results |= {"anchors": spread(anchors), "positives": spread(others)}
             results |= {"queries": spread(known), "texts": spread(theirs)}
         return self._sums(vectors, batch.targets) | results
 
@@ -339,19 +339,19 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         vectors, texts = forward(batch.inputs).float().cpu(), self.decoded(batch.inputs["input_ids"])
         count = len(rows)
         cosines = vectors[:count] @ vectors[count : 2 * count].T  # [B, B]
-        shown = np.unique(np.linspace(0, count - 1, self.options.samples).astype(int)).tolist()
+        sampled = np.unique(np.linspace(0, count - 1, self.options.samples).astype(int)).tolist()
         if self.options.score is not None:
             wanted = (batch.targets[:count].double() / text_pairs.ONE).tolist()
             return [
                 {"text": texts[i], "other": texts[count + i], "cosine": f"{float(cosines[i, i]):.3f}"}
                 | {"score": f"{wanted[i]:.3f}"}
-                for i in shown
+                for i in sampled
             ]
         near = cosines.argmax(1).tolist()
         return [
             {"text": texts[i], "nearest": texts[count + near[i]], "cosine": f"{float(cosines[i, near[i]]):.3f}"}
             | {"right": texts[count + i]}
-            for i in shown
+            for i in sampled
         ]
 
     @classmethod

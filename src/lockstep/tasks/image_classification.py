@@ -85,8 +85,8 @@ class ImageClassification(LabelTask):
     @classmethod
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
         why = "it is about texts, and the task image_classification reads images; leave it out"
-        given = run.data.model_fields_set
-        keys = {f"data.{key}" for key in _UNUSED if key in given and getattr(run.data, key) != _default(run, key)}
+        keys_set = run.data.model_fields_set
+        keys = {f"data.{key}" for key in _UNUSED if key in keys_set and getattr(run.data, key) != _default(run, key)}
         if run.tokenizer.source is not None or run.tokenizer.train is not None:
             keys.add("tokenizer")
         return dict.fromkeys(sorted(keys), why)
@@ -273,8 +273,8 @@ def _opened(file: bytes, where: str) -> Any:
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
         return image.convert("RGB")
     except Exception as error:  # Pillow's readers raise errors of many kinds for files that are none
-        said = " ".join(str(error).split()).partition(" <")[0]
-        raise RunError("LS3034", f"task.image: {where} is not an image that Pillow can read ({said})") from error
+        reason = " ".join(str(error).split()).partition(" <")[0]
+        raise RunError("LS3034", f"task.image: {where} is not an image that Pillow can read ({reason})") from error
 
 
 # -- the image processor ---------------------------------------------------------------------------------------------

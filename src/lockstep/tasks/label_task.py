@@ -85,11 +85,11 @@ class LabelTask(Predicts, GivesPredictions, Calibrates):
         self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
     ) -> list[dict[str, str]]:
         answers = self.objective.answers(forward(batch.inputs).float(), self.threshold)
-        shown = self.inputs_shown(rows, batch) | {
+        columns_shown = self.inputs_shown(rows, batch) | {
             "predicted": [self.objective.short_answer(answer) for answer in answers],
             "label": [self.objective.format_target(target) for target in batch.targets],
         }
-        return [dict(zip(shown, values, strict=True)) for values in zip(*shown.values(), strict=True)]
+        return [dict(zip(columns_shown, values, strict=True)) for values in zip(*columns_shown.values(), strict=True)]
 
     @abstractmethod
     def inputs_shown(self, rows: np.ndarray, batch: MicroBatch) -> dict[str, list[str]]:
@@ -120,5 +120,5 @@ class LabelTask(Predicts, GivesPredictions, Calibrates):
     @classmethod
     def threshold_of(cls, objective: Objective, folder: Path) -> float | None:
         """The threshold of an export."""
-        kept = cls.calibration_in(folder).get("threshold")
-        return kept if objective.chooses_threshold else objective.fixed_threshold
+        threshold = cls.calibration_in(folder).get("threshold")
+        return threshold if objective.chooses_threshold else objective.fixed_threshold

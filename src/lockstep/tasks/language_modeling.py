@@ -132,13 +132,13 @@ class LanguageModelingOptions(BaseModel):
         options = {k: v for k, v in self.model_dump().items() if k in always}
         options |= {} if self.attend_across_documents else {"cross_documents": False}
         if self.messages is not None:  # keys that are younger than checkpoints: what they are without them
-            asked = (
+            template_settings = (
                 self.template_arguments,
                 self.tools,
                 key_aliases.former("task", {"turns": self.turns})["turns"],
                 conversations.further_keys(dataset, self.messages),
             )
-            options |= {} if asked == ({}, None, "together", []) else {"written": asked}
+            options |= {} if template_settings == ({}, None, "together", []) else {"written": template_settings}
         return options
 
 
@@ -288,8 +288,8 @@ class LanguageModeling(PerToken, Generates):
         begin = lm_documents.before(self.tokenizer)
         if begin is None or not isinstance(columns, Columns) or "openings" not in columns.names:
             return {}
-        told = columns.ragged("openings")
-        curve_rows = [told.row(int(row)) for row in rows[told.lengths[rows] > 0]]
+        openings = columns.ragged("openings")
+        curve_rows = [openings.row(int(row)) for row in rows[openings.lengths[rows] > 0]]
         counts = {f"opening_{each}": float(columns.flat(f"opening_{each}")[rows].sum()) for each in _SIZES}
         sums = {name: torch.tensor(count, dtype=torch.float64) for name, count in counts.items()}
         if not curve_rows:
@@ -325,9 +325,10 @@ class LanguageModeling(PerToken, Generates):
         if not options.samples:
             return []
         if options.sample_prompt is not None:
-            given = self.tokenizer(options.sample_prompt, verbose=False)["input_ids"]
-            given = given[:-1] if given and given[-1] == lm_documents.end_of(self.tokenizer) else given
-            starts = [given] * options.samples
+            prompt_ids = self.tokenizer(options.sample_prompt, verbose=False)["input_ids"]
+            if prompt_ids and prompt_ids[-1] == lm_documents.end_of(self.tokenizer):
+                prompt_ids = prompt_ids[:-1]
+            starts = [prompt_ids] * options.samples
         else:
             rows = np.linspace(0, len(columns) - 1, options.samples).astype(int)
             starts = [self._beginning(columns, int(row)) for row in rows]
@@ -441,8 +442,10 @@ def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[
     columns = Columns(file)
     left = columns.flat("left")[np.arange(len(columns))]
     of = conversations.documents_in(dataset, options.writing) if options.messages is not None else len(dataset)
-    told = {"texts": int((left > 0).sum()), "tokens": int(left.sum()), "nothing": of - len(columns), "of": of}
-    return told | {"most": options.block_size, "key": "task.block_size"} if told["texts"] or told["nothing"] else {}
+    cut_off = {"texts": int((left > 0).sum()), "tokens": int(left.sum()), "nothing": of - len(columns), "of": of}
+    if not cut_off["texts"] and not cut_off["nothing"]:
+        return {}
+    return cut_off | {"most": options.block_size, "key": "task.block_size"}
 
 
 def _check_model(run: Run, options: LanguageModelingOptions) -> None:

@@ -181,15 +181,15 @@ class MaskedLanguageModeling(PerToken):
 
         logits = forward({name: values for name, values in batch.inputs.items() if name != TARGETS}).cpu()
         hidden, ids = batch.targets >= 0, batch.inputs["input_ids"]
-        shown = {
+        token_ids = {
             "text": torch.where(hidden, self.vocabulary.mask, ids),
             "filled in": torch.where(hidden, logits.argmax(-1), ids),
             "right": torch.where(hidden, batch.targets, ids),
         }
-        said = {name: [self._said(row) for row in tokens.tolist()] for name, tokens in shown.items()}
-        return [dict(zip(said, each, strict=True)) for each in zip(*said.values(), strict=True)]
+        decoded = {name: [self._decode(row) for row in tokens.tolist()] for name, tokens in token_ids.items()}
+        return [dict(zip(decoded, each, strict=True)) for each in zip(*decoded.values(), strict=True)]
 
-    def _said(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         """A text with its masks, without other special tokens."""
         left = {*self.vocabulary.special.tolist()} - {self.vocabulary.mask}
         return str(self.tokenizer.decode([token for token in ids if token not in left])).strip()

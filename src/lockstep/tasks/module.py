@@ -72,8 +72,10 @@ class Module(Task):
     @classmethod
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
         """Keys that describe models of transformers and tables of texts."""
-        told = {"model": "task.model makes the model", "tokenizer": "task.data makes the items"}
-        unsupported = {key: f"of no use with task module, where {why}" for key, why in told.items() if key in _set(run)}
+        reasons = {"model": "task.model makes the model", "tokenizer": "task.data makes the items"}
+        unsupported = {
+            key: f"of no use with task module, where {why}" for key, why in reasons.items() if key in _set(run)
+        }
         return unsupported | {
             f"data.{key}": "of no use with task module, where task.data makes the data sets"
             for key in sorted(
@@ -101,12 +103,12 @@ class Module(Task):
 
         sets, cut = dataset.data_sets(run)
         probed = probe(run, *sets["train"])
-        files, key, asked = {}, digest(cls.fingerprint(run)), dataset.asked_lengths(run)
+        files, key, length_inputs = {}, digest(cls.fingerprint(run)), dataset.asked_lengths(run)
         for split, (data, places) in sets.items():
-            further = [asked, hashlib.sha256(places.tobytes()).hexdigest()] if asked else []
+            further = [length_inputs, hashlib.sha256(places.tobytes()).hexdigest()] if length_inputs else []
             of = digest(key, split, asdict(probed), *further)
             files[split] = dataset.measured(run, data, places, probed.each, of)
-        if asked:  # of all items, where the rest of the key looks at some
+        if length_inputs:  # of all items, where the rest of the key looks at some
             key = digest(key, {split: dataset.content(file) for split, file in files.items()})
         facts = {"source": run.task.options["data"], "cut": cut} | asdict(probed)
         return Prepared(key, files, "", facts)
@@ -217,8 +219,8 @@ class Module(Task):
         from lockstep.tasks.modules.dataset import INPUT
 
         bundle = _bundle(self.collate(columns, spread_rows(columns, self.options.samples), 0))
-        asked: Any = {INPUT: replace(bundle, asks="generate")}
-        rows = json.loads(bytes(forward(asked).cpu().numpy()).decode())
+        inputs: Any = {INPUT: replace(bundle, asks="generate")}
+        rows = json.loads(bytes(forward(inputs).cpu().numpy()).decode())
         return [{str(key): str(value) for key, value in row.items()} for row in rows]
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:

@@ -153,7 +153,7 @@ def check(run: Run, prepared: Prepared) -> None:
 def scored(
     run: Run,
     metrics: Mapping[str, Metric],
-    given: tuple[np.ndarray, np.ndarray],
+    arrays: tuple[np.ndarray, np.ndarray],
     taken: Sequence[str],
     where: str = "",
 ) -> dict[str, float]:
@@ -164,7 +164,7 @@ def scored(
     numbers: dict[str, float] = {}
     for name, function in metrics.items():
         seed_everything(run.seed, _DRAWN)
-        predictions, labels = copy.deepcopy(given)  # what one of them changes, the next one does not see
+        predictions, labels = copy.deepcopy(arrays)  # what one of them changes, the next one does not see
         try:
             result = function(predictions, labels)
         except Exception as error:

@@ -100,8 +100,8 @@ class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
         logits, width = forward(batch.inputs).float(), own_metrics.longest(columns)
         foretold = logits.argmax(-1).masked_fill(batch.targets < 0, own_metrics.NOTHING)
         wanted = batch.targets.clamp(min=own_metrics.NOTHING)
-        told = {"foretold": own_metrics.as_wide(foretold, width), "wanted": own_metrics.as_wide(wanted, width)}
-        return self.sums(logits, batch.targets) | told | examples
+        gathered = {"foretold": own_metrics.as_wide(foretold, width), "wanted": own_metrics.as_wide(wanted, width)}
+        return self.sums(logits, batch.targets) | gathered | examples
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of tokens: int64 [N, longest], -1 where there is no target."""

@@ -121,11 +121,11 @@ class Preference(AnswerPairs, UsesReference):
         column what the model said before training, the bits of a float64."""
         from lockstep.data.batch import IGNORED
 
-        ids, mask, told = self.answers(columns, rows)
+        ids, mask, answer_targets = self.answers(columns, rows)
         before = self.reference_for(columns, rows)  # [B, 2], or nothing
         last = np.zeros(len(ids)) if before is None else before.reshape(-1)
         targets = np.full((len(ids), ids.shape[1] + 1), IGNORED)
-        targets[:, :-2], targets[:, -1] = told[:, 1:], last.view(np.int64)
+        targets[:, :-2], targets[:, -1] = answer_targets[:, 1:], last.view(np.int64)
         return {"input_ids": ids, "attention_mask": mask}, targets
 
     def targets_in_batch(self, targets: Tensor) -> Tensor:
@@ -150,28 +150,28 @@ class Preference(AnswerPairs, UsesReference):
         from torch.nn.functional import logsigmoid
 
         options, pairs = self.options, len(targets) // 2
-        said, count = _summed(logits, targets)
+        logprobs, count = _summed(logits, targets)
         real = (count > 0)[: 2 * pairs].view(pairs, 2).all(1)
-        said, count = said[: 2 * pairs].view(pairs, 2), count[: 2 * pairs].view(pairs, 2).clamp(min=1)
+        logprobs, count = logprobs[: 2 * pairs].view(pairs, 2), count[: 2 * pairs].view(pairs, 2).clamp(min=1)
         first = targets[: 2 * pairs, -1].contiguous().view(torch.float64).float().view(pairs, 2)
         first = torch.where(real[:, None], first, torch.zeros_like(first))
         if options.loss in ("ipo", "simpo"):  # of a token on the average
-            said, first = said / count, first / count
-        rewards = options.beta * (said - first)
-        apart = rewards[:, 0] - rewards[:, 1]
+            logprobs, first = logprobs / count, first / count
+        rewards = options.beta * (logprobs - first)
+        margin = rewards[:, 0] - rewards[:, 1]
         if options.loss == "dpo":
             smooth = options.label_smoothing
-            loss = -(1 - smooth) * logsigmoid(apart) - smooth * logsigmoid(-apart)
+            loss = -(1 - smooth) * logsigmoid(margin) - smooth * logsigmoid(-margin)
         elif options.loss == "ipo":
-            loss = (apart / options.beta - 1 / (2 * options.beta)).square()
+            loss = (margin / options.beta - 1 / (2 * options.beta)).square()
         elif options.loss == "hinge":
-            loss = torch.relu(1 - apart)
+            loss = torch.relu(1 - margin)
         else:
-            loss = -logsigmoid(apart - options.gamma)
+            loss = -logsigmoid(margin - options.gamma)
         results = {
             "loss": loss + 0 * logits.sum() if pairs == 0 else loss,
-            "right": (apart > 0).float(),
-            "margin": apart,
+            "right": (margin > 0).float(),
+            "margin": margin,
             "chosen": rewards[:, 0],
             "rejected": rewards[:, 1],
         }

@@ -127,8 +127,10 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """The windows of the rows, one after the other [R, T]; the targets are first and last token of the answer."""
         windows = [window for each in qa_features.parts_of(columns, rows) for window in each]
-        held = [np.concatenate([columns.ragged(name).row(int(row)) for row in rows]) for name in ("starts", "stops")]
-        return _inputs(windows, int(self.tokenizer.pad_token_id)), np.stack(held, 1).astype(np.int64)  # [R, 2]
+        answer_spans = [
+            np.concatenate([columns.ragged(name).row(int(row)) for row in rows]) for name in ("starts", "stops")
+        ]
+        return _inputs(windows, int(self.tokenizer.pad_token_id)), np.stack(answer_spans, 1).astype(np.int64)  # [R, 2]
 
     def padded(self, columns: Columns, rows: np.ndarray, groups: Sequence[np.ndarray]) -> int:
         windows, widths = (columns.flat(name)[rows] for name in ("windows", "width"))
@@ -157,15 +159,15 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         from lockstep.tasks.models import qa_spans
 
         logits = forward(batch.inputs)
-        held = self._spans(logits, columns, rows)
+        spans = self._spans(logits, columns, rows)
         right = columns.texts(qa_features.TEXTS, rows)
         each = [
-            qa_spans.scores(answer, wanted) for answer, wanted in zip(_texts(held, columns, rows), right, strict=True)
+            qa_spans.scores(answer, wanted) for answer, wanted in zip(_texts(spans, columns, rows), right, strict=True)
         ]
         exact, f1 = torch.tensor(each, dtype=torch.float64).reshape(-1, 2).sum(0).to(logits.device) * _SHARP
         words = [len(qa_spans.normal(wanted[0] if wanted else "").split()) for wanted in right]
         by_words = torch.from_numpy(own_metrics.binned(words, [f1 for _, f1 in each])).to(logits.device)  # [bins, 3]
-        placed = torch.tensor([[span.start, span.end] for span in held], dtype=torch.int32).reshape(-1, 2)
+        placed = torch.tensor([[span.start, span.end] for span in spans], dtype=torch.int32).reshape(-1, 2)
         gathered = {"spans": placed.to(logits.device)} if self.per_example_outputs else {}
         examples = torch.tensor(float(len(rows)), dtype=torch.float64, device=logits.device)
         results = {"examples": examples, "exact": exact, "f1": f1, "by_words": by_words}
@@ -175,9 +177,9 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         """The answers, texts [N], empty where there is none; and lists of all that are right, empty likewise."""
         from lockstep.tasks.models.qa_spans import Span
 
-        held = [Span(*place) for place in sums["spans"].tolist()]
+        spans = [Span(*place) for place in sums["spans"].tolist()]
         right = [[each for each in answers if each] for answers in columns.texts("answers", rows)]
-        return listed(_texts(held, columns, rows)), listed(right)
+        return listed(_texts(spans, columns, rows)), listed(right)
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         none: list[str] = [] if self.options.unanswerable else ["a third"]
@@ -208,10 +210,10 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
     ) -> list[dict[str, str]]:
         answers = _texts(self._spans(forward(batch.inputs), columns, rows), columns, rows)
-        asked, right = columns.texts(qa_features.QUESTION, rows), columns.texts("answers", rows)
+        questions, right = columns.texts(qa_features.QUESTION, rows), columns.texts("answers", rows)
         return [
             {"question": question, "answer": answer or "(none)", "right": " / ".join(dict.fromkeys(each)) or "(none)"}
-            for question, answer, each in zip(asked, answers, right, strict=True)
+            for question, answer, each in zip(questions, answers, right, strict=True)
         ]
 
     @classmethod

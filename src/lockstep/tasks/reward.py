@@ -75,12 +75,12 @@ class Reward(AnswerPairs):
         pairs = len(targets) // 2
         rewards = logits.float().view(-1)[: 2 * pairs].view(pairs, 2)
         real = (targets[: 2 * pairs : 2] >= 0).float()
-        apart = rewards[:, 0] - rewards[:, 1]
-        loss = -logsigmoid(apart) + self.options.center * rewards.sum(1).square()
+        margin = rewards[:, 0] - rewards[:, 1]
+        loss = -logsigmoid(margin) + self.options.center * rewards.sum(1).square()
         return {
             "loss": loss * real if pairs else 0 * logits.float().view(-1),
-            "right": (apart > 0) * real,
-            "margin": apart * real,
+            "right": (margin > 0) * real,
+            "margin": margin * real,
             "reward": rewards.mean(1) * real,
             "examples": real,
         }
@@ -108,8 +108,8 @@ class Reward(AnswerPairs):
         options, pads = cls.options_of(run), {"input_ids": int(tok.pad_token_id)}
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
-            asked = [row[0] if options.prompt else None for row in rows]
-            tokens = [tokens_of(tok, options, prompt, row[-1])[0] for prompt, row in zip(asked, rows, strict=True)]
+            prompts = [row[0] if options.prompt else None for row in rows]
+            tokens = [tokens_of(tok, options, prompt, row[-1])[0] for prompt, row in zip(prompts, rows, strict=True)]
             ids = [{"input_ids": each[: run.data.max_length]} for each in tokens]
             rewards = model(**inference.padded(ids, pads)).logits.view(-1)
             return [{"reward": reward} for reward in rewards.tolist()]

@@ -306,10 +306,10 @@ class TokenClassification(PerToken):
                 {
                     "words": [
                         {"word": words[i][word], "label": names[tags[i][place]], "score": scores[i][place]}
-                        for word, place in first_tokens(asked.word_ids(0)).items()
+                        for word, place in first_tokens(encoding.word_ids(0)).items()
                     ]
                 }
-                for i, asked in enumerate(read)
+                for i, encoding in enumerate(read)
             ]
 
         return inference.answers(rows, answer)
@@ -341,18 +341,18 @@ def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, nam
     names = getattr(getattr(dataset.features[options.tags], "feature", None), "names", None)
     faults = []  # whether there is a word at all; which rows lack words, and which tags
     for first, part in usable_rows.lists(dataset, options.words, options.tags):
-        for row, (said, marked) in enumerate(part, first):
-            if None not in (said, marked) and not (
-                isinstance(said, list) and isinstance(marked, list) and len(said) == len(marked)
+        for row, (row_words, marked) in enumerate(part, first):
+            if None not in (row_words, marked) and not (
+                isinstance(row_words, list) and isinstance(marked, list) and len(row_words) == len(marked)
             ):
                 raise RunError(
                     "LS3363",
                     f"task.tags: row {row} of the {split} split of {name} must hold as many tags as words, both as "
-                    f"lists, but holds {str(said)[:60]} and {str(marked)[:60]}",
+                    f"lists, but holds {str(row_words)[:60]} and {str(marked)[:60]}",
                 )
-        wordless = [not said or any(_nothing(word) for word in said) for said, _ in part]
+        wordless = [not row_words or any(_nothing(word) for word in row_words) for row_words, _ in part]
         tagless = [marked is None or any(_nothing(tag, names) for tag in marked) for _, marked in part]
-        faults.append((any(said for said, _ in part), np.array(wordless), np.array(tagless)))
+        faults.append((any(row_words for row_words, _ in part), np.array(wordless), np.array(tagless)))
     if not any(some for some, *_ in faults):
         raise RunError("LS3364", f"task.words: the {split} split of {name} holds no words")
     columns_lacking = ((options.words, [w for _, w, _ in faults]), (options.tags, [t for *_, t in faults]))
@@ -360,14 +360,14 @@ def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, nam
     whole = usable_rows.without(dataset, lacks, split, name, drop)
 
     def converted(rows: dict[str, list]) -> dict[str, list]:
-        words = [[str(word) for word in said] for said in rows[options.words]]
+        words = [[str(word) for word in row_words] for row_words in rows[options.words]]
         tags = [[names[tag] if names else str(tag) for tag in marked] for marked in rows[options.tags]]
         return {"words": words, "tags": tags}
 
     texts = datasets.List(datasets.Value("string"))
-    kept = {c: whole.features[c] for c in whole.column_names if c == source.SOURCE}
-    features = datasets.Features({"words": texts, "tags": texts} | kept)
-    left = [c for c in whole.column_names if c not in kept]
+    source_feature = {c: whole.features[c] for c in whole.column_names if c == source.SOURCE}
+    features = datasets.Features({"words": texts, "tags": texts} | source_feature)
+    left = [c for c in whole.column_names if c not in source_feature]
     return whole.map(converted, batched=True, remove_columns=left, features=features)
 
 

@@ -146,9 +146,9 @@ def encoder_of(
         return [row or [end if end is not None else known.pad_token_id] for row in rows]
 
     def encoder(rows: dict[str, list]) -> dict[str, list]:
-        asked = sources([options.prefix + text for text in rows["source"]], **limit)["input_ids"]
-        told = targets(text_target=rows["target"], **limit | {"max_length": most(run, options)})["input_ids"]
-        ids = {"input_ids": closed(asked, sources), "target_ids": closed(told, targets)}
+        source_ids = sources([options.prefix + text for text in rows["source"]], **limit)["input_ids"]
+        target_ids = targets(text_target=rows["target"], **limit | {"max_length": most(run, options)})["input_ids"]
+        ids = {"input_ids": closed(source_ids, sources), "target_ids": closed(target_ids, targets)}
         return ids | {"reference": rows["target"]}
 
     return encoder, features
@@ -319,7 +319,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
         if self.overlap is None and not self.per_example_outputs:
             return {}
-        tokens = generate(_asked(batch), self._decoding())
+        tokens = generate(_source_inputs(batch), self._decoding())
         gathered = {"written": tokens.int()} if self.per_example_outputs else {}  # as wide for every batch
         if self.overlap is None:
             return gathered
@@ -365,9 +365,9 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     def sample_texts(
         self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
     ) -> list[dict[str, str]]:
-        written = self._written(generate(_asked(batch), self._decoding()))
-        shown = zip(self.decoded(batch.inputs["input_ids"]), written, columns.texts("reference", rows), strict=True)
-        return [{"source": source, "written": text, "reference": reference} for source, text, reference in shown]
+        written = self._written(generate(_source_inputs(batch), self._decoding()))
+        samples = zip(self.decoded(batch.inputs["input_ids"]), written, columns.texts("reference", rows), strict=True)
+        return [{"source": source, "written": text, "reference": reference} for source, text, reference in samples]
 
     def sample_input(self, sample: Mapping[str, str]) -> str:
         """Without the prefix, as the tokenizer writes it: `predict` puts it there."""
@@ -443,7 +443,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
             tokenizer.save(self.target_tokenizer, folder / tokenizer.TARGET)
 
 
-def _asked(batch: MicroBatch) -> dict[str, Tensor]:
+def _source_inputs(batch: MicroBatch) -> dict[str, Tensor]:
     """What is to be translated, without what the decoder would read."""
     return {name: batch.inputs[name] for name in ("input_ids", "attention_mask")}
 

@@ -155,13 +155,23 @@ class Console:
         for name, value in rows.items() if self._voice != "verbose" else ():
             append(self._log, f"{name:<10} {value}")
 
-    def say(self, text: str, hang: int | None = None) -> None:
-        """One line or more. `hang`: on a terminal, where a line that is too long goes on."""
+    def say(self, text: str, hang: int | None = None, whole: bool = False) -> None:
+        """One line or more. `hang`: on a terminal, where a line that is too long goes on; by default two columns
+        further in than it begins. `whole`: it is to be pasted, and is never cut into lines."""
         if self._record is not None:
             self._record.notes.append(text)
         if self._voice != "quiet":
-            self.rich.print(_plain(text if hang is None else self._hung(text, hang, hang)))
+            self.rich.print(_plain(text if whole else self._folded(text, hang)))
         append(self._log, text)
+
+    def _folded(self, text: str, hang: int | None) -> str:
+        if hang is not None:
+            return self._hung(text, hang, hang)
+        lines = []
+        for line in text.split("\n"):
+            inner = len(line) - len(line.lstrip()) + 2
+            lines.append(line if cell_len(line) <= self.rich.width else self._hung(line, inner, inner))
+        return "\n".join(lines)
 
     def _hung(self, text: str, hang: int, ahead: int = 0) -> str:
         """A text in lines that fit the terminal, all but the first `hang` columns in; `ahead` of these columns are part

@@ -100,13 +100,13 @@ class StepLoader:
         """In steps."""
         return self.order.steps_per_epoch if every == "epoch" else every
 
-    def make(self, step: int, made: Iterator[MicroBatch] | None = None) -> StepBatch:
+    def make(self, step: int, from_workers: Iterator[MicroBatch] | None = None) -> StepBatch:
         """One step's batch: every rank cuts the same micro-batches and collates its own, or takes those that workers
-        have `made`."""
+        have `from_workers`."""
         if isinstance(self.columns, Streamed) and isinstance(self.order, ByShard | MixedShards):
             behind = self.order.behind(step, remote.AHEAD) if self.columns.elsewhere else []
             self.columns.hold(self.order.near(step), behind)
-        return self._batch(step, self.order.step(step), made)
+        return self._batch(step, self.order.step(step), from_workers)
 
     def one(self, step: int, index: int) -> MicroBatch:
         """A micro-batch of a step, whoever's it is; on the host."""
@@ -117,12 +117,14 @@ class StepLoader:
         """The longest examples of all, as a step that is none of the run's: no step needs more memory."""
         return self._batch(0, np.sort(self.columns.longest(self.order.batch_size)))
 
-    def _batch(self, step: int, rows: np.ndarray, made: Iterator[MicroBatch] | None = None) -> StepBatch:
+    def _batch(self, step: int, rows: np.ndarray, from_workers: Iterator[MicroBatch] | None = None) -> StepBatch:
         lengths = self.columns.lengths[rows]
         groups = self.task.cut(self.columns, rows)
         targets_of = None if self.mixed is None else self._targets_of(rows, step)
         own, shares = self.indices, self.shares
-        micro_batches = [self._collated(step, rows[groups[k]], k) if made is None else next(made) for k in own]
+        micro_batches = [
+            self._collated(step, rows[groups[k]], k) if from_workers is None else next(from_workers) for k in own
+        ]
         if self.device.type == "cuda":
             micro_batches = [m.pinned() for m in micro_batches]
         return StepBatch(
@@ -192,15 +194,15 @@ class StepLoader:
         if self.task.collates_in_thread():
             yield from self._foreseen(self._made_ahead(after), ends)
         else:
-            made = self.task.in_workers(self.columns, self._jobs(after))
+            from_workers = self.task.in_workers(self.columns, self._jobs(after))
             for step in range(after, self.total):
-                yield self._there(self.make(step, made))
+                yield self._there(self.make(step, from_workers))
 
     def _there(self, batch: StepBatch) -> StepBatch:
         return batch if self.device.type == "cpu" else batch.to(self.device)
 
     def _foreseen(
-        self, made: Generator[StepBatch | Failure], ends: Callable[[Unreadable], None]
+        self, ahead: Generator[StepBatch | Failure], ends: Callable[[Unreadable], None]
     ) -> Iterator[StepBatch]:
         """Batches as they are needed, and of a stream so many of them looked at before."""
         foreseen = FORESEEN if isinstance(self.columns, Streamed) else 0
@@ -209,7 +211,7 @@ class StepLoader:
         try:
             while waiting or not over:
                 while not over and len(waiting) <= foreseen:
-                    item = next(made, None)
+                    item = next(ahead, None)
                     over = item is None or isinstance(item, Failure)
                     waiting += [] if item is None else [item]
                     if len(waiting) > 1 and isinstance(item, Failure) and isinstance(item.error, Unreadable):
@@ -220,7 +222,7 @@ class StepLoader:
                         raise item.error
                     yield self._there(item)
         finally:
-            made.close()
+            ahead.close()
 
     def _made_ahead(self, after: int) -> Generator[StepBatch | Failure]:
         ready: queue.Queue[StepBatch | Failure] = queue.Queue(maxsize=AHEAD)

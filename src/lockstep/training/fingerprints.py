@@ -59,10 +59,10 @@ class Fingerprints:
     def state_dict(self) -> dict[str, Any]:
         """The entries that are not written, and those that were written last: plain data. The host waits for the
         device."""
-        held = {"written": self._written, "waiting": self._waiting}
+        entries_of = {"written": self._written, "waiting": self._waiting}
         return {
             name: [(step, float(loss), float(norm), dict(state)) for step, loss, norm, state in entries]
-            for name, entries in held.items()
+            for name, entries in entries_of.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -122,5 +122,5 @@ def skips(run: Run) -> bool:
 def line(step: int, loss: float, norm: float) -> dict[str, Any]:
     """The line of a step; JSON has no word for what is not finite, and the hash tells such apart."""
     numbers = {name: value if math.isfinite(value) else None for name, value in (("loss", loss), ("grad_norm", norm))}
-    seen = hashlib.blake2b(struct.pack("<dd", loss, norm), digest_size=8).hexdigest()
-    return {"step": step, **numbers, "hash": seen}
+    digest = hashlib.blake2b(struct.pack("<dd", loss, norm), digest_size=8).hexdigest()
+    return {"step": step, **numbers, "hash": digest}

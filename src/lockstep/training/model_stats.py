@@ -85,8 +85,8 @@ def model_facts(run: Run, task: Task) -> ModelFacts:
         return computed()
     keys = run.model_dump(mode="json", include={"model", "task", "optim", "tokenizer"})
     data = [task.prepared.key, task.prepared.tokenizer, task.prepared.facts]
-    asked = [keys, model_configs.load_config(run).to_dict(), data, _versions(), _code()]
-    key = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    key_parts = [keys, model_configs.load_config(run).to_dict(), data, _versions(), _code()]
+    key = hashlib.sha256(json.dumps(key_parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def make(aside: Path) -> None:
         aside.write_text(json.dumps(asdict(computed())))
@@ -228,7 +228,7 @@ def selection_lines(run: Run, task: Task) -> dict[str, str]:
 def memory(run: Run, processes: int, every: int, trained: int, packed: int = 0, state: float | None = None) -> str:
     """Memory of a process, by a formula: weights of `every` parameter, `packed` of them in 4 bits; the rest of those
     that are trained, the optimizer's `state` of each among it."""
-    sizes, note = held(run, processes, every, trained, packed, state)
+    sizes, note = bytes_by_kind(run, processes, every, trained, packed, state)
     parts = ", ".join(f"{name} {size(each)}" for name, each in sizes.items() if each or name != "partial sums")
     of_layers = " of one layer at a time" * run.model.checkpoint_activations
     place = " (those of layers wait in the host's memory)" * run.model.offload_activations
@@ -238,7 +238,7 @@ def memory(run: Run, processes: int, every: int, trained: int, packed: int = 0, 
     )
 
 
-def held(
+def bytes_by_kind(
     run: Run, processes: int, every: int, trained: int, packed: int, state: float | None
 ) -> tuple[dict[str, float], str]:
     """Bytes by kind, and what was decided for it."""
@@ -260,7 +260,7 @@ def shortage(run: Run, prepared: Prepared, processes: int, there: float) -> str 
         return None
     task_class: Any = plugins.find("tasks", run.task.name)
     of = model_facts(run, task_class(run, prepared))
-    needed = sum(held(run, processes, of.every, of.trained, of.packed, of.state_bytes)[0].values())
+    needed = sum(bytes_by_kind(run, processes, of.every, of.trained, of.packed, of.state_bytes)[0].values())
     if needed <= there:
         return None
     return (

@@ -279,7 +279,7 @@ def differences(sides: Sides, strategy: Strategy) -> list[PlainDifference]:
         for name, places in groups.items():
             own = own_numbers(sides, places, strategy.autocast(False))
             if compared(name, own, plain[name], LEAST):  # rounding may come to more, which is measured only then
-                measured = apart(perturbed_numbers(sides, places), plain[name])
+                measured = largest_differences(perturbed_numbers(sides, places), plain[name])
                 differing += compared(name, own, plain[name], LEAST.at_least(measured))
     if low:
         within = LEAST_LOW.at_least(half_precision(sides, groups, plain))
@@ -321,7 +321,7 @@ def compared(of: str, own: PlainNumbers, plain: PlainNumbers, within: PlainToler
     return wrong or ([most] if most is not None and most.wrong else [])
 
 
-def apart(a: PlainNumbers, b: PlainNumbers) -> PlainTolerance:
+def largest_differences(a: PlainNumbers, b: PlainNumbers) -> PlainTolerance:
     """The largest differences of two computations of the same examples."""
     whole, of_weights = all_of("", a, b, LEAST)
     losses = [each.relative for each in whole if "loss" in each.what]
@@ -350,14 +350,14 @@ def all_of(
     of_weights = []
     for name in dict.fromkeys([*plain.gradient, *own.gradient]):
         (norm, along), (norms, alongs) = (side.gradient.get(name, (0.0, 0.0)) for side in (own, plain))
-        size = _apart(norm, norms) / whole
+        size = _distance(norm, norms) / whole
         of_weights.append(PlainDifference(of, f"the gradient's norm in {name}", norm, norms, size, within.gradient))
-        turn, what = _apart(along, alongs) / whole, f"the gradient along the weight {name}"
+        turn, what = _distance(along, alongs) / whole, f"the gradient along the weight {name}"
         of_weights.append(PlainDifference(of, what, along, alongs, turn, within.gradient))
     return pairs, of_weights
 
 
-def _apart(a: float, b: float) -> float:
+def _distance(a: float, b: float) -> float:
     return abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf
 
 
@@ -441,7 +441,8 @@ def half_precision(
     low, kind = replace(sides, job=job, plain=model), device_of(model).type
     dtype = torch.float16 if sides.run.precision == "fp16" else torch.bfloat16
     pairs = [
-        apart(plain_numbers(low, places, torch.autocast(kind, dtype)), plain[name]) for name, places in groups.items()
+        largest_differences(plain_numbers(low, places, torch.autocast(kind, dtype)), plain[name])
+        for name, places in groups.items()
     ]
     return PlainTolerance(max(each.loss for each in pairs), max(each.gradient for each in pairs))
 

@@ -285,8 +285,8 @@ def with_tensors_of(plain: nn.Module, model: nn.Module) -> None:
     modules = dict(model.named_modules())
     for path, module in plain.named_modules():
         others = vars(modules[path]) | dict(modules[path].named_buffers(recurse=False)) if path in modules else {}
-        held = {n: v for n, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta}
-        for name in [*held, *dict(module.named_buffers(recurse=False))]:
+        meta_tensors = {n: v for n, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta}
+        for name in [*meta_tensors, *dict(module.named_buffers(recurse=False))]:
             if isinstance(other := others.get(name), Tensor):
                 setattr(module, name, other)
 
@@ -352,7 +352,7 @@ def record_session(session: Session, count: int = 2) -> None:
     rows = rows[np.argsort(-held_out.lengths[rows], kind="stable")]  # as evaluations have them in a batch
     scores = _scores(session, held_out, rows)
     hides = session.run.task.name == "masked_language_modeling"
-    shown = _masked(session, held_out, [rows], WITHOUT_STEP) if hides else {}
+    masked_ids = _masked(session, held_out, [rows], WITHOUT_STEP) if hides else {}
     steps = []
     with without_dropout(strategy.model), listening(strategy, recorder):
         for place, number in enumerate(plain_numbers_of(session.run, feed, count)):
@@ -367,7 +367,7 @@ def record_session(session: Session, count: int = 2) -> None:
             _save(folder / f"step-{place}.safetensors", gradients | strategy.state_dict(), world)
     if world.is_main:
         tokenizer = session.task.prepared.tokenizer
-        record = PlainRecord(tokenizer, feed.total, steps, rows.tolist(), scores, shown)
+        record = PlainRecord(tokenizer, feed.total, steps, rows.tolist(), scores, masked_ids)
         (folder / FILE).write_text(json.dumps(asdict(record)), encoding="utf-8")
 
 

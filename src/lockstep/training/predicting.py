@@ -46,11 +46,11 @@ def predict(
     word that names a file is read as one, unless all are `texts`. Returns the exit status."""
     run, export = finished(output, overrides)  # told before anything is read
     task = _task(run)
-    asked = task.input_columns(run)
+    columns = task.input_columns(run)
     if texts:
-        rows = [row_of(word, asked, repr(word[:40])) for word in words]
+        rows = [row_of(word, columns, repr(word[:40])) for word in words]
     else:
-        rows = [row for word in words for row in task.input_rows(run, word) or rows_of(run, word, asked)]
+        rows = [row for word in words for row in task.input_rows(run, word) or rows_of(run, word, columns)]
     if not words:
         rows = [row_of(line.rstrip("\n"), task.input_columns(run), f"line {n}") for n, line in enumerate(sys.stdin, 1)]
     if not rows:

@@ -138,7 +138,7 @@ class RankZeroSinks(Sinks):
 
     def __init__(self, session: Session, console: Console, step: int) -> None:
         self._session, self._console, self._loud = session, console, session.world.is_main
-        self._told: dict[str, int] = {}  # of each split, the step of what was told last
+        self._reported_steps: dict[str, int] = {}  # of each split, the step of what was told last
         self._open(step)
 
     def _open(self, step: int) -> None:
@@ -148,8 +148,8 @@ class RankZeroSinks(Sinks):
         self._usage = SystemMetrics(session.world)
 
     def log(self, step: int, split: str, numbers: dict[str, float], closing: bool = False) -> None:
-        if self._told.get(split, -1) < step:  # else it is done once more, after a loss
-            self._told[split] = step
+        if self._reported_steps.get(split, -1) < step:  # else it is done once more, after a loss
+            self._reported_steps[split] = step
             self._console.log(step, split, numbers, closing)
             self._trackers.log(step, split, numbers)
         if split == "train":
@@ -161,8 +161,8 @@ class RankZeroSinks(Sinks):
             self.log(usage[0], "system", usage[1])
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        if self._told.get("samples", -1) < step:
-            self._told["samples"] = step
+        if self._reported_steps.get("samples", -1) < step:
+            self._reported_steps["samples"] = step
             self._console.show(step, samples)
             self._trackers.show(step, samples)
 
@@ -171,7 +171,7 @@ class RankZeroSinks(Sinks):
         session, console, world = self._session, self._console, self._session.world
         self._usage = SystemMetrics(world)
         if world.is_main and not self._loud:
-            self._loud, self._told = True, {}
+            self._loud, self._reported_steps = True, {}
             with suppress(OSError):
                 session.run.folder.mkdir(parents=True, exist_ok=True)
             console.take_over(world.log)

@@ -40,7 +40,7 @@ class LoadBalancer:
         self._even: Shares = even(session.run.micro_batches, session.world.size)
         self._shares = self._even
         self._rates: deque[list[float]] = deque(maxlen=2)  # seconds a token of each rank, of the last two looks
-        self._asked: Callable[[], list[list[float]]] | None = None
+        self._pending: Callable[[], list[list[float]]] | None = None
         self._tokens, self._seconds = 0, 0.0
         if self._every and not isinstance(session.strategy, Native):
             raise RunError(
@@ -62,13 +62,13 @@ class LoadBalancer:
     def _look(self, batch: StepBatch) -> None:
         """After a step: hear what was asked for after the one before, and decide; ask, if it is time to. Collective;
         waits for nobody who is through with the step."""
-        answer, self._asked = self._asked, None
+        answer, self._pending = self._pending, None
         if answer is not None:
             self._hear(answer(), batch.step + 1)
         self._tokens += batch.own_tokens
         if (batch.step + 1) % self._every == 0:
             computed = self._session.strategy.phases.computed()
-            self._asked = self._world.all_gather_numbers([computed - self._seconds, self._tokens])
+            self._pending = self._world.all_gather_numbers([computed - self._seconds, self._tokens])
             self._seconds, self._tokens = computed, 0
 
     def _hear(self, reports: Sequence[Sequence[float]], step: int) -> None:

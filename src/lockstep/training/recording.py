@@ -108,7 +108,7 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
     writer.close()
     if int(plain):
         plain_sides.record_session(session, int(plain))
-    seconds, held = _cost(session, int(timed))
+    seconds, bytes_held = _cost(session, int(timed))
     rate = run.batch_size / seconds if seconds else None
     bits, rounding = strategy.gives_bits(run), strategy.rounding(run)
     recording = Recording(
@@ -121,7 +121,7 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
         dtypes,
         seconds,
         rate,
-        held,
+        bytes_held,
         uncovered,
         task.warnings,
     )
@@ -163,7 +163,7 @@ class _Writer:
 
     def step(self, number: int, batch: StepBatch, loss: float, norm: float, rate: float) -> None:
         """Collective."""
-        own = self.seen(batch)
+        own = self.rank_step(batch)
         targets = float(self.strategy.data_parallel.sum(torch.tensor(sum(own.targets), dtype=torch.float64)))
         ranks, weights = self.world.all_gather((self.strategy.data_parallel.rank, own)), self.weights()
         self.recorder.losses.clear()
@@ -186,7 +186,7 @@ class _Writer:
             self.stochastic,
         )
 
-    def seen(self, batch: StepBatch) -> RankStep:
+    def rank_step(self, batch: StepBatch) -> RankStep:
         """What this rank saw of a step."""
         counts = [float(self.task.targets_in_batch(m.targets)) for m in batch.micro_batches]
         inputs = [seen((), m.inputs) for m in batch.micro_batches]
@@ -261,9 +261,9 @@ def _cost(session: Session, timed: int) -> tuple[float | None, list[dict[str, in
         float(strategy.train_step(batch, run.optim.learning_rate).loss)
         seconds.append(time.perf_counter() - start)
     batch = feed.make(0).to(world.device)
-    with measured(session.bytes_before) as held:
+    with measured(session.bytes_before) as memory:
         strategy.train_step(batch, run.optim.learning_rate)
-    return sorted(seconds)[len(seconds) // 2], [asdict(each) for each in world.all_gather(held)]
+    return sorted(seconds)[len(seconds) // 2], [asdict(each) for each in world.all_gather(memory)]
 
 
 def read(folder: Path) -> Recording:

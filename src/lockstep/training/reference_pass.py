@@ -46,7 +46,7 @@ def provide(run: Run, world: World, task: Task, strategy: Strategy, prepared: Pr
             "task are relative) are missing or belong to other data; restore this file of the run",
         )
     if known is None:
-        known = {split: _asked(run, world, task, strategy, split) for split in task.splits}
+        known = {split: _scores_of_split(run, world, task, strategy, split) for split in task.splits}
         if world.is_main and run.folder.is_dir():
             aside = run.folder / aside_of(FILE)
             try:
@@ -67,7 +67,7 @@ def _read(path: Path, key: str) -> dict[str, np.ndarray] | None:
         return None
 
 
-def _asked(run: Run, world: World, task: UsesReference, strategy: Strategy, split: str) -> np.ndarray:
+def _scores_of_split(run: Run, world: World, task: UsesReference, strategy: Strategy, split: str) -> np.ndarray:
     """Of each example of a split: float64 [N, `reference_size`]. Collective.
 
     The weights depend on how batches are cut, through the last bits of these numbers: `evaluate` has no part in it.
@@ -82,9 +82,9 @@ def _asked(run: Run, world: World, task: UsesReference, strategy: Strategy, spli
         rows = batches[mine] if mine < len(batches) else order[:0]
         seed_everything(run.seed, -1, mine)
         try:
-            said = task.reference_scores(strategy.forward, task.collate(columns, rows, 0).to(world.device))
+            scores = task.reference_scores(strategy.forward, task.collate(columns, rows, 0).to(world.device))
         except torch.OutOfMemoryError as caught:
             caught.add_note(f"({ACTIVITY.name}, of {size} examples; task.reference_batch_size takes fewer)")
             raise
-        reference[torch.from_numpy(rows).to(world.device)] = said[: len(rows)]
+        reference[torch.from_numpy(rows).to(world.device)] = scores[: len(rows)]
     return strategy.data_parallel.sum(reference).cpu().numpy()

@@ -231,12 +231,12 @@ def read_anatomy(folder: Path) -> tuple[list[Entry], dict[str, Any]]:
 
 def hash_of(*tensors: Tensor) -> str:
     """Of the bits of tensors, their types and shapes."""
-    seen = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         plain = (tensor.to_dense() if tensor.is_sparse else tensor).detach().cpu().contiguous()
-        seen.update(f"{plain.dtype} {tuple(plain.shape)} ".encode())
-        seen.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return seen.hexdigest()
+        digest.update(f"{plain.dtype} {tuple(plain.shape)} ".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _looked_at(strategy: Strategy, world: World, batch: StepBatch, rate: float) -> list[Entry]:
@@ -309,8 +309,8 @@ class _Tracer(StepObserver):
             self._add("gradient", name, [tensor], -1, norm=float(local(tensor).double().norm()))
 
     def _add(self, kind: str, name: str, tensors: Iterable[Tensor], micro: int, **more: Any) -> None:
-        if held := [local(t) for t in tensors]:
-            self.entries.append(Entry(kind, name, hash_of(*held), micro, **more))
+        if local_tensors := [local(t) for t in tensors]:
+            self.entries.append(Entry(kind, name, hash_of(*local_tensors), micro, **more))
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         tensors = [t for t in (*args, *(kwargs[k] for k in sorted(kwargs))) if isinstance(t, Tensor)]

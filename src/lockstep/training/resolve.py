@@ -228,8 +228,8 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
             "processes; set strategy.exact=false to have it so, or leave it out",
         )
     tensor_plans.check(run)
-    beside = ["peft"] * bool(run.model.adapter) + ["bitsandbytes"] * bool(run.model.quantization)
-    plugins.refuse_old(["torch", "transformers", "tokenizers", *strategy.needs, *beside])
+    model_packages = ["peft"] * bool(run.model.adapter) + ["bitsandbytes"] * bool(run.model.quantization)
+    plugins.refuse_old(["torch", "transformers", "tokenizers", *strategy.needs, *model_packages])
     task: Any = plugins.find("tasks", run.task.name)
     if strategy.generate is Strategy.generate and issubclass(task, Generates) and not task.decodes_greedily(run):
         raise RunError(

@@ -138,12 +138,12 @@ class SdcCheck:
             return False
         return True
 
-    def _agree(self, when: str, held: list[Tensor]) -> None:
+    def _agree(self, when: str, tensors: list[Tensor]) -> None:
         """Whether all ranks hold the same. Collective. Errors: `CorruptionDetected`."""
         world = self._world
         if world.size == 1:
             return
-        hashes = world.all_gather(_hashed(held))
+        hashes = world.all_gather(_hashed(tensors))
         counts = Counter(hashes)
         if len(counts) == 1:
             return
@@ -171,8 +171,8 @@ def third_of(owner: int, witness: int, hosts: Sequence[str]) -> int:
 
 def drawn(run: Run, step: int) -> int:
     """The micro-batch of a step that is computed twice: from the seed and the step alone."""
-    seen = hashlib.blake2b(f"guard {run.seed} {step}".encode(), digest_size=8).digest()
-    return int.from_bytes(seen, "little") % run.micro_batches
+    digest = hashlib.blake2b(f"guard {run.seed} {step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % run.micro_batches
 
 
 class GradientHash(StepObserver):

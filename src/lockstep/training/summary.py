@@ -77,7 +77,9 @@ def precisions(run: Run, strategy: Strategy) -> str:
     moments = [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
     tensors_of: dict[str, list[torch.Tensor]] = {"weights": list(strategy.model.parameters()), "moments": moments}
     parts = [
-        f"{what} {' and '.join(sorted({str(t.dtype)[6:] for t in held}))}" for what, held in tensors_of.items() if held
+        f"{what} {' and '.join(sorted({str(t.dtype)[6:] for t in tensors}))}"
+        for what, tensors in tensors_of.items()
+        if tensors
     ]
     if run.precision == "fp32" and all(part.endswith(" float32") for part in parts):
         return "computed and kept in float32"

@@ -47,15 +47,15 @@ class Spikes:
     def state(self) -> tuple[int, float, float]:
         return self._count, self._mean, self._variance
 
-    def seen(self, loss: float) -> bool:
+    def is_spike(self, loss: float) -> bool:
         """Whether this one is more than six standard deviations above those before it."""
-        apart = loss - self._mean
-        if not math.isfinite(loss) or (self._count >= 20 and apart > 6 * self._variance**0.5):
+        deviation = loss - self._mean
+        if not math.isfinite(loss) or (self._count >= 20 and deviation > 6 * self._variance**0.5):
             return True
         self._count += 1
         weight = max(0.02, 1 / self._count)
-        self._mean += weight * apart
-        self._variance = (1 - weight) * (self._variance + weight * apart**2)
+        self._mean += weight * deviation
+        self._variance = (1 - weight) * (self._variance + weight * deviation**2)
         return False
 
 
@@ -91,8 +91,8 @@ class SourceLosses:
     def state(self) -> dict[str, Any]:
         """For a checkpoint, under `sources`; nothing where there are none. The host waits for the device."""
         self._fetch()
-        held = {"names": self.names, "sums": self._sums.tolist(), "targets": self._targets.tolist()}
-        return {"sources": held} if self.names else {}
+        state = {"names": self.names, "sums": self._sums.tolist(), "targets": self._targets.tolist()}
+        return {"sources": state} if self.names else {}
 
     def _fetch(self) -> None:
         for sums, targets in self._waiting:
@@ -145,7 +145,7 @@ class Meter:
             numbers["overflowed_steps"] = line.overflowed
         if scaling is not None:
             numbers["loss_scale"] = float(scaling.value)
-        if self._spikes.seen(numbers["loss"]):
+        if self._spikes.is_spike(numbers["loss"]):
             numbers["spike"] = 1
         numbers |= {
             "examples_per_s": line.examples / line.seconds,

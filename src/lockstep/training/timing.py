@@ -135,10 +135,10 @@ def _memory(session: Session) -> RankMemory:
     peak_device = torch.cuda.max_memory_allocated(world.device) if cuda else 0
     peak_resident = system_metrics.peak_resident()  # before the look, which takes memory itself
     batch = session.feed.make(0).to(world.device)
-    with system_metrics.measured(session.bytes_before) as held:
+    with system_metrics.measured(session.bytes_before) as memory:
         strategy.train_step(batch, strategy.run.optim.learning_rate)
     name = torch.cuda.get_device_name(world.device) if cuda else "CPU"
-    return RankMemory(world.host, name, peak_resident, peak_device, held.at_rest, held.at_update)
+    return RankMemory(world.host, name, peak_resident, peak_device, memory.at_rest, memory.at_update)
 
 
 def _versions() -> dict[str, str]:

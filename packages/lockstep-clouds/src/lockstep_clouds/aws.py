@@ -66,9 +66,9 @@ TAGS = {
 }
 
 
-def region_of(given: str | None) -> str:
+def region_of(region_option: str | None) -> str:
     """`launch.region`, else what the AWS tools use here. Errors: `RunError`."""
-    region = given or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    region = region_option or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if region is None:
         try:
             import botocore.session
@@ -153,17 +153,17 @@ def session(region: str) -> Any:
             "launch.name: sagemaker needs boto3, which is not installed: pip install 'lockstep-train[sagemaker]'",
         ) from None
     try:
-        made = boto3.session.Session(region_name=region)
-        if made.get_credentials() is None:
+        boto_session = boto3.session.Session(region_name=region)
+        if boto_session.get_credentials() is None:
             raise RunError(
                 "LS7216",
                 "launch.name: sagemaker needs AWS credentials, and none were found in AWS_ACCESS_KEY_ID, "
                 "AWS_PROFILE, ~/.aws or the role of this machine. Run `aws configure` or `aws sso login`",
             )
-        made.client("sts").get_caller_identity()
+        boto_session.client("sts").get_caller_identity()
     except (BotoCoreError, ClientError) as caught:
         raise RunError("LS7217", f"launch.name: AWS does not accept these credentials: {explained(caught)}") from None
-    return made
+    return boto_session
 
 
 def explained(caught: Exception) -> str:

@@ -67,12 +67,12 @@ def _data_there(section: DataSection, data: str, below: str = "") -> tuple[dict[
     keys: dict[str, Any] = {}
     for split, found in (local_splits(section) or {}).items():
         if section.layout == "class_folders":
-            names, told = _class_names(found, split)
+            names, paths = _class_names(found, split)
         else:
             names = _side_names(found, split) if section.layout == "parallel" else _row_names(found, split)
-            told = names
+            paths = names
         files |= {f"{below}{name}": file for name, file in zip(names, found, strict=True)}
-        keys[split] = [f"{data}/{below}{name}" for name in told] or None
+        keys[split] = [f"{data}/{below}{name}" for name in paths] or None
     return files, keys | ({"source": None} if keys else {})
 
 
@@ -210,10 +210,10 @@ def archive(texts: Mapping[str, str], modules: Mapping[str, Path]) -> bytes:
     """A gzipped tar of lockstep, this package, `modules` and `texts`; the same content gives the same bytes."""
     packages = [Path(str(lockstep.__file__)).parent, Path(__file__).parent]
     files = {f"{each.name}/{f.relative_to(each)}": f for each in packages for f in _sources(each)} | dict(modules)
-    held = {name: file.read_bytes() for name, file in files.items()} | {k: v.encode() for k, v in texts.items()}
+    contents = {name: file.read_bytes() for name, file in files.items()} | {k: v.encode() for k, v in texts.items()}
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w") as tar:
-        for name, content in sorted(held.items()):
+        for name, content in sorted(contents.items()):
             entry = tarfile.TarInfo(name)
             entry.size, entry.mode = len(content), 0o644
             tar.addfile(entry, io.BytesIO(content))

@@ -75,8 +75,8 @@ class Kubernetes(SubmittedJob):
             f"OUTPUT is {output_of(run)} on the volume of the claim {options.pvc}",
             f"by hand: kubectl apply -f {file}",
         ]
-        if held := distributions_of(run):
-            notes.append(f"the image must hold {', '.join(held)}")
+        if packages := distributions_of(run):
+            notes.append(f"the image must hold {', '.join(packages)}")
         if options.machines > 1:
             notes.append(f"the claim {options.pvc} must allow ReadWriteMany: pods on several nodes write checkpoints")
         command = next(m for m in objects if m["kind"] in ("Job", "TrainingRuntime"))
@@ -172,8 +172,8 @@ def kubectl(facts: Any, *words: str) -> str:
     """Standard output. Errors: `RunError` with what kubectl said."""
     done = subprocess.run([*command(facts), *words], capture_output=True, text=True)
     if done.returncode:
-        said = one_line(done.stderr or done.stdout, 500)
-        raise RunError("LS7283", f"kubectl {words[0]}: {said or f'status {done.returncode}'}")
+        reason = one_line(done.stderr or done.stdout, 500)
+        raise RunError("LS7283", f"kubectl {words[0]}: {reason or f'status {done.returncode}'}")
     return done.stdout
 
 
@@ -185,13 +185,13 @@ def allowed(facts: Any) -> None:
     )
     if done.returncode == 0:
         return
-    said = " ".join((done.stderr or done.stdout).split())[-400:]
+    reason = " ".join((done.stderr or done.stdout).split())[-400:]
     if done.stdout.strip().startswith("no"):
         hint = ". Is Kubeflow Trainer installed there?" if facts["kind"] == "trainjob" else ""
         raise RunError(
             "LS7284", f"launch.namespace: you have no permission to create {what} in {facts['namespace']}{hint}"
         )
-    raise RunError("LS7285", f"launch.name: kubernetes: kubectl reaches no cluster: {said}")
+    raise RunError("LS7285", f"launch.name: kubernetes: kubectl reaches no cluster: {reason}")
 
 
 def state_from(found: dict[str, Any]) -> State:

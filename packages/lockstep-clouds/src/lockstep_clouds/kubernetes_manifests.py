@@ -33,8 +33,8 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 def name_of(run: Run) -> str:
     """The name of all that belongs to a run in a namespace; the same for every try."""
     slug = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")[:30].strip("-")
-    told = hashlib.sha256(f"{run.name} {run.folder}".encode()).hexdigest()[:6]
-    return f"lockstep-{slug or 'run'}-{told}"
+    digest = hashlib.sha256(f"{run.name} {run.folder}".encode()).hexdigest()[:6]
+    return f"lockstep-{slug or 'run'}-{digest}"
 
 
 def output_of(run: Run) -> str:

@@ -62,8 +62,8 @@ class Ray(Launcher):
         if run.launch.device == "cuda" and run.launch.processes_per_gpu > 1:
             raise RunError("LS7360", "launch.processes_per_gpu: Ray gives each worker its own GPU; remove it")
         notes = [
-            f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
-            for name, given in asked(run, options).items()
+            f"{name}({', '.join(f'{k}={v!r}' for k, v in values.items())})"
+            for name, values in ray_arguments(run, options).items()
         ]
         notes.append(f"cluster: {options.address or 'one that Ray starts on this machine'}; every node must see OUTPUT")
         return LaunchPlan(workers, [sys.executable, "-c", RANK, str(run.folder / "run.yaml")], notes=notes)
@@ -99,7 +99,7 @@ class Ray(Launcher):
         }
         before = {n: signal.signal(n, _asking(board)) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
         try:
-            status = fit(asked(run, options), config)
+            status = fit(ray_arguments(run, options), config)
             return status if status is not None else outcome(ray.get(board.statuses.remote()))
         finally:
             for number, handler in before.items():
@@ -108,7 +108,7 @@ class Ray(Launcher):
                 ray.shutdown()
 
 
-def asked(run: Run, options: Any) -> dict[str, dict[str, Any]]:
+def ray_arguments(run: Run, options: Any) -> dict[str, dict[str, Any]]:
     """What Ray Train is asked for: the arguments of its classes."""
     gpu = run.launch.device == "cuda"
     return {
@@ -134,10 +134,10 @@ def connect(address: str | None) -> bool:
     try:
         ray.init(address=address or "local", logging_level=logging.ERROR)
     except Exception as caught:  # ConnectionError, RuntimeError, what gRPC raises
-        said = one_line(caught, 300)
+        reason = one_line(caught, 300)
         if address is None:
-            raise RunError("LS7362", f"launch.name: ray: Ray did not start on this machine: {said}") from None
-        raise unanswered(address, said) from None
+            raise RunError("LS7362", f"launch.name: ray: Ray did not start on this machine: {reason}") from None
+        raise unanswered(address, reason) from None
     return True
 
 
@@ -149,7 +149,7 @@ def unanswered(address: str, why: str) -> RunError:
     )
 
 
-def fit(given: dict[str, dict[str, Any]], config: dict[str, Any]) -> int | None:
+def fit(arguments: dict[str, dict[str, Any]], config: dict[str, Any]) -> int | None:
     """Run the workers to their end, in a thread, so that this one hears signals. Returns a status if Ray gives up."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.backend import Backend
@@ -162,13 +162,13 @@ def fit(given: dict[str, dict[str, Any]], config: dict[str, Any]) -> int | None:
         def backend_cls(self) -> type[Backend]:
             return Backend
 
-    failures = FailureConfig(**given["FailureConfig"])
+    failures = FailureConfig(**arguments["FailureConfig"])
     trainer = TorchTrainer(
         work,
         train_loop_config=config,
         torch_config=NoGroup(),
-        scaling_config=ScalingConfig(**given["ScalingConfig"]),
-        run_config=RunConfig(**given["RunConfig"], failure_config=failures),
+        scaling_config=ScalingConfig(**arguments["ScalingConfig"]),
+        run_config=RunConfig(**arguments["RunConfig"], failure_config=failures),
     )
     caught: list[BaseException] = []
 
@@ -211,7 +211,7 @@ class RayBoard:
         """`stop`: save and end. `bad`: a rank found the run file to be bad, and the others wait for it in vain."""
         self.word = self.word if self.word == "bad" else word
 
-    def asked(self) -> str:
+    def status_word(self) -> str:
         return self.word
 
     def end(self, rank: int, status: int) -> None:
@@ -255,14 +255,14 @@ def work(config: dict[str, Any]) -> None:
     passed_on = False
     while child.poll() is None:
         time.sleep(0.5)
-        word = ray.get(board.asked.remote())
+        word = ray.get(board.status_word.remote())
         if word == "bad":
             child.kill()
         elif word == "stop" and not passed_on:
             child.send_signal(signal.SIGTERM)
             passed_on = True
     status = child.wait()
-    if status == BAD or ray.get(board.asked.remote()) == "bad":
+    if status == BAD or ray.get(board.status_word.remote()) == "bad":
         ray.get([board.tell.remote("bad"), board.end.remote(rank, BAD)])
     elif status in (DONE, STOPPED):
         ray.get(board.end.remote(rank, status))

@@ -173,10 +173,10 @@ class Sagemaker(SubmittedJob):
     def logs(self, run: Run, record: JobRecord, follow: bool) -> Iterator[str]:
         session = aws.session(record.facts["region"])
         client = session.client("logs")
-        seen: dict[str, str] = {}
+        next_tokens: dict[str, str] = {}
         while True:
             live = follow and self.state(run, record).live
-            yield from new_lines(client, str(record.job), seen)  # asked after the state: the last lines are read
+            yield from new_lines(client, str(record.job), next_tokens)  # asked after the state: the last lines are read
             if not live:
                 return
             time.sleep(self.every_s)

@@ -57,10 +57,10 @@ def main() -> int:
         traceback.print_exc()
         status = 1
     if status:
-        told = tail.text()
+        last_output = tail.text()
         first = f"{STOPPED}\n" if status == RESUMABLE else ""
         (ML / "output").mkdir(parents=True, exist_ok=True)
-        (ML / "output/failure").write_text(f"{first}exit status {status}\n{told}")
+        (ML / "output/failure").write_text(f"{first}exit status {status}\n{last_output}")
     return status
 
 
@@ -117,7 +117,7 @@ class Tail:
     """Passes on what this process and its children write to standard error, and remembers the last of it."""
 
     def __init__(self, characters: int = 4000) -> None:
-        self._kept: deque[bytes] = deque(maxlen=characters)
+        self._tail: deque[bytes] = deque(maxlen=characters)
         read, write = os.pipe()
         self._real = os.dup(2)
         os.dup2(write, 2)
@@ -128,14 +128,14 @@ class Tail:
     def _pass_on(self, read: int) -> None:
         while block := os.read(read, 4096):
             os.write(self._real, block)
-            self._kept.extend(block[i : i + 1] for i in range(len(block)))
+            self._tail.extend(block[i : i + 1] for i in range(len(block)))
 
     def text(self) -> str:
         """The last characters, once nobody writes any more; standard error is as it was before."""
         sys.stderr.flush()
         os.dup2(self._real, 2)
         self._thread.join(2)  # children that still hold the pipe are not waited for
-        return b"".join(self._kept).decode(errors="replace")
+        return b"".join(self._tail).decode(errors="replace")
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def state_from(found: dict[str, Any]) -> State:
     return job_record.outcome(0 if status == "Completed" else 1, text)
 
 
-def new_lines(client: Any, job: str, seen: dict[str, str]) -> Iterator[str]:
-    """Lines of a job's CloudWatch streams (one a machine) not read before; `seen`: stream -> where to go on."""
+def new_lines(client: Any, job: str, next_tokens: dict[str, str]) -> Iterator[str]:
+    """Lines of a job's CloudWatch streams (one a machine) not read before; `next_tokens`: stream -> where to go on."""
     from botocore.exceptions import ClientError
 
     try:
@@ -65,12 +65,12 @@ def new_lines(client: Any, job: str, seen: dict[str, str]) -> Iterator[str]:
     for name in names:
         host = name.removeprefix(f"{job}/").rpartition("-")[0] if len(names) > 1 else ""
         while True:
-            place = {"nextToken": seen[name]} if name in seen else {}
+            place = {"nextToken": next_tokens[name]} if name in next_tokens else {}
             page = client.get_log_events(logGroupName=LOG_GROUP, logStreamName=name, startFromHead=True, **place)
             yield from (f"{host}: {e['message']}" if host else e["message"] for e in page["events"])
-            if seen.get(name) == page["nextForwardToken"]:
+            if next_tokens.get(name) == page["nextForwardToken"]:
                 break
-            seen[name] = page["nextForwardToken"]
+            next_tokens[name] = page["nextForwardToken"]
 
 
 def fetch(client: Any, address: str, folder: Path) -> None:

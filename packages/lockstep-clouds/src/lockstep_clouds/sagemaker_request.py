@@ -48,9 +48,9 @@ _KEYS = {
 def name_of(run: Run) -> str:
     """The name of a run's first training job. Names are used once in a region, so it depends on what is trained."""
     code = user_code.hashes_of(user_code.named(run).values())
-    told = json.dumps([run.arithmetic(), str(run.folder), *filter(None, [code])], sort_keys=True, default=str)
+    identity = json.dumps([run.arithmetic(), str(run.folder), *filter(None, [code])], sort_keys=True, default=str)
     slug = re.sub(r"[^a-zA-Z0-9]+", "-", run.name).strip("-")[:40].strip("-") or "run"
-    return f"{slug}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
+    return f"{slug}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
 
 def prefix_of(run: Run, options: Any) -> str:

@@ -228,9 +228,9 @@ def link_of(rounds: Sequence[Rates]) -> dict[str, Any]:
 def write(device: Device, path: Path) -> None:
     """Errors: `RunError` when it cannot be written, or holds a figure that is not finite."""
     check_finite(device.model_dump(mode="python"))
-    told = _short(device.model_dump(mode="json", exclude_none=True))
-    sources = {"sources": told.pop("sources")}
-    text = yaml.safe_dump(told, sort_keys=False, width=120, default_flow_style=None)
+    content = _short(device.model_dump(mode="json", exclude_none=True))
+    sources = {"sources": content.pop("sources")}
+    text = yaml.safe_dump(content, sort_keys=False, width=120, default_flow_style=None)
     text += yaml.safe_dump(sources, sort_keys=False, width=120)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

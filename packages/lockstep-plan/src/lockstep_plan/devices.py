@@ -108,8 +108,8 @@ class Device(BaseModel):
     def inside(self, ranks: int) -> Link:
         """What a rank has to others of its machine: of the numbers of ranks that are told, the nearest one."""
         here = min(ranks, self.ranks_per_node)
-        told = self.links.shared
-        return told[min(told, key=lambda n: (abs(math.log(n / here)), n))] if told else self.links.inside
+        links = self.links.shared
+        return links[min(links, key=lambda n: (abs(math.log(n / here)), n))] if links else self.links.inside
 
 
 def at(rate: Rate, size: float) -> float:

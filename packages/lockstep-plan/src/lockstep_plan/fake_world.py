@@ -121,11 +121,11 @@ def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | Non
     more = len([*own(run, strategy, ranks)]) / max(1, share)
     tokens = sum(_tokens(feed, i) for i in (middle(feed),)) * more
     kinds = divided(peak, strategy)
-    apart = any(op.phase == "overlapped" for op in ledger.ops)
+    overlapped = any(op.phase == "overlapped" for op in ledger.ops)
 
     def scale(phase: str) -> float:
         """The last micro-batch of a step has a backward of its own name where messages travel during it."""
-        if phase == "backward" and apart and share > 1:
+        if phase == "backward" and overlapped and share > 1:
             return (share * more - 1) / (share - 1)
         return more if phase in ("forward", "backward", "forward+backward", "other") else 1.0
 

@@ -20,9 +20,9 @@ def answered(
 ) -> int:
     """Simulate, and say what was found. Errors: `RunError`."""
     found = devices.load(device)
-    asked = sorted(set(processes or [start.launcher_of(run).plan(run).processes]))
-    if asked[0] < 1:
-        raise RunError("LS8320", f"--processes: invalid value {asked[0]}; expected an integer >= 1")
+    counts = sorted(set(processes or [start.launcher_of(run).plan(run).processes]))
+    if counts[0] < 1:
+        raise RunError("LS8320", f"--processes: invalid value {counts[0]}; expected an integer >= 1")
     if price is not None and price < 0:
         raise RunError("LS8321", f"--price: invalid value {price:g}; expected a number >= 0")
     if out is not None and not out.endswith(".html"):
@@ -31,12 +31,12 @@ def answered(
         raise RunError("LS8323", f"--device: {found.name} has no flops for precision={run.precision}")
     console = Console(True)
     plans: list[planner.Plan] = []
-    with ThreadPoolExecutor(len(asked)) as at_once:
+    with ThreadPoolExecutor(len(counts)) as at_once:
         if suggest:
-            each = at_once.map(lambda count: planner.suggest(run, count, found, console.say), asked)
+            each = at_once.map(lambda count: planner.suggest(run, count, found, console.say), counts)
             plans += [plan for several in each for plan in several]
         else:
-            plans += at_once.map(lambda count: planner.plan(run, count, found, console.say), asked)
+            plans += at_once.map(lambda count: planner.plan(run, count, found, console.say), counts)
     if suggest or len(plans) > 1:
         of = f", {render.name_of(plans[0])}" if not suggest else ""
         console.table(f"{run.name} on {found.name}{of}", *render.table(plans, price), key="plans")
@@ -48,7 +48,7 @@ def answered(
     else:
         console.facts(render.facts(plans[0], found, price))
     if suggest:
-        for count in asked:
+        for count in counts:
             console.say(chosen(count, [p for p in plans if p.processes == count]))
     if out is not None:
         render.page(Path(out), f"{run.name}: plan", plans, found, price)

@@ -77,8 +77,8 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
         )
     feed = StepLoader(run, task, [], torch.device("cpu"))
     simulated = simulate(run, processes, device, say)
-    made = estimate(run, processes, simulated, device, feed)
-    return Plan(run, processes, made, None, padding(feed), feed.total)
+    estimated = estimate(run, processes, simulated, device, feed)
+    return Plan(run, processes, estimated, None, padding(feed), feed.total)
 
 
 def looked_at(run: Run, processes: int) -> list[int]:

@@ -188,10 +188,10 @@ def phases_of(strategy: Strategy, batch: Any, steps: int, now: Callable[[], floa
     """Medians of several steps."""
     found: dict[str, list[float]] = {}
     for _ in range(steps):
-        strategy.phases = seen = Clock(now)
-        with seen("other"):
+        strategy.phases = clock = Clock(now)
+        with clock("other"):
             strategy.train_step(batch, 1e-6)
-        for name, seconds in seen.seconds.items():
+        for name, seconds in clock.seconds.items():
             found.setdefault(name, []).append(seconds)
     strategy.phases = StepTimer(strategy.world.device)
     return {name: median(each) for name, each in found.items() if any(each)}
@@ -199,11 +199,11 @@ def phases_of(strategy: Strategy, batch: Any, steps: int, now: Callable[[], floa
 
 def operations(found: Rates, strategy: Strategy, batch: Any, now: Callable[[], float]) -> None:
     """Products of the model's sizes; additions of many; what does nothing."""
-    with Products() as seen:
+    with Products() as products:
         strategy.train_step(batch, 1e-6)
     with torch.no_grad():
         every = [
-            (float(each.flops), each.flops / seconds_of(each.again(), now)) for each in spread(seen.found.values())
+            (float(each.flops), each.flops / seconds_of(each.again(), now)) for each in spread(products.found.values())
         ]
     found.products = sorted(every)
     with torch.no_grad():
@@ -255,14 +255,14 @@ def between_ranks(world: World, repeats: int) -> tuple[float, list[Point]]:
 
 def memory_bytes() -> int:
     """Of this machine, or what its container may use; 0 where the system does not tell."""
-    said = []
+    limits = []
     for path, unit in (("/proc/meminfo", 1024), ("/sys/fs/cgroup/memory.max", 1)):
         try:
             words = Path(path).read_text(encoding="utf-8").split()
         except OSError:
             continue
-        said += [int(word) * unit for word in words[:2] if word.isdigit()]
-    return min(said, default=0)
+        limits += [int(word) * unit for word in words[:2] if word.isdigit()]
+    return min(limits, default=0)
 
 
 def read(folder: Path) -> Rates | None:

@@ -18,7 +18,7 @@ from lockstep_plan.planner import Plan
 
 KINDS = ("weights", "gradients", "partial sums", "optimizer", "activations", "on the way", "buffers")
 Lines = dict[str, list[tuple[float, float]]]  # of a chart, by name
-SEEN = 0.0005  # of a whole: what is less is not told
+LEAST_SHARE = 0.0005  # of a whole: what is less is not told
 COLOUR = {kind: i for i, kind in enumerate(KINDS)}
 COLLECTIVES = {
     "allgather_base": "gather",
@@ -70,7 +70,7 @@ def facts(plan: Plan, device: Device, price: float | None) -> dict[str, str]:
 def memory_line(kinds: dict[str, int]) -> str:
     """Kinds of memory, the usual order, without what is nothing beside the rest."""
     whole = sum(kinds.values()) or 1
-    return ", ".join(f"{k} {size(kinds[k])}" for k in KINDS if kinds.get(k, 0) / whole >= SEEN)
+    return ", ".join(f"{k} {size(kinds[k])}" for k in KINDS if kinds.get(k, 0) / whole >= LEAST_SHARE)
 
 
 def cost(plan: Plan, price: float | None) -> str:
@@ -109,7 +109,7 @@ def page(path: Path, title: str, plans: Sequence[Plan], device: Device, price: f
     several = len({p.processes for p in drawn}) > 1
     alike = len({name_of(p) for p in drawn}) == 1
     names = {id(p): label(p, several, alike) for p in drawn}
-    shown = [(names[id(p)], facts(p, device, price)) for p in drawn]
+    facts_of_plans = [(names[id(p)], facts(p, device, price)) for p in drawn]
     refused = [f"{name_of(p)}, {p.run.micro_batches} micro-batches: {p.refused}" for p in plans if p.refused]
     try:
         write_page(
@@ -120,7 +120,7 @@ def page(path: Path, title: str, plans: Sequence[Plan], device: Device, price: f
             numbers=table(plans, price),
             plots=plots(drawn, [names[id(p)] for p in drawn], device),
             growth=growth(sorted(drawn, key=lambda p: p.processes)) if several and alike else [],
-            shown=shown,
+            shown=facts_of_plans,
             refused=refused,
         )
     except OSError as error:
@@ -159,9 +159,9 @@ def growth(plans: Sequence[Plan]) -> list[str]:
     sent: Lines = {"inside a machine": [], "between machines": []}
     messages: Lines = {level: [] for level in sent}
     for plan, each in found:
-        for kind, held in each.at.kinds.items():
-            if held / each.peak >= SEEN:
-                kinds[kind].append((plan.processes, held / 1e9))
+        for kind, bytes_of_kind in each.at.kinds.items():
+            if bytes_of_kind / each.peak >= LEAST_SHARE:
+                kinds[kind].append((plan.processes, bytes_of_kind / 1e9))
         for level, inside in zip(sent, (True, False), strict=True):
             wires = [wire for wire in each.wire if wire.inside == inside]
             if wires:
@@ -170,7 +170,7 @@ def growth(plans: Sequence[Plan]) -> list[str]:
     parts: Lines = {"a step": [(plan.processes, each.step_s) for plan, each in found]}
     for name, phase in (("of it messages", "messages"), ("of it waiting", "waiting")):
         shares = [(plan.processes, each.seconds[phase], each.step_s) for plan, each in found]
-        parts[name] = [(count, of_it) for count, of_it, whole in shares if of_it >= SEEN * whole]
+        parts[name] = [(count, of_it) for count, of_it, whole in shares if of_it >= LEAST_SHARE * whole]
     hours: Lines = {"device-hours": [(plan.processes, plan.device_hours) for plan, _ in found]}
     charted = {
         "memory of a rank at its peak, GB": kinds,

@@ -77,7 +77,7 @@ class Storages(TorchDispatchMode):
         self.kinds: Counter[str] = Counter()  # bytes alive
         self.peak = Peak()
         self.phase, self.micro_batch, self.kind = "build", 0, ACTIVATIONS
-        self._held: dict[int, tuple[int, str]] = {}  # storage -> bytes, kind
+        self._alive: dict[int, tuple[int, str]] = {}  # storage -> bytes, kind
 
     @property
     def alive(self) -> int:
@@ -111,7 +111,7 @@ class Storages(TorchDispatchMode):
             tensor = values_of(tensor)
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        before = self._held.get(key)
+        before = self._alive.get(key)
         if before is None:
             weakref.finalize(storage, self._gone, key).atexit = False
         known = self.kind if before is None else before[1]
@@ -121,21 +121,21 @@ class Storages(TorchDispatchMode):
             self._put(key, size, known, op)
 
     def _put(self, key: int, size: int, kind: str, op: str) -> None:
-        old, was = self._held.get(key, (0, kind))
+        old, was = self._alive.get(key, (0, kind))
         self.kinds[was] -= old
         self.kinds[kind] += size
-        self._held[key] = (size, kind)
+        self._alive[key] = (size, kind)
         if size > old and self.alive > self.peak.bytes:
             self.peak = Peak(self.alive, dict(self.kinds), self.phase, self.micro_batch, op)
 
     def _gone(self, key: int) -> None:
-        size, kind = self._held.pop(key, (0, self.kind))
+        size, kind = self._alive.pop(key, (0, self.kind))
         self.kinds[kind] -= size
 
     def resized(self, storage: Any) -> None:
         """FSDP lets go of gathered weights by giving their storage no size."""
-        if storage._cdata in self._held:
-            self._put(storage._cdata, storage.nbytes(), self._held[storage._cdata][1], "resize_")
+        if storage._cdata in self._alive:
+            self._put(storage._cdata, storage.nbytes(), self._alive[storage._cdata][1], "resize_")
 
     def __enter__(self) -> Any:
         plain, mine = torch.UntypedStorage.resize_, self
@@ -296,18 +296,18 @@ class _Settled:
     def __call__(self, change: Any, recurse: bool = True) -> nn.Module:
         model = self._model()
         assert model is not None
-        made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                if id(parameter) not in made:
+                if id(parameter) not in replaced:
                     with torch.no_grad():
                         new = change(parameter)
                     same = new.dtype == parameter.dtype and new.device.type == parameter.device.type
                     own = parameter if same else nn.Parameter(new, parameter.requires_grad)
-                    made[id(parameter)] = own, parameter
-                module._parameters[name] = made[id(parameter)][0]
+                    replaced[id(parameter)] = own, parameter
+                module._parameters[name] = replaced[id(parameter)][0]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = change(buffer)
@@ -319,14 +319,14 @@ def emptied(empty: Any, device: torch.device | None = None) -> nn.Module:
     tied."""
     with _disable_current_modes():
         model: nn.Module = empty()
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
+                if id(parameter) not in replaced:
                     room = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                    made[id(parameter)] = nn.Parameter(room, parameter.requires_grad), parameter
-                module._parameters[name] = made[id(parameter)][0]
+                    replaced[id(parameter)] = nn.Parameter(room, parameter.requires_grad), parameter
+                module._parameters[name] = replaced[id(parameter)][0]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)

@@ -21,7 +21,7 @@ _UNUSED = ("no", "none", "false", "auto", "")  # how Accelerate writes that some
 
 
 @dataclass(frozen=True)
-class Asked:
+class AccelerateSettings:
     """What a configuration says about the arithmetic and the engine."""
 
     engine: str  # deepspeed, fsdp, ...; empty: plain data parallelism, which every strategy does
@@ -30,11 +30,11 @@ class Asked:
     details: Mapping[str, Any] = field(default_factory=dict)  # of the engine, as `accelerate config` calls them
 
 
-def check_file(run: Run, given: str | None) -> None:
-    """`given`: `launch.config_file`; without one `accelerate launch` reads its default. Errors: `RunError`."""
+def check_file(run: Run, config_file: str | None) -> None:
+    """`config_file`: `launch.config_file`; without one `accelerate launch` reads its default. Errors: `RunError`."""
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    path = Path(given or f"{home}/accelerate/default_config.yaml").expanduser()
-    if given is None and not path.is_file():
+    path = Path(config_file or f"{home}/accelerate/default_config.yaml").expanduser()
+    if config_file is None and not path.is_file():
         return
     try:
         config = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text(encoding="utf-8"))
@@ -47,13 +47,15 @@ def check_file(run: Run, given: str | None) -> None:
             "LS7302", f"launch.config_file: {path} holds no keys; expected a file that `accelerate config` wrote"
         )
     engine = str(config.get("distributed_type", "NO")).lower()
-    asked = Asked(
+    settings = AccelerateSettings(
         "" if engine == "no" or engine.startswith("multi_") else engine,
         str(config.get("mixed_precision") or "no").lower(),
         str((config.get("dynamo_config") or {}).get("dynamo_backend", "no")).lower(),
         dict(config.get(f"{engine}_config") or {}),
     )
-    _check(run, asked, f"launch.config_file: {path}" if given else f"launch.name: {path}, which accelerate reads,")
+    _check(
+        run, settings, f"launch.config_file: {path}" if config_file else f"launch.name: {path}, which accelerate reads,"
+    )
 
 
 def check_variables(run: Run, variables: Mapping[str, str]) -> None:
@@ -69,17 +71,17 @@ def check_variables(run: Run, variables: Mapping[str, str]) -> None:
         "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
         "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
     }
-    asked = Asked(
+    settings = AccelerateSettings(
         next(iter(engines), ""),
         variables.get("ACCELERATE_MIXED_PRECISION", "no").lower(),
         variables.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(),
         {name: variables[variable] for name, variable in names.items() if variable in variables},
     )
-    _check(run, asked, "accelerate launch: its configuration")
+    _check(run, settings, "accelerate launch: its configuration")
 
 
-def _check(run: Run, asked: Asked, where: str) -> None:
-    rows = [f"  {said}: {instead}" for said, instead in _differing(run, asked)]
+def _check(run: Run, settings: AccelerateSettings, where: str) -> None:
+    rows = [f"  {setting}: {instead}" for setting, instead in _differing(run, settings)]
     if rows:
         raise RunError(
             "LS7303",
@@ -88,29 +90,29 @@ def _check(run: Run, asked: Asked, where: str) -> None:
         )
 
 
-def _differing(run: Run, asked: Asked) -> Iterator[tuple[str, str]]:
+def _differing(run: Run, settings: AccelerateSettings) -> Iterator[tuple[str, str]]:
     """What is asked for and the run does not do, and the keys that would."""
-    if asked.precision not in (*_UNUSED, "fp32", run.precision):
-        known = f"precision={asked.precision}"
-        if asked.precision not in ("bf16", "fp16"):
-            known = f"precision=bf16, fp16 or fp32; lockstep has no {asked.precision}"
-        yield f"mixed_precision {asked.precision}", known
-    if asked.compiler not in _UNUSED and not (run.model.compile or run.strategy.options.get("torch_compile")):
+    if settings.precision not in (*_UNUSED, "fp32", run.precision):
+        known = f"precision={settings.precision}"
+        if settings.precision not in ("bf16", "fp16"):
+            known = f"precision=bf16, fp16 or fp32; lockstep has no {settings.precision}"
+        yield f"mixed_precision {settings.precision}", known
+    if settings.compiler not in _UNUSED and not (run.model.compile or run.strategy.options.get("torch_compile")):
         instead = (
             "model.compile=true, or strategy.name=hf_trainer strategy.options.torch_compile=true strategy.exact=false"
         )
-        yield f"dynamo_backend {asked.compiler}", instead
-    if asked.engine == "deepspeed":
-        yield from _deepspeed(run, asked.details)
-    elif asked.engine == "fsdp":
+        yield f"dynamo_backend {settings.compiler}", instead
+    if settings.engine == "deepspeed":
+        yield from _deepspeed(run, settings.details)
+    elif settings.engine == "fsdp":
         if run.strategy.name != "fsdp2" and "fsdp" not in run.strategy.options:
             yield (
                 "distributed_type FSDP",
                 "strategy.name=fsdp2, or strategy.name=hf_accelerate with strategy.options.fsdp",
             )
-    elif asked.engine:
+    elif settings.engine:
         yield (
-            f"distributed_type {asked.engine.upper()}",
+            f"distributed_type {settings.engine.upper()}",
             "no strategy of lockstep does this; `lockstep list` names them",
         )
 

@@ -57,7 +57,7 @@ class Survivors(LocalElasticAgent):
     job: Run
     say: Callable[[str], None]
     memory: Memory
-    asked: bool  # to stop
+    stop_requested: bool  # to stop
     goes_on = False  # whether ranks may be lost one by one in this formation
     _room = "", 0  # that this machine comes into, and how many machines formed the job there
     _in = _dead = ""  # the room of this machine's ranks; one in which nobody lives
@@ -125,8 +125,8 @@ class Survivors(LocalElasticAgent):
         room = self._in or f"lockstep-ranks-{uuid.uuid4().hex}"
         soon_s = max(SOON_S, store.limits.lost + MARGIN_S) if store.most > 1 else SOON_S
 
-        def place(name: str, apart: bool) -> MemberAddress:
-            return MemberAddress(store.at, store.port, room, name, apart, soon_s)
+        def place(name: str, joining: bool) -> MemberAddress:
+            return MemberAddress(store.at, store.port, room, name, joining, soon_s)
 
         posts = not entered and store.place == 0
         roll = store.roll(room, key, [str(rank) for rank in range(workers[0].world_size)] if posts else None)
@@ -230,7 +230,7 @@ class Survivors(LocalElasticAgent):
         assert self._pcontext is not None
         with self.rendezvous.reading():
             finished = self._pcontext.wait(0)
-        self.asked |= isinstance(self._pcontext, Ranks) and self._pcontext.stop_asked
+        self.stop_requested |= isinstance(self._pcontext, Ranks) and self._pcontext.stop_asked
         if finished is None:
             return RunResult(WorkerState.HEALTHY)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
@@ -299,7 +299,7 @@ def run_agent(
         agent.over = True  # nothing is left to interrupt
         with contextlib.suppress(RendezvousError):
             if status == EXCLUDED:  # the job is not over
-                rendezvous.hold(lambda: agent.asked)
+                rendezvous.hold(lambda: agent.stop_requested)
             else:
                 rendezvous.end(status)
                 rendezvous.shutdown()
@@ -378,17 +378,17 @@ class Agent(Survivors):
         self.saved = False  # whether ranks, or another machine, said that they stopped with a checkpoint
         self.over = False
         self._hopeless = False  # a peer is gone for sure: ranks that wait for it will not end by themselves
-        self.asked = False  # to stop: by a signal, or on another machine
+        self.stop_requested = False  # to stop: by a signal, or on another machine
         self._meets = True  # no ranks are there that could stop by themselves
         self._interrupts = Interrupts()
-        self._told, self._limit = 0.0, math.inf  # when ranks were last told to stop, and have to have stopped
+        self._signalled_at, self._limit = 0.0, math.inf  # when ranks were last told to stop, and have to have stopped
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         """A stop signal. Ranks are told by `_monitor_workers`; a second Ctrl-C ends them and this process at once."""
         if self._interrupts.again(number):
             self._signal(signal.SIGKILL)
             raise KeyboardInterrupt
-        self.asked = True
+        self.stop_requested = True
         if self._meets and not self.over:
             raise SignalException("asked to stop", sigval=signal.Signals(number))
 
@@ -411,8 +411,8 @@ class Agent(Survivors):
                 )
             )
             self._signal(signal.SIGKILL)
-        elif now - self._told >= 1.0:
-            self._told = now
+        elif now - self._signalled_at >= 1.0:
+            self._signalled_at = now
             self._signal(signal.SIGTERM)
 
     def follow(self, end: object) -> int:
@@ -446,7 +446,7 @@ class Agent(Survivors):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._meets = True
-        if self.asked:
+        if self.stop_requested:
             raise SignalException("asked to stop", sigval=signal.SIGTERM)
         with self.rendezvous.reading():
             entered = self.come_in(worker_group)
@@ -458,15 +458,19 @@ class Agent(Survivors):
         self.formed()
         nodes = self.rendezvous.nodes
         if self.rendezvous.most > 1:
-            first, said = 0, []
+            first, descriptions = 0, []
             for node in nodes:
                 last = first + node.processes - 1
-                said.append(f"{node.host} (rank{'s' if last > first else ''} {first}{f'-{last}' * (last > first)})")
+                descriptions.append(
+                    f"{node.host} (rank{'s' if last > first else ''} {first}{f'-{last}' * (last > first)})"
+                )
                 first = last + 1
-            self.say(f"machines   {len(nodes)} at {self.rendezvous.at}:{self.rendezvous.port}: {', '.join(said)}")
+            self.say(
+                f"machines   {len(nodes)} at {self.rendezvous.at}:{self.rendezvous.port}: {', '.join(descriptions)}"
+            )
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self.asked:
+        if self.stop_requested:
             self._remaining_restarts = 0
             self._pass_on()
         self.memory.look(self._pcontext.pids().values() if self._pcontext is not None else ())
@@ -494,14 +498,14 @@ class Agent(Survivors):
         if statuses == {STOPPED}:  # not a failure, and no reason to start again
             self.saved = True
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, STOPPED))
-        unheard = self.asked and statuses <= {-signal.SIGTERM, STOPPED}  # by ranks that were not yet listening
+        unheard = self.stop_requested and statuses <= {-signal.SIGTERM, STOPPED}  # by ranks that were not yet listening
         elsewhere = end is not None and end.status == STOPPED  # which knows of the checkpoint
         if unheard or elsewhere:
             self.saved = elsewhere
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, STOPPED))
         if end is not None and end.status in (FAILED, BAD):
             return self._give_up(self.follow(end))
-        if self.goes_on and not self.asked:
+        if self.goes_on and not self.stop_requested:
             self.give_back_starts()
         if not statuses.isdisjoint((BAD, HALTED)):  # starting again would meet the same bad input, or machine
             self._remaining_restarts = 0
@@ -516,7 +520,7 @@ class Agent(Survivors):
             return None
         if (end := self.rendezvous.ended(at_once=False)) is not None:
             if end.status == STOPPED:
-                self.asked = True  # ranks agree by themselves; one that starts does not
+                self.stop_requested = True  # ranks agree by themselves; one that starts does not
             elif end.status in (FAILED, BAD):
                 return self._give_up(self.follow(end))
             if isinstance(self._pcontext, RanksAmongMachines) and self._pcontext.idle:

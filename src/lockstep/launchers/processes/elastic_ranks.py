@@ -36,7 +36,11 @@ from lockstep.distributed.membership import MemberAddress, Roster
 from lockstep.distributed.rendezvous import Sealed
 
 POLL_S = 0.1
-ASKED = (STOPPED, -signal.SIGTERM, -signal.SIGUSR1)  # how one ends that was asked to stop: listening, or not yet
+STOP_STATUSES = (
+    STOPPED,
+    -signal.SIGTERM,
+    -signal.SIGUSR1,
+)  # how one ends that was asked to stop: listening, or not yet
 
 
 class Ranks:
@@ -52,24 +56,24 @@ class Ranks:
         lost: Callable[[int, int, int], None],
         spare: Callable[[], bool],
         names: Mapping[int, str] | None = None,
-        apart: bool = False,
+        joining: bool = False,
     ) -> None:
         """`variables` of each local rank, and its name in the roll. `lost` is told of a loss: the local rank, its pid
         and its exit code. `spare` says whether another process may take its place: asked once the others have met
-        without it. `apart`: the processes come into a job that runs."""
+        without it. `joining`: the processes come into a job that runs."""
         self._entry, self._arguments, self._variables = entry, tuple(arguments), variables
         self.roll, self._place, self._lost, self._spare = roll, place, lost, spare
         self._context = multiprocessing.get_context("forkserver")
         self.processes: dict[int, Any] = {}  # of local ranks, those that have not been lost
         self.names = dict(names or {local: str(local) for local in variables})
-        self.joining: set[int] = set(variables) if apart else set()  # local ranks that have not come to train yet
+        self.joining: set[int] = set(variables) if joining else set()  # local ranks that have not come to train yet
         self._vacant: list[int] = []  # local ranks that nobody has
         self._spares: set[int] = set()  # local ranks of processes that were started in the place of lost ones
         self._started = len(variables)
         self.stop_asked = False  # whether one was asked to stop before it came in, by somebody who asked nobody else
         self.why = ""  # this machine's ranks have ended, where none of them has failed
         for local in variables:
-            self._start(local, apart)
+            self._start(local, joining)
 
     def pids(self) -> dict[int, int]:
         """Of those that run, by local rank."""
@@ -97,8 +101,8 @@ class Ranks:
                 process.kill()
                 process.join(timeout)
 
-    def _start(self, local: int, apart: bool) -> None:
-        place = self._place(self.names[local], apart)
+    def _start(self, local: int, joining: bool) -> None:
+        place = self._place(self.names[local], joining)
         variables = {**self._variables[local], **place.variable()}
         process = self._context.Process(target=_begin, args=(variables, self._entry, self._arguments))
         process.start()
@@ -171,8 +175,8 @@ class Ranks:
         members = self.roll.newest.members
         for local in [local for local in gone if self.names[local] not in members]:
             code = gone[local].exitcode
-            self.stop_asked |= local in self.joining and code in ASKED
-            if code > 0 or (local in self.joining and code in ASKED):
+            self.stop_asked |= local in self.joining and code in STOP_STATUSES
+            if code > 0 or (local in self.joining and code in STOP_STATUSES):
                 self.joining.discard(local)
                 self.processes.pop(local)
         return {local: process for local, process in gone.items() if local in self.processes}
@@ -259,15 +263,15 @@ class Machines:
         self.mine = Word(host)
         self.others: dict[int, Word | None] = {}  # None: it has not spoken yet
         self._heard: dict[int, float] = {}
-        self._said, self._last = -math.inf, Word("")
+        self._spoke_at, self._last = -math.inf, Word("")
 
     def say(self) -> None:
         """Tell the others, where that is new or long ago."""
         now = time.monotonic()
-        if self.mine != self._last or now - self._said >= BEAT_S:
+        if self.mine != self._last or now - self._spoke_at >= BEAT_S:
             self.mine.beat += 1
             self._store.set(f"machine/{self.place}", json.dumps(asdict(self.mine)))
-            self._said, self._last = now, replace(self.mine)
+            self._spoke_at, self._last = now, replace(self.mine)
 
     def hear(self) -> None:
         """What the others say."""

@@ -165,14 +165,14 @@ def _state(text: bytes) -> _RendezvousState:
 
     state = _RendezvousState()
     try:
-        told = json.loads(text)
-        state.round, state.complete = _is(int, told["round"]), _is(bool, told["complete"])
-        state.closed = _is(bool, told["closed"])
-        state.deadline = None if told["deadline"] is None else _time(told["deadline"])
-        state.participants = {node(fields): _is(int, fields[3]) for fields in told["participants"]}
-        state.wait_list = {node(fields) for fields in told["wait_list"]}
-        state.redundancy_list = {node(fields) for fields in told["redundancy_list"]}
-        state.last_heartbeats = {node(fields): _time(fields[3]) for fields in told["last_heartbeats"]}
+        fields_of_state = json.loads(text)
+        state.round, state.complete = _is(int, fields_of_state["round"]), _is(bool, fields_of_state["complete"])
+        state.closed = _is(bool, fields_of_state["closed"])
+        state.deadline = None if fields_of_state["deadline"] is None else _time(fields_of_state["deadline"])
+        state.participants = {node(fields): _is(int, fields[3]) for fields in fields_of_state["participants"]}
+        state.wait_list = {node(fields) for fields in fields_of_state["wait_list"]}
+        state.redundancy_list = {node(fields) for fields in fields_of_state["redundancy_list"]}
+        state.last_heartbeats = {node(fields): _time(fields[3]) for fields in fields_of_state["last_heartbeats"]}
         _possible(state)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError) as caught:
         raise RendezvousStateError(f"the state that machines meet through is no such state: {caught!r:.200}") from None
@@ -201,12 +201,12 @@ def _time(text: str) -> datetime:
     return moment
 
 
-class Leaving:
+class EvictionMethods:
     """This part of `ElasticRendezvous`."""
 
     _node: Any
     _job: Sealed
-    _kept: Backend
+    _backend: Backend
     _inner: DynamicRendezvousHandler
     _call: Callable[[Callable[[], Any]], Any]
     limits: Any
@@ -218,7 +218,7 @@ class Leaving:
         """This machine leaves, and is not let in again."""
         inner: Any = self._inner
         self._call(lambda: self._job.add(f"excluded/{self._node.host}", 1))
-        self._call(lambda: self._kept.exclude(self._node.host))
+        self._call(lambda: self._backend.exclude(self._node.host))
         inner._stop_heartbeats()
         until = inner._get_deadline(timedelta(seconds=10))
         self._call(lambda: inner._op_executor.run(_RendezvousExitOp(), until))
@@ -230,17 +230,17 @@ class Leaving:
                 "LS7330", f"{self._node.host} was evicted from this job, because it computed wrong values (sdc_check)"
             )
 
-    def hold(self, asked: Callable[[], bool]) -> None:
+    def hold(self, stop_requested: Callable[[], bool]) -> None:
         """After `leave`: keep the store, and OUTPUT, where they are this machine's to keep, until the job is over.
-        `asked`: whether somebody here wants it to stop."""
+        `stop_requested`: whether somebody here wants it to stop."""
         inner: Any = self._inner
-        seen = time.monotonic()
+        last_activity = time.monotonic()
         while (self._node.holds or self._node.place == 0) and not self.is_closed():
             if self.num_nodes_waiting() or inner._state_holder.state.participants:
-                seen = time.monotonic()
-            elif time.monotonic() - seen > self.limits.join:
+                last_activity = time.monotonic()
+            elif time.monotonic() - last_activity > self.limits.join:
                 return  # nobody is left
-            if asked():
+            if stop_requested():
                 self.end(STOPPED, "stopped on request")
             time.sleep(0.5)
         time.sleep(2)  # until the last of them has read that
@@ -283,7 +283,7 @@ class End:
     text: str = ""
 
 
-class ElasticRendezvous(Leaving):
+class ElasticRendezvous(EvictionMethods):
     """A rendezvous handler as torch elastic wants one. Its methods raise `RendezvousError`s where torch's own do."""
 
     use_agent_store = False  # each formation has a store of its own, on the machine of rank 0 (pytorch#135712)
@@ -325,12 +325,12 @@ class ElasticRendezvous(Leaving):
         network.end_silent(self.port, limits.lost)
         self._number = number
         self._job = Sealed(PrefixStore(f"lockstep-{name}", self._store), name, self._key)
-        kept = Sealed(PrefixStore(f"lockstep-state-{name}", self._store), f"{name}/state", self._key)
-        self._kept = Backend(kept, most)
+        state_store = Sealed(PrefixStore(f"lockstep-state-{name}", self._store), f"{name}/state", self._key)
+        self._backend = Backend(state_store, most)
         self._inner = DynamicRendezvousHandler.from_backend(
             name,
             self._store,
-            self._kept,
+            self._backend,
             fewest,
             most,
             node.address,
@@ -345,7 +345,7 @@ class ElasticRendezvous(Leaving):
         )
         self._nodes: set[Any] = set()
         self._missing: tuple[set[Any], float] = set(), 0.0
-        self._asked = 0.0
+        self._asked_at = 0.0
 
     # -- what torch elastic asks for ---------------------------------------------------------------------------------
 
@@ -362,8 +362,8 @@ class ElasticRendezvous(Leaving):
             keys := self._introduce(info), 2 * self.limits.lost, self._round
         ):
             info = self._call(self._inner.next_rendezvous)  # one was lost just now
-        told = self._call(lambda: self._round.multi_get(keys))
-        nodes = [_parsed(Node, text) for text in told]
+        texts = self._call(lambda: self._round.multi_get(keys))
+        nodes = [_parsed(Node, text) for text in texts]
         order = sorted(range(len(nodes)), key=lambda rank: nodes[rank].precedence)
         self.nodes, self.place = [nodes[rank] for rank in order], order.index(info.rank)
         first: Any = self._round.within("first")
@@ -481,9 +481,9 @@ class ElasticRendezvous(Leaving):
     def ended(self, at_once: bool = True) -> End | None:
         """How the job ended on another machine, or None. Asks once a second at most, unless `at_once`."""
         now = time.monotonic()
-        if not at_once and now - self._asked < 1.0:
+        if not at_once and now - self._asked_at < 1.0:
             return None
-        self._asked = now
+        self._asked_at = now
         try:
             if not self._job.check(["end"]):
                 return None
@@ -579,11 +579,11 @@ def _parsed(kind: Callable[..., Any], text: bytes) -> Any:
     dataclass says. Errors: `RendezvousStateError`."""
     try:
         values = json.loads(text)
-        made = kind(**values) if isinstance(values, dict) else kind(*values)
+        value = kind(**values) if isinstance(values, dict) else kind(*values)
         for name, wanted in get_type_hints(kind).items() if is_dataclass(kind) else ():
-            if not isinstance(getattr(made, name), wanted):
-                raise TypeError(f"{name} is {getattr(made, name)!r:.80}")
-        return made
+            if not isinstance(getattr(value, name), wanted):
+                raise TypeError(f"{name} is {getattr(value, name)!r:.80}")
+        return value
     except (ValueError, TypeError, RecursionError) as caught:
         raise RendezvousStateError(f"what another machine wrote cannot be read: {caught!r:.200}") from None
 

@@ -40,7 +40,7 @@ class Memory:
     """Of one machine's ranks, and of what they run in."""
 
     sources: Sources = Sources()
-    _held: dict[int, int] = field(default_factory=dict)  # the most that each process was seen to hold, in bytes
+    _peaks: dict[int, int] = field(default_factory=dict)  # the most that each process was seen to hold, in bytes
     _kills: deque[tuple[float, int, int]] = field(default_factory=deque)  # when; in the cgroup, on the machine
     _filled: float = 0.0  # when memory was last seen to be nearly full
     _looked: float = 0.0
@@ -59,7 +59,7 @@ class Memory:
         resident = 0
         for pid in pids:
             status = self._numbers(self.sources.proc / str(pid) / "status")
-            self._held[pid] = max(self._held.get(pid, 0), status.get("VmHWM", 0))
+            self._peaks[pid] = max(self._peaks.get(pid, 0), status.get("VmHWM", 0))
             resident += status.get("RssAnon", 0)
         whole = self._numbers(self.sources.proc / "meminfo")
         most, total = self.limit(), whole.get("MemTotal", 0)
@@ -85,10 +85,10 @@ class Memory:
             who = "memory was nearly full, so that most likely ran out"
         else:
             return ""
-        held = max(named or 0, self._held.get(pid, 0))
+        peak_bytes = max(named or 0, self._peaks.get(pid, 0))
         limit = self.limit()
-        peak = f"; it held {size(held)}" if held else ""
-        peak += f" of {size(limit)} that there are for all ranks of this machine" if held and limit else ""
+        peak = f"; it held {size(peak_bytes)}" if peak_bytes else ""
+        peak += f" of {size(limit)} that there are for all ranks of this machine" if peak_bytes and limit else ""
         return (
             f" ({who}{peak}. Use more micro_batches, a smaller batch_size or data.max_length, "
             "model.checkpoint_activations=true, a strategy that shares out the model (fsdp2), fewer processes on this "

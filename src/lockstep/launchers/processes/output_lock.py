@@ -87,9 +87,9 @@ def look(path: Path) -> OutputState | None:
 class Lock:
     """OUTPUT is this process's own, until `release`. A thread beats, and notices when it is not any more."""
 
-    def __init__(self, folder: Path, descriptor: int, holder: Holder, made: list[Path], beat_s: float) -> None:
+    def __init__(self, folder: Path, descriptor: int, holder: Holder, new_folders: list[Path], beat_s: float) -> None:
         self.folder, self.holder, self.lost = folder, holder, False
-        self._path, self._descriptor, self._made, self._beat_s = folder / FILE, descriptor, made, beat_s
+        self._path, self._descriptor, self._new_folders, self._beat_s = folder / FILE, descriptor, new_folders, beat_s
         self._beats, self._over, self._turn = 0, threading.Event(), threading.Lock()
         self._folder = os.open(folder, os.O_RDONLY)  # while it is open, no other folder has its number
         self._real = folder.resolve()
@@ -117,7 +117,7 @@ class Lock:
                     self._path.unlink()
             os.close(self._descriptor)
             os.close(self._folder)
-        for path in self._made:
+        for path in self._new_folders:
             with suppress(OSError):  # not empty: a run was there
                 path.rmdir()
 
@@ -231,7 +231,7 @@ def take(folder: Path, say: Callable[[str], None], beat_s: float = BEAT_S, stale
     may be dead. Errors: `RunError`, where it lives, or the folder cannot be written to."""
     path = folder / FILE
     holder = Holder(secrets.token_hex(8), Process.this(), _kernel(), _space(), True, time.time())
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    new_folders = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while (descriptor := _created(path, holder)) is None:
@@ -239,7 +239,7 @@ def take(folder: Path, say: Callable[[str], None], beat_s: float = BEAT_S, stale
                 _wait_for_the_end(path, state, say, beat_s, stale_s)
     except OSError as caught:
         raise RunError("LS7343", f"output: cannot write to {folder}: {caught.strerror}") from caught
-    return Lock(folder, descriptor, holder, made, beat_s)
+    return Lock(folder, descriptor, holder, new_folders, beat_s)
 
 
 def _wait_for_the_end(
@@ -248,7 +248,7 @@ def _wait_for_the_end(
     """Take the lock of a dead holder away. Errors: `RunError` where it lives, `OSError`."""
     since = time.monotonic()
     patience_s = 3 * beat_s if _clock_of(path.parent) - state.beat[1] / 1e9 > stale_s else stale_s
-    told = False
+    announced = False
     now: OutputState | None = state
     while now is not None:
         if now.alive or now.beat != state.beat:
@@ -257,8 +257,10 @@ def _wait_for_the_end(
         if now.alive is False or watched_s >= patience_s:
             _take_away(path, now)
             return
-        if not told and (now.holder is not None or watched_s > beat_s / 2):  # else it may be about to write its name
-            told = True
+        if not announced and (
+            now.holder is not None or watched_s > beat_s / 2
+        ):  # else it may be about to write its name
+            announced = True
             say(
                 f"{path.parent} is held by {now.holder or 'a process that cannot be read'}, which cannot be asked from "
                 f"{socket.gethostname()}; its last heartbeat is {now.age_s:.0f} s old. Watching it for "

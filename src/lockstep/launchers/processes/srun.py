@@ -83,15 +83,15 @@ def task_of(environ: Mapping[str, str]) -> SlurmTask | None:
         ) from None
 
 
-def see_to_script(task: SlurmTask, told: Path, requeue: bool, say: Callable[[str], None]) -> None:
-    """This node's ranks have failed. If the first node is lost, the job's script is, too; SLURM, asked not to end the
-    job for a lost node, would leave it without one until its time limit. So queue it again, or end it where it is not
-    to be. Nothing is done where the first node has `told` how it ended, where the store answers, nor while SLURM counts
-    that node in."""
+def see_to_script(task: SlurmTask, status_file: Path, requeue: bool, say: Callable[[str], None]) -> None:
+    """After this node's ranks have failed: queue the job again, or cancel it (`requeue` false), if its first node is
+    lost. The job's script ran there, and SLURM, told not to end the job for a lost node, would keep the job without a
+    script until its time limit. Does nothing where the first node has written `status_file`, where the store answers,
+    or while SLURM lists that node in the job."""
     if shutil.which("squeue") is None:
         return
     first, until = hosts(os.environ["SLURM_STEP_NODELIST"])[0], time.monotonic() + _LOST_S
-    while time.monotonic() < until and not (told.exists() and told.stat().st_size) and not _listens(task):
+    while time.monotonic() < until and not (status_file.exists() and status_file.stat().st_size) and not _listens(task):
         words = ["squeue", "-h", "-j", task.job, "-o", "%T %N"]
         state, _, nodes = (
             subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip().partition(" ")
@@ -152,6 +152,6 @@ def address(node: str) -> str:
         socket.getaddrinfo(node, None)
         return node
     except OSError:
-        shown = subprocess.run(["scontrol", "-o", "show", "node", node], capture_output=True, text=True, check=False)
-        match = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
+        reply = subprocess.run(["scontrol", "-o", "show", "node", node], capture_output=True, text=True, check=False)
+        match = re.search(r"\bNodeAddr=(\S+)", reply.stdout)
         return match[1] if match else node

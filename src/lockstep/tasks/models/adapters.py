@@ -54,18 +54,18 @@ def config(run: Run, head: str) -> Any:
         hint = f"did you mean {near[0]}? " if near else ""
         raise RunError("LS3073", f"model.adapter.type: peft has no {name.lower()!r}; {hint}it has {', '.join(known)}")
     kind = KINDS[PeftType(name)]
-    given = {key: value for key, value in run.model.adapter.items() if key not in OURS}
+    entries = {key: value for key, value in run.model.adapter.items() if key not in OURS}
     fields = {field.name for field in dataclasses.fields(kind)}
-    for key in given:
+    for key in entries:
         if key not in fields or key in ("task_type", "peft_type", "inference_mode"):
             near = difflib.get_close_matches(key, fields, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(fields))}"
             raise RunError("LS3074", f"model.adapter: {name.lower()} has no option {key!r}; {hint}")
     task_type = heads.of(head).adapter
     if task_type is None and "modules_to_save" in fields:
-        given.setdefault("modules_to_save", ["classifier"])  # of the other classifiers peft knows the head
+        entries.setdefault("modules_to_save", ["classifier"])  # of the other classifiers peft knows the head
     try:
-        return kind(task_type=task_type, **given)
+        return kind(task_type=task_type, **entries)
     except (TypeError, ValueError) as error:
         raise RunError("LS3075", f"model.adapter: {' '.join(str(error).split())}") from error
 

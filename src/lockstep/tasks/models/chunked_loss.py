@@ -217,13 +217,13 @@ class _Loss(torch.autograd.Function):
         ctx: Any, states: Tensor, rows: Tensor, targets: Tensor, weight: Tensor, bias: Any, how: Any
     ) -> tuple[Tensor, Tensor]:
         finish, size, smoothing, dtype = how
-        asked = ctx.needs_input_grad
+        needs_grad = ctx.needs_input_grad
         used = states[rows].to(dtype)  # [n, H]
         with torch.autocast(weight.device.type, enabled=False):
             matrix = weight.to(dtype)
-            to_states = torch.zeros_like(states) if asked[0] else None
-            to_weight = torch.zeros_like(weight, dtype=torch.float32) if asked[3] else None
-            to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and asked[4] else None
+            to_states = torch.zeros_like(states) if needs_grad[0] else None
+            to_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad[3] else None
+            to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_grad[4] else None
             losses = [states.new_zeros(0, dtype=torch.float32)]
             for start in range(0, len(rows), size):
                 part, wanted = used[start : start + size], targets[start : start + size]
@@ -241,14 +241,17 @@ class _Loss(torch.autograd.Function):
                     to_weight.addmm_(slope.t(), part)
                 else:
                     to_weight += slope.t() @ part
-        ctx.given, ctx.dtypes = (to_states, to_weight, to_bias), (weight.dtype, None if bias is None else bias.dtype)
+        ctx.gradients, ctx.dtypes = (
+            (to_states, to_weight, to_bias),
+            (weight.dtype, None if bias is None else bias.dtype),
+        )
         each = torch.cat(losses)
         ctx.mark_non_differentiable(each)
         return each.sum(), each
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, of_each: None = None) -> Any:
-        (states, weight, bias), ctx.given = ctx.given, None  # held no longer than needed: backward runs once
+        (states, weight, bias), ctx.gradients = ctx.gradients, None  # held no longer than needed: backward runs once
         for each in (states, weight, bias):
             if each is not None:
                 each *= gradient

@@ -57,23 +57,25 @@ def notes(run: Run, head: str | None) -> list[str]:
     config = model_configs.load_config(run)
     entries = dict(_flat(run.model.config, config))
     known = SET_HERE | (OF_SCRATCH if run.model.type is not None else {})
-    said = [
+    messages = [
         f"model.config.{path} has no effect: {known[name]}"
         for path in entries
         if (name := path.rpartition(".")[2]) in known
     ]
     if not type(config).__module__.startswith("transformers."):
-        return said
+        return messages
     for path, value in entries.items():
-        made = _at(config, path)
-        if isinstance(value, bool | int | float) and isinstance(made, bool | int | float) and made != value:
-            said.append(f"model.config.{path}: {value} became {made}, as the config of {config.model_type} has it")
+        actual = _at(config, path)
+        if isinstance(value, bool | int | float) and isinstance(actual, bool | int | float) and actual != value:
+            messages.append(
+                f"model.config.{path}: {value} became {actual}, as the config of {config.model_type} has it"
+            )
     if any(_is_tried(path, value) for path, value in entries.items()):
         without = run.model_copy(update={"model": run.model.model_copy(update={"adapter": {}})})
-        given = hashlib.sha256(json.dumps(entries, sort_keys=True, default=str).encode()).hexdigest()
-        trial = padding.kept_trial(without, head, config, inert, given)
-        said += [f"model.config.{path} has no effect on this {config.model_type}" for path in (trial or "").split()]
-    return said
+        entries_hash = hashlib.sha256(json.dumps(entries, sort_keys=True, default=str).encode()).hexdigest()
+        trial = padding.kept_trial(without, head, config, inert, entries_hash)
+        messages += [f"model.config.{path} has no effect on this {config.model_type}" for path in (trial or "").split()]
+    return messages
 
 
 def inert(run: Run, head: str, config: Any) -> str | None:
@@ -86,18 +88,18 @@ def inert(run: Run, head: str, config: Any) -> str | None:
 
 def acts(run: Run, head: str, path: str, value: Any) -> bool:
     """Whether another value of an entry makes another model, or other outputs; also where that cannot be tried."""
-    seen: bytes | None = None
+    first_print: bytes | None = None
     compared = False
     for other in (value, *others(run, path, value)):
         try:
             print_ = _print(run, head, path, other)
         except Exception:  # a value that does not fit the others, or a model that cannot be tried
-            if seen is None:
+            if first_print is None:
                 return True
             continue
-        if seen is None:
-            seen = print_
-        elif print_ != seen:
+        if first_print is None:
+            first_print = print_
+        elif print_ != first_print:
             return True
         else:
             compared = True
@@ -131,17 +133,17 @@ def _print(run: Run, head: str, path: str, value: Any) -> bytes:
 
 
 def _computed(model: nn.Module, head: str) -> bytes:
-    seen = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        seen.update(f"{name} {tuple(tensor.shape)}".encode())
-        seen.update(tensor.detach().double().numpy().tobytes())
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().double().numpy().tobytes())
     for training in (False, True):
         for batch in small_models.BATCHES[:2]:
             torch.manual_seed(0)
             with torch.no_grad():
                 outputs = model.train(training)(**small_models.examples(head, *batch))[0]
-            seen.update(outputs.double().numpy().tobytes())
-    return seen.digest()
+            digest.update(outputs.double().numpy().tobytes())
+    return digest.digest()
 
 
 def _with(run: Run, path: str, other: Mapping[str, Any] | None) -> Run:
@@ -290,27 +292,28 @@ def _near(loss: float, mean: float) -> bool:
 def _advice(run: Run, head: str, config: Any, pairs: list[LossPair]) -> str:
     """The refusal, naming the entry without which the loss is the cross entropy, found by changing one at a time."""
     loss, means = next((loss, means) for loss, means in pairs if not _near(loss, means[-1]))
-    seen = f" (in a trial the loss is {loss:.4f}, the cross entropy {means[-1]:.4f})"
+    measured = f" (in a trial the loss is {loss:.4f}, the cross entropy {means[-1]:.4f})"
     every: dict[str, Any] = {}
     for path, value in _candidates(config):
         if _silent(run, head, config, {path: value}):
-            return _refusal(config, {path: value}, seen)
+            return _refusal(config, {path: value}, measured)
         every[path] = value
     if every and _silent(run, head, config, every):
-        return _refusal(config, every, seen)
+        return _refusal(config, every, measured)
     return (
-        f"model_type: {config.model_type} adds a term to the cross entropy that lockstep leaves out{seen}; take another"
+        f"model_type: {config.model_type} adds a term to the cross entropy that lockstep leaves out{measured}; "
+        "take another"
     )
 
 
-def _refusal(config: Any, entries: Mapping[str, Any], seen: str) -> str:
+def _refusal(config: Any, entries: Mapping[str, Any], measured: str) -> str:
     """The text behind `model.config.`, of the entries that would do."""
     (path, value), *others = entries.items()
-    given = json.dumps(_read(config, path))
+    current = json.dumps(_read(config, path))
     more = "".join(f", model.config.{name}: {json.dumps(each)}" for name, each in others)
     return (
-        f"{path}: {given} adds a term to the loss of {config.model_type} that lockstep does not compute{seen}; set "
-        f"model.config.{path}: {json.dumps(value)}{more}"
+        f"{path}: {current} adds a term to the loss of {config.model_type} that lockstep does not compute{measured}; "
+        f"set model.config.{path}: {json.dumps(value)}{more}"
     )
 
 

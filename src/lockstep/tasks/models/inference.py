@@ -38,8 +38,8 @@ def answers(
         for first in range(0, len(order), at_once):
             places = order[first : first + at_once]
             with torch.no_grad():
-                told = answer([window[place] for place in places])
-            by_place |= dict(zip(places, told, strict=True))
+                results = answer([window[place] for place in places])
+            by_place |= dict(zip(places, results, strict=True))
         yield from (by_place[place] for place in range(len(window)))
 
 
@@ -83,12 +83,12 @@ def by_forward(
     mask = inputs.get("attention_mask", torch.ones_like(ids))
     rows = torch.arange(len(ids), device=ids.device)
     lengths = mask.sum(1) if how.start is None else torch.ones_like(rows)  # [B] of what the decoder reads
-    given = ids * mask + how.pad * (1 - mask) if how.start is None else torch.full_like(ids[:, :1], how.start)
-    grown = torch.nn.functional.pad(given, (0, how.new_tokens), value=how.pad)  # [B, T+N]
+    prefix = ids * mask + how.pad * (1 - mask) if how.start is None else torch.full_like(ids[:, :1], how.start)
+    grown = torch.nn.functional.pad(prefix, (0, how.new_tokens), value=how.pad)  # [B, T+N]
     tokens = torch.full_like(grown[:, : how.new_tokens], how.pad)  # [B, N]
     done = torch.zeros_like(rows, dtype=torch.bool)
     for turn in count():
-        read = grown[:, : min(given.shape[1] + turn, grown.shape[1] - 1)]
+        read = grown[:, : min(prefix.shape[1] + turn, grown.shape[1] - 1)]
         if how.start is None:
             own = (torch.arange(read.shape[1], device=ids.device) < lengths[:, None]).to(ids.dtype)
             logits = forward({"input_ids": read, "attention_mask": own})
@@ -118,17 +118,17 @@ def by_transformers(model: Any, inputs: Mapping[str, Tensor], how: Decoding, syn
     }
     if how.temperature > 0:
         options |= {"temperature": how.temperature, "top_k": 0}
-    given = {k: v for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
+    model_inputs = {k: v for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
     if how.start is not None:
         options["decoder_start_token_id"] = how.start
         skipped = 1
     else:
-        given = _to_the_right(given["input_ids"], given.get("attention_mask"), how.pad)
-        skipped = given["input_ids"].shape[1]
+        model_inputs = _to_the_right(model_inputs["input_ids"], model_inputs.get("attention_mask"), how.pad)
+        skipped = model_inputs["input_ids"].shape[1]
     state = torch.get_rng_state()
     if how.temperature > 0:
         torch.manual_seed(how.seed)
-    tokens = model.generate(**given, **options)[:, skipped:]
+    tokens = model.generate(**model_inputs, **options)[:, skipped:]
     torch.set_rng_state(state)
     return torch.nn.functional.pad(tokens, (0, how.new_tokens - tokens.shape[1]), value=how.pad)
 

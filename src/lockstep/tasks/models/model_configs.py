@@ -121,10 +121,10 @@ def from_scratch(kind: Any, entries: Mapping[str, Any]) -> Any:
         config = kind(**wanted)
     except _UNFIT as error:
         raise RunError("LS3124", f"model.config: invalid entries: {_line(error)}") from None
-    for name, given in _parts(kind, entries).items():  # a config within it that is none unless entries make it
+    for name, part_entries in _parts(kind, entries).items():  # a config within it that is none unless entries make it
         if _is_config(part := getattr(config, name, None)):
             known = {"model_type", *names(type(part)())}
-            for key in given:
+            for key in part_entries:
                 if key not in known:
                     raise _unknown(part, key, known, f"model.config.{name}")
     return config
@@ -218,8 +218,8 @@ def load_config(run: Run) -> Any:
             source, revision=run.model.revision, trust_remote_code=run.model.trust_remote_code
         )
     except Exception as error:  # not a model folder, no such Hub id, no network: all are the user's to mend
-        said = explained(error, run.model.revision)
-        raise RunError("LS3131", f"model.source: cannot load a model from {source!r}: {said}") from error
+        reason = explained(error, run.model.revision)
+        raise RunError("LS3131", f"model.source: cannot load a model from {source!r}: {reason}") from error
     set_entries(config, run.model.config)
     return config
 

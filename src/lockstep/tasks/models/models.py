@@ -47,17 +47,18 @@ def check(
 
     adapters.check(run)
     config = load_config(run)
-    asked = heads.of(head)
-    if config.model_type not in getattr(modeling_auto, asked.families) and not run.model.trust_remote_code:
+    model_head = heads.of(head)
+    if config.model_type not in getattr(modeling_auto, model_head.families) and not run.model.trust_remote_code:
         raise RunError(
             "LS3140",
-            f"model: transformers has no {asked.called} for the type {config.model_type!r}; choose another model.type",
+            f"model: transformers has no {model_head.called} for the type {config.model_type!r}; "
+            "choose another model.type",
         )
     if run.model.config or run.model.adapter:
         for name, value in entries.items():
             setattr(config, name, value)
         _check_buildable(run, config, head)
-    if not asked.reads_texts:
+    if not model_head.reads_texts:
         return
     for part in texts(config):
         if "sliding_attention" in (entry(part, "layer_types") or ()) and vars(part).get("sliding_window", 0) is None:
@@ -113,10 +114,12 @@ def _check_buildable(run: Run, config: Any, head: str) -> None:
             if run.model.adapter:
                 adapters.wrap(run, model, head)
     except (ValueError, RuntimeError, AssertionError, TypeError, KeyError, ZeroDivisionError) as error:
-        said = " ".join(str(error).split())
-        if "meta" in said:  # a model that cannot be built without memory says nothing of its sizes
+        reason = " ".join(str(error).split())
+        if "meta" in reason:  # a model that cannot be built without memory says nothing of its sizes
             return
-        raise RunError("LS3144", f"model.config: transformers cannot build this {config.model_type}: {said}") from error
+        raise RunError(
+            "LS3144", f"model.config: transformers cannot build this {config.model_type}: {reason}"
+        ) from error
 
 
 def sequence_classifier(

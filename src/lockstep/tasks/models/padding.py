@@ -81,9 +81,17 @@ def kept_trial(
 ) -> str | None:
     """The answer of a trial on small models of a config, kept in the cache. `more`: what else the answer depends on.
     Errors: `RunError` when that fails."""
-    asked = [trial.__name__, run.model.attention, run.data.padding, config.to_dict(), head, run.model.adapter, *more]
-    asked += [torch.__version__, _transformers(), _code(trial), *_code_of_model(run, config)]
-    key = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    key_parts = [
+        trial.__name__,
+        run.model.attention,
+        run.data.padding,
+        config.to_dict(),
+        head,
+        run.model.adapter,
+        *more,
+    ]
+    key_parts += [torch.__version__, _transformers(), _code(trial), *_code_of_model(run, config)]
+    key = hashlib.sha256(json.dumps(key_parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def make(aside: Path) -> None:
         aside.write_text(json.dumps(trial(run, head, config)))
@@ -106,7 +114,8 @@ def trial(run: Run, head: str, config: Any) -> str | None:
             if plain.get_correct_attn_implementation(None) != "sdpa":  # its own choice
                 return "transformers has no attention by torch's function (sdpa) for it"
             return next(
-                (said for each in small_models.windows(wanted) if (said := differs(run, head, each)) is not None), None
+                (reason for each in small_models.windows(wanted) if (reason := differs(run, head, each)) is not None),
+                None,
             )
     return f"a small model of this family could not be tried ({why})"
 
@@ -207,7 +216,7 @@ def tried_apart(run: Run, head: str, config: Any) -> str | None:
                     if attention == unpadded.NAME:
                         unpadded.install(model)
                     for blocks in BLOCKS:
-                        if (blocks is BLOCKS[0] or takes(model, sum(blocks[0]))) and not apart(model, blocks):
+                        if (blocks is BLOCKS[0] or takes(model, sum(blocks[0]))) and not packs_exactly(model, blocks):
                             return "its texts see each other, or their positions"
                 return None
             except Exception as error:
@@ -225,7 +234,7 @@ def takes(model: nn.Module, length: int) -> bool:
     return True
 
 
-def apart(model: Any, blocks: Sequence[Sequence[int]]) -> bool:
+def packs_exactly(model: Any, blocks: Sequence[Sequence[int]]) -> bool:
     """Whether texts of these lengths, packed into blocks that are equally long, give the logits and gradients that each
     gives by itself."""
     width = sum(blocks[0])

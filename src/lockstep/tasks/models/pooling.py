@@ -91,19 +91,19 @@ def of_folder(folder: Path) -> str:
 
 
 def _mode(path: Path, source: str) -> str:
-    told = json.loads(path.read_text(encoding="utf-8"))
-    if isinstance(told.get("pooling_mode"), str):
-        asked = [told["pooling_mode"]]
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(config.get("pooling_mode"), str):
+        entries = [config["pooling_mode"]]
     else:
-        asked = [entry for entry, value in told.items() if entry.startswith("pooling_mode_") and value is True]
+        entries = [entry for entry, value in config.items() if entry.startswith("pooling_mode_") and value is True]
     names = {entry: name for name, entry in MODES.items()} | {"lasttoken": "last_token", "mean": "mean", "cls": "cls"}
-    if len(asked) != 1 or asked[0] not in names:
+    if len(entries) != 1 or entries[0] not in names:
         raise RunError(
             "LS3160",
-            f"task.pooling: {source} pools by {' and '.join(asked) or 'nothing'} ({FOLDER}/config.json), "
+            f"task.pooling: {source} pools by {' and '.join(entries) or 'nothing'} ({FOLDER}/config.json), "
             f"which is not supported; choose one of {', '.join(MODES)}",
         )
-    return names[asked[0]]
+    return names[entries[0]]
 
 
 def write(folder: Path, pooling: str, width: int, tokens: int) -> None:

@@ -29,17 +29,18 @@ def numbered(sides: list[np.ndarray]) -> list[np.ndarray]:
     return np.split(numbers, np.cumsum([len(side) for side in sides])[:-1])
 
 
-def ranks(asked: np.ndarray, answers: np.ndarray, queries: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, ...]:
-    """At which rank, from 0, the right texts stand: `asked` and `found` are unit vectors [N, H] of pairs, `queries` and
-    `texts` the numbers of what they stand for [N]. What stands in several pairs is one query, or one text. Returns
-    query, from 0, and rank of every right text: int64 [P] each. Of equal scores the first text comes first."""
+def ranks(anchors: np.ndarray, answers: np.ndarray, queries: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The rank, from 0, of the right texts. `anchors` and `answers` are unit vectors [N, H] of pairs; `queries` and
+    `texts` are the numbers of the texts that they encode [N]. A text that occurs in several pairs is one query, or one
+    text. Returns query, from 0, and rank of every right text: int64 [P] each. Of equal scores the first text comes
+    first."""
     _, first_query, query_of = np.unique(queries, return_index=True, return_inverse=True)
     _, first_text, text_of = np.unique(texts, return_index=True, return_inverse=True)
     pairs = np.unique(np.stack([query_of, text_of], 1), axis=0)  # by query
     among = answers[first_text]
     at = np.empty(len(pairs), dtype=np.int64)
     for start in range(0, len(first_query), _AT_ONCE):
-        scores = asked[first_query[start : start + _AT_ONCE]] @ among.T  # [Q, D]
+        scores = anchors[first_query[start : start + _AT_ONCE]] @ among.T  # [Q, D]
         these = np.flatnonzero((pairs[:, 0] >= start) & (pairs[:, 0] < start + _AT_ONCE))
         of = scores[pairs[these, 0] - start]  # [P, D]
         own = of[np.arange(len(these)), pairs[these, 1]][:, None]

@@ -186,5 +186,5 @@ def _largest(tensors: Sequence[Tensor]) -> float:
 
 
 def brief(error: Exception) -> str:
-    said = " ".join(f"{type(error).__name__}: {error}".split())
-    return said if len(said) <= 120 else f"{said[:117]}..."
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    return message if len(message) <= 120 else f"{message[:117]}..."

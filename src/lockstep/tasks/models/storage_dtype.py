@@ -69,7 +69,7 @@ def _widen(module: nn.Module) -> None:
         module.forward = MethodType(_forward, module)
 
 
-def _float(module: nn.Module, given: Any, output: Tensor) -> Tensor:
+def _float(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return output if vars(module).get("gives_bfloat16") else output.float()
 
 
@@ -89,12 +89,12 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     wide = layer.weight.float()
     start = wide.untyped_storage().data_ptr()
 
-    def pack(kept: Tensor) -> Any:
-        own = kept.untyped_storage().data_ptr() == start
-        return (kept.shape, kept.stride(), kept.storage_offset()) if own else kept
+    def pack(tensor: Tensor) -> Any:
+        own = tensor.untyped_storage().data_ptr() == start
+        return (tensor.shape, tensor.stride(), tensor.storage_offset()) if own else tensor
 
-    def unpack(kept: Any) -> Tensor:
-        return kept if isinstance(kept, Tensor) else layer.weight.detach().float().as_strided(*kept)
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else layer.weight.detach().float().as_strided(*packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return _linear(layer, x, wide)

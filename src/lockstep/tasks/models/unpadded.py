@@ -58,8 +58,8 @@ class RowMap:
         self.plain = self.causal or both_ways  # each text sees all of itself, or all that is before
         self.mask = None if self.causal or (both_ways and full) else mask  # beside `causal`
         self.complete = self.mask is not None or self.causal or (both_ways and full)  # else nothing says who sees whom
-        seen = real[:, None, None] if both_ways and not full else self.mask  # the same, small
-        self.bias = self._biased(seen) if self.width <= max(SHORT.values()) else None
+        visible = real[:, None, None] if both_ways and not full else self.mask  # the same, small
+        self.bias = self._biased(visible) if self.width <= max(SHORT.values()) else None
         self._laid: dict[int, tuple[Tensor, Tensor]] = {}  # what all blocks are given alike, such as rotary positions
         self._places: dict[tuple[int, bool], Tensor] = {}
 
@@ -122,14 +122,14 @@ class RowMap:
             self._places[heads, by_head] = place
         return place
 
-    def _biased(self, seen: Tensor | None) -> Tensor | None:
+    def _biased(self, visible: Tensor | None) -> Tensor | None:
         """What is added to scores: float32 [B or 1, 1, T or 1, T]; finite, so that a row of padding is a number."""
         if self.causal:
-            seen = torch.ones(1, 1, self.width, self.width, dtype=torch.bool, device=self.index.device).tril()
-        if seen is None:
+            visible = torch.ones(1, 1, self.width, self.width, dtype=torch.bool, device=self.index.device).tril()
+        if visible is None:
             return None
         least = torch.finfo(torch.float32).min
-        return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, least)
+        return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, least)
 
 
 class Across:
@@ -339,13 +339,13 @@ def stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
 def lay(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before a block: lay end to end what it is given, unless the block before has done so."""
     names = [*_names(type(block).forward)[: len(args)], *kwargs]
-    given = [*args, *kwargs.values()]
-    own = next((v for n, v in zip(names, given, strict=True) if isinstance(v, RowMap) and not _of_source(n)), None)
-    source = next((v for n, v in zip(names, given, strict=True) if isinstance(v, RowMap) and _of_source(n)), None)
-    if own is None or not own.fits(next(v for v in given if isinstance(v, Tensor))) or _cached(names, given):
-        arguments = [value.padded_mask if isinstance(value, RowMap) else value for value in given]
+    values = [*args, *kwargs.values()]
+    own = next((v for n, v in zip(names, values, strict=True) if isinstance(v, RowMap) and not _of_source(n)), None)
+    source = next((v for n, v in zip(names, values, strict=True) if isinstance(v, RowMap) and _of_source(n)), None)
+    if own is None or not own.fits(next(v for v in values if isinstance(v, Tensor))) or _cached(names, values):
+        arguments = [value.padded_mask if isinstance(value, RowMap) else value for value in values]
     else:
-        arguments = [_laid(name, value, own, source) for name, value in zip(names, given, strict=True)]
+        arguments = [_laid(name, value, own, source) for name, value in zip(names, values, strict=True)]
     return tuple(arguments[: len(args)]), dict(zip(kwargs, arguments[len(args) :], strict=True))
 
 
@@ -377,8 +377,8 @@ def _of_source(name: str) -> bool:
     return name.startswith("encoder")
 
 
-def _cached(names: Sequence[str], given: Sequence[Any]) -> bool:
+def _cached(names: Sequence[str], values: Sequence[Any]) -> bool:
     """Whether a text is being written, token by token."""
     return any(
-        name in ("past_key_values", "past_key_value") and v is not None for name, v in zip(names, given, strict=True)
+        name in ("past_key_values", "past_key_value") and v is not None for name, v in zip(names, values, strict=True)
     )

@@ -73,7 +73,7 @@ def function(run: Run, key: str) -> Any:
 
 
 @contextmanager
-def asked(run: Run, key: str, what: str = "") -> Iterator[None]:
+def user_call(run: Run, key: str, what: str = "") -> Iterator[None]:
     """Around a call of the user's function. Errors: `RunError`, one line with its file and line."""
     try:
         yield
@@ -105,25 +105,25 @@ def data_sets(run: Run) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
     split was cut off the training split. Made with the run's seed in Python's, numpy's and torch's generators. Errors:
     `RunError`."""
     seed_libraries(run.seed)
-    name, made = run.task.options["data"], function(run, "data")
-    if callable(made) and (isinstance(made, type) or not hasattr(made, "__getitem__")):
-        with asked(run, "data"):
-            made = made(**run.task.options["data_arguments"])
-    if isinstance(made, tuple):
-        if not 1 <= len(made) <= len(ORDER):
+    name, splits = run.task.options["data"], function(run, "data")
+    if callable(splits) and (isinstance(splits, type) or not hasattr(splits, "__getitem__")):
+        with user_call(run, "data"):
+            splits = splits(**run.task.options["data_arguments"])
+    if isinstance(splits, tuple):
+        if not 1 <= len(splits) <= len(ORDER):
             raise RunError(
-                "LS3205", f"task.data: {name} returns {len(made)} values; expected train, validation and test"
+                "LS3205", f"task.data: {name} returns {len(splits)} values; expected train, validation and test"
             )
-        made = dict(zip(ORDER, made, strict=False))
-    if not isinstance(made, Mapping):
-        made = {"train": made}
-    if unknown := [key for key in made if key not in SPLITS]:
+        splits = dict(zip(ORDER, splits, strict=False))
+    if not isinstance(splits, Mapping):
+        splits = {"train": splits}
+    if unknown := [key for key in splits if key not in SPLITS]:
         raise RunError(
             "LS3206", f"task.data: {name} returns an unknown split {unknown[0]!r}; known are {', '.join(SPLITS)}"
         )
-    sets = {SPLITS[key]: _indexed(run, data, f"task.data: the {key} split of {name}") for key, data in made.items()}
+    sets = {SPLITS[key]: _indexed(run, data, f"task.data: the {key} split of {name}") for key, data in splits.items()}
     if "train" not in sets:
-        raise RunError("LS3207", f"task.data: {name} returns no train split, only {', '.join(made)}")
+        raise RunError("LS3207", f"task.data: {name} returns no train split, only {', '.join(splits)}")
     places = {split: np.arange(min(len(data), run.data.limit or len(data))) for split, data in sets.items()}
     if cut := "validation" not in sets:
         sets["validation"] = sets["train"]
@@ -178,7 +178,7 @@ def model(run: Run, empty: bool = False) -> nn.Module:
             "initialises the same weights",
         )
     seed_libraries(run.seed)
-    with asked(run, "model"):
+    with user_call(run, "model"):
         built = _on_meta(build, run) if empty else build(**run.task.options["model_arguments"])
     if isinstance(built, list | tuple) and built and all(isinstance(part, nn.Module) for part in built):
         built = nn.Sequential(*built)
@@ -230,23 +230,23 @@ def asked_lengths(run: Run) -> dict[str, Any]:
     is asked, and all are the same."""
     options = run.task.options
     functions = {key: options[key] for key in ("length", "targets") if options.get(key) is not None}
-    made = {key: options[key] for key in ("data", "data_arguments")}
-    return functions | made | {"seed": run.seed} if functions else {}
+    data_options = {key: options[key] for key in ("data", "data_arguments")}
+    return functions | data_options | {"seed": run.seed} if functions else {}
 
 
 def content(path: str) -> str:
     """A hash of what was measured."""
     with pa.memory_map(path) as mapped:
         table = pa.ipc.open_stream(mapped).read_all()
-    seen = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in ("length", "targets"):
-        seen.update(table.column(name).to_numpy().astype(np.int32).tobytes())
-    return seen.hexdigest()
+        digest.update(table.column(name).to_numpy().astype(np.int32).tobytes())
+    return digest.hexdigest()
 
 
 def _number(run: Run, name: str, function: Any, value: Any, place: int) -> int:
     """Errors: `RunError`."""
-    with asked(run, name, f" of item {place}"):
+    with user_call(run, name, f" of item {place}"):
         number = int(function(value))
     least = 1 if name == "length" else 0
     if not least <= number < 2**31:
@@ -318,7 +318,7 @@ def item(run: Run, data: Any, place: int, step: int) -> Any:
     """The item at a place, which draws from Python's, numpy's and torch's generators as (seed, step, place) says.
     Errors: `RunError`."""
     seed_everything(run.seed, step, place, _ITEM)
-    with asked(run, "data", f": item {place}"):
+    with user_call(run, "data", f": item {place}"):
         return data[place]
 
 
@@ -347,13 +347,13 @@ class Batches(Dataset):
         another length, by which steps are cut."""
         for row, each in zip(rows, items, strict=True):
             if (count := self._measured("targets", each)) not in (None, self.columns.targets[row]):
-                told = "it must not depend on what is drawn at random"
+                explanation = "it must not depend on what is drawn at random"
                 if self._again("targets", int(row)) != self.columns.targets[row]:
-                    told = self._changed()
+                    explanation = self._changed()
                 raise RunError(
                     "LS3218",
                     f"task.targets: {self._called(row)} has {count} targets now and had {self.columns.targets[row]} "
-                    f"when the data was prepared; {told}",
+                    f"when the data was prepared; {explanation}",
                 )
             if not self.compared[row]:  # once: it may be drawn at random, and differ whenever it is read
                 self.compared[row] = True
@@ -374,7 +374,7 @@ class Batches(Dataset):
         """What `task.length` or `task.targets` says of an item; None: nothing. Errors: `RunError`."""
         if self.functions[name] is None:
             return None
-        with asked(self.run, name):
+        with user_call(self.run, name):
             return int(self.functions[name](each))
 
     def _again(self, name: str, row: int) -> int | None:
@@ -396,7 +396,7 @@ def collated(run: Run, collate: Callable[[list[Any]], Any], items: list[Any]) ->
         return collate(items)
     except Exception as error:
         if run.task.options.get("collate") is not None:
-            with asked(run, "collate"):
+            with user_call(run, "collate"):
                 raise
         raise RunError(
             "LS3220",
@@ -415,11 +415,11 @@ def in_workers(
     run: Run, columns: Items, jobs: Iterable[tuple[int, int, np.ndarray]], count: int
 ) -> Iterator[MicroBatch]:
     """Micro-batches of each job, in this order, made by `count` processes ahead of time. Errors: `RunError`."""
-    asked: list[tuple[int, int, np.ndarray]] = []
+    submitted: list[tuple[int, int, np.ndarray]] = []
 
     def noted() -> Iterator[tuple[int, int, np.ndarray]]:
         for job in jobs:
-            asked.append(job)
+            submitted.append(job)
             yield job
 
     loader: Any = DataLoader(
@@ -434,7 +434,7 @@ def in_workers(
     )
     try:
         for bundle in loader:
-            _, index, rows = asked.pop(0)
+            _, index, rows = submitted.pop(0)
             yield placed(columns, rows, index, bundle)
     except RunError as caught:  # with the worker's traceback in front
         raise RunError.read(caught.message.strip().rpartition("RunError: ")[2]) from None
@@ -463,39 +463,39 @@ def placed(columns: Items, rows: np.ndarray, index: int, bundle: Bundle) -> Micr
 
 def seal(run: Run, data: Any, places: np.ndarray, most: int) -> str:
     """A hash of how many items there are and of what some of them hold, evenly spread."""
-    seen = hashlib.sha256(f"{len(data)} {len(places)}\n".encode())
+    digest = hashlib.sha256(f"{len(data)} {len(places)}\n".encode())
     for at in np.unique(np.linspace(0, len(places) - 1, most).astype(np.int64)):
-        _hashed(seen, item(run, data, int(places[at]), -1))
-    return seen.hexdigest()
+        _hashed(digest, item(run, data, int(places[at]), -1))
+    return digest.hexdigest()
 
 
 def same(first: Any, second: Any) -> bool:
     """Whether two items hold the same."""
     hashes = []
     for each in (first, second):
-        seen = hashlib.sha256()
-        _hashed(seen, each)
-        hashes.append(seen.digest())
+        digest = hashlib.sha256()
+        _hashed(digest, each)
+        hashes.append(digest.digest())
     return hashes[0] == hashes[1]
 
 
-def _hashed(seen: Any, value: Any, depth: int = 6) -> None:
+def _hashed(digest: Any, value: Any, depth: int = 6) -> None:
     """Add a value to a hash: tensors, arrays, images, numbers, texts, and what holds them. Of other objects the type
     and their attributes."""
-    seen.update(f"{type(value).__name__}\n".encode())
+    digest.update(f"{type(value).__name__}\n".encode())
     if isinstance(value, Tensor):
         whole = value.detach().cpu().contiguous()
-        seen.update(f"{whole.dtype} {tuple(whole.shape)}".encode())
-        seen.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(f"{whole.dtype} {tuple(whole.shape)}".encode())
+        digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray) and value.dtype != object:
-        seen.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+        digest.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
     elif isinstance(value, str | bytes | int | float | bool | None):
-        seen.update(f"{value!r}\n".encode())
+        digest.update(f"{value!r}\n".encode())
     elif hasattr(value, "tobytes") and not isinstance(value, np.ndarray):  # a picture
-        seen.update(value.tobytes())
+        digest.update(value.tobytes())
     elif depth:
-        held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-        parts = enumerate(value) if isinstance(value, list | tuple | np.ndarray) else held.items()
+        attributes = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        parts = enumerate(value) if isinstance(value, list | tuple | np.ndarray) else attributes.items()
         for key, part in parts:
-            seen.update(f"{key}\n".encode())
-            _hashed(seen, part, depth - 1)
+            digest.update(f"{key}\n".encode())
+            _hashed(digest, part, depth - 1)

@@ -75,8 +75,8 @@ def size(value: Any, depth: int = 4) -> int:
     if isinstance(value, list | tuple) and value and all(isinstance(each, int | float) for each in value):
         return _unfilled(np.asarray(value))
     if depth:
-        held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-        parts = value if isinstance(value, list | tuple) else held.values()
+        attributes = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        parts = value if isinstance(value, list | tuple) else attributes.values()
         return sum(size(part, depth - 1) for part in parts)
     return 0
 
@@ -115,7 +115,7 @@ class MeansByClass(TorchFunctionMode):
     """Notes whether a cross entropy divides by the weights of the classes that its batch happens to hold. Items of a
     class that is rare may be missing among those that are tried, and then no number shows it."""
 
-    seen = False
+    weighted = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -123,7 +123,7 @@ class MeansByClass(TorchFunctionMode):
             targets = args[1] if len(args) > 1 else kwargs.get("target")
             weight = args[2] if len(args) > 2 else kwargs.get("weight")
             if weight is not None and isinstance(targets, Tensor) and not targets.is_floating_point():
-                self.seen |= bool((weight != weight.flatten()[0]).any())
+                self.weighted |= bool((weight != weight.flatten()[0]).any())
         return func(*args, **kwargs)
 
 
@@ -156,17 +156,17 @@ class _Trial:
 
     def forward(self, name: str) -> tuple[Any, Any]:
         """The model's outputs for a batch, and what the loss sees of it. Errors: `RunError`."""
-        (arguments, named), seen = self.calling.arguments(self.batches[name])
+        (arguments, named), loss_inputs = self.calling.arguments(self.batches[name])
         model = self.fresh() if self.fresh else self.model
         seed_everything(self.run.seed, -3)
-        with dataset.asked(self.run, "model", ": forward"):
-            return model(*arguments, **named), seen
+        with dataset.user_call(self.run, "model", ": forward"):
+            return model(*arguments, **named), loss_inputs
 
     def loss(self, name: str) -> Any:
         """The user's loss of a batch. Errors: `RunError`."""
-        outputs, seen = self.forward(name)
-        with dataset.asked(self.run, "loss"):
-            return self.calling.loss(outputs, seen)
+        outputs, loss_inputs = self.forward(name)
+        with dataset.user_call(self.run, "loss"):
+            return self.calling.loss(outputs, loss_inputs)
 
 
 def probe(run: Run, data: Any, places: np.ndarray) -> Found:
@@ -241,7 +241,7 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
             f"{numbers['AA']:.6g}, which is neither a sum over targets nor their mean; return a sum, or one "
             "number per target (reduction='none')",
         )
-    if kind == "mean" and by_class.seen:
+    if kind == "mean" and by_class.weighted:
         raise _no_mean(trial, "its cross entropy divides by the weights of the classes that a batch holds")
     if _adds_up(kind, numbers, trial.weights):
         return kind, 1, []
@@ -258,11 +258,11 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
     ]  # fmt: skip
 
 
-def _no_mean(trial: _Trial, seen: str) -> RunError:
+def _no_mean(trial: _Trial, observed: str) -> RunError:
     over = "targets" if trial.run.task.options.get("targets") is not None else "examples"
     return RunError(
         "LS3234",
-        f"task.loss: the function returns a mean, but not over {over}: {seen}. Return a sum "
+        f"task.loss: the function returns a mean, but not over {over}: {observed}. Return a sum "
         f"(reduction='sum'), or one number per target; {wrapped_module.COUNT}. (Or an example's loss depends "
         "on the others: padding without a mask, a normalisation over the batch)",
     )
@@ -306,9 +306,9 @@ def _means(trial: _Trial, metrics: Mapping[str, str]) -> dict[str, dict[str, flo
     """Metrics that are means, of each batch."""
     means: dict[str, dict[str, float]] = {name: {} for name, kind in metrics.items() if kind == "mean"}
     for batch in trial.batches if means else ():
-        outputs, seen = trial.forward(batch)
-        with dataset.asked(trial.run, "metrics"):
-            values = trial.calling.metrics(outputs, seen) if trial.calling.metrics else {}
+        outputs, loss_inputs = trial.forward(batch)
+        with dataset.user_call(trial.run, "metrics"):
+            values = trial.calling.metrics(outputs, loss_inputs) if trial.calling.metrics else {}
         for name in means:
             means[name][batch] = float(values[name])
     return means
@@ -327,7 +327,7 @@ def _batches(run: Run, parts: Mapping[str, list[Any]]) -> tuple[dict[str, Any], 
     for name, part in parts.items():
         seed_everything(run.seed, -3)
         batches[name] = dataset.collated(run, collate, list(part))
-        with dataset.asked(run, "targets"):
+        with dataset.user_call(run, "targets"):
             weights[name] = sum(int(targets(each)) for each in part) if targets else len(part)
     return batches, weights
 
@@ -357,9 +357,9 @@ def _kinds_of_metrics(trial: _Trial) -> dict[str, str]:
         return {}
     values_by_name: dict[str, dict[str, Any]] = {}
     for batch in trial.batches:
-        outputs, seen = trial.forward(batch)
-        with dataset.asked(trial.run, "metrics"):
-            values = trial.calling.metrics(outputs, seen)
+        outputs, loss_inputs = trial.forward(batch)
+        with dataset.user_call(trial.run, "metrics"):
+            values = trial.calling.metrics(outputs, loss_inputs)
         if not isinstance(values, Mapping) or not values:
             raise RunError(
                 "LS3236",
@@ -470,11 +470,11 @@ def foreign_sums(run: Run, model: nn.Module) -> list[str]:
     for file, path in sorted(user_code.files_of(user_code.named(run, strategy=False).values()).items()):
         for line, name in _named(ast.parse(path.read_bytes())):
             if f"{name}.".startswith("torch.distributed."):
-                told = (
+                message = (
                     f"{file}, line {line}: code of yours uses torch.distributed: what it gets depends on the number of "
                     "processes and on which micro-batches they run at the same moment"
                 )
-                return [*doubts, told]
+                return [*doubts, message]
     return doubts
 
 

@@ -54,7 +54,7 @@ class Calling:
 
     def arguments(self, batch: Any) -> tuple[Arguments, Any]:
         """What the model is given of a batch, and what the loss is. Errors: `RunError`."""
-        seen = batch
+        loss_inputs = batch
         if type(batch) in (list, tuple):  # and none with names for its parts
             if len(batch) != 2:
                 raise RunError(
@@ -62,17 +62,17 @@ class Calling:
                     f"task.data: a batch is a sequence of {len(batch)} values; expected a pair (the model sees the "
                     "first, the loss the second), a mapping, or one tensor",
                 )
-            batch, seen = batch
+            batch, loss_inputs = batch
         if not isinstance(batch, Mapping):
-            return ((batch,), {}), seen
-        given = {str(k): v for k, v in batch.items() if self.names is None or k in self.names}
-        if not given:
+            return ((batch,), {}), loss_inputs
+        arguments = {str(k): v for k, v in batch.items() if self.names is None or k in self.names}
+        if not arguments:
             raise RunError(
                 "LS3251",
                 f"task.model: forward takes {', '.join(self.names or ())}, but a batch has the keys "
                 f"{', '.join(batch)}; arguments are passed by these names",
             )
-        return ((), given), seen
+        return ((), arguments), loss_inputs
 
     def summed(self, value: Any, bundle: Bundle) -> Tensor:
         """What the user's loss gave, as the sum over targets: float32 scalar. Errors: `RunError`."""
@@ -96,11 +96,11 @@ class Calling:
             loss_total = value.float().reshape(()) * (bundle.targets if self.loss_kind == "mean" else 1)
         return nothing(loss_total) if bundle.blank else loss_total
 
-    def measured(self, outputs: Any, seen: Any, bundle: Bundle) -> list[Any]:
+    def measured(self, outputs: Any, loss_inputs: Any, bundle: Bundle) -> list[Any]:
         """Sum and count of each metric, one after the other. Errors: `RunError`."""
         if self.metrics is None:
             return []
-        values = self.metrics(outputs, seen)
+        values = self.metrics(outputs, loss_inputs)
         if not isinstance(values, Mapping) or {*values} != {*self.metric_kinds}:
             raise RunError(
                 "LS3255",
@@ -155,18 +155,18 @@ def computed(model: nn.Module, forward: Callable[..., Any], calling: Calling, bu
     """One batch through the user's `forward` and the functions beside it."""
     if bundle.asks == "generate":
         return generated(model, forward, calling, bundle)
-    (arguments, named), seen = calling.arguments(bundle.batch)
-    return finished(calling, forward(*arguments, **named), seen, bundle, model.training)
+    (arguments, named), loss_inputs = calling.arguments(bundle.batch)
+    return finished(calling, forward(*arguments, **named), loss_inputs, bundle, model.training)
 
 
-def finished(calling: Calling, outputs: Any, seen: Any, bundle: Bundle, training: bool) -> Computed:
+def finished(calling: Calling, outputs: Any, loss_inputs: Any, bundle: Bundle, training: bool) -> Computed:
     """From the outputs of the user's model to a loss, and to metrics unless it is training."""
     if isinstance(calling.loss, nn.Module) and isinstance(outputs, Tensor):  # it may hold weights of classes
         calling.loss.to(outputs.device)
-    loss = calling.summed(calling.loss(outputs, seen), bundle)
+    loss = calling.summed(calling.loss(outputs, loss_inputs), bundle)
     if training:
         return Computed(loss=loss)
-    numbers = [loss.detach(), *calling.measured(outputs, seen, bundle)]
+    numbers = [loss.detach(), *calling.measured(outputs, loss_inputs, bundle)]
     logits = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=loss.device) for n in numbers])
     return Computed(loss=loss, logits=logits)
 
@@ -174,9 +174,9 @@ def finished(calling: Calling, outputs: Any, seen: Any, bundle: Bundle, training
 def generated(model: nn.Module, forward: Callable[..., Any], calling: Calling, bundle: Bundle) -> Computed:
     """What the user's `generate` makes of a batch, as JSON in bytes: every strategy hands out tensors."""
     assert calling.generate is not None
-    with dataset.asked(calling.run, "generate"):
-        made = calling.generate(PlainOutputs(model, forward), bundle.batch)
-        text = json.dumps([rows if isinstance(rows, dict) else {"written": str(rows)} for rows in made], default=str)
+    with dataset.user_call(calling.run, "generate"):
+        written = calling.generate(PlainOutputs(model, forward), bundle.batch)
+        text = json.dumps([rows if isinstance(rows, dict) else {"written": str(rows)} for rows in written], default=str)
     device = next(model.parameters()).device
     return Computed(logits=torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device))
 

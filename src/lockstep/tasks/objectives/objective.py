@@ -50,10 +50,10 @@ def of_labels(options: ClassificationOptions, names: list[str], counts: list[int
     `balanced` is scikit-learn's for one label: examples / (labels x examples of the label); for several the examples
     that have not the label for each one that has it, which is the same ratio. Errors: `RunError`.
     """
-    given = options.class_weights
-    if given is None:
+    class_weights = options.class_weights
+    if class_weights is None:
         return None
-    if given == "balanced":
+    if class_weights == "balanced":
         if 0 in counts:
             raise RunError(
                 "LS3270",
@@ -69,12 +69,12 @@ def of_labels(options: ClassificationOptions, names: list[str], counts: list[int
                 "so balanced cannot compute its weight; give weights by label, or remove that label",
             )
     else:
-        if unknown := sorted(set(given) - set(names)):
+        if unknown := sorted(set(class_weights) - set(names)):
             raise RunError(
                 "LS3272",
                 f"task.class_weights: unknown label {unknown[0]!r}; expected one of {', '.join(map(repr, names[:20]))}",
             )
-        weights = np.array([given.get(name, 1.0) for name in names])
+        weights = np.array([class_weights.get(name, 1.0) for name in names])
     return np.maximum(np.round(weights / _FINEST), 1) * _FINEST
 
 
@@ -135,8 +135,11 @@ class ClassificationOptions(LabelOptions):
     @property
     def labels(self) -> dict[str, str]:
         """Key of the run file -> the column of labels or numbers that it names."""
-        given = [self.label] if isinstance(self.label, str) else self.label
-        return {"task.label" if len(given) == 1 else f"task.label[{i}]": column for i, column in enumerate(given)}
+        label_columns = [self.label] if isinstance(self.label, str) else self.label
+        return {
+            "task.label" if len(label_columns) == 1 else f"task.label[{i}]": column
+            for i, column in enumerate(label_columns)
+        }
 
     @model_validator(mode="after")
     def _together(self) -> ClassificationOptions:
@@ -210,9 +213,9 @@ def average_precision(true: np.ndarray, scores: np.ndarray) -> float:
     """The mean of precisions, each weighted by the recall that it adds; nothing is interpolated."""
     if not true.any():
         return NAN
-    _, given, right = _at_each_threshold(true, scores)
+    _, predicted_true, right = _at_each_threshold(true, scores)
     recall = right / true.sum()
-    return float(np.sum(np.diff(np.r_[0.0, recall]) * right / given))
+    return float(np.sum(np.diff(np.r_[0.0, recall]) * right / predicted_true))
 
 
 def best_threshold(true: np.ndarray, scores: np.ndarray) -> float:
@@ -220,16 +223,16 @@ def best_threshold(true: np.ndarray, scores: np.ndarray) -> float:
     equal ones the highest. 0.5 where nothing is true."""
     if not true.any():
         return 0.5
-    predicted, given, right = _at_each_threshold(true, scores)
-    best = int(np.argmax(2 * right / (given + true.sum())))
+    predicted, predicted_true, right = _at_each_threshold(true, scores)
+    best = int(np.argmax(2 * right / (predicted_true + true.sum())))
     below = predicted[best + 1] if best + 1 < len(predicted) else 0.0
     half = (predicted[best] + below) / 2
     return float(half if half > below else predicted[best])
 
 
-def f1(right: np.ndarray, true: np.ndarray, given: np.ndarray) -> np.ndarray:
+def f1(right: np.ndarray, true: np.ndarray, predicted: np.ndarray) -> np.ndarray:
     """2 right / (true + given), and 0 where there is neither, as scikit-learn's zero_division=0."""
-    both = np.asarray(true + given, np.float64)
+    both = np.asarray(true + predicted, np.float64)
     return np.divide(2.0 * right, both, out=np.zeros_like(both), where=both > 0)
 
 
@@ -251,8 +254,8 @@ class Reliability:
     def error(self) -> float:
         """The expected calibration error (ECE): the mean distance of the two, weighted by examples."""
         some = self.counts > 0
-        apart = np.abs(self.predicted[some] - self.observed[some])
-        return float((apart * self.counts[some]).sum() / self.counts.sum())
+        gaps = np.abs(self.predicted[some] - self.observed[some])
+        return float((gaps * self.counts[some]).sum() / self.counts.sum())
 
     def table(self) -> dict[str, list]:
         """As JSON has it."""

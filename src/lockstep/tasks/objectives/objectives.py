@@ -78,22 +78,22 @@ class OneLabel(Objective):
         for code in np.unique(of_rows):
             rows = random.permutation(np.flatnonzero(of_rows == code))
             chosen.append(rows[: round(len(rows) * share)])
-        held = np.sort(np.concatenate(chosen))
-        rest = np.setdiff1d(np.arange(len(of_rows)), held)
-        if len(held) == 0 and round(len(of_rows) * share) > 0:
+        held_out = np.sort(np.concatenate(chosen))
+        rest = np.setdiff1d(np.arange(len(of_rows)), held_out)
+        if len(held_out) == 0 and round(len(of_rows) * share) > 0:
             raise RunError(
                 "LS3291",
                 f"task.label: {len(np.unique(of_rows))} distinct labels in {len(of_rows)} rows: no label has "
                 f"enough rows to hold out a share of {share:g} ({key}). Check that task.label names the right "
                 f"column; if so, set data.{key.partition('_')[0]}, or a larger data.{key}",
             )
-        if len(held) == 0 or len(rest) == 0:
+        if len(held_out) == 0 or len(rest) == 0:
             raise RunError(
                 "LS3292",
                 f"data.{key}: {share:g} of {len(of_rows)} examples leaves one of the splits empty; give another "
                 "share, or more data",
             )
-        return train.select(rest), train.select(held)
+        return train.select(rest), train.select(held_out)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -177,21 +177,21 @@ class OneLabel(Objective):
         count = float(sums["examples"])
         both = sums["of_class"] + sums["predicted"]
         f1 = 2 * sums["right_of_class"][both > 0] / both[both > 0]
-        told = {
+        values = {
             "loss": float(sums["loss"]) / count,
             "accuracy": float(sums["right"]) / count,
             "macro_f1": float(f1.mean()),
         }
         if used is not None:
-            told |= {"f1": float(2 * sums["right_of_class"][1] / max(float(both[1]), 1.0)), "threshold": used}
+            values |= {"f1": float(2 * sums["right_of_class"][1] / max(float(both[1]), 1.0)), "threshold": used}
         if gathered is None:
-            return told
+            return values
         probabilities, true = gathered
         if not np.isfinite(probabilities).all():
-            return told | {"roc_auc": objective.NAN, "ece": objective.NAN}
+            return values | {"roc_auc": objective.NAN, "ece": objective.NAN}
         of_labels = range(1, 2) if len(self.names) == 2 else range(len(self.names))
         areas = [objective.roc_auc(true == code, probabilities[:, code]) for code in of_labels]
-        return told | {"roc_auc": objective.mean_of_defined(areas), "ece": _reliability(probabilities, true).error}
+        return values | {"roc_auc": objective.mean_of_defined(areas), "ece": _reliability(probabilities, true).error}
 
     def _decided(
         self, sums: Sums, threshold: float | None
@@ -211,12 +211,12 @@ class OneLabel(Objective):
 
     def tables(self, sums: Sums, threshold: float | None) -> dict[str, Any]:
         sums, gathered, _ = self._decided(sums, threshold)
-        told: dict[str, Any] = {}
+        tables: dict[str, Any] = {}
         if "confusion" in sums:
-            told["confusion"] = {"labels": self.names, "counts": sums["confusion"].long().tolist()}
+            tables["confusion"] = {"labels": self.names, "counts": sums["confusion"].long().tolist()}
         if gathered is not None and np.isfinite(gathered[0]).all():
-            told["reliability"] = {"of": "the likeliest label"} | _reliability(*gathered).table()
-        return told
+            tables["reliability"] = {"of": "the likeliest label"} | _reliability(*gathered).table()
+        return tables
 
     def metric_inputs(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
         return objective.softmax(sums["predictions"].double().numpy()), sums["labels"].numpy()  # [N, C], [N]
@@ -330,12 +330,12 @@ class SeveralLabels(Objective):
         if not np.isfinite(probabilities).all():
             return dict.fromkeys(self.metric_names, objective.NAN) | {"loss": loss}
         used = self._used(probabilities, true, threshold)
-        right, there, given = _counts(probabilities >= used, true)
+        right, there, predicted = _counts(probabilities >= used, true)
         areas = [objective.roc_auc(true[:, code] == 1, probabilities[:, code]) for code in range(len(self.names))]
         return {
             "loss": loss,
-            "micro_f1": float(objective.f1(right.sum(), there.sum(), given.sum())),
-            "macro_f1": float(objective.f1(right, there, given).mean()),
+            "micro_f1": float(objective.f1(right.sum(), there.sum(), predicted.sum())),
+            "macro_f1": float(objective.f1(right, there, predicted).mean()),
             "average_precision": objective.mean_of_defined(_average_precisions(probabilities, true)),
             "roc_auc": objective.mean_of_defined(areas),
             "ece": objective.reliability(true.ravel(), probabilities.ravel()).error,
@@ -352,14 +352,14 @@ class SeveralLabels(Objective):
         if not np.isfinite(probabilities).all():
             return {}
         used = self._used(probabilities, true, threshold)
-        right, there, given = _counts(probabilities >= used, true)
+        right, there, predicted = _counts(probabilities >= used, true)
         bins = objective.reliability(true.ravel(), probabilities.ravel())
         return {
             "labels": {
                 "names": self.names,
                 "threshold": used,
                 "examples": there.tolist(),
-                "given": given.tolist(),
+                "given": predicted.tolist(),
                 "right": right.tolist(),
                 "average_precision": [
                     None if np.isnan(each) else each for each in _average_precisions(probabilities, true)
@@ -387,17 +387,17 @@ class SeveralLabels(Objective):
         results = []
         for row in objective.sigmoid(
             logits.double().cpu().numpy()
-        ).tolist():  # as `given`: a threshold decides the same
+        ).tolist():  # as `predicted`: a threshold decides the same
             scored = dict(zip(self.names, row, strict=True))
-            given = [name for name, chance in scored.items() if chance >= (0.5 if threshold is None else threshold)]
-            results.append({"labels": sorted(given, key=lambda name: -scored[name]), "scores": scored})
+            predicted = [name for name, chance in scored.items() if chance >= (0.5 if threshold is None else threshold)]
+            results.append({"labels": sorted(predicted, key=lambda name: -scored[name]), "scores": scored})
         return results
 
     @classmethod
     def format_answer(cls, answer: Mapping[str, Any]) -> str:
-        given = ", ".join(f"{name} {answer['scores'][name]:.3f}" for name in answer["labels"])
+        labels = ", ".join(f"{name} {answer['scores'][name]:.3f}" for name in answer["labels"])
         best = max(answer["scores"], key=answer["scores"].__getitem__)
-        return given or f"none (likeliest {best} {answer['scores'][best]:.3f})"
+        return labels or f"none (likeliest {best} {answer['scores'][best]:.3f})"
 
     def format_target(self, targets: Tensor) -> str:
         return ", ".join(name for name, has in zip(self.names, targets.tolist(), strict=True) if has) or "none"
@@ -469,13 +469,13 @@ class RegressionObjective(Objective):
     def metrics(self, sums: Sums, threshold: float | None) -> dict[str, float]:
         """Of several numbers the means over them."""
         predicted, true = self._columns(sums)
-        apart = predicted - true
-        errors = {"mse": float(np.square(apart).mean()), "mae": float(np.abs(apart).mean())}
-        told = {"loss": errors[self.options.loss or "mse"]}
+        differences = predicted - true
+        errors = {"mse": float(np.square(differences).mean()), "mae": float(np.abs(differences).mean())}
+        values = {"loss": errors[self.options.loss or "mse"]}
         for name, formula in (("pearson", objective.pearson), ("spearman", objective.spearman), ("r2", objective.r2)):
             each = [formula(true[:, n], predicted[:, n]) for n in range(true.shape[1])]
-            told[name] = objective.mean_of_defined(each) if np.isfinite(predicted).all() else objective.NAN
-        return told | errors
+            values[name] = objective.mean_of_defined(each) if np.isfinite(predicted).all() else objective.NAN
+        return values | errors
 
     def tables(self, sums: Sums, threshold: float | None) -> dict[str, Any]:
         predicted, true = self._columns(sums)
@@ -516,5 +516,5 @@ class RegressionObjective(Objective):
 
 def _errors(logits: Tensor, targets: Tensor, squared: bool) -> Tensor:
     """Of each number: [B, C]; 0 where there is no example."""
-    apart = logits - targets[:, 1:].to(logits.dtype)
-    return (apart.square() if squared else apart.abs()).masked_fill(targets[:, :1] != 0, 0.0)
+    differences = logits - targets[:, 1:].to(logits.dtype)
+    return (differences.square() if squared else differences.abs()).masked_fill(targets[:, :1] != 0, 0.0)

@@ -67,7 +67,7 @@ def run_plan(known: argparse.Namespace) -> int:
         for text in remarks(run, job.data):
             console.note(text)
     for path, text in plan.files.items():
-        console.say(f"--- {path}\n{text}")
+        console.say(f"--- {path}\n{text}", whole=True)
     for note in plan.notes:
         console.say(f"note: {note}")
     wrong = failures(run, launcher, plan, job, known.offline)

@@ -274,7 +274,7 @@ def prepare_trials(sweep: Sweep) -> int:
     board = Leaderboard(sweep, console)
     for trial in board.trials:
         keep(trial.run)
-        console.say(f"lockstep train {trial.run.folder}/run.yaml")
+        console.say(f"lockstep train {trial.run.folder}/run.yaml", whole=True)
     board.write()
     return 0
 

@@ -253,11 +253,11 @@ class Recovery:
     def _compare(self) -> None:
         """Every rank holds the same bits, or the job starts again. Collective. Errors: `TrainingFailed`."""
         session, state = self.session, self._state
-        seen = hashlib.sha256(state.digest().encode())
+        digest = hashlib.sha256(state.digest().encode())
         tensors = session.averaged.sharded_state_dict() if self._resharder is None else {}  # else it has compared them
         for name, tensor in sorted(tensors.items()):
-            seen.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {int(summed(tensor.detach()))}\n".encode())
-        if len(set(session.world.all_gather(seen.hexdigest()))) > 1:
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {int(summed(tensor.detach()))}\n".encode())
+        if len(set(session.world.all_gather(digest.hexdigest()))) > 1:
             raise TrainingFailed(
                 "LS5036", f"after a rank failed, the other ranks have different states after step {state.step}"
             )

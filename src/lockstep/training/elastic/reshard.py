@@ -35,7 +35,7 @@ class Resharder:
         if not session.world.joining:
             self.options = dict(session.strategy.run.strategy.options)
         self._formed = 0  # the generation that this rank's part is cut for
-        self._held: list[Version] = []  # while ranks meet, all that this one has
+        self._versions: list[Version] = []  # while ranks meet, all that this one has
         self._live: Version | None = None  # the same: its part as it is
         self._before: Version | None = None  # its part as it was, until all ranks train with the new one
 
@@ -62,7 +62,7 @@ class Resharder:
             number, count = strategy.part_of_state
             shares = {number: held_here(strategy.own_state())}
             self._live = Version((state.step, self._formed, "live"), shares, count, state.state_dict())
-        self._held = [*copied, *(each for each in (self._before, self._live) if each is not None)]
+        self._versions = [*copied, *(each for each in (self._before, self._live) if each is not None)]
 
     def restore(self, session: Session, state: TrainState) -> tuple[Session, Key]:
         """The session with a strategy for these ranks and the newest state of which all is there, and which state that
@@ -71,11 +71,15 @@ class Resharder:
         world, strategy = session.world, session.strategy
         self._apply_deferred_update(session, state)
         offers = world.all_gather(
-            ([(v.key, list(v.shares), v.count) for v in self._held], self.options, world.members and world.members.me)
+            (
+                [(v.key, list(v.shares), v.count) for v in self._versions],
+                self.options,
+                world.members and world.members.me,
+            )
         )
         key = newest_complete([each for each, *_ in offers])
-        source = next(rank for rank, (held, *_) in enumerate(offers) if any(k == key for k, *_ in held))
-        mine = next((version for version in self._held if version.key == key), None)
+        source = next(rank for rank, (versions, *_) in enumerate(offers) if any(k == key for k, *_ in versions))
+        mine = next((version for version in self._versions if version.key == key), None)
         theirs = world.all_gather(mine.train_state if mine is not None and world.rank == source else None)[source]
         options = next(options for _, options, _ in offers if options is not None)
         run = session.run.model_copy(
@@ -133,11 +137,11 @@ def build_strategy(session: Session, run: Run) -> Any:
     return strategy
 
 
-def newest_complete(held: list[list[tuple[Key, list[int], int]]]) -> Key:
+def newest_complete(offers: list[list[tuple[Key, list[int], int]]]) -> Key:
     """The newest state of which all shares are there, by what each rank has. Errors: `TrainingFailed`."""
     shares: dict[Key, set[int]] = {}
     counts: dict[Key, int] = {}
-    for versions in held:
+    for versions in offers:
         for key, numbers, count in versions:
             shares.setdefault(key, set()).update(numbers)
             counts[key] = count
