@@ -130,9 +130,9 @@ def test_no_width_divides_a_dimension() -> None:
 def test_an_example_has_one_hash_whatever_it_is_padded_to() -> None:
     ids = torch.tensor([[5, 6, 7], [8, 9, 50256]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    right = inputs.seen((), {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([1, -100])})
+    right = inputs.call_inputs((), {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([1, -100])})
     wide = torch.tensor([[50256, 50256, 8, 9]])  # padded on the left, and farther
-    left = inputs.seen(
+    left = inputs.call_inputs(
         (), {"attention_mask": torch.tensor([[0, 0, 1, 1]]), "labels": torch.tensor([-100]), "input_ids": wide}
     )
     assert right is not None
@@ -140,7 +140,7 @@ def test_an_example_has_one_hash_whatever_it_is_padded_to() -> None:
     assert right.hashes[1] == left.hashes[0] != right.hashes[0]
     assert right.targets is not None
     assert int(right.targets) == 1
-    swapped = inputs.seen((), {"input_ids": torch.tensor([[9, 8]]), "attention_mask": torch.tensor([[1, 1]])})
+    swapped = inputs.call_inputs((), {"input_ids": torch.tensor([[9, 8]]), "attention_mask": torch.tensor([[1, 1]])})
     assert swapped is not None
     assert swapped.hashes[0] != left.hashes[0]
 

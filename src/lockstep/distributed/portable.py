@@ -140,10 +140,10 @@ def probe() -> str:
     functional.conv2d(a[:32].reshape(2, 3, 32, 64), filters, padding=1).square().mean().backward()
     assert filters.grad is not None
     results.append(filters.grad)
-    seen = hashlib.sha256()
+    digest = hashlib.sha256()
     for result in results:
-        seen.update(result.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-    return seen.hexdigest()[:16]
+        digest.update(result.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _core_of_blas() -> str | None:
