@@ -121,7 +121,7 @@ def test_lines_have_the_epoch_and_the_best_so_far() -> None:
 def test_the_best_is_by_the_metric_that_the_run_names(by: str | None, step: int | None) -> None:
     best = Best(by)
     for number, loss, accuracy in ((10, 0.5, 0.9), (20, 0.4, 0.8), (30, 0.6, 0.9), (40, float("nan"), 0.1)):
-        best.seen(number, {"loss": loss, "accuracy": accuracy})
+        best.update(number, {"loss": loss, "accuracy": accuracy})
     assert best.step == step
     assert bool(best.text) is (step is not None)
 

@@ -369,12 +369,12 @@ class _Named(FileSystem):
 class _Reader(HuggingFaceStorageReader):
     """Reads the headers once."""
 
-    _found: Metadata | None = None
+    _metadata: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        if self._found is None:
-            self._found = super().read_metadata()
-        return self._found
+        if self._metadata is None:
+            self._metadata = super().read_metadata()
+        return self._metadata
 
 
 class FromMain(Saved):

@@ -21,7 +21,7 @@ import numpy as np
 
 from lockstep.config.run import RunError
 from lockstep.data import arrow_cache, usable_rows
-from lockstep.data.lm_documents import Documents, Found, closed, flat, measured, shares
+from lockstep.data.lm_documents import Documents, EncodedDocuments, closed, flat, measured, shares
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -154,7 +154,7 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def documents_of(dataset: Dataset, tokenizer: Any, how: Writing, rows: range) -> Found:
+def documents_of(dataset: Dataset, tokenizer: Any, how: Writing, rows: range) -> EncodedDocuments:
     """The documents of some rows; tokens that reach over into what is learned are learned, too. Errors: `RunError`."""
     columns = [how.column] if how.tools is None else [how.column, how.tools]
     for start, batch in arrow_cache.batches(dataset.select_columns(columns), rows):

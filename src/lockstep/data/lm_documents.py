@@ -427,10 +427,10 @@ def _around(tokenizer: Any) -> tuple[np.ndarray, np.ndarray] | None:
     return None
 
 
-Found = Iterator[tuple[Documents, int]]  # documents, and of how many rows they are
+EncodedDocuments = Iterator[tuple[Documents, int]]  # documents, and of how many rows they are
 
 
-def of_texts(dataset: Dataset, tokenizer: Any, column: str, rows: range) -> Found:
+def of_texts(dataset: Dataset, tokenizer: Any, column: str, rows: range) -> EncodedDocuments:
     """A document a row, closed by the end token."""
     for _, batch in arrow_cache.batches(dataset.select_columns([column]), rows):
         for some in shares(batch[column], map(len, batch[column])):
@@ -474,7 +474,7 @@ def shares(rows: Sequence[Any], sizes: Iterator[int]) -> Iterator[list[Any]]:
         yield some
 
 
-def of_prompts(dataset: Dataset, tokenizer: Any, prompt: str, response: str, rows: range) -> Found:
+def of_prompts(dataset: Dataset, tokenizer: Any, prompt: str, response: str, rows: range) -> EncodedDocuments:
     """Prompt, response, end token; only what comes after the prompt is scored."""
     end = end_of(tokenizer)
     for _, batch in arrow_cache.batches(dataset.select_columns(list(dict.fromkeys([prompt, response]))), rows):

@@ -254,7 +254,7 @@ class _RemoteFiles:
     """The files that a section reads, by where they are in the folder that stands for the stores."""
 
     objects: dict[str, tuple[Object, Readable]]
-    given: dict[str, str]  # address in the run file -> path in that folder
+    paths: dict[str, str]  # address in the run file -> path in that folder
     shards: list[str]  # of a stream: those of train that are elsewhere, in order
     local: list[Path]  # and those on this machine
     names: frozenset[str]  # the ones that are in no other split
@@ -323,7 +323,7 @@ def here(data: DataSection, splits: Splits) -> Iterator[DataSection]:
     finally:
         ACTIVITY.at(place)
     try:
-        yield _local(data, files.given, folder)
+        yield _local(data, files.paths, folder)
     except RunError as error:
         raise RunError(error.code, _named(error.message, folder)) from error
 

@@ -157,15 +157,15 @@ def _answers(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     """A prompt with each of two answers, and where these begin."""
     spans = []
     for key in ("chosen", "rejected"):
-        asked, answer = task["prompt"] and get(row, task["prompt"]), get(row, task[key])
+        prompt, answer = task["prompt"] and get(row, task["prompt"]), get(row, task[key])
         if task["conversations"]:
             before, after = ([{"role": r, "content": t}] if isinstance(t, str) else list(t or ())
-                             for r, t in (("user", asked), ("assistant", answer)))  # fmt: skip
+                             for r, t in (("user", prompt), ("assistant", answer)))  # fmt: skip
             ids, known = _turns(job, [*before, *after], None, {})[-1]
             first = next((place for place, learned in enumerate(known) if learned), len(ids))
         else:
-            prompt = opened(job.tokenizer, tokens(job.tokenizer, asked)) if asked is not None else []
-            ids, first = prompt + tokens(job.tokenizer, answer, add_special_tokens=asked is None), len(prompt)
+            prompt_ids = opened(job.tokenizer, tokens(job.tokenizer, prompt)) if prompt is not None else []
+            ids, first = prompt_ids + tokens(job.tokenizer, answer, add_special_tokens=prompt is None), len(prompt_ids)
         ids, first = closed(job.tokenizer, ids), max(1, first)
         spans.append({"input_ids": ids[:most], "next": [*([IGNORED] * first + ids[first:])[1:most], IGNORED]})
     return {"answers": spans}

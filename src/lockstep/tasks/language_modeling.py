@@ -404,7 +404,9 @@ class LanguageModeling(PerToken, Generates):
 # -- preparing -------------------------------------------------------------------------------------------------------
 
 
-def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions, rows: range) -> lm_documents.Found:
+def _documents(
+    dataset: Dataset, tok: Any, options: LanguageModelingOptions, rows: range
+) -> lm_documents.EncodedDocuments:
     """Some rows, as they are to be cut into examples."""
     if options.messages is not None:
         documents = conversations.documents_of(dataset, tok, options.writing, rows)
@@ -425,7 +427,7 @@ def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions, row
 
 
 def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptions) -> str:
-    def tokens(rows: range) -> lm_documents.Found:
+    def tokens(rows: range) -> lm_documents.EncodedDocuments:
         return _documents(dataset, tok, options, rows)
 
     read = list((options.columns or options.writing.columns).values())

@@ -183,16 +183,16 @@ def _needed(theirs: Run, run: Run, step: int, ours: Course, scored: bool) -> tup
             "export=last",
         )
     lines = lines_of(theirs.folder / "metrics.jsonl", ("step", "split"))
-    made = {line["step"]: line for line in lines if line["split"] == "validation" and line["step"] <= step}
-    kept = {manifest.step: manifest for path, manifest in newest_first(theirs) if broken(path, manifest) is None}
-    best = best_first(run, made)[:1]
-    if best and best[0].step not in kept:
+    evaluations = {line["step"]: line for line in lines if line["split"] == "validation" and line["step"] <= step}
+    available = {manifest.step: manifest for path, manifest in newest_first(theirs) if broken(path, manifest) is None}
+    best = best_first(run, evaluations)[:1]
+    if best and best[0].step not in available:
         raise RunError(
             "LS8060",
             f"export: the best model before step {step} is from step {best[0].step}, and {theirs.folder} no "
             "longer has its checkpoint; set export=last, or train from the start",
         )
-    return tuple(kept[each.step] for each in best if each.step != step)
+    return tuple(available[each.step] for each in best if each.step != step)
 
 
 def interval(run: Run, ours: Course) -> int:

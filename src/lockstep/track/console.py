@@ -249,7 +249,7 @@ class Console:
         elif split == "train":
             self._train(step, numbers)
         else:
-            better = split == "validation" and self._best.seen(step, numbers)
+            better = split == "validation" and self._best.update(step, numbers)
             self._scores(step, split, {k: v for k, v in numbers.items() if k != "examples"}, better, closing)
 
     def _scores(self, step: int, split: str, numbers: Mapping[str, float], better: bool, closing: bool) -> None:
@@ -270,10 +270,10 @@ class Console:
         self.rich.print(_plain(self._hung(line, 13, 13)))
 
     def _system(self, step: int, numbers: Mapping[str, float]) -> None:
-        held = {kind: _highest(numbers, kind) for kind in ("memory_gb", "gpu_memory_gb")}
+        memory = {kind: _highest(numbers, kind) for kind in ("memory_gb", "gpu_memory_gb")}
         self._memory = "".join(
             f"  {value:.2f} GB{' on the GPU' if kind.startswith('gpu') else ''}"
-            for kind, value in held.items()
+            for kind, value in memory.items()
             if value is not None
         )
         if self._voice == "verbose":
@@ -418,8 +418,8 @@ class _Bar(Progress):
 def _of_sources(numbers: Mapping[str, float]) -> str:
     """The losses of the sources of a mixture, of many the least and the most."""
     losses = sorted((v, k.removeprefix("loss_")) for k, v in numbers.items() if k[:5] == "loss_" and k != "loss_scale")
-    told = [f"{name} {loss:.4f}" for loss, name in (losses if len(losses) < 4 else [losses[0], losses[-1]])]
-    return f" ({'...'.join(told) if len(losses) > 3 else ', '.join(told)})" if told else ""
+    labels = [f"{name} {loss:.4f}" for loss, name in (losses if len(losses) < 4 else [losses[0], losses[-1]])]
+    return f" ({'...'.join(labels) if len(losses) > 3 else ', '.join(labels)})" if labels else ""
 
 
 def _listed(numbers: Mapping[str, float]) -> str:

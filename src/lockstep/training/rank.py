@@ -286,7 +286,7 @@ def best_so_far(run: Run, step: int) -> Best:
     best = Best(run.checkpoint.best)
     for line in lines_of(run.folder / "metrics.jsonl", ("step", "split")) if step else ():
         if line["split"] == "validation" and line["step"] <= step:
-            best.seen(line["step"], line)
+            best.update(line["step"], line)
     return best
 
 

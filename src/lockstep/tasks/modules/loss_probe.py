@@ -5,7 +5,7 @@ the user's, a model of theirs. Out: groups of items that hold much and little, a
 
 What nobody says about a model, a loss and metrics of the user's, found out on a few items before any process starts.
 
-In: the user's functions. Out: `Found`, which the prepared data keep; or a `RunError` where it cannot be told.
+In: the user's functions. Out: `ProbeResult`, which the prepared data keep; or a `RunError` where it cannot be told.
 
 A loss is a mean when a batch and the same batch twice over have the same loss, and a sum when the second is twice the
 first. A mean is taken only if it adds up: weighted by targets, the means of two batches must give that of both
@@ -132,7 +132,7 @@ NEAR = 1e-3  # how far sums in float32 may be apart, relatively
 
 
 @dataclass
-class Found:
+class ProbeResult:
     """What was found out."""
 
     loss: str  # "sum", "mean", or "each"
@@ -169,7 +169,7 @@ class _Trial:
             return self.calling.loss(outputs, loss_inputs)
 
 
-def probe(run: Run, data: Any, places: np.ndarray) -> Found:
+def probe(run: Run, data: Any, places: np.ndarray) -> ProbeResult:
     """Try the user's functions on items of the training split. Errors: `RunError`."""
     chosen = places[np.linspace(0, len(places) - 1, FIRST + SECOND).astype(np.int64)]
     read = [dataset.item(run, data, int(place), -1) for place in chosen]
@@ -197,7 +197,7 @@ def probe(run: Run, data: Any, places: np.ndarray) -> Found:
         metrics = _kinds_of_metrics(tried)
         if kind == "mean" or "mean" in metrics.values():
             _check_means(tried, kind, metrics, groups(run, data, places))
-    result = Found(kind, each, metrics, [], [*doubts, *doubt, *foreign_sums(run, model)])
+    result = ProbeResult(kind, each, metrics, [], [*doubts, *doubt, *foreign_sums(run, model)])
     new = dataset.model(run).train()  # has seen nothing yet
     with torch.no_grad(), _Calls(new) as training_calls:
         result.doubts += _remembers(replace(trial, model=new))
