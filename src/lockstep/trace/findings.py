@@ -115,8 +115,8 @@ def _replicas_at(trace: Trace, optimizer: int, step: int) -> Finding | None:
         cause = "nobody keeps these buffers alike: DDP sends rank 0's, FSDP and a loop by hand do not; reduce them"
         what = f"after step {step} rank {_rank_of(differing)} has other buffers: {_few(list(differing))}"
         return Finding("replicas-buffers", what, cause, step)
-    if (differing := _differing_moments(trace, optimizer, step)) is not None:
-        state, names = differing
+    if (moments := _differing_moments(trace, optimizer, step)) is not None:
+        state, names = moments
         cause = "gradients agree: the optimizer's state was loaded or changed on some ranks only: load it on every rank"
         what = f"after step {step} rank {_rank_of(names)} has other moments ({state}): {_few(list(names))}"
         return Finding("replicas-moments", what, cause, step)
