@@ -43,8 +43,8 @@ class Progress:
         return progress if progress.metric == (run.checkpoint.best or "") else cls(run.checkpoint.best or "")
 
     def after(self, step: int, score: float | None, delta: float = 0.0) -> Progress:
-        """With one evaluation more, which is better only by more than `delta`. One whose score is not finite is no
-        better than any."""
+        """The progress after one more evaluation. Its score counts as better only if it is better by more than `delta`;
+        a score that is not finite is never better."""
         if score is not None and (self.best is None or score > self.best + delta):
             return Progress(self.metric, score, step)
         return Progress(self.metric, self.best, self.step, self.since + 1)
@@ -307,8 +307,8 @@ def superfluous(run: Run, newest: Path | None = None) -> list[Path]:
 
 
 def to_keep(run: Run, manifests: Mapping[int, Manifest]) -> set[int]:
-    """Of these steps: the `keep` newest, those of `checkpoint.at`, the best (also of those before each of these), and
-    those that an average is made of at the end."""
+    """The steps whose checkpoints are kept: the `keep` newest, those of `checkpoint.at`, the best ones (also the best
+    up to each of these), and those that the average at the end is made of."""
     marked = manifests.keys() & set(run.checkpoint.at)
     best = [
         best_first(run, {step: manifest.scores for step, manifest in manifests.items() if step <= last})[:1]

@@ -177,7 +177,7 @@ class Columns:
 
     @property
     def mean_length(self) -> float:
-        """Of all examples; nothing is read for it where the index says it."""
+        """The mean length of all examples; read from the index where it holds it."""
         if self._shards.index is not None:
             return float(self._shards.index["tokens"]) / len(self)
         return float(self.lengths.mean())
@@ -260,7 +260,7 @@ class Ragged:
         self.lengths = NumberColumn(shards, self.lengths_in)  # int32 [examples]
 
     def lengths_in(self, shard: int, rows: np.ndarray) -> np.ndarray:
-        """Of rows that are counted within a shard: int32, same shape."""
+        """The lengths of rows that are counted within a shard: int32, same shape as `rows`."""
         offsets = self._shards.lists(shard, self._name)[1]
         return (offsets[rows + 1] - offsets[rows]).astype(np.int32)
 
@@ -538,7 +538,7 @@ class Prepared:
     facts: dict[str, Any]  # of the task: label names, best possible accuracy, where the data came from
 
     def write(self, path: Path) -> None:
-        """With a hash of it all, written aside and synced."""
+        """Write the object with a hash of its content, to a temporary file that is synced and renamed."""
         values = asdict(self)
         aside = path.with_suffix(f".{os.getpid()}.tmp")
         with open(aside, "w", encoding="utf-8") as file:

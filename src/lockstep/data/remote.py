@@ -221,7 +221,7 @@ def _all() -> Path:
 
 
 def _folder(path: Path) -> Path:
-    """Of a copy and what is known about it."""
+    """The folder of a cached copy and of the facts about it."""
     return _all() / path.relative_to(_all()).parts[0]
 
 

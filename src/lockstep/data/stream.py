@@ -68,7 +68,8 @@ class StreamingSource:
     copies: ShardCache | None = None  # of files that are elsewhere: then `files` are where their copies lie
 
     def with_files(self) -> StreamingSource:
-        """With its files. Errors: `RunError` where there are none, or one that cannot be streamed."""
+        """A copy that lists the source's files. Errors: `RunError` where there are none, or one that cannot be
+        streamed."""
         with self.named():
             source.theirs(self.entry, self.columns)
             shards = (
@@ -86,7 +87,7 @@ class StreamingSource:
         return replace(self, files=files, copies=copies)
 
     def of_index(self, facts: Sequence[Identity]) -> StreamingSource:
-        """With the files of an index."""
+        """A copy whose files are those of an index."""
         if not any(is_address(name) for name, _, _ in facts):
             return replace(self, files=[Path(name) for name, _, _ in facts])
         identities = [(name, size, str(tag)) for name, size, tag in facts]
@@ -266,15 +267,16 @@ class Stream:
         ]
 
     def with_files(self, splits: Mapping[str, Dataset], texts: Sequence[str]) -> Stream:
-        """With its files. `splits`: the others, whose rows are looked for in it by what they have in the columns
-        `texts`. Errors: `RunError` where there are none, or one that cannot be streamed."""
+        """A copy that lists the files of all sources. `splits`: the other splits, whose rows are searched for in the
+        stream by their content in the columns `texts`. Errors: `RunError` where there are no files, or one that cannot
+        be streamed."""
         parts = [each.with_files() for each in self._sources()]
         held_out = EvalHashes.of(splits, texts, self.data.decontaminate)
         known = tuple(replace(each, held_out=held_out if held_out.drop else None) for each in parts)
         return replace(self, parts=known, held_out=held_out, splits=splits)
 
     def of_index(self, folder: Path) -> Stream:
-        """With the files of an index."""
+        """A copy whose files are those of an index."""
         index = about(folder)
         held_out = EvalHashes.read(folder, index["texts"])
         ends = np.cumsum(index["sources"]).tolist()
@@ -284,7 +286,7 @@ class Stream:
 
     @property
     def files(self) -> list[Path]:
-        """Of all sources."""
+        """The files of all sources."""
         return [file for each in self.parts for file in each.files]
 
     def part(self, number: int) -> int:

@@ -131,7 +131,7 @@ def launched_by(run: Run) -> str:
 
 
 def versions(run: Run) -> dict[str, str]:
-    """Of Python and of the packages that decide what is computed and how."""
+    """The versions of Python and of the packages that decide what is computed and how."""
     versions_of = {"python": platform.python_version()}
     names = {"hf_accelerate": "accelerate", "hf_trainer": "accelerate"}
     engine = names.get(run.strategy.name, "deepspeed" if run.strategy.name.startswith("zero") else None)

@@ -196,7 +196,8 @@ def outcome(status: int | None, text: str = "") -> State:
 
 
 def state_of_process(launched: JobRecord) -> State:
-    """By the launching process and rank 0: what can be seen from this host, and what they left in writing."""
+    """The state of a job that ran without a scheduler, from the processes that this host can see and from the exit
+    status that the launcher and rank 0 wrote down."""
     if launched.status is not None:
         return outcome(launched.status)
     process = launched.process

@@ -130,7 +130,7 @@ class Membership:
 
     @classmethod
     def from_environment(cls) -> Membership | None:
-        """Of this process; None where the launcher that started it keeps no roll."""
+        """This process's membership; None where the launcher that started it keeps no roster."""
         value = os.environ.get(VARIABLE)
         return None if value is None else cls(MemberAddress(**json.loads(value)))
 
@@ -224,7 +224,8 @@ class Membership:
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """In here a group is formed: its sockets are those that appear. More than one may be."""
+        """A context in which a group is formed: the sockets that appear within it belong to the group. Several groups
+        may be formed."""
         with self._turn:
             self._before = set(_sockets())
         try:
@@ -252,7 +253,7 @@ class Membership:
         return torch_internals.groups()
 
     def _listen(self, number: int) -> None:
-        """In a thread, as long as this rank is in the generation of that number: look for newer ones."""
+        """Look for newer generations, in a thread, as long as this rank belongs to generation `number`."""
         with suppress(RuntimeError, RendezvousStateError):  # a store that is gone ends the launcher, and that this rank
             newer = number
             while not self._over.wait(LOOK_S) and self.generation.number == number:
@@ -309,14 +310,15 @@ def _rouse(groups: list[Any]) -> None:
 
 
 def _main_thread() -> tuple[str, int]:
-    """Of this process: its state as /proc has it (S: it sleeps), and its processor time in ticks. Linux only."""
+    """The state of this process's main thread as /proc has it (S: it sleeps), and its processor time in ticks. Linux
+    only."""
     with open(f"/proc/self/task/{os.getpid()}/stat", encoding="ascii", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()
     return fields[0], int(fields[11]) + int(fields[12])
 
 
 def _sockets() -> dict[int, int]:
-    """Of this process, inode -> file descriptor. Linux only."""
+    """The sockets of this process: inode -> file descriptor. Linux only."""
     sockets = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

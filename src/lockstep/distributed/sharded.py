@@ -120,7 +120,7 @@ def fill(own: Tensor, whole_tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Of a piece: which tensor it is of, and where it begins."""
+    """The place of a piece in its tensor: the tensor's name, and the offsets at which the piece begins."""
 
     name: str
     offsets: tuple[int, ...]
@@ -141,7 +141,7 @@ class Incomplete(CodedError):
 
 
 class PeerReader(Saved):
-    """Of all ranks together."""
+    """The state of all ranks, read from the ranks that hold it."""
 
     def __init__(self, mine: SliceMap, world: World) -> None:
         """`mine`: what this rank holds, maybe nothing. Where several hold the same, the first sends it. Collective.

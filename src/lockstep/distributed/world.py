@@ -118,7 +118,8 @@ class World:
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """In here further groups of ranks are formed, which are cut off with the first where one is lost."""
+        """A context in which further groups of ranks are formed. They are aborted with the main group when a rank
+        fails."""
         with self.members.forming() if self.members is not None else nullcontext():
             yield
 

@@ -132,8 +132,8 @@ class Task(ABC):
 
     @classmethod
     def fingerprint(cls, run: Run) -> str:
-        """Of what its data hold, where neither the run file nor code says it all: asked in every process, before
-        anything is taken from the cache."""
+        """A hash of the data's content, where neither the run file nor code determines it. Every process asks for it
+        before it takes anything from the cache."""
         return ""
 
     @classmethod

@@ -253,7 +253,7 @@ class Survivors(LocalElasticAgent):
 
 
 def name_of(number: int) -> str:
-    """Of a signal."""
+    """The name of a signal."""
     try:
         return signal.Signals(number).name
     except ValueError:

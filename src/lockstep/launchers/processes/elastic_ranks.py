@@ -44,7 +44,7 @@ STOP_STATUSES = (
 
 
 class Ranks:
-    """Of one formation of a job on one machine."""
+    """The ranks of one formation of a job on one machine."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Ranks:
             self._start(local, joining)
 
     def pids(self) -> dict[int, int]:
-        """Of those that run, by local rank."""
+        """The process ids of the running ranks, by local rank."""
         return {local: int(process.pid) for local, process in self.processes.items() if process.exitcode is None}
 
     def wait(self, timeout: float = 0.0) -> RunProcsResult | None:
@@ -304,7 +304,7 @@ class Machines:
 
 
 class RanksAmongMachines(Ranks):
-    """Of one formation of a job on several machines, those of this one."""
+    """This machine's ranks in one formation of a job on several machines."""
 
     def __init__(
         self,

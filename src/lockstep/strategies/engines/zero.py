@@ -395,7 +395,7 @@ class Sharded(ShardedRecovery, Recomputes):
             return self.engine(**inputs)
 
     def _whole_gradient(self) -> dict[str, Tensor]:
-        """By parameter name on rank 0, nothing elsewhere. Collective."""
+        """The whole gradient by parameter name, on rank 0; empty elsewhere. Collective."""
         from deepspeed.utils import safe_get_full_grad
 
         gradients = {}

@@ -111,7 +111,7 @@ def _as_it_is(value: float | None) -> str:
 
 
 def _off(value: Any) -> bool:
-    """Of a feature's section: not used, or left to lockstep."""
+    """Whether the section of a DeepSpeed feature switches it off, or leaves it to lockstep."""
     return isinstance(value, Mapping) and value.get("enabled", False) in (False, AUTO)
 
 

@@ -39,7 +39,7 @@ def keep_sums(model: nn.Module) -> None:
 
 
 class _Nothing:
-    """In the place of an autograd function of DeepSpeed's."""
+    """Takes the place of an autograd function of DeepSpeed's."""
 
     @staticmethod
     def apply(tensor: Tensor) -> Tensor:
@@ -72,7 +72,8 @@ def _hear(hearing: list[tuple[Any, Any]], gradient: Tensor) -> None:
 
 
 class SavedByName(torch.autograd.graph.saved_tensors_hooks):
-    """In here forward runs. What it saves of a gathered weight, or of a view of one, is where it lies in the weight."""
+    """A context for the forward pass. Instead of a gathered weight, or a view of one, autograd saves where it lies in
+    the weight."""
 
     def __init__(self, model: nn.Module, coordinator: Any) -> None:
         """`coordinator`: DeepSpeed's, which gathers weights in advance."""

@@ -66,7 +66,7 @@ class Optimizer(ABC):
         """Refuse what does not go together. Errors: `RunError`."""
 
     def bytes_held(self) -> float:
-        """Of state, for each parameter that is trained, about."""
+        """The optimizer state in bytes for each trained parameter, about."""
         return 8.0
 
     def kind(self, weight: Weight) -> str:

@@ -264,7 +264,7 @@ def whole_numbers(dataset: Dataset, column: str) -> Dataset:
 
 
 def _reliability(probabilities: np.ndarray, true: np.ndarray) -> objective.Reliability:
-    """Of the likeliest label."""
+    """The reliability of the likeliest label's probability."""
     return objective.reliability(probabilities.argmax(-1) == true, probabilities.max(-1))
 
 
@@ -412,7 +412,8 @@ def _each(logits: Tensor, targets: Tensor, smoothing: float = 0.0, weight: Tenso
 
 
 def _counts(decided: np.ndarray, true: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each label: examples that have it and were given it, that have it, that were given it."""
+    """For each label the number of examples that have it and are predicted to, that have it, and that are predicted
+    to."""
     return (decided & (true == 1)).sum(0), true.sum(0), decided.sum(0)
 
 
@@ -515,6 +516,6 @@ class RegressionObjective(Objective):
 
 
 def _errors(logits: Tensor, targets: Tensor, squared: bool) -> Tensor:
-    """Of each number: [B, C]; 0 where there is no example."""
+    """The error of each number: [B, C]; 0 where there is no example."""
     differences = logits - targets[:, 1:].to(logits.dtype)
     return (differences.square() if squared else differences.abs()).masked_fill(targets[:, :1] != 0, 0.0)
