@@ -194,7 +194,7 @@ class Manifest:
 
     @property
     def train_state(self) -> dict[str, Any]:
-        """The state that training goes on from beside tensors, as `TrainState.load_state_dict` takes it."""
+        """The part of the training state that is not tensors, in the form that `TrainState.load_state_dict` takes."""
         meter = {key: value for key, value in self.meter.items() if key != _OWED}
         pending = [*self.pending, *(["evaluation"] if self.meter.get(_OWED) else [])]
         return {"step": self.step, "meter": meter, "progress": self.progress, "pending": pending}
@@ -377,8 +377,9 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
 
 
 def differing_keys(run: Run, data: str, manifest: Manifest) -> dict[str, tuple[Any, Any]]:
-    """Keys that decide weights and are not as they were when a checkpoint was made: (then, now). `data`: the hash of
-    the run's tokens; where it is the checkpoint's, it is no matter where they were read from."""
+    """The keys that decide weights and that have changed since a checkpoint was written: (value then, value now).
+    `data`: the hash of the run's tokens; where the checkpoint has the same hash, keys that only say where the data are
+    read from do not count."""
     now = run.arithmetic()
     # a checkpoint that is older than a key was trained with the key's default
     then = {key: run.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
@@ -482,7 +483,7 @@ def none_usable(run: Run, reasons: Iterable[str]) -> RunError:
 
 
 def finished(run: Run, manifest: Manifest | None) -> bool:
-    """Whether the run has come to its end and its export is there, as it was written, and of the model that is asked
+    """Whether the run has done all its steps, and its export is there, unchanged, and of the model that the run asks
     for. Reads the export."""
     if manifest is None or not ended(run, manifest) or other_export(run):
         return False

@@ -218,7 +218,8 @@ class RemoteSync:
     # -- copying -----------------------------------------------------------------------------------------------------
 
     def offer(self) -> None:
-        """Something is new: begin to copy what is not there, beside training, or go on with it."""
+        """Start (or continue) to copy what the object store lacks, in the background. Called when OUTPUT holds
+        something new."""
         with self._lock:
             if self._busy:
                 self._again = True

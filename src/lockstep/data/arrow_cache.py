@@ -191,7 +191,7 @@ class Columns:
         return longest_of(self.lengths, count)
 
     def flat(self, name: str) -> Any:
-        """A column of one number an example: as an array, of which nothing is read but the rows that are asked for."""
+        """A column with one number for each example, as an array that reads only the rows that are asked for."""
         return NumberColumn(self._shards, lambda shard, rows: _numbers(self._shards.column(shard, name))[rows])
 
     def select(self, rows: np.ndarray) -> Columns:
@@ -376,8 +376,8 @@ def fill(
     processes: int | None = None,
     first: First | None = None,
 ) -> list[Path]:
-    """The files of all `parts`, of which those that are not there yet are made, by so many processes, or as many as
-    there are cores. `doing` and `of` are for whoever waits. Errors: `RunError`, and what `make` and `first` raise."""
+    """The files of all `parts`; creates those that do not exist, in `processes` processes or one for each core. `doing`
+    and `of` are the words of the progress display. Errors: `RunError`, and what `make` and `first` raise."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = [folder / f"{number:05d}{ending}" for number in range(len(parts))]
     missing = [damage(path) is not None for path in files]

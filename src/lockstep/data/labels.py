@@ -128,7 +128,8 @@ def count_labels(rows: Dataset, column: str) -> dict[str, list]:
 
 
 def merge_counts(counts: list[dict[str, list]], column: str) -> tuple[Dataset, Counter[Any]]:
-    """A data set of one row a label, of what `told` says of parts, and how often each is there. Errors: `RunError`."""
+    """Merge the results of `count_labels` for parts of a split: a data set with one row for each label, and the number
+    of rows of each. Errors: `RunError`."""
     import datasets
 
     values: Counter[Any] = Counter()

@@ -44,7 +44,7 @@ def vocabulary(tokenizer: Any) -> Vocabulary:
 
 def _words(tokenizer: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Which tokens begin a word, and how each joins the next one (`Vocabulary.joins`), by the marks of the vocabulary:
-    `##` within a word, or a sign at its beginning; punctuation is a word of its own. None where it has no such marks."""
+    `##` within a word, or a sign at its beginning; punctuation is a word of its own. None without such marks."""
     import json
 
     if not tokenizer.is_fast:

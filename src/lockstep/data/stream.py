@@ -404,7 +404,7 @@ class Stream:
         doing: str,
         together: Callable[[Path], None],
     ) -> Path:
-        """A folder of the cache with a file a shard, of which `together` makes what is kept."""
+        """A folder of the cache with one file for each shard, from which `together` makes the final content."""
 
         def each(shard: range, path: Path, done: Callable[[int], None]) -> None:
             one(shard, path, done)
@@ -490,8 +490,8 @@ def about(folder: Path) -> dict[str, Any]:
 
 
 def facts(folder: Path, others: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of train, beside what is said of the other splits: rows that are left out, examples of other splits
-    that stand in it, and examples of each source."""
+    """The facts about a streamed train split, together with those of the other splits: rows that are left out, examples
+    of other splits that occur in train, and examples of each source."""
     index = about(folder)
     result = dict(others)
     for key in ("left_out", "filtered", "dropped"):

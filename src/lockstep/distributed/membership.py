@@ -87,12 +87,13 @@ class Roster:
             self.newest = _generation(self.store, self.newest.number + 1)
 
     def give_up(self, why: str) -> None:
-        """Nobody goes on in here: the ranks end, and the job starts again. The first reason stays."""
+        """Declare that no rank continues: the ranks end, and the launchers restart the job. The first reason is
+        kept."""
         self.store.compare_set("given-up", "", why)
 
     @property
     def given_up(self) -> str | None:
-        """Why nobody goes on in here."""
+        """The reason why no rank continues, or None."""
         return self.store.get("given-up").decode() if self.store.check(["given-up"]) else None
 
     def settled(self) -> bool:
@@ -177,7 +178,7 @@ class Membership:
 
     @property
     def given_up(self) -> bool:
-        """Whether nobody goes on: the launchers start the job again."""
+        """Whether the launchers restart the job and no rank continues."""
         return self._store.check(["given-up"])
 
     def trains(self) -> None:
@@ -193,8 +194,8 @@ class Membership:
         listener.start()
 
     def awaited(self, limit_s: float, stop: Callable[[], bool] = lambda: False) -> Generation | None:
-        """The newest generation that is newer than this rank's, once there is one and this rank is in it; None after
-        `limit_s`, once `stop` says so, or where nobody goes on."""
+        """The newest generation after this rank's own that includes this rank, once there is one; None after `limit_s`,
+        when `stop` returns True, or when no rank continues."""
         until = time.monotonic() + limit_s
         while (generation := self.newest()).number <= self.generation.number or self.me not in generation.members:
             if time.monotonic() > until or stop() or self.given_up:

@@ -52,7 +52,7 @@ class WholeState(Saved):
 
 
 class ShardedState(Protocol):
-    """A state of which each rank holds some, such as a strategy's. Every method but `gives_bits` is
+    """A state whose tensors are divided over the ranks, such as a strategy's. Every method but `gives_bits` is
     collective."""
 
     def gives_bits(self, run: Run) -> bool:

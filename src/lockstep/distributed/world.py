@@ -150,8 +150,8 @@ class World:
             dist.destroy_process_group()
 
     def attach_group(self, generation: Generation) -> None:
-        """Be a rank of this generation, of which all members have come. Collective. Errors: `Unreached`, and whatever
-        a collective raises when a rank is lost meanwhile."""
+        """Form the process group of this generation, all of whose members have arrived. Collective. Errors:
+        `Unreached`, and what a collective raises when a rank fails meanwhile."""
         assert self.members is not None
         self.members.take(generation)
         self.rank, self.size = generation.members.index(self.members.me), len(generation.members)

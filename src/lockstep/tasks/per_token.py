@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TokenLosses(TextTask):
-    """A task with a cross-entropy over [B, T] targets, of which `logits` predicts each."""
+    """A task with a cross-entropy over targets [B, T], each predicted by the logits at its place."""
 
     plugin = "tasks"  # a base: it has no name in a run file
 

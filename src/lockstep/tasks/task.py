@@ -262,7 +262,7 @@ class Task(ABC):
     def sample_texts(
         self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
     ) -> list[dict[str, str]]:
-        """`samples` of the examples at `rows` of a split, of which `batch` is made."""
+        """`samples` for the examples at `rows` of a split; `batch` is made of them."""
         return []
 
     def best_possible(self, split: str) -> dict[str, float]:

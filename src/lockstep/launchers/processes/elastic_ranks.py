@@ -137,8 +137,8 @@ class Ranks:
         )
 
     def ended(self) -> bool:
-        """Whether all have come to their end that have come to train. Others may have let one in as they came to their
-        end, and it would wait for them in vain."""
+        """Whether all ranks that have trained are finished. Processes that have not begun to train are left out:
+        finishing ranks may just have let one in, which would wait for them without end."""
         self._see_who_trains()
         own = [process for local, process in self.processes.items() if local not in self.joining]
         return bool(own) and all(process.exitcode == 0 for process in own)

@@ -44,7 +44,7 @@ from lockstep.tasks.task import Task
 
 @dataclass(frozen=True)
 class EngineGradient:
-    """A gradient that DeepSpeed has reduced, of which it gathers the whole."""
+    """A gradient that DeepSpeed has reduced; `whole` gathers it."""
 
     gather: Callable[[], dict[str, Tensor]]
 

@@ -89,8 +89,8 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
         self._wait_where_read(model)
 
     def _wait_where_read(self, model: nn.Module) -> None:
-        """Let a weight be there that another module than its own reads, as in LayoutLMv3: DeepSpeed's mapping gathers
-        it where it is not there, and does not wait where it was asked for in advance."""
+        """Gather a weight in time for another module than its own that reads it, as in LayoutLMv3. DeepSpeed's mapping
+        gathers it if it is not there, and does not wait for a gather that is under way."""
         arriving = self._arriving
         kind: Any = type(next(model.modules())._parameters)
 

@@ -57,7 +57,7 @@ def _ends(cut: OwnedRange) -> tuple[int, int]:
 
 
 class CutGradient(Gradient):
-    """A gradient of which each rank holds a flat cut of every parameter."""
+    """A gradient of which each rank holds a flat slice of every parameter."""
 
     def __init__(self, parts: Sequence[Part], names: Sequence[str], cuts: FlatCuts, world: World) -> None:
         super().__init__(parts, names, world.sum)
@@ -131,8 +131,8 @@ class CutSums(ABC):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A context for a micro-batch that is not part of the step: no sum receives its gradients. No parameter may have a
-        gradient when it begins."""
+        """A context for a micro-batch that is not part of the step: no sum receives its gradients. No parameter may
+        have a gradient when it begins."""
         self._aside = True
         yield
         self._aside = False

@@ -427,8 +427,8 @@ def _padded(part: Tensor) -> Tensor:
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float, used: Tensor | None = None) -> None:
-    """Set the rate of every group, `rate` times its own scale. `used`: a bool scalar on the device; where it is false
-    the next step leaves weights and state as they are, without the host having to know."""
+    """Set the learning rate of every group to `rate` times the group's scale. `used`: a bool scalar on the device; if
+    it is false, the next step leaves weights and state unchanged, and the host does not have to wait for the value."""
     skipped = None if used is None else (~used).float()
     for group in optimizer.param_groups:
         group["lr"] = rate * group["scale"]

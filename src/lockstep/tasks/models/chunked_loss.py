@@ -167,8 +167,8 @@ class _Installed:
         return CausalLMOutput(loss=loss if model.training else None, logits=scores)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The head's: logits where no targets are known, else one number [1, 1, 1], with which the model goes on as if
-        it were logits; what becomes of it there is not used."""
+        """The head's forward: logits where no targets are known, else one number [1, 1, 1] in the place of logits,
+        which the rest of the model's forward does not use."""
         if self.targets is None:
             return self.plain(input)
         hidden = input  # [B, T, H]

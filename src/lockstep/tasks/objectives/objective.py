@@ -298,7 +298,7 @@ def r2(true: np.ndarray, predicted: np.ndarray) -> float:
 
 
 class LabelCodes(Protocol):
-    """What gives the rows of a split their labels or numbers, as they are kept beside their tokens."""
+    """Gives the rows of a split their labels or numbers, in the form that is stored beside their tokens."""
 
     names: list[str]
     values: list[Any]  # of labels, as rows hold them, in the order of their codes; none of numbers

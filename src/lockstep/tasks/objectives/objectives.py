@@ -231,7 +231,7 @@ class OneLabel(Objective):
     def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
         """`label`, its `score`, and the `scores` of all labels, which add up to 1."""
         results = []
-        probabilities = objective.softmax(logits.double().cpu().numpy())  # as `given`: a threshold decides the same
+        probabilities = objective.softmax(logits.double().cpu().numpy())  # float64, as for the metrics
         for row, best in zip(probabilities.tolist(), logits.argmax(-1).tolist(), strict=True):
             if threshold is not None:
                 best = int(row[1] >= threshold)
@@ -385,9 +385,8 @@ class SeveralLabels(Objective):
     def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
         """`labels`, the likeliest first, and the `scores` of all."""
         results = []
-        for row in objective.sigmoid(
-            logits.double().cpu().numpy()
-        ).tolist():  # as `predicted`: a threshold decides the same
+        probabilities = objective.sigmoid(logits.double().cpu().numpy())  # float64, as for the metrics
+        for row in probabilities.tolist():
             scored = dict(zip(self.names, row, strict=True))
             predicted = [name for name, chance in scored.items() if chance >= (0.5 if threshold is None else threshold)]
             results.append({"labels": sorted(predicted, key=lambda name: -scored[name]), "scores": scored})
