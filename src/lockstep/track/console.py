@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import sys
 import textwrap
 import threading
@@ -48,6 +49,7 @@ LOG = "log.txt"  # in OUTPUT: what rank 0 said, and what any rank said of a fail
 Voice = Literal["normal", "quiet", "verbose"]
 PLAIN_LINES = 4  # of training, where there is no bar, in a run of minutes
 LAST_SAMPLES = 2  # shown at the end
+_SHELL_WORDS = re.compile(r""" #.*|(?:'[^']*'|"[^"]*"|\\.|[^\s'"])+""")  # and a comment behind them
 LEAST_S, MOST_S = 5.0, 60.0  # between two of them
 
 
@@ -140,12 +142,15 @@ class Console:
         self.rich.quiet, self._loud, self._log = False, True, log
 
     def facts(self, rows: Mapping[str, str], whole: bool = False) -> None:
-        """`name  value` lines. `whole`: a value is to be pasted, and is never cut into lines."""
+        """`name  value` lines. `whole`: a value is to be pasted into a shell; where it is too long for a terminal it
+        goes on behind a backslash."""
         for name, value in rows.items():
             if self._record is not None:
                 self._record.facts[name] = value
             if self._voice != "quiet":
-                self.rich.print(f"[bold]{name:<10}[/bold] {_plain(value if whole else self._hung(value, 11))}")
+                self.rich.print(
+                    f"[bold]{name:<10}[/bold] {_plain(self._continued(value) if whole else self._hung(value, 11))}"
+                )
             append(self._log, f"{name:<10} {value}")
 
     def detail(self, rows: Mapping[str, str]) -> None:
@@ -186,6 +191,20 @@ class Console:
             for part in textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
         ]
         return first + f"\n{' ' * hang}".join(lines)
+
+    def _continued(self, command: str) -> str:
+        """A command in lines of a terminal, which a shell reads as one."""
+        words, lines = _SHELL_WORDS.findall(command), [""]
+        fits = cell_len(command) <= self.rich.width - 11
+        if fits or not self.rich.is_terminal or " ".join(words) != command:
+            return command
+        for word in words:
+            longer = f"{lines[-1]} {word}" if lines[-1].strip() else lines[-1] + word
+            if lines[-1].strip() and cell_len(longer) > self.rich.width - 13:
+                lines.append(f"  {word}")
+            else:
+                lines[-1] = longer
+        return f" \\\n{' ' * 11}".join(lines)
 
     def busy(self, place: Callable[[], str]) -> AbstractContextManager[object]:
         """For `with`: what is going on while nothing else is said. `place` says what that is."""

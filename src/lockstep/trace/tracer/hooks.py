@@ -38,7 +38,7 @@ class Hooks:
         self.backward_depth = 0
         self.failed = False
         self.engine_steps = False  # an engine makes a step, and its inner optimizers' are parts of it
-        self.at_first_call: Callable[[Hooks], None] | None = None  # of a model
+        self.at_first_call: list[Callable[[], None]] = []  # of a model
         self._stepping: dict[int, dict[str, Any]] = {}
         self._scaled: Any = None
 
@@ -118,9 +118,8 @@ def _wrap_call(hooks: Hooks) -> None:
             return original(module, *args, **kwargs)
         if next(module.parameters(), None) is None:
             return original(module, *args, **kwargs)
-        if hooks.at_first_call is not None:
-            later, hooks.at_first_call = hooks.at_first_call, None
-            later(hooks)
+        while hooks.at_first_call:
+            hooks.at_first_call.pop()()
         hooks.guarded(fsdp1.install, hooks)
         hooks.guarded(recorder.entered, module, args, kwargs)
         _THREAD.depth = 1
