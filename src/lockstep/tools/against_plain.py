@@ -269,8 +269,8 @@ def _in_float32(job: Plain) -> Plain:
 
 
 def _draws(run: Run) -> int:
-    """How many plain runs with other last bits show what rounding comes to. Muon makes steps in bfloat16, which blow a
-    last bit up; one such run may leave a loss as it was by chance."""
+    """The number of plain runs with perturbed last bits that measure rounding. Muon computes steps in bfloat16, which
+    enlarge a last bit; a single perturbed run may leave a loss unchanged by chance."""
     return 4 if run.optim.name == "muon" else 1
 
 
