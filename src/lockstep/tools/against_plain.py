@@ -20,6 +20,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,7 @@ def compare(run: Run, folder: Path) -> Verdict:
     try:
         seed_libraries(run.seed)  # data of the user's own may be drawn
         job = Plain(plain_run(run, folder), record.tokenizer)
+        job.libraries = run.task.name == "embedding" and _release("sentence-transformers") >= 6
         _check_numbers(job, record)
         if record.evaluated:
             verdict.differences.extend(_evaluation(run, job, record, folder, verdict.scores))
@@ -171,6 +173,14 @@ def compare(run: Run, folder: Path) -> Verdict:
     except NotCovered as error:
         return replace(verdict, uncovered=str(error))
     return verdict
+
+
+def _release(distribution: str) -> int:
+    """The first number of a distribution's version; 0: it is not installed."""
+    try:
+        return int(version(distribution).partition(".")[0])
+    except PackageNotFoundError:
+        return 0
 
 
 def plain_run(run: Run, folder: Path) -> dict[str, Any]:
