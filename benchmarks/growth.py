@@ -155,6 +155,7 @@ def ranks(count: int, folder: Path) -> dict[str, float]:
     torch.set_num_threads(1)
     sys.path.insert(0, str(folder))
     trained = Job(job(folder, SMALL, f"micro_batches={count}", f"batch_size={count + 3}", "strategy.name=allreduce"))
+    on_ranks(trained.run, ["host"], trained)  # imports
     hosts = [f"host-{rank // 8}" for rank in range(count)]
     before = time.process_time()
     _, traffic = on_ranks(trained.run, hosts, trained)

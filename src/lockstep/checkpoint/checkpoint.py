@@ -172,8 +172,8 @@ class Checkpoints:
         return faults
 
     def advance(self) -> None:
-        """At a step's end: find out whether all ranks have written, and go on with the save if so. Waits for nobody
-        who is still writing. Collective. Errors: as `save`."""
+        """Continue a save at the end of a step: once all ranks have written their files, commit it. Does not wait for a
+        rank that is still writing. Collective. Errors: as `save`."""
         if self.mirror is not None:
             self.mirror.tell()
         if (saving := self._saving) is None:

@@ -119,8 +119,8 @@ class CheckpointCatalog:
         return result, reason
 
     def rest(self, seconds: float) -> str | None:
-        """At a stop: wait for what is being copied into the mirror, at most so long. Returns why the newest checkpoint
-        is not there, on rank 0. Collective."""
+        """Wait, before a stop, for the copy to the object store, at most `seconds`. Returns, on rank 0, why the newest
+        checkpoint is not there. Collective."""
         if self.run.remote_dir is None:
             return None
         until = time.monotonic() + seconds
@@ -218,7 +218,8 @@ class RemoteSync:
     # -- copying -----------------------------------------------------------------------------------------------------
 
     def offer(self) -> None:
-        """Something is new: begin to copy what is not there, beside training, or go on with it."""
+        """Start (or continue) to copy what the object store lacks, in the background. Called when OUTPUT holds
+        something new."""
         with self._lock:
             if self._busy:
                 self._again = True
@@ -405,8 +406,9 @@ def check(run: Run, prepared: Prepared | None = None) -> list[str]:
 
 
 def finish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = None) -> str | None:
-    """At a run's end: copy what is missing, the export too. Rank 0 only. Returns why not all of it is there, or None.
-    A signal's handler may end the waiting by an exception; what was copied by then is gone on with the next time."""
+    """Copy what the object store still lacks at the end of a run, including the export. Rank 0 only. Returns the reason
+    if something is missing, or None. A signal handler may interrupt the copy with an exception; the next call continues
+    with what is left."""
     if run.remote_dir is None:
         return None
     mirror = mirror or RemoteSync(run, say)

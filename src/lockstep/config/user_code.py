@@ -64,7 +64,8 @@ def hashes_of(names: Iterable[str]) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def hash_of_lockstep() -> str:
-    """Of the source of lockstep itself, with the plug-ins that were put into it, when this process first asks."""
+    """A hash of lockstep's own source, including plug-ins that were put into its folder, as it is when this process
+    first asks."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

@@ -161,7 +161,7 @@ def _with_openings(schema: pa.Schema) -> pa.Schema:
 def _openings(documents: Documents, begin: bool) -> np.ndarray:
     """Tokens that stand for text and that nothing comes before: bool [N]."""
     first = documents.within == 0
-    if len(documents.starts):  # as `apart` has them
+    if len(documents.starts):  # as `separate` has them
         return documents.starts & ~documents.scored & (documents.bytes > 0) & (begin | ~first)
     return first & documents.scored & (documents.bytes > 0) & begin
 
@@ -228,7 +228,7 @@ def write(
 ) -> str:
     """The examples of a split, made if not yet cached, or not as they were. `parts`: the rows that make a shard each.
     `packed`: texts follow each other without regard to where they end, so that every example but the last is full.
-    `starts`: they say where documents do, see `apart`; `cut`: what was left out of texts, see `beginnings`;
+    `starts`: they say where documents do, see `separate`; `cut`: what was left out of texts, see `beginnings`;
     `openings`: which tokens nothing comes before. The caller holds the lock. `key` stands for what they are made of.
     Errors: `RunError` when the cache cannot be written."""
     schema = WITH_STARTS if starts else WITH_LEFT if cut and not packed else SCHEMA

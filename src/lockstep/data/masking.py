@@ -43,7 +43,8 @@ def vocabulary(tokenizer: Any) -> Vocabulary:
 
 
 def _words(tokenizer: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """From how a vocabulary marks pieces: `##` within a word, or a sign at its beginning, punctuation by itself."""
+    """Which tokens begin a word, and how each joins the next one (`Vocabulary.joins`), by the marks of the vocabulary:
+    `##` within a word, or a sign at its beginning; punctuation is a word of its own. None without such marks."""
     import json
 
     if not tokenizer.is_fast:

@@ -123,7 +123,7 @@ def _since(path: str, size: int) -> str:
 
 
 class Streamed(Columns):
-    """A training split of which a few chunks are in memory."""
+    """A training split that is read in chunks; a few of them are in memory."""
 
     def __init__(self, folder: str | Path, how: Opened) -> None:
         self._shards: _Chunks

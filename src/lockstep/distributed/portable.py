@@ -174,7 +174,7 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
         raise RunError(
             "LS7079", f"strategy.exact: portable: a product of {a.dtype} has no portable form; set strategy.exact=true"
         )
-    left, right = a.detach().to(dtype).numpy(), b.detach().to(dtype).numpy()
+    left, right = _array(a.detach().to(dtype)), _array(b.detach().to(dtype))
     out = np.empty((*left.shape[:-1], right.shape[-1]), left.dtype)
     piece = MATRICES if left.ndim == 3 else ROWS
     ranges = [slice(start, start + piece) for start in range(0, len(left), piece)]
@@ -188,6 +188,12 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     else:
         list(_pool.map(compute, ranges))
     return torch.from_numpy(out)
+
+
+def _array(x: Tensor) -> Any:
+    """The numbers of a tensor, in its own memory. `Tensor.numpy` would fix the size of that memory for good, and FSDP
+    lets go of the memory of weights that it has gathered."""
+    return np.from_dlpack(x.detach())
 
 
 def _added(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -404,7 +410,7 @@ KERNELS |= {"convolution": convolution, "convolution_backward": _convolution_bac
 
 def _sqrt(x: Tensor) -> Tensor:
     with np.errstate(invalid="ignore"):
-        return torch.from_numpy(np.sqrt(x.numpy(), out=np.empty(x.shape)))
+        return torch.from_numpy(np.sqrt(_array(x), out=np.empty(x.shape)))
 
 
 def _turned(x: Tensor) -> Tensor:

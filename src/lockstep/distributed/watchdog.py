@@ -114,7 +114,8 @@ class Watchdog:
             os._exit(FAILED)  # its launcher ends it, and a rank that hangs would not; alone it has nothing to save
 
     def _guard(self) -> None:
-        """In a thread beside: a store that does not answer has a holder that is stopped, which is rank 0."""
+        """Watch the store, in a thread of its own. A store that does not answer means that the process which holds it,
+        rank 0, is stopped."""
         while not self._over.wait(self.interval_s):
             asked_at = self._query_began
             if asked_at is None or time.monotonic() - asked_at <= self.limit_s:

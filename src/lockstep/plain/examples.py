@@ -136,8 +136,10 @@ def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
         if answers:
             start, stop = answers[0]["answer_start"], answers[0]["answer_start"] + len(answers[0]["text"])
             if spans[inside[0]][0] <= start and spans[inside[-1]][1] >= stop:
-                first = max(place for place in inside if spans[place][0] <= start)
-                ends = first, min(place for place in inside if spans[place][1] >= stop)
+                ends = (
+                    max(place for place in inside if spans[place][0] <= start),
+                    min(place for place in inside if spans[place][1] >= stop),
+                )
         types = {"token_type_ids": encodings["token_type_ids"][part]} if "token_type_ids" in encodings else {}
         windows.append({"input_ids": ids, "ends": ends, "spans": {place: spans[place] for place in inside}, **types})
     return {"windows": windows, "context": both[1], "right": [answer["text"] for answer in answers or ()]}
@@ -146,11 +148,13 @@ def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
 def _texts(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     """The texts of a row, and the score of the two."""
     texts = [get(row, column) for column in columns(task)[0]]
-    ids = [tokens(job.tokenizer, text, truncation=True, max_length=most) for text in texts]
+    cut = {"truncation": True, "max_length": most}
     low, high = task["score_range"]
-    score = (get(row, task["score"]) - low) / (high - low) if task["score"] else None
-    example = {"texts": [each or closed(job.tokenizer, []) for each in ids], "score": score}
-    return example | {"names": [same({"text": text}, ["text"]) for text in texts]}  # equal for equal texts
+    return {
+        "texts": [tokens(job.tokenizer, text, **cut) or closed(job.tokenizer, []) for text in texts],
+        "score": (get(row, task["score"]) - low) / (high - low) if task["score"] else None,
+        "names": [same({"text": text}, ["text"]) for text in texts],  # equal for equal texts
+    }
 
 
 def _answers(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:

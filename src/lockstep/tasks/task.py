@@ -132,8 +132,8 @@ class Task(ABC):
 
     @classmethod
     def fingerprint(cls, run: Run) -> str:
-        """Of what its data hold, where neither the run file nor code says it all: asked in every process, before
-        anything is taken from the cache."""
+        """A hash of the data's content, where neither the run file nor code determines it. Every process asks for it
+        before it takes anything from the cache."""
         return ""
 
     @classmethod
@@ -262,7 +262,7 @@ class Task(ABC):
     def sample_texts(
         self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
     ) -> list[dict[str, str]]:
-        """`samples` of the examples at `rows` of a split, of which `batch` is made."""
+        """`samples` for the examples at `rows` of a split; `batch` is made of them."""
         return []
 
     def best_possible(self, split: str) -> dict[str, float]:

@@ -20,6 +20,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,7 @@ def compare(run: Run, folder: Path) -> Verdict:
     try:
         seed_libraries(run.seed)  # data of the user's own may be drawn
         job = Plain(plain_run(run, folder), record.tokenizer)
+        job.libraries = run.task.name == "embedding" and _release("sentence-transformers") >= 6
         _check_numbers(job, record)
         if record.evaluated:
             verdict.differences.extend(_evaluation(run, job, record, folder, verdict.scores))
@@ -169,6 +171,14 @@ def compare(run: Run, folder: Path) -> Verdict:
     except NotCovered as error:
         return replace(verdict, uncovered=str(error))
     return verdict
+
+
+def _release(distribution: str) -> int:
+    """The first number of a distribution's version; 0: it is not installed."""
+    try:
+        return int(version(distribution).partition(".")[0])
+    except PackageNotFoundError:
+        return 0
 
 
 def plain_run(run: Run, folder: Path) -> dict[str, Any]:
@@ -257,8 +267,8 @@ def _in_float32(job: Plain) -> Plain:
 
 
 def _draws(run: Run) -> int:
-    """How many plain runs with other last bits show what rounding comes to. Muon makes steps in bfloat16, which blow a
-    last bit up; one such run may leave a loss as it was by chance."""
+    """The number of plain runs with perturbed last bits that measure rounding. Muon computes steps in bfloat16, which
+    enlarge a last bit; a single perturbed run may leave a loss unchanged by chance."""
     return 4 if run.optim.name == "muon" else 1
 
 

@@ -52,8 +52,8 @@ class Begun:
 
 
 def branch(spec: str, run: Run) -> int:
-    """Place a checkpoint and train from there. Returns the exit status of `train`, or 1 where steps that were computed
-    again did not come to what they had come to. Errors: `RunError`."""
+    """Copy a checkpoint into OUTPUT and train from there. Returns the exit status of `train`, or 1 if steps that were
+    computed again differ from the recorded ones. Errors: `RunError`."""
     output, step = parsed(spec)
     console = Console(True, voice=run.track.console)
     if start.joining():

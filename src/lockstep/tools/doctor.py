@@ -281,8 +281,8 @@ def of_rank(world: World) -> dict[str, Any]:
 
 
 def differences(everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is not the same on all ranks: its name, which ranks of which hosts have which value, and, where it would
-    break exactness, why."""
+    """The settings that differ between ranks: name, value by rank and host, and the reason if a difference breaks
+    exactness."""
     differing = []
     for name in everyone[0]:
         values = [rank[name] for rank in everyone]

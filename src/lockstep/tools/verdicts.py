@@ -64,8 +64,8 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def page(folder: Path, reference: Path | None = None, verdicts: Sequence[Verdict] = ()) -> Path:
-    """Write `report.html` of a trace, beside a reference where there is one. `verdicts`: of the comparison that was
-    made, by optimizer, where it was not `diff`'s without options. Errors: `RunError`."""
+    """Write `report.html` of a trace, beside a reference if there is one. `verdicts`: those of the comparison, one for
+    each optimizer, unless it was `diff` without options. Errors: `RunError`."""
     from lockstep.track.report.report import write_page
 
     with refusing():

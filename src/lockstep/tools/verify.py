@@ -132,7 +132,8 @@ def recorded(run: Run, folder: Path, steps: int, begin: int | None = None) -> tu
 
 
 def _words(steps: int, plain: int = 0, begin: int | None = None) -> tuple[str, ...]:
-    """What each rank does: record so many steps, and so many without dropout."""
+    """The function that each rank calls, with its arguments: record `steps` steps, and `plain` steps without
+    dropout."""
     return (RECORD, str(steps), "0", str(plain), *([] if begin is None else [str(begin)]))
 
 

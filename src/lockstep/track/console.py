@@ -54,8 +54,8 @@ LEAST_S, MOST_S = 5.0, 60.0  # between two of them
 
 
 class Terminal:
-    """Standard output as it is now. Once nobody reads it any more (a closed window, `| head`), it takes no more and
-    complains no more, nor does Python at its exit: training goes on, and the log has it all."""
+    """Standard output as it is at the time of each write. When its reader is gone (a closed window, `| head`), further
+    output is dropped without an error, also at Python's exit: training continues, and the log has everything."""
 
     @property
     def rich_proxied_file(self) -> Terminal:
@@ -109,7 +109,7 @@ RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
 
 
 def value_of(cell: str) -> Any:
-    """A cell of a table: a number where it is one, None where it is empty."""
+    """The value of a table's cell: a number if it is one, None if it is empty."""
     plain = cell.strip()
     if not plain:
         return None
@@ -226,9 +226,9 @@ class Console:
     def start(
         self, total: int, done: int, place: Callable[[], str] = str, per_epoch: int = 0, best: Best | None = None
     ) -> None:
-        """Show progress over `total` steps, `done` of which lie behind. `place` says where the program is, if it is not
-        in a step. `per_epoch`: steps of an epoch, where epochs are counted. `best`: what evaluations are judged by, and
-        the best of them so far."""
+        """Show progress over `total` steps, `done` of them finished. `place` says what the program does outside of a
+        step. `per_epoch`: steps of an epoch, where epochs are counted. `best`: the metric of the best evaluation, and
+        the best one so far."""
         self._total, self._done = total, done
         self._last_line, self._line_step = -math.inf, done
         self._per_epoch, self._best = per_epoch, best or Best()
@@ -346,8 +346,8 @@ class Console:
             self._bar = None
 
     def columns(self, title: str, rows: Sequence[Sequence[str]], cut: bool = False) -> None:
-        """Rows below a title, in columns without lines between them. On a terminal the last column goes on below itself
-        where it is too long, or is `cut`, so that each row is a line."""
+        """Print rows below a title, in columns without lines between them. On a terminal the last column wraps below
+        itself if it is too long, or is shortened to one line with `cut`."""
         if self._record is not None:
             head, body = (("name", "value", "more"), rows) if title else (rows[0], rows[1:])
             self._record.add_table(title, head[: len(rows[0])], body)

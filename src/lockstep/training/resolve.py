@@ -355,8 +355,8 @@ def _data(job: Job, data: Run, tell: Tell | None, fresh: bool) -> Job:
 
 
 def newest_checkpoint(job: Job) -> Manifest | None:
-    """The checkpoint of OUTPUT that the job goes on from. Errors: `RunError` when OUTPUT or the object store holds
-    another run, or checkpoints of which none can be used."""
+    """The checkpoint of OUTPUT from which the job resumes. Errors: `RunError` when OUTPUT or the object store holds
+    another run, or only unusable checkpoints."""
     from lockstep.checkpoint import remote_sync
     from lockstep.checkpoint.manifest import check_resumable
 

@@ -89,7 +89,7 @@ class TrainState:
     # -- as others have it -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data of which nothing changes later. The host waits for the device."""
+        """The state as plain data that later steps do not change. The host waits for the device."""
         return {
             "step": self.step,
             "first": self.first,

@@ -44,7 +44,7 @@ STOP_STATUSES = (
 
 
 class Ranks:
-    """Of one formation of a job on one machine."""
+    """The ranks of one formation of a job on one machine."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Ranks:
             self._start(local, joining)
 
     def pids(self) -> dict[int, int]:
-        """Of those that run, by local rank."""
+        """The process ids of the running ranks, by local rank."""
         return {local: int(process.pid) for local, process in self.processes.items() if process.exitcode is None}
 
     def wait(self, timeout: float = 0.0) -> RunProcsResult | None:
@@ -137,8 +137,8 @@ class Ranks:
         )
 
     def ended(self) -> bool:
-        """Whether all have come to their end that have come to train. Others may have let one in as they came to their
-        end, and it would wait for them in vain."""
+        """Whether all ranks that have trained are finished. Processes that have not begun to train are left out:
+        finishing ranks may just have let one in, which would wait for them without end."""
         self._see_who_trains()
         own = [process for local, process in self.processes.items() if local not in self.joining]
         return bool(own) and all(process.exitcode == 0 for process in own)
@@ -304,7 +304,7 @@ class Machines:
 
 
 class RanksAmongMachines(Ranks):
-    """Of one formation of a job on several machines, those of this one."""
+    """This machine's ranks in one formation of a job on several machines."""
 
     def __init__(
         self,

@@ -368,7 +368,7 @@ def take_apart(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 @cache
 def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Of its arguments, without `self`."""
+    """The names of a function's arguments, without `self`."""
     return tuple(inspect.signature(forward).parameters)[1:]
 
 

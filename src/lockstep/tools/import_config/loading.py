@@ -524,7 +524,7 @@ def _uncut(call: Call, moved: Imported) -> None:
 
 
 def _labels(function: Scope, at: Reading) -> None:
-    """`out["labels"] = rows["star"]`: the column of labels, where it is taken as it is."""
+    """Find the column of labels in assignments such as `out["labels"] = rows["star"]`."""
     for node in ast.walk(function):
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if not isinstance(node, ast.Assign) or not isinstance(target, ast.Subscript):

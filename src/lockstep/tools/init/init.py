@@ -53,11 +53,10 @@ def init(
     ask: Ask | None,
     more: Sequence[str] = (),
 ) -> int:
-    """The whole command. `flags`: data, task and model where given; `ask`: None where nobody can be asked; `more`: data
-    sources besides the first.
+    """The whole command. `flags`: data, task and model from the command line; `ask`: asks a person, None without a
+    terminal; `more`: data sources besides the first.
 
-    Errors: `RunError`; then nothing was written.
-    """
+    Errors: `RunError`; then nothing was written."""
     free(path, force)
     console = Console(True)
     talk, overridden = Prompter(ask, console), keys_of(overrides)
