@@ -122,9 +122,7 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
         plain_result = {"differences": result.differences, "not_covered": result.uncovered}
         verdict.write_text(json.dumps(content | {"plain": plain_result}), encoding="utf-8")
     if result.scores:
-        console.say(
-            f"evaluation: compared are {', '.join(sorted(result.scores))}, each computed by the field's libraries", 2
-        )
+        console.say(f"evaluation, compared with the field's libraries: {', '.join(sorted(result.scores))}", 2)
     if result.uncovered is not None:
         console.say(f"not compared with the plain reference: {result.uncovered}", 2)
     if result.differences:
