@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from html import escape
 from pathlib import Path
 
@@ -30,6 +31,7 @@ THEMES = {
     "light": ("#ffffff", "#1f2328", "#59636e", "#cf222e", "#1a7f37", "#4051b5", "#b8bec8"),
     "dark": ("#0d1117", "#f0f6fc", "#9198a1", "#ff7b72", "#3fb950", "#8c9eff", "#4b535d"),
 }
+COLUMNS = 88  # so wide that it can be read beside the text of a page
 FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
 
 
@@ -52,7 +54,7 @@ def verified() -> str:
 def terminal(text: str, theme: str) -> str:
     """The lines of a terminal as an SVG."""
     back, fore, dim, red, _, _, _ = THEMES[theme]
-    lines = (SHOWN + text).splitlines()
+    lines = [part for line in (SHOWN + text).splitlines() for part in folded(line)]
     width, height = 9 * max(map(len, lines)) + 40, 20 * len(lines) + 32
     rows = []
     for place, line in enumerate(lines):
@@ -68,6 +70,12 @@ def terminal(text: str, theme: str) -> str:
         f'<rect width="{width}" height="{height}" rx="8" fill="{back}" stroke="{dim}" stroke-opacity="0.4"/>'
         f"{''.join(rows)}</svg>\n"
     )
+
+
+def folded(line: str) -> list[str]:
+    """A line as a terminal of `COLUMNS` shows it: it goes on two columns further in."""
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.wrap(line, COLUMNS, subsequent_indent=indent, drop_whitespace=True, break_on_hyphens=False)
 
 
 def ratios() -> list[tuple[str, float, float]]:
@@ -131,8 +139,10 @@ def shortened(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("picture", choices=("verify", "speed"))
-    picture = parser.parse_args().picture
-    if picture == "verify":
+    parser.add_argument("--recorded", action="store_true", help="draw what verify.txt holds, without a run")
+    known = parser.parse_args()
+    picture = known.picture
+    if picture == "verify" and not known.recorded:
         (IMAGES / "verify.txt").write_text(verified())
     for theme in THEMES:
         svg = chart(theme) if picture == "speed" else terminal(shortened((IMAGES / "verify.txt").read_text()), theme)

@@ -67,7 +67,7 @@ def rows_of(base: Run, strategies: list[str], ranks: list[int]) -> list[BenchRow
 def line_of(row: BenchRow, device: Any) -> dict[str, Any]:
     """Planned beside measured."""
     plan = planner.plan(row.run, row.processes, device)
-    found, rounds = plan.found, list(row.rounds.values())
+    found, rounds = plan.estimate, list(row.rounds.values())
     seconds = sorted(t.seconds / t.steps for t in rounds)
     held = max(rank.at_rest for t in rounds for rank in t.ranks)
     planned_held = sum(found.at.at_rest.values())

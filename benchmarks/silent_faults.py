@@ -91,7 +91,8 @@ class Runs:
         """A folder of its own for versions of libraries, to be put before the environment's."""
         if libraries not in self._installed:
             path = self.folder / f"libraries-{len(self._installed)}"
-            words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(path), *libraries]
+            words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", str(path)]
+            words += libraries
             subprocess.run(words, check=True, stdout=sys.stderr, stderr=subprocess.DEVNULL)
             self._installed[libraries] = path
         return self._installed[libraries]

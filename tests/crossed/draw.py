@@ -52,6 +52,7 @@ ENGINES = [
     *(("zero1", 3), ("zero2", 3), ("zero3", 3), ("hf_accelerate zero2", 2), ("hf_accelerate zero3", 3)),
 ]
 WAYS = ALONE + ENGINES
+TENSOR = [("fsdp2 tensor", 2), ("fsdp2 tensor", 4), ("fsdp2 tensor4", 4)]  # ranks that share the leaves out
 
 
 def _of_task(case: Case) -> list[str]:
@@ -94,6 +95,10 @@ def _usually(*values: Any, plainest: int = 3) -> Callable[[Case], list[Any]]:
     return lambda case: [values[0]] * plainest + list(values[1:])
 
 
+def _ways(case: Case) -> list[tuple[str, int]]:
+    return ENGINES + ALONE + TENSOR * (4 if case["leaves"] > 1 else 1)
+
+
 # Feature -> the values that it may have beside those that were drawn before it, as often as they are to be drawn.
 FEATURES: dict[str, Callable[[Case], list[Any]]] = {
     "task": lambda case: list(TASKS),
@@ -125,9 +130,11 @@ FEATURES: dict[str, Callable[[Case], list[Any]]] = {
     "attention": _usually(None, "eager", plainest=6),
     "evaluate": _usually("end", "every", "best", "patience", "limit", plainest=2),
     "evaluated at once": _usually(2, None, 3, plainest=2),
-    "exact": _usually(True, False, plainest=14),
-    "first": lambda case: list(ENGINES) + ALONE,
-    "second": lambda case: [case["first"]] + WAYS * case["exact"],  # else the strategy is part of the arithmetic
+    "exact": lambda case: [True] * 12 + [False] + ["portable"] * 2,
+    "threads": lambda case: [1, 2] if case["exact"] == "portable" else [1],  # of the second way
+    "leaves": _usually(1, 2, 4, plainest=2),
+    "first": _ways,
+    "second": lambda case: [case["first"]] + _ways(case) * bool(case["exact"]),  # else the strategy is arithmetic
     "stop": _usually(2, 1, 3, plainest=1),
     "how": _usually("stop", "kill", plainest=2),
     "steps": _usually(5, 4, plainest=2),
@@ -189,7 +196,11 @@ def _goes(case: Case, feature: str, value: Any) -> bool:
     if feature == "cut":
         return value in ((8, 4), (8, 1), (9, 3)) or not task.startswith("embedding")
     if feature == "exact":
-        return value or case["precision"] == "fp32"
+        own = case["compile"] or case["quantization"] != "none" or case["optimizer"] == "adamw_8bit"
+        return value is True or (case["precision"] == "fp32" if value is False else not own)
+    if feature == "leaves":
+        whole = case["compile"] or case["adapter"] != "none" or not case["exact"]
+        return value == 1 or (case["family"] in families.CUT and not whole)
     return feature not in ("first", "second") or _can_run(case, *value)
 
 
@@ -201,13 +212,17 @@ def _can_run(case: Case, strategy: str, processes: int) -> bool:
         return False
     if not case["exact"] and strategy in ("single", "ddp tree", "fsdp2 tree"):
         return False
+    if (strategy, processes) in TENSOR and (not case["exact"] or case["leaves"] % (4 if "4" in strategy else 2)):
+        return False
+    if case["leaves"] > 1 and (name == "pipeline" or strategy.endswith("zero3")):
+        return False
     if name == "pipeline":
         plain = case["dtype"] == "float32" and case["adapter"] == "none" and not case["compile"]
         return case["family"] in _PIPELINED and plain and not case["task"].startswith(("embedding", "preference"))
     if deepspeed:
         plain = case["dtype"] == "float32" and case["average"] == "none" and case["precision"] != "fp16"
         return plain and case["optimizer"] in ("adamw", "sgd", "lion") and not case["compile"]
-    return case["dtype"] == "float32" or strategy in ("single", "ddp", "allreduce", "fsdp2 step")
+    return case["dtype"] == "float32" or strategy in ("single", "ddp", "allreduce", "fsdp2 step", "fsdp2 tensor")
 
 
 def one(draw: random.Random, free: bool) -> Case:

@@ -31,6 +31,15 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
+# Families whose products can be cut into leaves (docs/explanation/strategies/9-tensor.md), as far as it is known.
+CUT = {
+    *words(
+        "bert roberta xlm-roberta electra gpt2 t5 mt5 llama mistral ministral qwen2 qwen3 gemma gemma2 gemma3_text phi"
+    ),
+    *words("olmo helium nemotron starcoder2 smollm3 seed_oss exaone4 eurobert arcee gpt_neox cohere granite"),
+}
+
+
 @functools.cache
 def known() -> dict[str, list[str]]:
     """Head -> the families that one process trains (docs/reference/families.md), the plainest first."""
@@ -52,12 +61,18 @@ def _benchmark() -> ModuleType:
     return module
 
 
-def config_of(family: str, dropout: bool) -> dict[str, Any]:
-    """The entries that make a family small; without `dropout` also those that switch it off."""
+def config_of(family: str, dropout: bool, leaves: int = 1) -> dict[str, Any]:
+    """The entries that make a family small; without `dropout` also those that switch it off; with heads that so many
+    leaves can share."""
     import transformers
 
     entries: dict[str, Any] = _benchmark().small(family)
-    return entries if dropout else _without_dropout(transformers.CONFIG_MAPPING[family](), entries)
+    kind = transformers.CONFIG_MAPPING[family]
+    if leaves > 1 and family in CUT:
+        counts = {"num_attention_heads": 4, "num_key_value_heads": leaves}
+        named = {kind.attribute_map.get(name, name): count for name, count in counts.items()}
+        entries |= {name: count for name, count in named.items() if name in entries}
+    return entries if dropout else _without_dropout(kind(), entries)
 
 
 def _without_dropout(usual: Any, entries: dict[str, Any]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def job_of(case: Case) -> Job:
     """The job of a case."""
     head, kind = TASKS[case["task"]]
     batch, micro_batches = case["cut"]
-    entries = families.config_of(case["family"], case["dropout"])
+    entries = families.config_of(case["family"], case["dropout"], case["leaves"])
     saved = case["origin"] == "pretrained" or case["tokenizer"] in ("left", "framed", "no pad")
     recipe = {"kind": kind, "shape": case["shape"], "labels": case["labels"], "seed": case["seed"]}
     data = {"source": "data", "max_length": LENGTH, "padding": case["padding"]} | _reading(case, recipe)
@@ -80,7 +80,7 @@ def job_of(case: Case) -> Job:
         "micro_batches": micro_batches,
         "precision": case["precision"],
         "optim": _optim(case),
-        "strategy": {"name": "single"} | ({} if case["exact"] else {"exact": False}),
+        "strategy": {"name": "single"} | _arithmetic(case),
         "launch": {"device": "cpu", "threads": 1, "processes": 1},
         "track": {"every": 1},
         "checkpoint": {"every": 1 if case["how"] == "kill" or case["average"] == "last" else 0},
@@ -91,7 +91,7 @@ def job_of(case: Case) -> Job:
         run={key: value for key, value in run.items() if value not in ({}, None)},
         rows=recipe,
         first=_way(case["first"]),
-        second=_way(case["second"]),
+        second=_way(case["second"]) | ({"launch.threads": case["threads"]} if case["threads"] > 1 else {}),
         stop=min(case["stop"], case["steps"] - 2),
         how=case["how"],
         compared=not case["dropout"],
@@ -291,6 +291,12 @@ def _average(case: Case) -> dict[str, Any]:
     }[case["average"]]
 
 
+def _arithmetic(case: Case) -> dict[str, Any]:
+    """Keys of `strategy` that all ways of a job share."""
+    exact = {} if case["exact"] is True else {"exact": case["exact"]}
+    return exact | ({"tensor_leaves": case["leaves"]} if case["leaves"] > 1 else {})
+
+
 def _way(way: tuple[str, int]) -> dict[str, Any]:
     """Keys of a strategy and a number of processes."""
     (name, _, option), processes = way[0].partition(" "), way[1]
@@ -302,6 +308,8 @@ def _way(way: tuple[str, int]) -> dict[str, Any]:
         "micro_batch": {"gather": "micro_batch"},
         "gpipe": {"schedule": "gpipe"},
         "stages": {"stages": 2},
+        "tensor": {"tensor_parallel": 2},
+        "tensor4": {"tensor_parallel": 4},
         "fsdp": {"fsdp": {}},
         "zero2": {"deepspeed": {"zero_stage": 2}},
         "zero3": {"deepspeed": {"zero_stage": 3}},

@@ -25,6 +25,31 @@ def dropout_of_a_rank() -> None:
     native.seed_everything = lambda seed, *more: right(seed + int(os.environ["RANK"]), *more)  # type: ignore[assignment]
 
 
+def leaves_from_left_to_right() -> None:
+    """One process adds leaves one after another, and several tensor ranks over the tree."""
+    from lockstep.strategies.exact.tensor_leaves import LeafRanks
+
+    right = LeafRanks.sum
+
+    def added(self: Any, tensors: Any) -> Any:
+        return right(self, tensors) if self.size > 1 else sum((t.float() for t in tensors[1:]), tensors[0].float())
+
+    LeafRanks.sum = added  # type: ignore[method-assign]
+
+
+def pieces_by_threads() -> None:
+    """A second thread has portable products computed in other pieces."""
+    from lockstep.distributed import portable
+
+    right = portable.install
+
+    def install(threads: int) -> None:
+        portable.ROWS = 1 if threads > 1 else portable.ROWS
+        right(threads)
+
+    portable.install = install  # type: ignore[assignment]
+
+
 def forgotten_moments() -> None:
     """A resumed optimizer begins with moments of zero."""
     from lockstep.strategies.native import Native

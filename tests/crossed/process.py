@@ -1,20 +1,30 @@
-"""A verdict from a process of its own, which is forked from one that has imported everything and ends with its job."""
+"""A verdict from a process of its own, which is forked from one that has imported everything and ends with its job.
+
+Libraries look at the variables of `strategy.exact: portable` when they are loaded, so jobs that ask for it are forked
+from a process that was started with these variables.
+"""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import importlib
+import multiprocessing
 import os
 import shutil
 import tempfile
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from crossed.draw import Case
 from crossed.job import Job, job_of
 from crossed.judge import Verdict
+from lockstep.config import processor
 
 KEPT = {"PATH", "HOME", "TMPDIR", "LANG", "PYTHONPATH", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL"}
-KEPT |= {"DS_ACCELERATOR", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "CROSSED_KEEP"}
+KEPT |= {"DS_ACCELERATOR", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "CROSSED_KEEP", *processor.VARIABLES}
 
 
 def judged(drawn: Case | Job, limit_s: float = 3600, plant: str = "") -> Verdict:
@@ -22,10 +32,45 @@ def judged(drawn: Case | Job, limit_s: float = 3600, plant: str = "") -> Verdict
     fault of `plants.py`."""
     from support.harness import _context, server_environment
 
+    if (drawn.run["strategy"].get("exact") if isinstance(drawn, Job) else drawn["exact"]) == "portable":
+        server = _portable_server()
+        server.send((drawn, limit_s, plant))
+        answer: Verdict = server.recv()
+        return answer
     server_environment()
-    receiving, sending = _context.Pipe(duplex=False)
+    return _of_process(_context, drawn, limit_s, plant)
+
+
+@functools.cache
+def _portable_server() -> Connection:
+    """What `_serve` listens to, in a process that has had the variables from its first line."""
+    from support.harness import first_environment
+
+    ours, theirs = multiprocessing.Pipe()
+    with first_environment(**processor.VARIABLES):
+        multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,)).start()
+    theirs.close()
+    atexit.register(ours.close)  # before it is waited for
+    return ours
+
+
+def _serve(connection: Connection) -> None:
+    from support.harness import PRELOADED
+
+    for name in PRELOADED:
+        importlib.import_module(name)
+    while True:
+        try:
+            asked = connection.recv()
+        except EOFError:
+            return
+        connection.send(_of_process(multiprocessing.get_context("fork"), *asked))
+
+
+def _of_process(context: Any, drawn: Case | Job, limit_s: float, plant: str) -> Verdict:
+    receiving, sending = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="crossed-") as folder:
-        process = _context.Process(target=_judge, args=(drawn, folder, sending, plant))
+        process = context.Process(target=_judge, args=(drawn, folder, sending, plant))
         process.start()
         sending.close()
         try:

@@ -19,13 +19,15 @@ pytestmark = pytest.mark.processes
 PLANTED: dict[str, tuple[str, dict[str, object]]] = {
     "late_rate": ("equal to plain within rounding", {"schedule": "constant", "warmup": 2}),
     "dropout_of_a_rank": ("the bits of one process", {"dropout": True}),
+    "leaves_from_left_to_right": ("the bits of one process", {"leaves": 4, "second": ("fsdp2 tensor", 2)}),
+    "pieces_by_threads": ("the bits of one process", {"exact": "portable", "threads": 2}),
     "forgotten_moments": ("the bits of one process", {}),
     "forgotten_clip": ("equal to plain within rounding", {"clip": 0.05, "optimizer": "sgd"}),
     "unread_mask": ("what is accepted trains", {"padding": "batch"}),  # the comparison before the first step ends it
     "unscored_row": ("an evaluation scores each example once", {}),
     "late_refusal": ("what cannot be is refused before processes start", {"average": "ema", "second": ("zero2", 2)}),
 }
-SEED, COUNT = 20261125, 40  # `make crossed` runs any number, and 2,000 are recorded as promised
+SEED, COUNT = 20261126, 40  # `make crossed` runs any number, and 2,000 are recorded as promised
 DRAWN = list(itertools.islice(draw.cases(SEED), COUNT))
 WRITTEN = sorted(CASES.glob("*.yaml"))
 

@@ -135,7 +135,7 @@ def test_what_preparing_holds_does_not_grow_with_the_texts(monkeypatch: pytest.M
     def most(key: str, texts: int) -> int:
         data = datasets.Dataset.from_dict({"text": [TEXT] * texts})
 
-        def of(rows: range) -> lm_documents.Found:
+        def of(rows: range) -> lm_documents.EncodedDocuments:
             return lm_documents.of_texts(data, tok, "text", rows)
 
         with locked("a test"):

@@ -68,12 +68,12 @@ def model(seed: int = 0) -> torch.nn.Module:
         GPT2LMHeadModel,
         LlamaConfig,
         LlamaForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
     )
 
     torch.manual_seed(seed)
     if a.model == "qwen3-moe":
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # not in the old versions
+
         sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 32}
         routed = {"output_router_logits": True, "router_aux_loss_coef": 0.1, "head_dim": 8}

@@ -99,10 +99,10 @@ def test_products_of_a_step_are_computed_again() -> None:
     with Products() as seen:
         for _ in range(2):
             layer(x).sum().backward()
-    forward = next(each for name, each in seen.found.items() if name.startswith("aten.addmm"))
+    forward = next(each for name, each in seen.products.items() if name.startswith("aten.addmm"))
     assert (forward.flops, forward.count, forward.work) == (2 * 3 * 8 * 4, 2, 2 * 2 * 3 * 8 * 4)
     assert forward.again()().shape == (3, 4)
-    assert sum(each.work for each in seen.found.values()) == 2 * 2 * forward.flops  # no gradient of the input
+    assert sum(each.work for each in seen.products.values()) == 2 * 2 * forward.flops  # no gradient of the input
 
 
 def test_what_a_calibration_writes_is_read_back(tmp_path: Path) -> None:
@@ -171,13 +171,11 @@ def test_a_stage_that_waits_leaves_its_core_to_others() -> None:
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path)
     assert main(["bench", "run.yaml", "--calibrate", *words]) == 2
     assert said in capsys.readouterr().err
-    assert [p.name for p in tmp_path.iterdir()] == ["run.yaml"]
+    assert [p.name for p in run_file.parent.iterdir()] == ["run.yaml"]
 
 
 def job(world: World, run: Run) -> int:

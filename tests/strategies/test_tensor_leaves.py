@@ -216,6 +216,16 @@ def test_the_gradient_of_a_cut_weight_is_put_together(dim: int, parts: int) -> N
     assert torch.equal(weight.grad, 2 * weight * (of_leaf if dim else of_leaf[:, None]))
 
 
+def test_what_is_whole_learns_from_every_leaf_over_the_tree() -> None:
+    """The weight of a norm of each head. In backward torch would add the gradients of leaves one after another."""
+    ranks, weight = LeafRanks(4), torch.ones(500, requires_grad=True)
+    parts = [torch.randn(500, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    sum(leaf.sum() for leaf in (Leaves.of(parts, ranks, False) * weight).leaves).backward()
+    assert torch.equal(weight.grad, ranks.sum(parts))
+    orders = (parts, parts[::-1])
+    assert not any(torch.equal(weight.grad, from_left_to_right(ranks, order)) for order in orders)  # the control
+
+
 def test_a_leaf_draws_the_same_numbers_whoever_computes_it() -> None:
     ranks, dropped, after = LeafRanks(4), [], []
     for own in (range(4), range(2), range(2, 4)):

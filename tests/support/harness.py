@@ -14,7 +14,8 @@ import pickle
 import queue
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -34,17 +35,16 @@ from lockstep.training.session import gloo_threads
 from support.first import AT_FIRST
 from support.places import TESTS_PATH
 
+PRELOADED = [
+    "lockstep.training.preload",
+    "transformers.models.gpt2.modeling_gpt2",
+    "tokenizers",
+    "support.harness",
+    "support.forked",
+    "support.engines",
+]
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "lockstep.training.preload",
-        "transformers.models.gpt2.modeling_gpt2",
-        "tokenizers",
-        "support.harness",
-        "support.forked",
-        "support.engines",
-    ]
-)
+_context.set_forkserver_preload(PRELOADED)
 LEAN = f"{TESTS_PATH}/support/lean"  # before all others in PYTHONPATH: a new interpreter without DeepSpeed
 
 TINY = {
@@ -132,16 +132,23 @@ def run_on(
 @functools.cache
 def server_environment() -> dict[str, str]:
     """Start the server that ranks and commands are forked from, unless it runs. Returns the variables it began with."""
+    with first_environment():
+        forkserver.ensure_running()
+        return dict(os.environ)
+
+
+@contextmanager
+def first_environment(**variables: str) -> Iterator[None]:
+    """In here this process has the variables that it began with, and these: those of a server that is started."""
     with pytest.MonkeyPatch.context() as patch:
         for name in os.environ.keys() - AT_FIRST.keys():
             patch.delenv(name)
-        for name, value in AT_FIRST.items():
+        for name, value in (AT_FIRST | variables).items():
             patch.setenv(name, value)
         # Python 3.11 gives the server no path to find `engines` on
         patch.setenv("PYTHONPATH", TESTS_PATH, prepend=os.pathsep)
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command sets it before it imports torch
-        forkserver.ensure_running()
-        return dict(os.environ)
+        yield
 
 
 def _ends(processes: list[Any], folder: str) -> str:

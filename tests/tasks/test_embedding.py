@@ -21,6 +21,7 @@ from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.tasks.embedding import Embedding
 from lockstep.tasks.models import pooling, retrieval
+from lockstep.tools import against_plain
 from lockstep.training.plain_sides import with_defaults
 from support.messages import raises
 from support.task_runs import make, write
@@ -262,10 +263,50 @@ def test_the_loss_is_that_of_sentence_transformers(tmp_path: Path) -> None:
             ours = float(task.loss_sum(task.model().eval()(**batch.inputs), batch.targets)) / 6
             made = (loss or CosineSimilarityLoss)(model)
             theirs = float(made(read, torch.tensor([row["score"] / 5 for row in rows])))
-            job = Plain(with_defaults(task.run), task.prepared.tokenizer, {"train": rows})
-            plain, count = batch_loss(job, model[0].auto_model.eval(), job.encode(rows))
+            formula, called = (plain_loss(task, model[0].auto_model, rows, libraries) for libraries in (False, True))
         assert ours == pytest.approx(theirs, rel=1e-4)
-        assert float(plain) / count == pytest.approx(theirs, rel=1e-6)
+        assert (formula, called) == (pytest.approx(theirs, rel=1e-6),) * 2
+
+
+def plain_loss(task: Embedding, model: Any, rows: list[dict[str, Any]], libraries: bool) -> float:
+    """The mean loss of rows by `lockstep.plain`: by its formula, or by sentence-transformers' function."""
+    job = Plain(with_defaults(task.run), task.prepared.tokenizer, {"train": rows})
+    job.libraries = libraries
+    total, count = batch_loss(job, model.eval(), job.encode(rows))
+    return float(total) / count
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("keys", ["{}", "{negative: negative}", "{negatives: 2}", "{similarity_scale: 5.0}"])
+def test_the_plain_loss_by_sentence_transformers_leaves_out_what_the_formula_does(keys: str, tmp_path: Path) -> None:
+    """Texts that stand in several rows, and other rows than the next ones, have no similarity in theirs."""
+    pytest.importorskip("sentence_transformers")
+    task = task_of(make(tmp_path, "pairs", f"task={{name: embedding, {keys[1:]}"))
+    rows = rows_in(tmp_path)[:7]
+    rows[3] = rows[3] | {"anchor": rows[0]["anchor"]}
+    rows[5] = rows[5] | {"positive": rows[1]["positive"]}
+    torch.manual_seed(0)
+    model = task.model()
+    with torch.no_grad():
+        formula, called = (plain_loss(task, model, rows, libraries) for libraries in (False, True))
+        apart = [row | {"anchor": f"{place} {row['anchor']}"} for place, row in enumerate(rows)]
+        assert called == pytest.approx(formula, rel=1e-5)
+        assert plain_loss(task, model, apart, True) != pytest.approx(called, rel=1e-3)
+
+
+@pytest.mark.extras
+def test_verify_calls_the_loss_of_sentence_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    run = make(tmp_path, "pairs", "data.padding=batch")
+    found = against_plain.differences(run)
+    assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
+    right = MultipleNegativesRankingLoss.compute_loss_from_embeddings
+    monkeypatch.setattr(
+        MultipleNegativesRankingLoss, "compute_loss_from_embeddings", lambda self, *given: 1.001 * right(self, *given)
+    )
+    assert against_plain.differences(run).differences
 
 
 # -- data ------------------------------------------------------------------------------------------------------------

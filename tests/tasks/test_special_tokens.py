@@ -68,18 +68,26 @@ def test_longformer_answers_with_three_separators_alone() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_xmod_is_refused_beside_autocast(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "entries", "error"),
+    [
+        ("xmod", {"languages": ["en_XX"], "default_language": "en_XX"}, "dtypes match"),
+        ("deberta", {}, "without overflow"),
+    ],
+)
+def test_a_family_is_refused_beside_autocast(family: str, entries: dict, error: str, precision: str) -> None:
     """As transformers' own layers do not take it."""
-    entries = LAYERS | {"languages": ["en_XX"], "default_language": "en_XX"}
-    with raises("LS3143"):
-        models.check(a_run("xmod", entries, f"precision={precision}"))
-    model = transformers.XmodModel(transformers.XmodConfig(**entries, vocab_size=20)).eval()
+    entries = LAYERS | entries
+    with raises("LS3143", family):
+        models.check(a_run(family, entries, f"precision={precision}"))
+    config = transformers.AutoConfig.for_model(family, **entries, vocab_size=20)
+    model = transformers.AutoModel.from_config(config).eval()
     ids = torch.tensor([[0, 5, 2]])
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    with torch.autocast("cpu", low), pytest.raises(RuntimeError, match="dtypes match"):
+    with torch.autocast("cpu", low), pytest.raises(RuntimeError, match=error):
         model(ids)
     model.bfloat16()(ids)  # what the refusal names
-    models.check(a_run("xmod", entries, "precision=bf16", "model.dtype=bfloat16"))
+    models.check(a_run(family, entries, "precision=bf16", "model.dtype=bfloat16"))
 
 
 def test_entries_that_layers_have_for_themselves_are_read() -> None:

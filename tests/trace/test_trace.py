@@ -1,6 +1,7 @@
 """Fingerprints and sketches of tensors: what they promise, judged on whole tensors by numpy and torch."""
 
 import ast
+import importlib
 import itertools
 import math
 import random
@@ -19,7 +20,7 @@ from lockstep.trace.compare import compare
 from lockstep.trace.errors import TraceError
 from lockstep.trace.findings import findings
 from lockstep.trace.read import read, width_of
-from lockstep.trace.tracer import fingerprint, inputs, late_imports
+from lockstep.trace.tracer import evaluators, fingerprint, inputs, late_imports
 from lockstep.trace.tracer.fingerprint import Block, measure, whole
 from lockstep.trace.tracer.hooks import Hooks
 from lockstep.trace.tracer.placement import is_dtensor, plain_name
@@ -129,9 +130,9 @@ def test_no_width_divides_a_dimension() -> None:
 def test_an_example_has_one_hash_whatever_it_is_padded_to() -> None:
     ids = torch.tensor([[5, 6, 7], [8, 9, 50256]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    right = inputs.seen((), {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([1, -100])})
+    right = inputs.call_inputs((), {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([1, -100])})
     wide = torch.tensor([[50256, 50256, 8, 9]])  # padded on the left, and farther
-    left = inputs.seen(
+    left = inputs.call_inputs(
         (), {"attention_mask": torch.tensor([[0, 0, 1, 1]]), "labels": torch.tensor([-100]), "input_ids": wide}
     )
     assert right is not None
@@ -139,7 +140,7 @@ def test_an_example_has_one_hash_whatever_it_is_padded_to() -> None:
     assert right.hashes[1] == left.hashes[0] != right.hashes[0]
     assert right.targets is not None
     assert int(right.targets) == 1
-    swapped = inputs.seen((), {"input_ids": torch.tensor([[9, 8]]), "attention_mask": torch.tensor([[1, 1]])})
+    swapped = inputs.call_inputs((), {"input_ids": torch.tensor([[9, 8]]), "attention_mask": torch.tensor([[1, 1]])})
     assert swapped is not None
     assert swapped.hashes[0] != left.hashes[0]
 
@@ -516,15 +517,46 @@ def test_an_engine_whose_own_import_begins_the_trace_is_listened_to_at_the_first
     module = types.ModuleType("deepspeed")
     module.__spec__ = types.SimpleNamespace(_initializing=True)  # type: ignore[assignment]
     monkeypatch.setitem(sys.modules, "deepspeed", module)
-    installed: list[object] = []
-    monkeypatch.setattr(late_imports, "install", installed.append)
+    installed: list[str] = []
+    monkeypatch.setattr(late_imports, "install", lambda hooks, name: installed.append(name))
+    monkeypatch.setattr(late_imports, "EVALUATORS", {})
     hooks = Hooks()
     late_imports.watch(hooks)
     assert installed == []
-    assert hooks.at_first_call == installed.append
+    hooks.at_first_call.pop()()
+    assert installed == ["deepspeed"]
     module.__spec__._initializing = False  # type: ignore[union-attr]
     late_imports.watch(hooks)
-    assert installed == [hooks]
+    assert installed == ["deepspeed", "deepspeed"]
+
+
+@pytest.mark.parametrize("name", [*evaluators.EVALUATORS])
+def test_scores_that_a_known_evaluator_is_returned_are_recorded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module of that name is imported after the trace began; what it returns is what its caller gets."""
+    kind, method = evaluators.EVALUATORS[name]
+    result = {"eval_accuracy": 0.5, "eval_runtime": 3.0, "names": ["a"], "count": 7}
+    package, last = tmp_path / "own" / name.partition(".")[0], name.partition(".")[2]
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / f"{last}.py").write_text(f"class {kind}:\n    def {method}(self):\n        return {result}\n")
+    for known in [m for m in sys.modules if m.partition(".")[0] == package.name]:
+        monkeypatch.delitem(sys.modules, known)
+    monkeypatch.syspath_prepend(tmp_path / "own")
+    recorder = tracer.begin(Settings(str(tmp_path / "t")))
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, late_imports.Finder)])
+    late_imports.watch(tracer._INSTALLED[0])
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert getattr(getattr(importlib.import_module(name), kind)(), method)() == result
+    assert recorder.steps == [1]
+    tracer.end()
+    (record,) = read(tmp_path / "t").ranks[0].scores
+    assert (record["by"], record["steps"]) == (f"{kind}.{method}", [1])
+    assert record["scores"] == {"eval_accuracy": 0.5, "count": 7.0}
 
 
 def test_a_divisor_is_named_where_it_is_a_whole_number() -> None:

@@ -1,5 +1,6 @@
 """The first minutes of a run: something to see at once, how far it is and how good, and what to do next."""
 
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ def test_lines_have_the_epoch_and_the_best_so_far() -> None:
 def test_the_best_is_by_the_metric_that_the_run_names(by: str | None, step: int | None) -> None:
     best = Best(by)
     for number, loss, accuracy in ((10, 0.5, 0.9), (20, 0.4, 0.8), (30, 0.6, 0.9), (40, float("nan"), 0.1)):
-        best.seen(number, {"loss": loss, "accuracy": accuracy})
+        best.update(number, {"loss": loss, "accuracy": accuracy})
     assert best.step == step
     assert bool(best.text) is (step is not None)
 
@@ -135,11 +136,27 @@ def test_on_a_narrow_terminal_lines_go_on_below_their_beginning() -> None:
         assert out.getvalue().splitlines() == lines
     told, out = console(True, width=32)
     told.facts({"next": "lockstep predict outputs/a 'some words'"}, whole=True)
-    assert "\n" not in out.getvalue().strip(), "what is pasted stays whole"
+    pasted = out.getvalue().partition(" ")[2].replace("\\\n", "")
+    assert shlex.split(pasted) == ["lockstep", "predict", "outputs/a", "some words"], "a shell reads one command"
+    assert all(len(line) <= 32 for line in out.getvalue().splitlines())
     told.note("the disk is full, and there is more")
-    assert out.getvalue().splitlines()[1:] == ["note: the disk is full, and", "      there is more"]
+    assert out.getvalue().splitlines()[3:] == ["note: the disk is full, and", "      there is more"]
+    told.say("  gradients differ: 4 of them, by 0.5")
+    told.say("lockstep train outputs/a/run.yaml b=c", whole=True)
+    lines = ["  gradients differ: 4 of them,", "    by 0.5", "lockstep train outputs/a/run.yaml b=c"]
+    assert out.getvalue().splitlines()[5:] == lines
     told.log(5, "validation", {"loss": 0.5, "accuracy": 0.75})
     assert out.getvalue().splitlines()[-1].startswith(" " * 13)
+
+
+@pytest.mark.parametrize("text", ["it isn't so", 'he said "no, never again"', "$HOME"])
+def test_a_command_on_several_lines_is_the_same_to_a_shell(text: str) -> None:
+    command = f"{shlex.join(['lockstep', 'predict', 'outputs/a name', text])}  # a comment that is long"
+    told, out = console(True, width=40)
+    told.facts({"next": command}, whole=True)
+    pasted = out.getvalue().partition(" ")[2].replace("\\\n", "")
+    assert shlex.split(pasted, comments=True) == ["lockstep", "predict", "outputs/a name", text]
+    assert out.getvalue().count("\n") > 1
 
 
 def test_columns_can_be_scanned() -> None:

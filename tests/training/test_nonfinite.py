@@ -258,7 +258,7 @@ def test_what_is_not_finite_passes_nowhere(
     assert (progress.step, progress.since, progress.over(run)) == (1, 1, False)
     assert progress.after(3, score_of(run, {"loss": bad})).over(run)
     assert [c.step for c in best_first(run, {1: {"loss": 2.0}, 2: {"loss": bad}})] == [1]
-    assert not Best().seen(1, {"loss": bad})
+    assert not Best().update(1, {"loss": bad})
 
     values = tiny(f"output={tmp_path / 'out'}").model_dump(mode="json")
     options = dict.fromkeys(("parallel", "search", "out", "split")) | {"over": ["seed=1,2"], "metric": "-loss"}

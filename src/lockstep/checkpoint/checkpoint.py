@@ -172,8 +172,8 @@ class Checkpoints:
         return faults
 
     def advance(self) -> None:
-        """At a step's end: find out whether all ranks have written, and go on with the save if so. Waits for nobody
-        who is still writing. Collective. Errors: as `save`."""
+        """Continue a save at the end of a step: once all ranks have written their files, commit it. Does not wait for a
+        rank that is still writing. Collective. Errors: as `save`."""
         if self.mirror is not None:
             self.mirror.tell()
         if (saving := self._saving) is None:
@@ -291,7 +291,7 @@ class Checkpoints:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     (self.folder / name).touch()
                 except OSError:
-                    is_writable = False  # nobody will be able to write, and each will say why
+                    is_writable = False  # no rank will be able to write, and each reports why
             name, is_writable = self.world.broadcast((name, is_writable))
             self._sees = not is_writable or (self.folder / name).exists()
             self.world.barrier()

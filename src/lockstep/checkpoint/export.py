@@ -381,7 +381,7 @@ def check(run: Run, timeout_s: float = 10.0) -> list[str]:
 
 
 def _token(repository: str) -> str:
-    """From the environment and nowhere else. Errors: `RunError`."""
+    """The token for pushing to the Hub, from the environment and nowhere else. Errors: `RunError`."""
     token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
     if not token or not token.strip():
         raise RunError(

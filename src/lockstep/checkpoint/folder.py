@@ -103,8 +103,9 @@ class DiskSpace:
         return led_away(self._folder)
 
     def check(self, step: int, steps: int, every: int, processes: int) -> list[str]:
-        """Before training goes on after `step` of `steps` updates, with a checkpoint every so many. Returns what the
-        user should know. Errors: `RunError`, where the disk has no room for a checkpoint beside the export."""
+        """Check, before training continues after `step` of `steps` updates with a checkpoint every `every` steps, that
+        the disk has room. Returns what the user should know. Errors: `RunError`, where the disk has no room for a
+        checkpoint beside the export."""
         if (free := free_bytes(self.run.folder)) is None:
             return []
         saves = -(-(steps - step) // every) if every else int(step < steps)

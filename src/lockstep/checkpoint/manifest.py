@@ -43,8 +43,8 @@ class Progress:
         return progress if progress.metric == (run.checkpoint.best or "") else cls(run.checkpoint.best or "")
 
     def after(self, step: int, score: float | None, delta: float = 0.0) -> Progress:
-        """With one evaluation more, which is better only by more than `delta`. One whose score is not finite is no
-        better than any."""
+        """The progress after one more evaluation. Its score counts as better only if it is better by more than `delta`;
+        a score that is not finite is never better."""
         if score is not None and (self.best is None or score > self.best + delta):
             return Progress(self.metric, score, step)
         return Progress(self.metric, self.best, self.step, self.since + 1)
@@ -194,7 +194,7 @@ class Manifest:
 
     @property
     def train_state(self) -> dict[str, Any]:
-        """The state that training goes on from beside tensors, as `TrainState.load_state_dict` takes it."""
+        """The part of the training state that is not tensors, in the form that `TrainState.load_state_dict` takes."""
         meter = {key: value for key, value in self.meter.items() if key != _OWED}
         pending = [*self.pending, *(["evaluation"] if self.meter.get(_OWED) else [])]
         return {"step": self.step, "meter": meter, "progress": self.progress, "pending": pending}
@@ -307,8 +307,8 @@ def superfluous(run: Run, newest: Path | None = None) -> list[Path]:
 
 
 def to_keep(run: Run, manifests: Mapping[int, Manifest]) -> set[int]:
-    """Of these steps: the `keep` newest, those of `checkpoint.at`, the best (also of those before each of these), and
-    those that an average is made of at the end."""
+    """The steps whose checkpoints are kept: the `keep` newest, those of `checkpoint.at`, the best ones (also the best
+    up to each of these), and those that the average at the end is made of."""
     marked = manifests.keys() & set(run.checkpoint.at)
     best = [
         best_first(run, {step: manifest.scores for step, manifest in manifests.items() if step <= last})[:1]
@@ -377,8 +377,9 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
 
 
 def differing_keys(run: Run, data: str, manifest: Manifest) -> dict[str, tuple[Any, Any]]:
-    """Keys that decide weights and are not as they were when a checkpoint was made: (then, now). `data`: the hash of
-    the run's tokens; where it is the checkpoint's, it is no matter where they were read from."""
+    """The keys that decide weights and that have changed since a checkpoint was written: (value then, value now).
+    `data`: the hash of the run's tokens; where the checkpoint has the same hash, keys that only say where the data are
+    read from do not count."""
     now = run.arithmetic()
     # a checkpoint that is older than a key was trained with the key's default
     then = {key: run.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
@@ -482,7 +483,7 @@ def none_usable(run: Run, reasons: Iterable[str]) -> RunError:
 
 
 def finished(run: Run, manifest: Manifest | None) -> bool:
-    """Whether the run has come to its end and its export is there, as it was written, and of the model that is asked
+    """Whether the run has done all its steps, and its export is there, unchanged, and of the model that the run asks
     for. Reads the export."""
     if manifest is None or not ended(run, manifest) or other_export(run):
         return False

@@ -119,8 +119,8 @@ class CheckpointCatalog:
         return result, reason
 
     def rest(self, seconds: float) -> str | None:
-        """At a stop: wait for what is being copied into the mirror, at most so long. Returns why the newest checkpoint
-        is not there, on rank 0. Collective."""
+        """Wait, before a stop, for the copy to the object store, at most `seconds`. Returns, on rank 0, why the newest
+        checkpoint is not there. Collective."""
         if self.run.remote_dir is None:
             return None
         until = time.monotonic() + seconds
@@ -147,7 +147,7 @@ class RemoteSync:
         assert run.remote_dir is not None
         self.run, self.address, self._say = run, address_of(run.remote_dir), say
         self.in_use: frozenset[str] = frozenset()  # checkpoints that are being copied, which must not be removed
-        self.fault: str | None = None  # why the last try to copy did not come to its end
+        self.fault: str | None = None  # why the last copy failed
         self._there: dict[int, Manifest] | None = None  # whole ones by step; None: not asked yet
         self._damaged: set[str] = (
             set()
@@ -218,7 +218,8 @@ class RemoteSync:
     # -- copying -----------------------------------------------------------------------------------------------------
 
     def offer(self) -> None:
-        """Something is new: begin to copy what is not there, beside training, or go on with it."""
+        """Start (or continue) to copy what the object store lacks, in the background. Called when OUTPUT holds
+        something new."""
         with self._lock:
             if self._busy:
                 self._again = True
@@ -251,7 +252,7 @@ class RemoteSync:
             try:
                 self.copy()
                 self.fault = None
-            except Exception as error:  # whatever it is: training goes on, and nobody would hear of it in a thread
+            except Exception as error:  # any error: training continues, and an exception in a thread is lost
                 self.fault = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
                 self._words.append(
                     f"{self.run.folder} could not be copied to {self.address} ({self.fault}); it is tried again with "
@@ -322,7 +323,7 @@ class RemoteSync:
             except StoreError as error:
                 if error.again:
                     raise
-                return  # nothing may be removed here, which `check` has told: all of them stay
+                return  # nothing may be removed here, as `check` has said: keep all of them
             there.pop(step, None)
 
     def copy_export(self, source: Path) -> None:
@@ -405,8 +406,9 @@ def check(run: Run, prepared: Prepared | None = None) -> list[str]:
 
 
 def finish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = None) -> str | None:
-    """At a run's end: copy what is missing, the export too. Rank 0 only. Returns why not all of it is there, or None.
-    A signal's handler may end the waiting by an exception; what was copied by then is gone on with the next time."""
+    """Copy what the object store still lacks at the end of a run, including the export. Rank 0 only. Returns the reason
+    if something is missing, or None. A signal handler may interrupt the copy with an exception; the next call continues
+    with what is left."""
     if run.remote_dir is None:
         return None
     mirror = mirror or RemoteSync(run, say)

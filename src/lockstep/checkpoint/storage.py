@@ -111,7 +111,7 @@ def summed(part: Tensor, whole: tuple[int, ...] | None = None, offsets: tuple[in
 
 
 def _of_run(bits: Tensor, first: int) -> Tensor:
-    """Of elements that follow each other, of which the first has this place in its tensor."""
+    """The hash of consecutive elements of a tensor; `first` is the place of the first one in the whole tensor."""
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     within = _within(bits.device)
     head = min(-first % _ROW, len(bits))
@@ -237,7 +237,7 @@ class Shard:
 
     @property
     def bytes(self) -> int:
-        """Of the file that this rank writes."""
+        """The size of the file that this rank writes."""
         return len(self._header) + self._buffer.numel() if self._views else 0
 
     def suits(self, parts: Mapping[str, Tensor]) -> bool:
@@ -369,12 +369,12 @@ class _Named(FileSystem):
 class _Reader(HuggingFaceStorageReader):
     """Reads the headers once."""
 
-    _found: Metadata | None = None
+    _metadata: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        if self._found is None:
-            self._found = super().read_metadata()
-        return self._found
+        if self._metadata is None:
+            self._metadata = super().read_metadata()
+        return self._metadata
 
 
 class FromMain(Saved):

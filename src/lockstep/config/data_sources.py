@@ -84,7 +84,7 @@ class Address:
 
     @property
     def root(self) -> str:
-        """Of all that is in the same place."""
+        """The part of the address that all objects of one bucket or server share."""
         return f"{self.scheme}://{self.place}"
 
     def below(self, path: str) -> Address:
@@ -318,7 +318,7 @@ def _explained_mixture(values: Any) -> Any:
 
 
 def _named(value: Any, place: int) -> Any:
-    """With a name, from what it is read from."""
+    """Give a source that has no name one that is made of its path."""
     if isinstance(value, OneSource):
         return value
     value = {"source": value} if isinstance(value, str) else value

@@ -81,7 +81,7 @@ class AverageSection(Section):
         return "" if self.last is None else f"the mean of the weights at the last {self.last} checkpoints"
 
     def decay(self, updates: int) -> float:
-        """Of the moving average, after so many updates."""
+        """The decay of the moving average after so many updates."""
         assert self.ema is not None
         return min(self.ema, (1 + updates) / (10 + updates)) if self.ema_warmup else self.ema
 

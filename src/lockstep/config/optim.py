@@ -136,7 +136,7 @@ class OptimSection(PluginSection):
         values = dict(values)
         if values.get("schedule") is None:
             values["schedule"] = _USUAL.get(str(values.get("name")), "linear")
-        with suppress(ValueError):  # points that will not do are told by their own key
+        with suppress(ValueError):  # invalid points are refused under their own key
             if isinstance(points := _schedule(values["schedule"]), list):
                 values.setdefault("learning_rate", max(rate for _, rate in points))
         return values
@@ -197,7 +197,7 @@ def learning_rate(optim: OptimSection, step: int, steps: int) -> float:
 
 
 def _share(optim: OptimSection, step: int, steps: int, warmup: int) -> float:
-    """Of the highest rate, after the warm-up."""
+    """The learning rate after the warm-up, as a share of the highest one."""
     if optim.schedule == "constant":
         return 1.0
     if optim.schedule == "inverse_sqrt":
@@ -214,7 +214,7 @@ def _share(optim: OptimSection, step: int, steps: int, warmup: int) -> float:
 
 
 def _falling(shape: str, progress: float, power: float, minimum: float) -> float:
-    """From 1 to `min_lr_ratio`, where `progress` goes from 0 to 1."""
+    """The factor of a decay that falls from 1 to `min_lr_ratio` as `progress` goes from 0 to 1."""
     if shape == "cosine":
         left = 0.5 * (1.0 + math.cos(math.pi * progress))
     elif shape == "sqrt":

@@ -37,8 +37,8 @@ _FOLDERS = {"optimizers": "strategies.optimizers"}  # kinds whose folder is insi
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """For imports of torch and transformers: thousands of modules are made and none is garbage, but looking for it
-    takes a fifth of the time."""
+    """Switch garbage collection off while torch and transformers are imported: they create thousands of modules and no
+    garbage, and searching for it takes a fifth of the time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -324,8 +324,9 @@ _MARK = "__lockstep_imports__"  # set in a module of the user's while its top is
 
 
 def starts_a_job() -> None:
-    """To be called by everything in lockstep's Python interface that starts a job. Errors: `Reached`, inside of a job
-    that imports the script again in which the call stands."""
+    """Check, at the beginning of every function of the Python interface that starts a job, that this process is not
+    itself part of that job. Errors: `Reached`, inside of a job that imports the script again which contains the
+    call."""
     if any(_MARK in vars(module) for module in [*sys.modules.values()] if isinstance(module, ModuleType)):
         raise Reached
 

@@ -78,8 +78,8 @@ def redact(text: str) -> str:
 
 
 def redact_all(values: Any, filtered: Callable[[str], str] = redact) -> Any:
-    """Mappings and lists with every text in them struck, also of keys, and every value whose key is a secret's.
-    `filtered`: what is done with each text instead, such as `said`."""
+    """Redact every text in mappings and lists, keys as well, and every value whose key names a secret. `filtered`: the
+    function that is applied to each text, by default `redact`."""
     if isinstance(values, str):
         return filtered(values)
     if isinstance(values, dict):
@@ -103,8 +103,9 @@ def kept_secret(key: Any, value: Any) -> bool:
 
 
 def holds_secret(text: str, of_environment: tuple[str, ...] | None = None) -> bool:
-    """Whether a text holds what looks like a secret, or one of this process's environment that is no word. What is
-    already struck out is none. `of_environment`: what `held` gives, for whoever asks about many texts."""
+    """Whether a text holds what looks like a secret, or a value of this process's environment that is a secret and no
+    plain word. Redacted values do not count. `of_environment`: the result of `secrets_in_environment`, for callers with
+    many texts."""
     values = secrets_in_environment() if of_environment is None else of_environment
     return (
         _TOKEN.search(text) is not None

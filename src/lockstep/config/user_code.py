@@ -22,7 +22,7 @@ from lockstep.config.entry_points import spec_of
 from lockstep.config.run import Run
 
 _INSTALLED = ("site-packages", "dist-packages")
-# Nobody's own code, also where they are checked out beside it: their versions are compared, not their files.
+# Not the user's code, even where they are checked out beside it: their versions are compared, not their files.
 _LIBRARIES = ("lockstep", "lockstep_clouds", "lockstep_plan",
               "torch", "transformers", "datasets", "tokenizers", "numpy", "pyarrow", "pydantic", "accelerate",
               "deepspeed", "peft", "safetensors", "scipy", "sklearn", "pandas")  # fmt: skip
@@ -64,7 +64,8 @@ def hashes_of(names: Iterable[str]) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def hash_of_lockstep() -> str:
-    """Of the source of lockstep itself, with the plug-ins that were put into it, when this process first asks."""
+    """A hash of lockstep's own source, including plug-ins that were put into its folder, as it is when this process
+    first asks."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

@@ -177,7 +177,7 @@ class Columns:
 
     @property
     def mean_length(self) -> float:
-        """Of all examples; nothing is read for it where the index says it."""
+        """The mean length of all examples; read from the index where it holds it."""
         if self._shards.index is not None:
             return float(self._shards.index["tokens"]) / len(self)
         return float(self.lengths.mean())
@@ -191,7 +191,7 @@ class Columns:
         return longest_of(self.lengths, count)
 
     def flat(self, name: str) -> Any:
-        """A column of one number an example: as an array, of which nothing is read but the rows that are asked for."""
+        """A column with one number for each example, as an array that reads only the rows that are asked for."""
         return NumberColumn(self._shards, lambda shard, rows: _numbers(self._shards.column(shard, name))[rows])
 
     def select(self, rows: np.ndarray) -> Columns:
@@ -260,7 +260,7 @@ class Ragged:
         self.lengths = NumberColumn(shards, self.lengths_in)  # int32 [examples]
 
     def lengths_in(self, shard: int, rows: np.ndarray) -> np.ndarray:
-        """Of rows that are counted within a shard: int32, same shape."""
+        """The lengths of rows that are counted within a shard: int32, same shape as `rows`."""
         offsets = self._shards.lists(shard, self._name)[1]
         return (offsets[rows + 1] - offsets[rows]).astype(np.int32)
 
@@ -296,7 +296,7 @@ _POLL_S = 0.5
 MakeBatches = Callable[
     [range, Path, Callable[[int], None]], None
 ]  # its rows, where to write it, told how many are done
-First = tuple[Callable[[int], None], int]  # called by this process for each part, so many before they are made
+First = tuple[Callable[[int], None], int]  # called by this process for each part, and how many parts ahead
 Batches = Iterable[tuple[pa.RecordBatch, int]]  # record batches, each with how many rows it took
 
 
@@ -376,8 +376,8 @@ def fill(
     processes: int | None = None,
     first: First | None = None,
 ) -> list[Path]:
-    """The files of all `parts`, of which those that are not there yet are made, by so many processes, or as many as
-    there are cores. `doing` and `of` are for whoever waits. Errors: `RunError`, and what `make` and `first` raise."""
+    """The files of all `parts`; creates those that do not exist, in `processes` processes or one for each core. `doing`
+    and `of` are the words of the progress display. Errors: `RunError`, and what `make` and `first` raise."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = [folder / f"{number:05d}{ending}" for number in range(len(parts))]
     missing = [damage(path) is not None for path in files]
@@ -449,7 +449,7 @@ def _by_processes(
             left = _asking(pool, todo, futures, *first) if first else None
             while (left is not None and left.is_alive()) or not all(each.done() for each in futures):
                 if not wait([each for each in futures if not each.done()], _POLL_S, FIRST_EXCEPTION).done:
-                    time.sleep(_POLL_S / 10)  # none is asked for yet, or all that were are made
+                    time.sleep(_POLL_S / 10)  # no part is submitted yet, or all submitted ones are done
                 say()
                 if any(each.done() and each.exception() for each in [*futures]):
                     pool.shutdown(wait=True, cancel_futures=True)
@@ -500,7 +500,7 @@ def _begin(one: Callable[[int], None], parent: int) -> None:
     if os.getppid() != parent:
         os._exit(1)
     gc.freeze()  # to look for garbage in what is shared would copy it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever forked this one decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # terminal signals: the parent process decides
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     setattr(multiprocessing.current_process(), _WORK, one)
@@ -538,7 +538,7 @@ class Prepared:
     facts: dict[str, Any]  # of the task: label names, best possible accuracy, where the data came from
 
     def write(self, path: Path) -> None:
-        """With a hash of it all, written aside and synced."""
+        """Write the object with a hash of its content, to a temporary file that is synced and renamed."""
         values = asdict(self)
         aside = path.with_suffix(f".{os.getpid()}.tmp")
         with open(aside, "w", encoding="utf-8") as file:

@@ -164,16 +164,16 @@ def _true_label(rng: random.Random) -> int:
     return next(label for label in range(len(PERCENT)) if point < sum(PERCENT[: label + 1]))
 
 
-def _split(rng: random.Random, size: int, noise: float, seen: set[str]) -> dict[str, list[Any]]:
+def _split(rng: random.Random, size: int, noise: float, texts_drawn: set[str]) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {"text": [], "label": [], "true_label": []}
     while len(columns["text"]) < size:
         true = _true_label(rng)
         text = _sentence(rng, true)
         # Drawn even when not used, so that the texts of a seed do not depend on the noise.
         spoilt, wrong = rng.random() < noise, (true + 1 + rng.randrange(len(LABELS) - 1)) % len(LABELS)
-        if text in seen or not MIN_WORDS <= len(text.split()) <= MAX_WORDS:
+        if text in texts_drawn or not MIN_WORDS <= len(text.split()) <= MAX_WORDS:
             continue
-        seen.add(text)
+        texts_drawn.add(text)
         columns["text"].append(text)
         columns["label"].append(wrong if spoilt else true)
         columns["true_label"].append(true)
@@ -187,10 +187,10 @@ def emotion(
     if min(train, validation, test) < 0 or not 0 <= noise <= 1:
         raise ValueError(f"sizes must be >= 0 and noise in 0..1: {train}, {validation}, {test}, {noise}")
     rng = random.Random(seed)
-    seen: set[str] = set()
-    held_out = _split(rng, test, noise, seen)
-    checked = _split(rng, validation, noise, seen)
-    return {"train": _split(rng, train, noise, seen), "validation": checked, "test": held_out}
+    texts_drawn: set[str] = set()
+    held_out = _split(rng, test, noise, texts_drawn)
+    checked = _split(rng, validation, noise, texts_drawn)
+    return {"train": _split(rng, train, noise, texts_drawn), "validation": checked, "test": held_out}
 
 
 def best_accuracy(columns: Mapping[str, Sequence[Any]]) -> float:

@@ -207,10 +207,9 @@ def locked(name: str) -> Iterator[None]:
 
 
 def cached(path: Path, make: Callable[[Path], None], aside: Path | None = None) -> Path:
-    """`path`, a file or folder of the cache, as `make(aside)` makes it: once, and again when it is damaged. `aside`: a
-    folder that is filled bit by bit, and is there again for whoever goes on after a kill.
-
-    Errors: `RunError` when it cannot be written."""
+    """`path`, a file or folder of the cache, created by `make(aside)` if it is not there or is damaged. `aside`: a
+    folder that `make` fills piece by piece; after a kill the next call continues with it. Errors: `RunError` when it
+    cannot be written."""
     with locked(path.name):
         if damage(path) is not None:
             discard(path)
@@ -249,7 +248,8 @@ def _aside(path: Path, ending: str) -> Path:
 
 
 def seal(path: Path, name: Path | None = None) -> None:
-    """Sync what lies at `path`, and write down beside it (or beside `name`, which it will be called) what it holds."""
+    """Sync the file or folder at `path`, and write a seal with the hashes of its content beside it (or beside `name`,
+    the name that it will get)."""
     contents = {}
     for inner, file in _files(path).items():
         if file != path and sealed(file):  # a shard, which was synced and hashed when it was made

@@ -21,7 +21,7 @@ import numpy as np
 
 from lockstep.config.run import RunError
 from lockstep.data import arrow_cache, usable_rows
-from lockstep.data.lm_documents import Documents, Found, closed, flat, measured, shares
+from lockstep.data.lm_documents import Documents, EncodedDocuments, closed, flat, measured, shares
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -141,7 +141,7 @@ def documents_in(dataset: Dataset, how: Writing) -> int:
 def further_keys(dataset: Dataset, column: str) -> list[str]:
     """What messages have besides role and content."""
     inner = getattr(dataset.features[column], "feature", None)
-    if not isinstance(inner, Mapping):  # values of any kind, told by none of the features
+    if not isinstance(inner, Mapping):  # values of any kind; the features do not describe them
         inner = {key for _, part in usable_rows.lists(dataset, column) for row in part for each in row for key in each}
     return sorted(set(inner) - {"role", "content"})
 
@@ -154,7 +154,7 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def documents_of(dataset: Dataset, tokenizer: Any, how: Writing, rows: range) -> Found:
+def documents_of(dataset: Dataset, tokenizer: Any, how: Writing, rows: range) -> EncodedDocuments:
     """The documents of some rows; tokens that reach over into what is learned are learned, too. Errors: `RunError`."""
     columns = [how.column] if how.tools is None else [how.column, how.tools]
     for start, batch in arrow_cache.batches(dataset.select_columns(columns), rows):

@@ -407,7 +407,7 @@ def scanned(file: Path, key: str, data: DataSection) -> Table:
 
 
 def _with_quotes(file: Path, data: DataSection, separator: str) -> Table:
-    """With the quotes that the file has. Errors: `Misfit`."""
+    """Scan a table with the quote character that the file uses. Errors: `Misfit`."""
     quoted, bare = Dialect(separator, '"'), Dialect(separator, "")
     try:
         table = _scan(file, data, quoted)

@@ -176,7 +176,7 @@ def downloading(source: str, kind: Literal["model", "dataset"]) -> Iterator[None
 
 
 def _bytes_in(folder: Path) -> int:
-    """Of all files of a repository in the Hub's cache, whole or growing."""
+    """The size of all files of a repository in the Hub's cache, including incomplete ones."""
     total = 0
     with suppress(OSError):
         for file in folder.iterdir():
@@ -215,7 +215,7 @@ _KEYS = ("source", "train", "validation", "test")
 
 
 def addresses(data: DataSection) -> DataSection:
-    """With a commit in each address of the Hub. Errors: `RunError`."""
+    """Add the current commit to each Hub address of the section. Errors: `RunError`."""
     commits: dict[str, str] = {}
 
     def at(value: Any) -> Any:

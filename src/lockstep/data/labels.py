@@ -51,12 +51,12 @@ class Codes:
         self.place = {value: code for code, value in enumerate(values)}
 
     def of(self, rows: dict[str, list]) -> np.ndarray:
-        """Of some rows of a split: int64, as many."""
+        """The codes of the labels of some rows: int64, one for each row."""
         labels = rows[self.column]
         return np.fromiter((self.place[label] for label in labels), np.int64, len(labels))
 
     def of_all(self, dataset: Dataset) -> np.ndarray:
-        """Of every row of a split: int32 [examples]."""
+        """The codes of the labels of a whole split: int32 [examples]."""
         parts = (
             self.of({self.column: labels}).astype(np.int32) for _, labels in usable_rows.lists(dataset, self.column)
         )
@@ -128,7 +128,8 @@ def count_labels(rows: Dataset, column: str) -> dict[str, list]:
 
 
 def merge_counts(counts: list[dict[str, list]], column: str) -> tuple[Dataset, Counter[Any]]:
-    """A data set of one row a label, of what `told` says of parts, and how often each is there. Errors: `RunError`."""
+    """Merge the results of `count_labels` for parts of a split: a data set with one row for each label, and the number
+    of rows of each. Errors: `RunError`."""
     import datasets
 
     values: Counter[Any] = Counter()

@@ -34,7 +34,7 @@ SCHEMA = pa.schema(
 )
 WITH_STARTS = SCHEMA.append(pa.field("starts", _NUMBERS))
 WITH_LEFT = SCHEMA.append(pa.field("left", pa.int64()))  # tokens that were cut off its text
-# Tokens of its text that nothing comes before, which are no targets, and what they stand for.
+# Tokens of its text without a token before them, which are no targets, and their bytes and words.
 OPENINGS = (
     pa.field("openings", _NUMBERS),
     pa.field("opening_bytes", pa.int64()),
@@ -161,7 +161,7 @@ def _with_openings(schema: pa.Schema) -> pa.Schema:
 def _openings(documents: Documents, begin: bool) -> np.ndarray:
     """Tokens that stand for text and that nothing comes before: bool [N]."""
     first = documents.within == 0
-    if len(documents.starts):  # as `apart` has them
+    if len(documents.starts):  # as `separate` has them
         return documents.starts & ~documents.scored & (documents.bytes > 0) & (begin | ~first)
     return first & documents.scored & (documents.bytes > 0) & begin
 
@@ -228,7 +228,7 @@ def write(
 ) -> str:
     """The examples of a split, made if not yet cached, or not as they were. `parts`: the rows that make a shard each.
     `packed`: texts follow each other without regard to where they end, so that every example but the last is full.
-    `starts`: they say where documents do, see `apart`; `cut`: what was left out of texts, see `beginnings`;
+    `starts`: they say where documents do, see `separate`; `cut`: what was left out of texts, see `beginnings`;
     `openings`: which tokens nothing comes before. The caller holds the lock. `key` stands for what they are made of.
     Errors: `RunError` when the cache cannot be written."""
     schema = WITH_STARTS if starts else WITH_LEFT if cut and not packed else SCHEMA
@@ -427,10 +427,10 @@ def _around(tokenizer: Any) -> tuple[np.ndarray, np.ndarray] | None:
     return None
 
 
-Found = Iterator[tuple[Documents, int]]  # documents, and of how many rows they are
+EncodedDocuments = Iterator[tuple[Documents, int]]  # documents, and of how many rows they are
 
 
-def of_texts(dataset: Dataset, tokenizer: Any, column: str, rows: range) -> Found:
+def of_texts(dataset: Dataset, tokenizer: Any, column: str, rows: range) -> EncodedDocuments:
     """A document a row, closed by the end token."""
     for _, batch in arrow_cache.batches(dataset.select_columns([column]), rows):
         for some in shares(batch[column], map(len, batch[column])):
@@ -474,7 +474,7 @@ def shares(rows: Sequence[Any], sizes: Iterator[int]) -> Iterator[list[Any]]:
         yield some
 
 
-def of_prompts(dataset: Dataset, tokenizer: Any, prompt: str, response: str, rows: range) -> Found:
+def of_prompts(dataset: Dataset, tokenizer: Any, prompt: str, response: str, rows: range) -> EncodedDocuments:
     """Prompt, response, end token; only what comes after the prompt is scored."""
     end = end_of(tokenizer)
     for _, batch in arrow_cache.batches(dataset.select_columns(list(dict.fromkeys([prompt, response]))), rows):

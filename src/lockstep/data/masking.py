@@ -32,7 +32,7 @@ class Vocabulary:
     begins: np.ndarray | None  # bool [size]: a word begins with it, whatever comes before; None: not known
     joins: (
         np.ndarray | None
-    )  # int8 [size]: the token after it never goes on with its word, may, or always does: 0, 1, 2
+    )  # int8 [size]: the next token never (0), possibly (1) or always (2) continues this token's word
 
 
 def vocabulary(tokenizer: Any) -> Vocabulary:
@@ -43,7 +43,8 @@ def vocabulary(tokenizer: Any) -> Vocabulary:
 
 
 def _words(tokenizer: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """From how a vocabulary marks pieces: `##` within a word, or a sign at its beginning, punctuation by itself."""
+    """Which tokens begin a word, and how each joins the next one (`Vocabulary.joins`), by the marks of the vocabulary:
+    `##` within a word, or a sign at its beginning; punctuation is a word of its own. None without such marks."""
     import json
 
     if not tokenizer.is_fast:

@@ -285,7 +285,8 @@ class MixedOrder(Order):
         return (self.seed + (source + 1) * _OF_SOURCES) % 2**64
 
     def drawn(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each example of a step its source, and how many of that source came before it: int64 [examples]."""
+        """The source of each example of a step, and how many examples of that source came before it: int64 [examples]
+        each."""
         phase = next(phase for phase in reversed(self._phases) if phase.step <= step)
         places = np.arange(self._place(step), self._place(step + 1)) - phase.place
         return self._drawn(phase, places)
@@ -322,7 +323,8 @@ class MixedOrder(Order):
         return source, number
 
     def _slots(self, phase: _Phase, period: int, within: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of places of a period the source, and which of its slots: int64, same shape."""
+        """The source of each place of a period, and which of the source's slots it is: int64, same shape as
+        `within`."""
         ends = np.cumsum(phase.counts)
         seed = (self.seed ^ _OF_PLACES) + phase.step * _OF_SOURCES  # each phase has orders of its own
         slots = permute(within.astype(np.uint64), int(ends[-1]), seed, period)
@@ -330,7 +332,7 @@ class MixedOrder(Order):
         return source, slots - (ends - phase.counts)[source]
 
     def _period(self, phase: _Phase, period: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of every place of a period the source, and how many places of that source come before it in the period."""
+        """The source of every place of a period, and how many places of that source come before it in the period."""
         if self._last_period[0] != (phase.step, period):
             source, _ = self._slots(phase, period, np.arange(int(phase.counts.sum())))
             before = np.empty_like(source)

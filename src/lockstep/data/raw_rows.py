@@ -133,8 +133,8 @@ def _as_json(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_examples(prepared: Prepared, run: Run, task: type[Makes]) -> Prepared:
-    """What was prepared, with the examples that the task makes of the rows where they are none of the split; without
-    rows of which no example is known."""
+    """The prepared data, with the examples that the task makes of the raw rows where those are not part of the split;
+    without raw rows if their examples are unknown."""
     stored = prepared.facts.get(FACT)
     if stored is None:
         return prepared

@@ -154,8 +154,8 @@ class ShardCache:
             os.utime(_folder(path) / _ABOUT, (0, 0))
 
     def coming(self, paths: Sequence[Path]) -> None:
-        """Fetch these beside, in this order, as far as half of the room goes; one at least. What cannot be fetched is
-        told when it is wanted."""
+        """Start to fetch these files in the background, in this order, as far as half of the cache's room allows; at
+        least one. An error of a fetch is raised when the file is read."""
         some: list[Path] = []
         size = 0
         for path in paths:
@@ -221,7 +221,7 @@ def _all() -> Path:
 
 
 def _folder(path: Path) -> Path:
-    """Of a copy and what is known about it."""
+    """The folder of a cached copy and of the facts about it."""
     return _all() / path.relative_to(_all()).parts[0]
 
 
@@ -254,7 +254,7 @@ class _RemoteFiles:
     """The files that a section reads, by where they are in the folder that stands for the stores."""
 
     objects: dict[str, tuple[Object, Readable]]
-    given: dict[str, str]  # address in the run file -> path in that folder
+    paths: dict[str, str]  # address in the run file -> path in that folder
     shards: list[str]  # of a stream: those of train that are elsewhere, in order
     local: list[Path]  # and those on this machine
     names: frozenset[str]  # the ones that are in no other split
@@ -301,8 +301,8 @@ def facts(data: DataSection, splits: Splits) -> list[Fact]:
 
 
 def shards(data: DataSection, splits: Splits, among: int = 1) -> ShardCache | list[Path]:
-    """The files of train, of which nothing is fetched yet, or those on this machine. `among`: as `ShardCache` has it.
-    Errors: `RunError`."""
+    """The files of train, none of them fetched yet, or the local ones. `among`: as in `ShardCache`. Errors:
+    `RunError`."""
     files = _unchanged_files(data, splits)
     return ShardCache(map(files.fact, files.shards), data.stream_cache_gb, among) if files.shards else files.local
 
@@ -323,7 +323,7 @@ def here(data: DataSection, splits: Splits) -> Iterator[DataSection]:
     finally:
         ACTIVITY.at(place)
     try:
-        yield _local(data, files.given, folder)
+        yield _local(data, files.paths, folder)
     except RunError as error:
         raise RunError(error.code, _named(error.message, folder)) from error
 

@@ -178,7 +178,8 @@ def _count(rows: row_reader.Rows) -> int:
 
 
 def _without_times(rows: Dataset, files: list[Path], key: str) -> Dataset:
-    """With the texts of a file of JSON, which has no times, where `datasets` has taken all of a column for times."""
+    """Replace times by the texts of the file: JSON has no type for times, and `datasets` reads a column as times if all
+    its texts look like them."""
     for name, feature in list(rows.features.items()):
         if str(getattr(feature, "dtype", "")).startswith("timestamp"):
             names = rows.column_names

@@ -105,7 +105,7 @@ def whole(file: Path, key: str, plain: str | None = None) -> Iterator[Rows]:
 
 
 def columns_of(rows: Sequence[dict[str, Any]]) -> Columns:
-    """Rows as columns, of which each has all that any of them has."""
+    """Rows as columns; a key that some rows lack is None there."""
     names = dict.fromkeys(itertools.chain.from_iterable(rows))
     return {name: [row.get(name) for row in rows] for name in names}
 
@@ -170,7 +170,7 @@ class RowReader(ABC):
 
 
 class _ByteReader(RowReader):
-    """A file of which chunks are ranges of bytes, as it is unpacked."""
+    """Reads a file whose chunks are ranges of its unpacked bytes."""
 
     _stream: Any = None
     _at = 0  # bytes of it that were read
@@ -204,7 +204,7 @@ class _ByteReader(RowReader):
 
     @abstractmethod
     def _parsed(self, block: bytes, row: int) -> Columns:
-        """The rows of a chunk, of which `row` is the first. Errors: `RunError`."""
+        """Parse the rows of a chunk whose first row has the number `row`. Errors: `RunError`."""
 
     def close(self) -> None:
         if self._stream is not None:

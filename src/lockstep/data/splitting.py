@@ -92,7 +92,8 @@ def _counts(rows: Dataset, read: Source) -> list[int]:
 
 
 def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> dict[str, Dataset]:
-    """With a test split, where one is asked for, and a validation split: of each source of a mixture on its own."""
+    """Cut a validation split, and a test split where one is asked for, off the training split; in a mixture off each
+    source."""
     import datasets
 
     if not read.sources:
@@ -126,7 +127,7 @@ def _cut_one(splits: dict[str, Dataset], run: Run, cut: Cut, name: str, alone: b
 
 
 def hashes(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
-    """Of each row, by what some columns hold, white space aside: uint64 [rows, 2]. By all cores."""
+    """A hash of each row's content in `columns`, without white space: uint64 [rows, 2]. Uses all cores."""
     some = dataset.select_columns(list(columns))
     pairs = np.frombuffer(mmap.mmap(-1, max(1, 16 * len(dataset))), np.uint64, 2 * len(dataset)).reshape(-1, 2)
 
@@ -158,7 +159,7 @@ def _normal(value: Any) -> str:
 
 
 def first_of(pairs: np.ndarray) -> np.ndarray:
-    """Of each hash the first row that has it, in order: int64."""
+    """The first row of each distinct hash, in order: int64."""
     order = np.lexsort((pairs[:, 1], pairs[:, 0]))  # stable: of equal ones the first row comes first
     ordered = pairs[order]
     new = np.ones(len(order), dtype=bool)
@@ -227,7 +228,8 @@ def left_out(facts: Mapping[str, Any]) -> str:
 
 
 def warnings(facts: Mapping[str, Any]) -> list[str]:
-    """Of texts that were cut, of labels that may be the same, and of examples that a model is trained and scored on."""
+    """Warnings about the data: texts that were cut, labels that may be the same, and examples that are both trained and
+    scored on."""
     messages = [
         f"{counts['texts']:,} of {counts['of']:,} {split} texts are longer than {counts['most']:,} tokens, and their "
         f"ends ({counts['tokens']:,} tokens) are cut off"
@@ -269,7 +271,7 @@ class EvalHashes:
 
     @staticmethod
     def of(splits: Mapping[str, Dataset], columns: Sequence[str], drop: bool) -> EvalHashes:
-        """Of all splits but train. By all cores."""
+        """The hashes of all splits but train. Uses all cores."""
         arrays = [hashes(rows, columns) for split, rows in splits.items() if split != "train"]
         return EvalHashes(
             tuple(columns), np.unique(np.concatenate([np.empty((0, 2), np.uint64), *arrays]), axis=0), drop
@@ -282,7 +284,7 @@ class EvalHashes:
         return EvalHashes(tuple(columns), np.load(path), True) if path.exists() else None
 
     def write(self, folder: Path) -> None:
-        """For `read`, where rows are left out."""
+        """Write the hashes for `read`."""
         if self.drop:
             np.save(folder / FILE, self.hashes)
 
@@ -296,7 +298,7 @@ class EvalHashes:
         return {(int(a), int(b)): number for number, (a, b) in enumerate(self.hashes.tolist())}
 
     def example_numbers(self, rows: Dataset) -> np.ndarray:
-        """Of each row the number of the example that it is, or -1: int64 [rows]."""
+        """For each row the number of the evaluation example that it equals, or -1: int64 [rows]."""
         numbers = np.full(len(rows), -1, dtype=np.int64)
         if not len(self.hashes):
             return numbers

@@ -68,7 +68,8 @@ class StreamingSource:
     copies: ShardCache | None = None  # of files that are elsewhere: then `files` are where their copies lie
 
     def with_files(self) -> StreamingSource:
-        """With its files. Errors: `RunError` where there are none, or one that cannot be streamed."""
+        """A copy that lists the source's files. Errors: `RunError` where there are none, or one that cannot be
+        streamed."""
         with self.named():
             source.theirs(self.entry, self.columns)
             shards = (
@@ -86,7 +87,7 @@ class StreamingSource:
         return replace(self, files=files, copies=copies)
 
     def of_index(self, facts: Sequence[Identity]) -> StreamingSource:
-        """With the files of an index."""
+        """A copy whose files are those of an index."""
         if not any(is_address(name) for name, _, _ in facts):
             return replace(self, files=[Path(name) for name, _, _ in facts])
         identities = [(name, size, str(tag)) for name, size, tag in facts]
@@ -266,15 +267,16 @@ class Stream:
         ]
 
     def with_files(self, splits: Mapping[str, Dataset], texts: Sequence[str]) -> Stream:
-        """With its files. `splits`: the others, whose rows are looked for in it by what they have in the columns
-        `texts`. Errors: `RunError` where there are none, or one that cannot be streamed."""
+        """A copy that lists the files of all sources. `splits`: the other splits, whose rows are searched for in the
+        stream by their content in the columns `texts`. Errors: `RunError` where there are no files, or one that cannot
+        be streamed."""
         parts = [each.with_files() for each in self._sources()]
         held_out = EvalHashes.of(splits, texts, self.data.decontaminate)
         known = tuple(replace(each, held_out=held_out if held_out.drop else None) for each in parts)
         return replace(self, parts=known, held_out=held_out, splits=splits)
 
     def of_index(self, folder: Path) -> Stream:
-        """With the files of an index."""
+        """A copy whose files are those of an index."""
         index = about(folder)
         held_out = EvalHashes.read(folder, index["texts"])
         ends = np.cumsum(index["sources"]).tolist()
@@ -284,7 +286,7 @@ class Stream:
 
     @property
     def files(self) -> list[Path]:
-        """Of all sources."""
+        """The files of all sources."""
         return [file for each in self.parts for file in each.files]
 
     def part(self, number: int) -> int:
@@ -402,7 +404,7 @@ class Stream:
         doing: str,
         together: Callable[[Path], None],
     ) -> Path:
-        """A folder of the cache with a file a shard, of which `together` makes what is kept."""
+        """A folder of the cache with one file for each shard, from which `together` makes the final content."""
 
         def each(shard: range, path: Path, done: Callable[[int], None]) -> None:
             one(shard, path, done)
@@ -488,8 +490,8 @@ def about(folder: Path) -> dict[str, Any]:
 
 
 def facts(folder: Path, others: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of train, beside what is said of the other splits: rows that are left out, examples of other splits
-    that stand in it, and examples of each source."""
+    """The facts about a streamed train split, together with those of the other splits: rows that are left out, examples
+    of other splits that occur in train, and examples of each source."""
     index = about(folder)
     result = dict(others)
     for key in ("left_out", "filtered", "dropped"):

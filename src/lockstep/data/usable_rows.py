@@ -330,11 +330,11 @@ class TokenCounts:
         return cls(run, frozenset(name for target in targets for name in (target, f"translation.{target}")))
 
     def renamed(self, rename: Mapping[str, str]) -> TokenCounts:
-        """For a source that calls the task's columns otherwise."""
+        """A copy for a source whose columns have other names than the task's."""
         return replace(self, targets=frozenset(rename.get(target, target) for target in self.targets))
 
     def __call__(self, dataset: Dataset, path: str, split: str, name: str) -> np.ndarray:
-        """Of each row: int32, -1 where it has no text. Errors: `RunError`."""
+        """The number of tokens of each row's text: int32 [rows], -1 where a row has no text. Errors: `RunError`."""
         import datasets
 
         if self.run.tokenizer.train is not None:

@@ -102,7 +102,7 @@ def disagreement(everyone: Sequence[tuple[str, dict[str, str]]]) -> str:
 
 
 def fingerprint(folder: Path) -> str:
-    """Of a model's folder: names and sizes of its files, and the first and last MiB of each."""
+    """A hash of a model's folder: names and sizes of its files, and the first and last MiB of each."""
     digest = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
         size = path.stat().st_size

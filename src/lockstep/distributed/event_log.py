@@ -64,7 +64,8 @@ class EventLog:
             self._pending = time.time(), step, steps, self._world.all_gather_numbers(seconds)
 
     def answer(self) -> None:
-        """Write what was gathered last, if anything. Collective, and waits for nobody who has come to `times`."""
+        """Write the times that were gathered last, if any. Collective; does not wait for ranks that have not reached
+        `times`."""
         if self._pending is None:
             return
         (when, step, steps, answer), self._pending = self._pending, None
@@ -131,7 +132,7 @@ def launched_by(run: Run) -> str:
 
 
 def versions(run: Run) -> dict[str, str]:
-    """Of Python and of the packages that decide what is computed and how."""
+    """The versions of Python and of the packages that decide what is computed and how."""
     versions_of = {"python": platform.python_version()}
     names = {"hf_accelerate": "accelerate", "hf_trainer": "accelerate"}
     engine = names.get(run.strategy.name, "deepspeed" if run.strategy.name.startswith("zero") else None)

@@ -100,8 +100,8 @@ def here(launcher: str, processes: int, job: str | None = None, facts: Mapping[s
 
 
 def write(folder: Path, launched: JobRecord) -> bool:
-    """Write OUTPUT/launch.json as a whole; on a full disk in the place of what it held, which takes no room. Returns
-    whether that could be done; a folder that cannot be written to is told by what needs it, not here."""
+    """Write OUTPUT/launch.json atomically, or in place if the disk is full, which needs no room. Returns whether it was
+    written; reports no error, because whatever needs the folder does."""
     text = json.dumps(asdict(launched), indent=1) + "\n"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,8 @@ def outcome(status: int | None, text: str = "") -> State:
 
 
 def state_of_process(launched: JobRecord) -> State:
-    """By the launching process and rank 0: what can be seen from this host, and what they left in writing."""
+    """The state of a job that ran without a scheduler, from the processes that this host can see and from the exit
+    status that the launcher and rank 0 wrote down."""
     if launched.status is not None:
         return outcome(launched.status)
     process = launched.process

@@ -7,7 +7,7 @@ docs/explanation/lost-rank.md tells the whole protocol; `training/recovery.py` i
 
 A generation is never taken back or changed: the next one has the next number, and the store takes each number once.
 Ranks act on the newest they can see and meet there; one that is still at an older one finds the newer one and follows.
-Nobody guesses who is left, and who does not reach the store goes on with nobody.
+Membership comes from the store alone: a process that cannot reach the store belongs to no group.
 """
 
 from __future__ import annotations
@@ -87,12 +87,13 @@ class Roster:
             self.newest = _generation(self.store, self.newest.number + 1)
 
     def give_up(self, why: str) -> None:
-        """Nobody goes on in here: the ranks end, and the job starts again. The first reason stays."""
+        """Declare that no rank continues: the ranks end, and the launchers restart the job. The first reason is
+        kept."""
         self.store.compare_set("given-up", "", why)
 
     @property
     def given_up(self) -> str | None:
-        """Why nobody goes on in here."""
+        """The reason why no rank continues, or None."""
         return self.store.get("given-up").decode() if self.store.check(["given-up"]) else None
 
     def settled(self) -> bool:
@@ -130,7 +131,7 @@ class Membership:
 
     @classmethod
     def from_environment(cls) -> Membership | None:
-        """Of this process; None where the launcher that started it keeps no roll."""
+        """This process's membership; None where the launcher that started it keeps no roster."""
         value = os.environ.get(VARIABLE)
         return None if value is None else cls(MemberAddress(**json.loads(value)))
 
@@ -177,7 +178,7 @@ class Membership:
 
     @property
     def given_up(self) -> bool:
-        """Whether nobody goes on: the launchers start the job again."""
+        """Whether the launchers restart the job and no rank continues."""
         return self._store.check(["given-up"])
 
     def trains(self) -> None:
@@ -193,8 +194,8 @@ class Membership:
         listener.start()
 
     def awaited(self, limit_s: float, stop: Callable[[], bool] = lambda: False) -> Generation | None:
-        """The newest generation that is newer than this rank's, once there is one and this rank is in it; None after
-        `limit_s`, once `stop` says so, or where nobody goes on."""
+        """The newest generation after this rank's own that includes this rank, once there is one; None after `limit_s`,
+        when `stop` returns True, or when no rank continues."""
         until = time.monotonic() + limit_s
         while (generation := self.newest()).number <= self.generation.number or self.me not in generation.members:
             if time.monotonic() > until or stop() or self.given_up:
@@ -224,7 +225,8 @@ class Membership:
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """In here a group is formed: its sockets are those that appear. More than one may be."""
+        """A context in which a group is formed: the sockets that appear within it belong to the group. Several groups
+        may be formed."""
         with self._turn:
             self._before = set(_sockets())
         try:
@@ -252,7 +254,7 @@ class Membership:
         return torch_internals.groups()
 
     def _listen(self, number: int) -> None:
-        """In a thread, as long as this rank is in the generation of that number: look for newer ones."""
+        """Look for newer generations, in a thread, as long as this rank belongs to generation `number`."""
         with suppress(RuntimeError, RendezvousStateError):  # a store that is gone ends the launcher, and that this rank
             newer = number
             while not self._over.wait(LOOK_S) and self.generation.number == number:
@@ -309,14 +311,15 @@ def _rouse(groups: list[Any]) -> None:
 
 
 def _main_thread() -> tuple[str, int]:
-    """Of this process: its state as /proc has it (S: it sleeps), and its processor time in ticks. Linux only."""
+    """The state of this process's main thread as /proc has it (S: it sleeps), and its processor time in ticks. Linux
+    only."""
     with open(f"/proc/self/task/{os.getpid()}/stat", encoding="ascii", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()
     return fields[0], int(fields[11]) + int(fields[12])
 
 
 def _sockets() -> dict[int, int]:
-    """Of this process, inode -> file descriptor. Linux only."""
+    """The sockets of this process: inode -> file descriptor. Linux only."""
     sockets = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

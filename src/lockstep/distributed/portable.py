@@ -140,10 +140,10 @@ def probe() -> str:
     functional.conv2d(a[:32].reshape(2, 3, 32, 64), filters, padding=1).square().mean().backward()
     assert filters.grad is not None
     results.append(filters.grad)
-    seen = hashlib.sha256()
+    digest = hashlib.sha256()
     for result in results:
-        seen.update(result.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-    return seen.hexdigest()[:16]
+        digest.update(result.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _core_of_blas() -> str | None:
@@ -174,7 +174,7 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
         raise RunError(
             "LS7079", f"strategy.exact: portable: a product of {a.dtype} has no portable form; set strategy.exact=true"
         )
-    left, right = a.detach().to(dtype).numpy(), b.detach().to(dtype).numpy()
+    left, right = _array(a.detach().to(dtype)), _array(b.detach().to(dtype))
     out = np.empty((*left.shape[:-1], right.shape[-1]), left.dtype)
     piece = MATRICES if left.ndim == 3 else ROWS
     ranges = [slice(start, start + piece) for start in range(0, len(left), piece)]
@@ -188,6 +188,12 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     else:
         list(_pool.map(compute, ranges))
     return torch.from_numpy(out)
+
+
+def _array(x: Tensor) -> Any:
+    """The numbers of a tensor, in its own memory. `Tensor.numpy` would fix the size of that memory for good, and FSDP
+    lets go of the memory of weights that it has gathered."""
+    return np.from_dlpack(x.detach())
 
 
 def _added(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -270,7 +276,7 @@ class _Geometry:
     def places(self, size: Sequence[int]) -> list[int]:
         """Where the kernel stands on an image of this size, counted in each dimension."""
         rows = zip(size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        return [(n + 2 * pad - apart * (k - 1) - 1) // step + 1 for n, k, step, pad, apart in rows]
+        return [(n + 2 * pad - gap * (k - 1) - 1) // step + 1 for n, k, step, pad, gap in rows]
 
     def padded(self, size: Sequence[int]) -> list[int]:
         return [n + 2 * pad for n, pad in zip(size, self.padding, strict=True)]
@@ -280,20 +286,22 @@ class _Geometry:
         whole = image.new_zeros(len(image), *self.padded(image.shape[1:]))
         self.inside(whole).copy_(image)
         places = self.places(image.shape[1:])
-        apart = [step * gap for step, gap in zip(whole.stride()[1:], self.dilation, strict=True)]
+        gaps = [step * gap for step, gap in zip(whole.stride()[1:], self.dilation, strict=True)]
         moved = [step * each for step, each in zip(whole.stride()[1:], self.stride, strict=True)]
-        seen = whole.as_strided((len(image), *self.kernel, *places), (whole.stride(0), *apart, *moved))
-        return seen.reshape(self.groups, len(image) // self.groups * math.prod(self.kernel), math.prod(places))
+        windows = whole.as_strided((len(image), *self.kernel, *places), (whole.stride(0), *gaps, *moved))
+        return windows.reshape(self.groups, len(image) // self.groups * math.prod(self.kernel), math.prod(places))
 
-    def added(self, seen: Tensor, channels: int, size: Sequence[int]) -> Tensor:
+    def added(self, windows: Tensor, channels: int, size: Sequence[int]) -> Tensor:
         """The gradient of an image of this size, from that of its windows. One number of the kernel after another."""
         places = self.places(size)
-        seen = seen.reshape(channels, *self.kernel, *places)
-        whole = seen.new_zeros(channels, *self.padded(size))
+        windows = windows.reshape(channels, *self.kernel, *places)
+        whole = windows.new_zeros(channels, *self.padded(size))
         for offsets in itertools.product(*map(range, self.kernel)):
             rows = zip(offsets, self.dilation, self.stride, places, strict=True)
-            spans = [slice(o * apart, o * apart + step * (count - 1) + 1, step) for o, apart, step, count in rows]
-            whole[(slice(None), *spans)] += seen[(slice(None), *offsets)]
+            spans = [slice(o * gap, o * gap + step * (count - 1) + 1, step) for o, gap, step, count in rows]
+            into: list[Any] = [slice(None), *spans]
+            place: list[Any] = [slice(None), *offsets]
+            whole[tuple(into)] += windows[tuple(place)]
         return self.inside(whole)
 
     def inside(self, whole: Tensor) -> Tensor:
@@ -328,8 +336,8 @@ def _spread(gradients: Tensor, filters: Tensor, size: Sequence[int], geometry: _
     channels = filters.shape[1] * geometry.groups
     out = gradients.new_empty(len(gradients), channels, *size)
     for gradient, result in zip(gradients, out, strict=True):
-        seen = _grouped_product(weight, _by_group(geometry, gradient))
-        result.copy_(geometry.added(seen, channels, size))
+        windows = _grouped_product(weight, _by_group(geometry, gradient))
+        result.copy_(geometry.added(windows, channels, size))
     return out
 
 
@@ -375,7 +383,7 @@ def convolution(
     if transposed:
         more = list(output_padding) * len(geometry.kernel) if len(output_padding) == 1 else output_padding
         rows = zip(images.shape[2:], geometry.kernel, geometry.stride, geometry.padding, geometry.dilation, strict=True)
-        size = [(n - 1) * step - 2 * pad + apart * (k - 1) + 1 for n, k, step, pad, apart in rows]
+        size = [(n - 1) * step - 2 * pad + gap * (k - 1) + 1 for n, k, step, pad, gap in rows]
         out = _spread(wide, weight, [n + extra for n, extra in zip(size, more, strict=True)], geometry)
     else:
         out = _convolve(wide, weight, geometry)
@@ -420,7 +428,7 @@ KERNELS |= {"convolution": convolution, "convolution_backward": _convolution_bac
 
 def _sqrt(x: Tensor) -> Tensor:
     with np.errstate(invalid="ignore"):
-        return torch.from_numpy(np.sqrt(x.numpy(), out=np.empty(x.shape)))
+        return torch.from_numpy(np.sqrt(_array(x), out=np.empty(x.shape)))
 
 
 def _turned(x: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ from lockstep.distributed import splitmix
 
 @functools.cache
 def draw_wide() -> Library:
-    """From now on, in this process, for every tensor on the CPU. Calling it again does nothing. The library holds as
-    long as it lives."""
+    """Draw dropout masks on the CPU with the wide generator from now on, in this process, for every tensor. A second
+    call does nothing. The returned library has to be kept: the replacement ends with it."""
     library = Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Oo]verrid")

@@ -52,7 +52,7 @@ class WholeState(Saved):
 
 
 class ShardedState(Protocol):
-    """A state of which each rank holds some, such as a strategy's. Every method but `gives_bits` is
+    """A state whose tensors are divided over the ranks, such as a strategy's. Every method but `gives_bits` is
     collective."""
 
     def gives_bits(self, run: Run) -> bool:
@@ -120,7 +120,7 @@ def fill(own: Tensor, whole_tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Of a piece: which tensor it is of, and where it begins."""
+    """The place of a piece in its tensor: the tensor's name, and the offsets at which the piece begins."""
 
     name: str
     offsets: tuple[int, ...]
@@ -141,7 +141,7 @@ class Incomplete(CodedError):
 
 
 class PeerReader(Saved):
-    """Of all ranks together."""
+    """The state of all ranks, read from the ranks that hold it."""
 
     def __init__(self, mine: SliceMap, world: World) -> None:
         """`mine`: what this rank holds, maybe nothing. Where several hold the same, the first sends it. Collective.

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-# The last one is what a terminal sends when it is closed; nohup has it ignored.
+# The last one is sent by a terminal that closes; nohup ignores it.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Of one Ctrl-C a process may hear several times: from the terminal, and from a torchrun or a timeout that passes it on.
 AGAIN_S = 1.0
@@ -65,7 +65,7 @@ class StopRequest:
         self._until = time.monotonic() + (math.inf if after_s is None else after_s)
 
     def listen(self) -> None:
-        """From now on. The second Ctrl-C ends this process at once."""
+        """Handle stop signals from now on. The second Ctrl-C ends this process at once."""
         for number in heard():
             signal.signal(number, self.on_signal)
         end_at_second_interrupt()
@@ -83,8 +83,8 @@ class StopRequest:
 
     @contextmanager
     def interrupts(self) -> Iterator[None]:
-        """In here a stop signal does not wait for the end of a step. Errors: `Stopped`, also where the signal came
-        before."""
+        """A context in which a stop signal raises at once, and does not wait for the end of a step. Errors: `Stopped`,
+        also where the signal came before."""
         self._raises = not self.came
         try:
             if self.came:

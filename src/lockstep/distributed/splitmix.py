@@ -14,7 +14,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def sequence(first: int, count: int) -> np.ndarray:
-    """Of the whole numbers from `first` on, one each: uint64 [count]."""
+    """The random numbers of the integers from `first` on: uint64 [count]."""
     with np.errstate(over="ignore"):
         return _finished(np.arange(first, first + count, dtype=np.uint64) * _STEP)
 

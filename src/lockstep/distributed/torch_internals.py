@@ -140,7 +140,7 @@ class ToHost:
 
     def __init__(self, *tensors: Tensor) -> None:
         cuda = any(tensor.device.type == "cuda" for tensor in tensors)
-        self._found = [tensor.detach().to("cpu", non_blocking=True) for tensor in tensors]  # page-locked
+        self._host_tensors = [tensor.detach().to("cpu", non_blocking=True) for tensor in tensors]  # page-locked
         self._arrived = torch.cuda.Event() if cuda else None
         if self._arrived is not None:
             self._arrived.record()
@@ -150,4 +150,4 @@ class ToHost:
         later."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._found
+        return self._host_tensors

@@ -46,7 +46,7 @@ class Watchdog:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._query_began: float | None = None  # when it asked the store something that is not answered yet
-        self._found: dict[int, dict[str, Any]] = {}  # the last beats it heard of
+        self._heartbeats: dict[int, dict[str, Any]] = {}  # the last beats it heard of
         self._left = False  # whether it has waited for the others to go on without a silent one
 
     def start(self) -> Watchdog:
@@ -90,7 +90,7 @@ class Watchdog:
                 stuck = now - since > self.limit_s
                 self._query_began = now
                 self._store.set(str(self.world.rank), json.dumps(self._beat(beats, stuck)))
-                latest = self._found = self._others(last_beats, now)
+                latest = self._heartbeats = self._others(last_beats, now)
                 self._query_began = None
                 silent = [r for r, (_, when) in last_beats.items() if now - when > self.limit_s]
                 everyone_waits = len(latest) == self.world.size and all(b["stack"] for b in latest.values())
@@ -103,7 +103,7 @@ class Watchdog:
                 self.world.log,
             )
             os._exit(FAILED)
-        except RuntimeError as caught:  # the store is gone, and with it whoever held it
+        except RuntimeError as caught:  # the store is gone, and with it the process that held it
             if self._over.wait(LEFT_S):
                 return
             text = " ".join(str(caught).split())[:200]
@@ -114,18 +114,19 @@ class Watchdog:
             os._exit(FAILED)  # its launcher ends it, and a rank that hangs would not; alone it has nothing to save
 
     def _guard(self) -> None:
-        """In a thread beside: a store that does not answer has a holder that is stopped, which is rank 0."""
+        """Watch the store, in a thread of its own. A store that does not answer means that the process which holds it,
+        rank 0, is stopped."""
         while not self._over.wait(self.interval_s):
             asked_at = self._query_began
             if asked_at is None or time.monotonic() - asked_at <= self.limit_s:
                 continue
-            if 0 not in self._found:
+            if 0 not in self._heartbeats:
                 error(
                     coded("LS7062", f"no heartbeat from rank 0 for {self.limit_s:g} s; this process ends"),
                     self.world.log,
                 )
-            elif self.world.rank == min(set(self._found) - {0}, default=self.world.rank):
-                self._end_silent(self._found, [0])
+            elif self.world.rank == min(set(self._heartbeats) - {0}, default=self.world.rank):
+                self._end_silent(self._heartbeats, [0])
             else:
                 time.sleep(self.interval_s)
             sys.stderr.flush()
@@ -272,7 +273,7 @@ def tell_failure(caught: Exception, world: World | None, log: Path | None = None
                 pass
         except FileExistsError:
             return
-        except OSError:  # a full disk, no folder: told twice is better than not at all
+        except OSError:  # a full disk, no folder: a message twice is better than none
             pass
     who = f"rank {world.rank} of {world.size} on {world.host}" if world is not None else "a process"
     if lost_contact(caught):

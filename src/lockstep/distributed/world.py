@@ -52,7 +52,7 @@ class World:
         self.threads = threads_of(run, self.local_size)
         self.agreed = ""  # the hash of what is the same on every rank: agreement.py
         self.stop = StopRequest(run.max_time_s)
-        self.refusal: str | None = None  # why this rank may not write into OUTPUT, until all ranks are told
+        self.refusal: str | None = None  # why this rank may not write into OUTPUT, until all ranks know
         timeout = timedelta(seconds=run.launch.timeout_s)
         several, shared = self.size > self.local_size, share_gpus(run)
         self._rendezvous = Rendezvous(init_method, self.rank, self.size, several, timeout, shared)
@@ -118,7 +118,8 @@ class World:
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """In here further groups of ranks are formed, which are cut off with the first where one is lost."""
+        """A context in which further groups of ranks are formed. They are aborted with the main group when a rank
+        fails."""
         with self.members.forming() if self.members is not None else nullcontext():
             yield
 
@@ -149,8 +150,8 @@ class World:
             dist.destroy_process_group()
 
     def attach_group(self, generation: Generation) -> None:
-        """Be a rank of this generation, of which all members have come. Collective. Errors: `Unreached`, and whatever
-        a collective raises when a rank is lost meanwhile."""
+        """Form the process group of this generation, all of whose members have arrived. Collective. Errors:
+        `Unreached`, and what a collective raises when a rank fails meanwhile."""
         assert self.members is not None
         self.members.take(generation)
         self.rank, self.size = generation.members.index(self.members.me), len(generation.members)

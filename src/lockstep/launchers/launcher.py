@@ -95,7 +95,7 @@ class Launcher(ABC):
     # These three suit a launcher whose `start` lasts as long as the job. One that submits has its own.
 
     def state(self, run: Run, record: JobRecord) -> State:
-        """What the run is doing now; asks whoever runs it. Errors: `RunError`, if nobody can be asked."""
+        """The state of the run, from the system that runs it. Errors: `RunError`, if that system cannot be asked."""
         state = job_record.state_of_process(record)
         if state.word == "gone":  # it may have left its status since the record was read
             state = job_record.state_of_process(job_record.read(run.folder) or record)

@@ -255,7 +255,7 @@ def submit(plan: LaunchPlan) -> str:
 
 
 def processes_of(run: Run, options: Any) -> int:
-    """Of each node. Errors: `RunError` where nobody says how many."""
+    """The number of processes on each node. Errors: `RunError` where no key says it."""
     places = options.gpus * run.launch.processes_per_gpu
     if run.launch.processes != "auto":
         if places and run.launch.device != "cpu" and int(run.launch.processes) > places:
@@ -358,7 +358,8 @@ def _facts(job: str) -> Mapping[str, str] | None:
 
 
 def _remembered(record: JobRecord) -> State:
-    """Of a job that the controller has forgotten: from accounting where there is some, else from launch.json."""
+    """The state of a job that the SLURM controller no longer lists: from accounting (sacct) if it runs, else from
+    launch.json."""
     if shutil.which("sacct"):
         words = ["sacct", "-X", "-n", "-P", "-j", str(record.job), "-o", "State,ExitCode"]
         reply = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -412,7 +413,7 @@ class Job:
     tasks: int  # of a node
     processes: int  # of a task: 1, or the ranks that an elastic agent starts
     folder: Path  # of the logs and of the file itself
-    command: Sequence[str]  # of one task; of an array `$run` stands for the run file
+    command: Sequence[str]  # of one task; in an array `$run` is the run file
     here: Path  # where it runs: relative paths of the run file are meant from here
     cpus: int | None = None  # of a process
     gpus: int = 0  # of a node

@@ -136,8 +136,10 @@ def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
         if answers:
             start, stop = answers[0]["answer_start"], answers[0]["answer_start"] + len(answers[0]["text"])
             if spans[inside[0]][0] <= start and spans[inside[-1]][1] >= stop:
-                first = max(place for place in inside if spans[place][0] <= start)
-                ends = first, min(place for place in inside if spans[place][1] >= stop)
+                ends = (
+                    max(place for place in inside if spans[place][0] <= start),
+                    min(place for place in inside if spans[place][1] >= stop),
+                )
         types = {"token_type_ids": encodings["token_type_ids"][part]} if "token_type_ids" in encodings else {}
         windows.append({"input_ids": ids, "ends": ends, "spans": {place: spans[place] for place in inside}, **types})
     return {"windows": windows, "context": both[1], "right": [answer["text"] for answer in answers or ()]}
@@ -146,26 +148,28 @@ def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
 def _texts(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     """The texts of a row, and the score of the two."""
     texts = [get(row, column) for column in columns(task)[0]]
-    ids = [tokens(job.tokenizer, text, truncation=True, max_length=most) for text in texts]
+    cut = {"truncation": True, "max_length": most}
     low, high = task["score_range"]
-    score = (get(row, task["score"]) - low) / (high - low) if task["score"] else None
-    example = {"texts": [each or closed(job.tokenizer, []) for each in ids], "score": score}
-    return example | {"names": [same({"text": text}, ["text"]) for text in texts]}  # equal for equal texts
+    return {
+        "texts": [tokens(job.tokenizer, text, **cut) or closed(job.tokenizer, []) for text in texts],
+        "score": (get(row, task["score"]) - low) / (high - low) if task["score"] else None,
+        "names": [same({"text": text}, ["text"]) for text in texts],  # equal for equal texts
+    }
 
 
 def _answers(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     """A prompt with each of two answers, and where these begin."""
     spans = []
     for key in ("chosen", "rejected"):
-        asked, answer = task["prompt"] and get(row, task["prompt"]), get(row, task[key])
+        prompt, answer = task["prompt"] and get(row, task["prompt"]), get(row, task[key])
         if task["conversations"]:
             before, after = ([{"role": r, "content": t}] if isinstance(t, str) else list(t or ())
-                             for r, t in (("user", asked), ("assistant", answer)))  # fmt: skip
+                             for r, t in (("user", prompt), ("assistant", answer)))  # fmt: skip
             ids, known = _turns(job, [*before, *after], None, {})[-1]
             first = next((place for place, learned in enumerate(known) if learned), len(ids))
         else:
-            prompt = opened(job.tokenizer, tokens(job.tokenizer, asked)) if asked is not None else []
-            ids, first = prompt + tokens(job.tokenizer, answer, add_special_tokens=asked is None), len(prompt)
+            prompt_ids = opened(job.tokenizer, tokens(job.tokenizer, prompt)) if prompt is not None else []
+            ids, first = prompt_ids + tokens(job.tokenizer, answer, add_special_tokens=prompt is None), len(prompt_ids)
         ids, first = closed(job.tokenizer, ids), max(1, first)
         spans.append({"input_ids": ids[:most], "next": [*([IGNORED] * first + ids[first:])[1:most], IGNORED]})
     return {"answers": spans}

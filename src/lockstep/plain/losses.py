@@ -1,6 +1,11 @@
 """The loss of a padded batch, as the field writes it, through a model of transformers.
 
 In: a model, examples. Out: the sum of the losses over targets, and how many targets there are.
+
+Losses of embeddings are computed by sentence-transformers (6.0.0 to 6.2.0), from the vectors, where the job asks for
+libraries. Those of preferences and rewards are written out: TRL 1.16.0, the only release of the supported range, has
+them within methods of its trainers alone (`DPOTrainer._compute_loss`, `RewardTrainer.compute_loss`, and SimPO in
+`trl.experimental.cpo.CPOTrainer.cpo_loss`).
 """
 
 from collections.abc import Callable
@@ -9,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid, normalize
-from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.plain import module
 from lockstep.plain.examples import IGNORED
@@ -27,7 +31,7 @@ def batch_loss(job: Any, model: nn.Module, examples: list[dict]) -> Loss:
 
 def padded(examples: list[dict], name: str, fill: int, device: Any) -> Tensor:
     """A list of every example, padded on the right: int64 [B, T]."""
-    return pad_sequence([torch.tensor(example[name]) for example in examples], True, fill).to(device)
+    return nn.utils.rnn.pad_sequence([torch.tensor(example[name]) for example in examples], True, fill).to(device)
 
 
 def inputs_of(job: Any, examples: list[dict], device: Any) -> dict[str, Tensor]:
@@ -70,11 +74,10 @@ def _tokens(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Lo
     """Cross entropy of a label at each token, of one text or of a target, and what the model itself adds to it. A model
     of targets shifts what its decoder reads: the token that it starts from is no padding, though it may have its
     number."""
-    task, inputs = job.run["task"], inputs_of(job, examples, device)
-    wanted, config = padded(examples, "next", IGNORED, device), getattr(model, "config")  # noqa: B009 - of any class
-    labels, causal = wanted, task["name"] == "language_modeling"
-    if causal:  # whose model moves them by one itself
-        labels = torch.cat([torch.full_like(wanted[:, :1], IGNORED), wanted[:, :-1]], 1)
+    task, inputs, config = job.run["task"], inputs_of(job, examples, device), getattr(model, "config")  # noqa: B009
+    wanted, causal = padded(examples, "next", IGNORED, device), task["name"] == "language_modeling"
+    # a causal model moves labels by one itself
+    labels = torch.cat([torch.full_like(wanted[:, :1], IGNORED), wanted[:, :-1]], 1) if causal else wanted
     if "target" in task:
         inputs["decoder_attention_mask"] = (wanted != IGNORED).long()
         if config.model_type in OWN_START:
@@ -135,20 +138,26 @@ def vectors_of(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
 def pooled(hidden: Tensor, inputs: dict[str, Tensor], task: dict) -> Tensor:
     """Vectors of unit length: of the first token, of the last, or the mean of all: float32 [B, H]."""
     hidden, mask = hidden.float(), inputs["attention_mask"][:, :, None].float()
-    last = hidden[torch.arange(len(hidden)), inputs["attention_mask"].sum(1) - 1]
-    ways = {"cls": hidden[:, 0], "last_token": last, "mean": (hidden * mask).sum(1) / mask.sum(1)}
+    ways = {
+        "cls": hidden[:, 0],
+        "last_token": hidden[torch.arange(len(hidden)), inputs["attention_mask"].sum(1) - 1],
+        "mean": (hidden * mask).sum(1) / mask.sum(1),
+    }
     return normalize(ways[task["pooling"]], dim=-1)
 
 
-def _embedding(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
+def _embedding(job: Any, model: Any, examples: list[dict], device: Any) -> Loss:
     """Of each row the cross entropy of its positive among the texts of its batch, by cosine; or the squared error of
     the cosine. A text is not told apart from itself, nor from other positives of its anchor."""
     task, count, sides = job.run["task"], len(examples), len(examples[0]["texts"])
     vectors = vectors_of(job, model, examples, device)
+    if job.libraries:
+        from sentence_transformers.sentence_transformer import losses
     if task["score"]:
         wanted = torch.tensor([example["score"] for example in examples], device=device).float()
+        if job.libraries:
+            return losses.CosineSimilarityLoss(model).compute_loss_from_embeddings([*vectors], wanted) * count, count
         return ((vectors[0] * vectors[1]).sum(1) - wanted).square().sum(), count
-    scores = task["similarity_scale"] * vectors[0] @ vectors[1:].flatten(0, 1).T
     own, other = ([e["names"][side] for side in some for e in examples] for some in ((0,), range(1, sides)))
     most = task["negatives"] or count  # other rows that a row is told apart from
     hidden = [
@@ -158,8 +167,14 @@ def _embedding(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
         ]
         for row in range(count)
     ]
-    scores = scores.masked_fill(torch.tensor(hidden, device=device), -torch.inf)
-    return cross_entropy(scores, torch.arange(count, device=device), reduction="sum"), count
+    scale, never, right = task["similarity_scale"], torch.tensor(hidden, device=device), torch.arange(count).to(device)
+    if job.libraries:
+        ranking = losses.MultipleNegativesRankingLoss(
+            model, scale, lambda a, b: (a @ b.T).masked_fill(never, -torch.inf)
+        )
+        return ranking.compute_loss_from_embeddings([*vectors], right) * count, count
+    scores = scale * vectors[0] @ vectors[1:].flatten(0, 1).T
+    return cross_entropy(scores.masked_fill(never, -torch.inf), right, reduction="sum"), count
 
 
 def _preference(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:

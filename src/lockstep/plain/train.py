@@ -115,10 +115,9 @@ def _config(job: Plain, head: str) -> Any:
         config.is_decoder = True
     if head == "ForSeq2SeqLM":
         begins = dict.fromkeys(("bart", "mbart", "fsmt"), end_of(targets)) | {"t5gemma": targets.bos_token_id}
-        start = begins.get(config.model_type.rstrip("2"))
-        start = targets.pad_token_id if start is None else start
         known = [getattr(config, f"{name}_token_id", None) for name in ("decoder_start", "bos") if not section["type"]]
-        config.decoder_start_token_id = next((each for each in known if each is not None), start)
+        known += [begins.get(config.model_type.rstrip("2")), targets.pad_token_id]
+        config.decoder_start_token_id = next((each for each in known if each is not None), None)
         if section["type"] and hasattr(config, "decoder_vocab_size"):
             config.decoder_vocab_size, config.share_encoder_decoder_embeddings = len(targets), targets is tokenizer
     elif config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:

@@ -55,11 +55,11 @@ class Recomputes(GradientUpdate):
 
     @abstractmethod
     def replicated_weights(self) -> list[Tensor]:
-        """The weights of which every rank holds a copy."""
+        """The weights that every rank has a full copy of."""
 
     @abstractmethod
     def replicated_state(self) -> list[Tensor]:
-        """All of the state of which every rank holds a copy. Collective."""
+        """The part of the state that every rank has a full copy of. Collective."""
 
 
 class ShardedRecovery(GradientUpdate):

@@ -179,8 +179,8 @@ class Native(Recomputes):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """In here the model computes without dropout and without a graph. One that changes its weights for evaluation,
-        which rwkv divides by powers of two, may do so."""
+        """A context in which the model computes without dropout and without a graph. A model may change its weights for
+        evaluation, as rwkv does, which divides them by powers of two."""
         names = self.effects.evaluated
         self.model.eval()
         with side_effects.preserved(self.model, names) if names else nullcontext(), torch.no_grad(), self.autocast():

@@ -20,7 +20,7 @@ class WholeGradient(Protocol):
     """The gradient of a step, however it is cut over ranks."""
 
     def whole(self, world: World) -> dict[str, Tensor]:
-        """By parameter name on rank 0, nothing on other ranks. Collective."""
+        """The whole gradient by parameter name, on rank 0; empty on other ranks. Collective."""
 
 
 class StepObserver:
@@ -50,7 +50,7 @@ class Observable(Protocol):
 
 @contextmanager
 def listening(strategy: Observable, observer: StepObserver | None) -> Iterator[None]:
-    """In here `observer` listens, or nobody, in the place of the one before."""
+    """A context in which `observer` (or nothing) listens, in place of the observer before."""
     before, strategy.observer = strategy.observer, observer
     try:
         yield
@@ -60,8 +60,8 @@ def listening(strategy: Observable, observer: StepObserver | None) -> Iterator[N
 
 @contextmanager
 def hearing(observer: StepObserver | None, index: int, weights: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
-    """In here the backward of micro-batch `index` runs: the observer hears of the gradient of each of these weights
-    that is trained."""
+    """A context for the backward pass of micro-batch `index`: the observer receives the gradient of each of these
+    weights that is trained."""
     if observer is None or not observer.hears(index):
         yield
         return
@@ -75,7 +75,7 @@ def hearing(observer: StepObserver | None, index: int, weights: Iterable[tuple[s
 
 @contextmanager
 def observing(observer: StepObserver | None, index: int, model: nn.Module) -> Iterator[None]:
-    """In here micro-batch `index` runs through a model, forward and backward: the observer hears of each parameter's
+    """A context for the forward and backward pass of micro-batch `index`: the observer receives each parameter's
     gradient."""
     if observer is None or not observer.hears(index):
         yield

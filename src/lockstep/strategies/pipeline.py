@@ -260,7 +260,8 @@ class Pipeline(ShardedRecovery):
         return self.links.tie(self.stage_weights, gradients)
 
     def across_pipelines(self) -> list[list[Tensor]]:
-        """For each part what its tree's root is when the trees of all pipelines are one. Collective."""
+        """For each part of this rank the root of its reduction tree, summed over the micro-batches of all pipelines.
+        Collective."""
         if self.pipelines == 1:
             return [weights.tree.root for weights in self.stage_weights]
         groups = [buckets(list(weights.owned.values()), BUCKET_BYTES) for weights in self.stage_weights]

@@ -183,7 +183,8 @@ class Strategy(ABC):
         """Copy new values of what the optimizer updates into the model. Collective."""
 
     def averaged(self) -> AbstractContextManager[bool]:
-        """In here the model is what is evaluated and exported, where that is something else than what is trained."""
+        """A context in which the model is the one that is evaluated and exported, where that differs from the one that
+        is trained."""
         return nullcontext(False)
 
     def exported(self) -> dict[str, Tensor] | None:

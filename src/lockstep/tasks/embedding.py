@@ -214,9 +214,9 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return self._losses(outputs.logits.float(), targets).sum()
 
     def _losses(self, vectors: Tensor, targets: Tensor) -> Tensor:
-        """Of each row, float32 [B]: the cross-entropy of its positive among the texts of the micro-batch, by cosine
-        times `scale` (Henderson et al. 2017, arXiv:1705.00652; sentence-transformers' MultipleNegativesRankingLoss), or
-        the squared error of the cosine (its CosineSimilarityLoss)."""
+        """The loss of each row, float32 [B]: the cross-entropy of its positive among the texts of the micro-batch, by
+        cosine times `scale` (Henderson et al. 2017, arXiv:1705.00652; sentence-transformers'
+        MultipleNegativesRankingLoss), or the squared error of the cosine (its CosineSimilarityLoss)."""
         import torch
         from torch.nn.functional import cross_entropy
 

@@ -281,8 +281,8 @@ class LanguageModeling(PerToken, Generates):
         return {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in measured.items()}
 
     def score_split(self, forward: Forward, columns: Columns, rows: np.ndarray, device: Any) -> Sums:
-        """Of tokens that nothing comes before: `openings`, their loss after the token that begins or ends a text, and
-        what they stand for. Not there where the tokenizer has neither, and not of a stream."""
+        """`openings`: the loss of tokens that no other token precedes, computed after the token that begins or ends a
+        text, with their bytes and words. Missing where the tokenizer has neither token, and for a stream."""
         import torch
 
         begin = lm_documents.before(self.tokenizer)
@@ -346,7 +346,8 @@ class LanguageModeling(PerToken, Generates):
         return [{"prompt": start, "written": text} for start, text in texts]
 
     def sample_input(self, sample: Mapping[str, str]) -> str:
-        """Of a conversation nothing: the sample has what the chat template has made of it."""
+        """The text of a sample as a person would give it to the model; empty for a conversation, whose sample is
+        already in the form of the chat template."""
         return "" if self.options.messages is not None else super().sample_input(sample)
 
     @property
@@ -404,7 +405,9 @@ class LanguageModeling(PerToken, Generates):
 # -- preparing -------------------------------------------------------------------------------------------------------
 
 
-def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions, rows: range) -> lm_documents.Found:
+def _documents(
+    dataset: Dataset, tok: Any, options: LanguageModelingOptions, rows: range
+) -> lm_documents.EncodedDocuments:
     """Some rows, as they are to be cut into examples."""
     if options.messages is not None:
         documents = conversations.documents_of(dataset, tok, options.writing, rows)
@@ -425,7 +428,7 @@ def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions, row
 
 
 def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptions) -> str:
-    def tokens(rows: range) -> lm_documents.Found:
+    def tokens(rows: range) -> lm_documents.EncodedDocuments:
         return _documents(dataset, tok, options, rows)
 
     read = list((options.columns or options.writing.columns).values())

@@ -66,7 +66,7 @@ class Module(Task):
 
     @property
     def usage(self) -> str:
-        """For the model card."""
+        """Lines of Python for the model card."""
         return 'import lockstep\n\nmodel = lockstep.load("PATH_OR_REPO")  # runs the code named in config.json'
 
     @classmethod

@@ -106,7 +106,8 @@ _DRAWN = -3  # what such functions draw is seeded as if it were a step of this n
 
 
 def functions(run: Run) -> dict[str, Metric]:
-    """By dotted name, imported. Errors: `RunError` for one that is not there, or that takes something else."""
+    """The user's metric functions by dotted name, imported. Errors: `RunError` for a function that does not exist, or
+    that takes other arguments."""
     from lockstep.tasks.modules.dataset import error_line
 
     metrics: dict[str, Metric] = {}
@@ -129,7 +130,7 @@ def functions(run: Run) -> dict[str, Metric]:
             raise RunError(
                 "LS3303", f"metrics: {name} must accept two arguments, (predictions, labels): {error}"
             ) from error
-        except ValueError:  # of a built-in one nobody knows what it takes
+        except ValueError:  # the arguments of a built-in function are unknown
             pass
         metrics[name] = function
     return metrics

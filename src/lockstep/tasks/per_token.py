@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TokenLosses(TextTask):
-    """A task with a cross-entropy over [B, T] targets, of which `logits` predicts each."""
+    """A task with a cross-entropy over targets [B, T], each predicted by the logits at its place."""
 
     plugin = "tasks"  # a base: it has no name in a run file
 
@@ -121,7 +121,7 @@ class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
 
 
 def losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Of each target [B, T], of float32 logits [B, T, V]; 0 where there is none."""
+    """The cross-entropy of each target [B, T], from float32 logits [B, T, V]; 0 where there is no target."""
     from torch.nn.functional import cross_entropy
 
     each = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=smoothing)

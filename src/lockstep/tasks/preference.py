@@ -145,7 +145,7 @@ class Preference(AnswerPairs, UsesReference):
         return sums | {"examples": real.sum().double()} | {"rewards": rewards}
 
     def _judged(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Of each pair, float32 [B]: its loss, the rewards of both answers, and whether it is `real`."""
+        """For each pair, float32 [B]: its loss, the rewards of both answers, and whether it is `real`."""
         import torch
         from torch.nn.functional import logsigmoid
 

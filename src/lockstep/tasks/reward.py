@@ -69,7 +69,7 @@ class Reward(AnswerPairs):
         return sums | {"rewards": rewards}
 
     def _judged(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Of each pair, float32 [B], 0 of a blank one."""
+        """The loss and scores of each pair, float32 [B]; 0 for a padding pair."""
         from torch.nn.functional import logsigmoid
 
         pairs = len(targets) // 2

@@ -54,7 +54,7 @@ def words(text: str) -> list[str]:
 
 
 def f_measures(written: list[str], reference: list[str]) -> np.ndarray:
-    """Of the `NAMES`: float64 [3]."""
+    """The F-measures of the `NAMES`: float64 [3]."""
     return np.array([*(_grams(written, reference, size) for size in (1, 2)), _f(*_sequence(written, reference))])
 
 
@@ -78,7 +78,7 @@ def _sequence(written: list[str], reference: list[str]) -> tuple[int, int, int]:
 
 
 def _f(both: int, written: int, reference: int) -> float:
-    """Of precision and recall, which are 0 of nothing."""
+    """The F-measure of precision and recall; 0 where both have nothing in common."""
     precision, recall = both / max(1, written), both / max(1, reference)
     return 2 * precision * recall / (precision + recall) if both else 0.0
 

@@ -51,7 +51,7 @@ class Task(ABC):
     has them for each of its `column_keys` needs nothing else to be found."""
 
     default_model: ClassVar[str | None] = None  # on the Hub: `init` fine-tunes it unless a person names another
-    small_model: ClassVar[str] = "gpt2"  # a type of transformers, of which `init` makes a small model from scratch
+    small_model: ClassVar[str] = "gpt2"  # a model type of transformers that `init` builds small, from scratch
     usual_rate: ClassVar[float] = 5e-5  # the learning rate that `init` writes for a pretrained model
     head: ClassVar[str | None] = None  # of its model of transformers: one of `models/heads.py`, or a `Head` of its own
     chunks_loss: ClassVar[bool] = False  # whether it has the key `loss_chunk`
@@ -132,8 +132,8 @@ class Task(ABC):
 
     @classmethod
     def fingerprint(cls, run: Run) -> str:
-        """Of what its data hold, where neither the run file nor code says it all: asked in every process, before
-        anything is taken from the cache."""
+        """A hash of the data's content, where neither the run file nor code determines it. Every process asks for it
+        before it takes anything from the cache."""
         return ""
 
     @classmethod
@@ -262,7 +262,7 @@ class Task(ABC):
     def sample_texts(
         self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
     ) -> list[dict[str, str]]:
-        """`samples` of the examples at `rows` of a split, of which `batch` is made."""
+        """`samples` for the examples at `rows` of a split; `batch` is made of them."""
         return []
 
     def best_possible(self, split: str) -> dict[str, float]:

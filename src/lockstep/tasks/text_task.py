@@ -272,7 +272,7 @@ class TextTask(Task):
 
     @property
     def warnings(self) -> list[str]:
-        """Of data, and of a tokenizer that is not trained alike twice."""
+        """Warnings about the data, and about a tokenizer whose training is not reproducible."""
         return [*super().warnings, *[_UNIGRAM] * (self.run.tokenizer.train == "unigram")]
 
     @property

@@ -74,7 +74,7 @@ def _refuse_others(letters: Mapping[str, str], kinds: Mapping[str, str]) -> None
 
 
 def _alone(tag: str) -> tuple[str, str]:
-    """Of a tag that is read as it stands."""
+    """Prefix and kind of a tag that is read as it stands."""
     return _OUTSIDE if tag in ("O", "o") else ("S", tag)
 
 
@@ -231,7 +231,7 @@ class TokenClassification(PerToken):
 
     @property
     def kinds(self) -> list[str]:
-        """Of entities."""
+        """The kinds of entities."""
         return sorted({kind for _, kind in self.parts.values() if kind})
 
     def tables(self, sums: Sums) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,15 @@ from lockstep.training.plain_sides import FOLDER, UNTRAINED, PlainRecord, PlainS
 COLUMNS = ["step", "loss", "norm", "gradients", "changes"]  # relative differences
 TENSORS = ("gradient", "change")
 STEPS = 2  # that are compared
-FACTOR, LOW = 10.0, 5.0  # times what a change of the last bit of a float32, of a bfloat16 comes to, may differ
-LEAST = {"loss": 2e-6, "norm": 1e-5, "gradient": 2e-5, "change": 1e-3}  # may differ whatever that comes to, relatively
+FACTOR, LOW = 10.0, 5.0  # allowed difference, as a multiple of the effect of a last bit: float32, bfloat16
+LEAST = {"loss": 2e-6, "norm": 1e-5, "gradient": 2e-5, "change": 1e-3}  # relative differences that are always allowed
 LEAST_LOW = {"loss": 1e-3, "norm": 2**-8, "gradient": 2**-8, "change": 2**-6}  # under autocast, whose unit is 2^-8
 FLOOR = 1e-3  # of the whole: the norm that a parameter counts for at least, as gradients that cancel hold its rounding
 NOTHING = 1e-5  # of the whole: a gradient below it is zero but for rounding
 
 
 @dataclass(frozen=True)
-class Beside:
+class StepComparison:
     """One step of the run beside the plain one. Relative differences, and what is allowed."""
 
     number: int
@@ -67,7 +68,7 @@ class Beside:
 class Verdict:
     """What came of a comparison."""
 
-    steps: list[Beside] = field(default_factory=list)
+    steps: list[StepComparison] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)  # none: as plain computes it
     uncovered: str | None = None  # what plain does not compute, in words
     scores: list[str] = field(default_factory=list)  # names of those of an evaluation that were compared
@@ -116,14 +117,12 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
             named = (f"{name} {size}" for name, size in zip(COLUMNS[1:], allowed, strict=True) if size)
             console.say(f"allowed in step {number}, by what a change of the last bit comes to: {', '.join(named)}", 2)
     if verdict is not None:
-        held = json.loads(verdict.read_text(encoding="utf-8")) if verdict.exists() else {"agrees": True}
-        held["agrees"] = held["agrees"] and not result.differences
-        told = {"differences": result.differences, "not_covered": result.uncovered}
-        verdict.write_text(json.dumps(held | {"plain": told}), encoding="utf-8")
+        content = json.loads(verdict.read_text(encoding="utf-8")) if verdict.exists() else {"agrees": True}
+        content["agrees"] = content["agrees"] and not result.differences
+        plain_result = {"differences": result.differences, "not_covered": result.uncovered}
+        verdict.write_text(json.dumps(content | {"plain": plain_result}), encoding="utf-8")
     if result.scores:
-        console.say(
-            f"evaluation: compared are {', '.join(sorted(result.scores))}, each computed by the field's libraries", 2
-        )
+        console.say(f"evaluation, compared with the field's libraries: {', '.join(sorted(result.scores))}", 2)
     if result.uncovered is not None:
         console.say(f"not compared with the plain reference: {result.uncovered}", 2)
     if result.differences:
@@ -151,6 +150,7 @@ def compare(run: Run, folder: Path) -> Verdict:
     try:
         seed_libraries(run.seed)  # data of the user's own may be drawn
         job = Plain(plain_run(run, folder), record.tokenizer)
+        job.libraries = run.task.name == "embedding" and _release("sentence-transformers") >= 6
         _check_numbers(job, record)
         if record.evaluated:
             verdict.differences.extend(_evaluation(run, job, record, folder, verdict.scores))
@@ -163,14 +163,22 @@ def compare(run: Run, folder: Path) -> Verdict:
         else:
             plain, *others = (_trained(run, job, record, folder, draw) for draw in range(draws))
         for place, (ours, theirs, *rounded) in enumerate(zip(_recorded(record, folder), plain, *others, strict=True)):
-            beside = _beside(ours, theirs, rounded, record.steps[place].number, run.precision)
-            verdict.steps.append(beside)
-            if lines := _lines(beside, ours, theirs):
+            comparison = _compare_step(ours, theirs, rounded, record.steps[place].number, run.precision)
+            verdict.steps.append(comparison)
+            if lines := _lines(comparison, ours, theirs):
                 verdict.differences.extend(lines)
                 break  # what comes after a wrong step differs because of it
     except NotCovered as error:
         return replace(verdict, uncovered=str(error))
     return verdict
+
+
+def _release(distribution: str) -> int:
+    """The first number of a distribution's version; 0: it is not installed."""
+    try:
+        return int(version(distribution).partition(".")[0])
+    except PackageNotFoundError:
+        return 0
 
 
 def plain_run(run: Run, folder: Path) -> dict[str, Any]:
@@ -211,9 +219,10 @@ def _evaluation(run: Run, job: Plain, record: PlainRecord, folder: Path, names: 
 
     def scored(model: nn.Module) -> dict[str, float]:
         examples = _examples(run, job, "validation", record.evaluated, -1, 0)
-        if shown := record.evaluation_masked:
+        if masked_ids := record.evaluation_masked:
             examples = [
-                masked(job, *each) for each in zip(examples, shown["read"][0], shown["predicted"][0], strict=True)
+                masked(job, *each)
+                for each in zip(examples, masked_ids["read"][0], masked_ids["predicted"][0], strict=True)
             ]
         with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, run.precision == "bf16"):
             return scores(job, model, examples)
@@ -228,9 +237,9 @@ def _evaluation(run: Run, job: Plain, record: PlainRecord, folder: Path, names: 
             continue
         names.append(name)
         allowed = max(least, factor * _relative(perturbed[name], theirs))
-        apart = _relative(ours, theirs) if abs(ours - theirs) > least else 0.0
-        if apart > allowed:
-            limit = f"differs by {apart:.1e}, and rounding comes to {allowed:.1e}"
+        difference = _relative(ours, theirs) if abs(ours - theirs) > least else 0.0
+        if difference > allowed:
+            limit = f"differs by {difference:.1e}, and rounding comes to {allowed:.1e}"
             count = len(record.evaluated)
             lines.append(f"evaluation: {name} of {count} examples is {ours!r}, and {theirs!r} by plain ({limit})")
     return sorted(lines)
@@ -258,8 +267,8 @@ def _in_float32(job: Plain) -> Plain:
 
 
 def _draws(run: Run) -> int:
-    """How many plain runs with other last bits show what rounding comes to. Muon makes steps in bfloat16, which blow a
-    last bit up; one such run may leave a loss as it was by chance."""
+    """The number of plain runs with perturbed last bits that measure rounding. Muon computes steps in bfloat16, which
+    enlarge a last bit; a single perturbed run may leave a loss unchanged by chance."""
     return 4 if run.optim.name == "muon" else 1
 
 
@@ -291,8 +300,8 @@ def _recorded(record: PlainRecord, folder: Path) -> Iterator[StepRecord]:
     """What the run did, step by step."""
     before = _named("model.", load_file(folder / "start.safetensors"))
     for place, step in enumerate(record.steps):
-        held = load_file(folder / f"step-{place}.safetensors")
-        gradients, after = _named("gradient.", held), _named("model.", held)
+        tensors = load_file(folder / f"step-{place}.safetensors")
+        gradients, after = _named("gradient.", tensors), _named("model.", tensors)
         changes = {name: after[name] - before[name] for name in gradients}
         yield StepRecord(step.loss, 0.0, step.norm, gradients, changes)
         before = after
@@ -306,16 +315,18 @@ def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def _beside(ours: StepRecord, plain: StepRecord, rounded: Sequence[StepRecord], number: int, precision: str) -> Beside:
+def _compare_step(
+    ours: StepRecord, plain: StepRecord, rounded: Sequence[StepRecord], number: int, precision: str
+) -> StepComparison:
     """A step of the run beside the plain one. `rounded`: the same by plain, each rounded in another way."""
-    differences, where, gradients = _apart(ours, plain)
-    spreads = [_apart(other, plain)[0] for other in rounded]
+    differences, where, gradients = _differences(ours, plain)
+    spreads = [_differences(other, plain)[0] for other in rounded]
     factor, least = (FACTOR, LEAST) if precision == "fp32" else (LOW, LEAST_LOW)
     allowed = {key: max(least[key], *(factor * spread[key] for spread in spreads)) for key in differences}
-    return Beside(number, differences, allowed, where, gradients)
+    return StepComparison(number, differences, allowed, where, gradients)
 
 
-def _apart(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[str, str], dict[str, float]]:
+def _differences(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[str, str], dict[str, float]]:
     """Relative differences of two records of a step, where the largest ones are, and those of all gradients."""
     differences, where = {"loss": _relative(a.loss, b.loss), "norm": _relative(a.norm, b.norm)}, {}
     every = {}
@@ -325,14 +336,14 @@ def _apart(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[str, st
         moved = [name for name, size in sizes.items() if size > NOTHING * whole]
         kinds.append(("change", a.changes, b.changes, moved, _sizes(b.changes)[1]))
     for kind, mine, theirs, names, least in kinds:
-        apart = {}
+        differences_of = {}
         for name in names:
             difference = float((mine.get(name, 0.0 * theirs[name]).double() - theirs[name].double()).norm())
             size = max(float(theirs[name].double().norm()), least)
-            apart[name] = difference / size if math.isfinite(difference) else math.inf
-        where[kind] = max(apart, key=lambda name: apart[name], default="")
-        differences[kind] = apart.get(where[kind], 0.0)
-        every[kind] = apart
+            differences_of[name] = difference / size if math.isfinite(difference) else math.inf
+        where[kind] = max(differences_of, key=lambda name: differences_of[name], default="")
+        differences[kind] = differences_of.get(where[kind], 0.0)
+        every[kind] = differences_of
     return differences, where, every["gradient"]
 
 
@@ -346,31 +357,33 @@ def _relative(a: float, b: float) -> float:
     return abs(a - b) / max(abs(b), 1e-30) if math.isfinite(a) and math.isfinite(b) else math.inf
 
 
-def _lines(beside: Beside, ours: StepRecord, plain: StepRecord) -> list[str]:
+def _lines(comparison: StepComparison, ours: StepRecord, plain: StepRecord) -> list[str]:
     """What differs in a step, each line naming it."""
-    at, said = f"step {beside.number}", []
-    for key, apart in beside.differences.items():
-        if apart <= beside.allowed[key]:
+    at, lines = f"step {comparison.number}", []
+    for key, difference in comparison.differences.items():
+        if difference <= comparison.allowed[key]:
             continue
-        limit = f"differs by {apart:.1e}, and rounding comes to {beside.allowed[key]:.1e}"
+        limit = f"differs by {difference:.1e}, and rounding comes to {comparison.allowed[key]:.1e}"
         if key in ("loss", "norm"):
             name = "loss" if key == "loss" else "gradient norm"
-            said.append(f"{at}: {name} {getattr(ours, key)!r}, and {getattr(plain, key)!r} by plain ({limit})")
+            lines.append(f"{at}: {name} {getattr(ours, key)!r}, and {getattr(plain, key)!r} by plain ({limit})")
         else:
-            said.append(f"{at}: the {key} of {beside.where[key]} {limit}")
+            lines.append(f"{at}: the {key} of {comparison.where[key]} {limit}")
     if extra := sorted(ours.gradients.keys() - plain.gradients.keys()):
-        held = [name for name in extra if bool(ours.gradients[name].any())]
-        said += [f"{at}: {name} gets a gradient, and none by plain" for name in held[:1]]
-    return [*said, f"  likely: {_cause(beside, ours, plain)}"] if said else []
+        nonzero = [name for name in extra if bool(ours.gradients[name].any())]
+        lines += [f"{at}: {name} gets a gradient, and none by plain" for name in nonzero[:1]]
+    return [*lines, f"  likely: {_cause(comparison, ours, plain)}"] if lines else []
 
 
-def _cause(beside: Beside, ours: StepRecord, plain: StepRecord) -> str:
+def _cause(comparison: StepComparison, ours: StepRecord, plain: StepRecord) -> str:
     """Of the first thing that differs, in the order in which a step computes them."""
-    first = next((k for k in ("loss", "gradient", "norm", "change") if beside.differences[k] > beside.allowed[k]), "")
+    first = next(
+        (k for k in ("loss", "gradient", "norm", "change") if comparison.differences[k] > comparison.allowed[k]), ""
+    )
     if first != "gradient":
         known = {"loss": causes.of_loss_function(), "norm": causes.NORM, "change": causes.UPDATE}
         return known.get(first, causes.MISSING_GRADIENT)
-    wrong = [name for name, apart in beside.gradients.items() if apart > beside.allowed["gradient"]]
+    wrong = [name for name, difference in comparison.gradients.items() if difference > comparison.allowed["gradient"]]
     pairs = [
         (plain.gradients[n].double().flatten(), ours.gradients[n].double().flatten())
         for n in wrong

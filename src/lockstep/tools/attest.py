@@ -44,8 +44,8 @@ def attest(output: Path, key: Path | None) -> int:
         _signing(key, "--key").signing.Config().use_elliptic_key_signer(private_key=str(key)).sign(
             str(folder), str(output / SIGNATURE)
         )
-    kept = ", ".join(str(each["step"]) for each in report["checkpoints"])
-    console.say(f"{report['steps']} steps, checkpoints of {kept}, {len(report['export'])} files of the export")
+    steps_kept = ", ".join(str(each["step"]) for each in report["checkpoints"])
+    console.say(f"{report['steps']} steps, checkpoints of {steps_kept}, {len(report['export'])} files of the export")
     console.say(f"{folder / NAME}: sha256 {report['sha256']}{', signed' if key else ''}")
     return 0
 
@@ -277,8 +277,8 @@ def _of_export(output: Path, then: Mapping[str, Any]) -> str | None:
                  if isinstance(m, Manifest) and m.step == step), None)  # fmt: skip
     if path is None:
         return f"the export is said to be of step {step}, of which there is no checkpoint"
-    made = digest_of(exported_checkpoint(output, path), None)
-    if made is not None and made != digest_of(output / "export", None):
+    digest = digest_of(exported_checkpoint(output, path), None)
+    if digest is not None and digest != digest_of(output / "export", None):
         return f"the export's weights are not those of the checkpoint of step {step}"
     return None
 

@@ -52,8 +52,8 @@ class Begun:
 
 
 def branch(spec: str, run: Run) -> int:
-    """Place a checkpoint and train from there. Returns the exit status of `train`, or 1 where steps that were computed
-    again did not come to what they had come to. Errors: `RunError`."""
+    """Copy a checkpoint into OUTPUT and train from there. Returns the exit status of `train`, or 1 if steps that were
+    computed again differ from the recorded ones. Errors: `RunError`."""
     output, step = parsed(spec)
     console = Console(True, voice=run.track.console)
     if start.joining():
@@ -65,7 +65,7 @@ def branch(spec: str, run: Run) -> int:
             "LS8051", f"output: {run.folder} is the output of the original run; give the branch another output=FOLDER"
         )
     begun = None
-    if next(newest_first(run), None) is None:  # else it was placed before, and is gone on from
+    if next(newest_first(run), None) is None:  # otherwise it was placed by an earlier start, which is resumed
         with output_lock.owned(run, console.note):
             begun = _begun(output, step, run, console)
     status = start.train(run)
@@ -183,16 +183,16 @@ def _needed(theirs: Run, run: Run, step: int, ours: Course, scored: bool) -> tup
             "export=last",
         )
     lines = lines_of(theirs.folder / "metrics.jsonl", ("step", "split"))
-    made = {line["step"]: line for line in lines if line["split"] == "validation" and line["step"] <= step}
-    kept = {manifest.step: manifest for path, manifest in newest_first(theirs) if broken(path, manifest) is None}
-    best = best_first(run, made)[:1]
-    if best and best[0].step not in kept:
+    evaluations = {line["step"]: line for line in lines if line["split"] == "validation" and line["step"] <= step}
+    available = {manifest.step: manifest for path, manifest in newest_first(theirs) if broken(path, manifest) is None}
+    best = best_first(run, evaluations)[:1]
+    if best and best[0].step not in available:
         raise RunError(
             "LS8060",
             f"export: the best model before step {step} is from step {best[0].step}, and {theirs.folder} no "
             "longer has its checkpoint; set export=last, or train from the start",
         )
-    return tuple(kept[each.step] for each in best if each.step != step)
+    return tuple(available[each.step] for each in best if each.step != step)
 
 
 def interval(run: Run, ours: Course) -> int:

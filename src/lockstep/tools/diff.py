@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 JOB = "lockstep.training.replaying.take_apart"
 _HASHES = ("hash", "loss", "grad_norm", "weights", "optimizer")
-_SHOWN = 12
+_MOST = 12
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
             )
     faulty = [fault for folder, lines in zip(both, written, strict=True) for fault in faults(folder, lines)]
     parting = first_parting(*written)
-    beside = differing(a, b, overrides)
+    other_differences = differing(a, b, overrides)
     if parting is None:
         shared = {line["step"] for line in written[0]} & {line["step"] for line in written[1]}
         if not shared:
@@ -84,18 +84,18 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
             _tell(console, "no step differs, and these prove nothing:", faulty)
             return 1
         console.say(f"the same bits in all {len(shared)} steps that both have, up to step {max(shared)}")
-        _tell(console, "what differs otherwise decides no weight so far:", beside)
+        _tell(console, "what differs otherwise decides no weight so far:", other_differences)
         return 0
     one, other = parting.lines
-    told = dict.fromkeys(("hash", "loss", "grad_norm"), "loss or gradient norm")
-    told |= {"weights": "weights", "optimizer": "optimizer state"}
-    what = " and ".join(dict.fromkeys(told[each] for each in parting.what))
+    names = dict.fromkeys(("hash", "loss", "grad_norm"), "loss or gradient norm")
+    names |= {"weights": "weights", "optimizer": "optimizer state"}
+    what = " and ".join(dict.fromkeys(names[each] for each in parting.what))
     console.say(
         f"they part in step {parting.step}, in {what}: loss {one.get('loss')!r} in {a}, {other.get('loss')!r} in {b}; "
         f"gradient norm {one.get('grad_norm')!r} and {other.get('grad_norm')!r}"
     )
     _tell(console, "what is wrong with lines by themselves:", faulty)
-    _tell(console, "what the runs were given and did not share:", beside)
+    _tell(console, "what the runs were given and did not share:", other_differences)
     try:
         return _looked(console, both, parting, overrides) if look else 1
     except _Failed as caught:
@@ -110,7 +110,7 @@ def faults(folder: Path, lines: Sequence[Mapping[str, Any]]) -> list[str]:
         for line in lines
         if (fault := fingerprints.fault(line, skips)) is not None
     ]
-    return reasons[:_SHOWN] + ([f"... and {len(reasons) - _SHOWN} more"] if len(reasons) > _SHOWN else [])
+    return reasons[:_MOST] + ([f"... and {len(reasons) - _MOST} more"] if len(reasons) > _MOST else [])
 
 
 def differing(a: Path, b: Path, overrides: Sequence[str]) -> list[str]:
@@ -122,7 +122,7 @@ def differing(a: Path, b: Path, overrides: Sequence[str]) -> list[str]:
         for key in sorted(keys[0].keys() | keys[1].keys())
         if keys[0].get(key) != keys[1].get(key)
     ]
-    rows += [f"... and {len(rows) - _SHOWN} more keys"] if len(rows) > _SHOWN else []
+    rows += [f"... and {len(rows) - _MOST} more keys"] if len(rows) > _MOST else []
     begun = [start_of(folder) for folder in (a, b)]
     versions = [each.get("versions", {}) for each in begun]
     facts = [
@@ -135,7 +135,7 @@ def differing(a: Path, b: Path, overrides: Sequence[str]) -> list[str]:
         }
         for i in range(2)
     ]
-    return rows[: _SHOWN + 1] + [
+    return rows[: _MOST + 1] + [
         f"{name}: {facts[0].get(name)} and {facts[1].get(name)}"
         for name in facts[0] | facts[1]
         if facts[0].get(name) != facts[1].get(name)
@@ -154,11 +154,11 @@ def _tell(console: Console, title: str, lines: Sequence[str]) -> None:
 
 def _looked(console: Console, both: tuple[Path, Path], parting: Parting, overrides: Sequence[str]) -> int:
     def alone(folder: Path, step: int) -> list[Entry]:
-        return apart(again(folder, overrides, None, 1), folder, step)
+        return anatomy_of(again(folder, overrides, None, 1), folder, step)
 
     def own(folder: Path, step: int) -> list[Entry]:
         run = again(folder, overrides, "own", int(start_of(folder).get("processes") or 1))
-        return apart(run, folder, step)
+        return anatomy_of(run, folder, step)
 
     a, b = both
     console.say(f"step {parting.step} is computed again for both, as one process ...")
@@ -211,7 +211,7 @@ class _Failed(Exception):
         self.status = status
 
 
-def apart(run: Run, output: Path, step: int) -> list[Entry]:
+def anatomy_of(run: Run, output: Path, step: int) -> list[Entry]:
     """The entries of a step. Errors: `RunError`, `_Failed`."""
     from lockstep.training.replaying import ANATOMY, read_anatomy
 
@@ -234,10 +234,10 @@ def first_other(a: Sequence[Entry], b: Sequence[Entry]) -> Entry | None:
     for entry in b:
         there.setdefault((entry.kind, entry.name, entry.micro_batch), []).append(entry.hash)
     kinds = {e.kind for e in b}
-    seen: dict[tuple[str, str, int], int] = {}
+    counts: dict[tuple[str, str, int], int] = {}
     for entry in a:
         key = (entry.kind, entry.name, entry.micro_batch)
-        count = seen[key] = seen.get(key, 0) + 1
+        count = counts[key] = counts.get(key, 0) + 1
         hashes = there.get(key, [])
         if len(hashes) >= count and hashes[count - 1] != entry.hash:
             return entry
@@ -295,7 +295,7 @@ def _of_sums(a: Sequence[Entry], b: Sequence[Entry]) -> str:
 
 
 REPLAY_JOB = "lockstep.training.replaying.replay"
-SHOWN = 8  # examples and layers
+MOST_ROWS = 8  # examples and layers
 
 
 def again(output: Path, overrides: Sequence[str] | Mapping[str, Any], strategy: str | None, processes: int) -> Run:
@@ -354,10 +354,12 @@ def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Ite
 def written(output: Path, step: int) -> str:
     """What OUTPUT tells of a step that cannot be computed here; empty where it tells nothing."""
     lines = lines_of(output / fingerprints.FILE, ("step", "hash"))
-    told = next((line for line in lines if line["step"] == step), None)
-    if told is None:
+    recorded = next((line for line in lines if line["step"] == step), None)
+    if recorded is None:
         return ""
-    return f"; of step {step} is written down: loss {told.get('loss')!r}, gradient norm {told.get('grad_norm')!r}"
+    return (
+        f"; of step {step} is written down: loss {recorded.get('loss')!r}, gradient norm {recorded.get('grad_norm')!r}"
+    )
 
 
 def replay(
@@ -437,7 +439,7 @@ def tell_step(console: Console, run: Run, step: Mapping[str, Any]) -> None:
             f"{step['losses'][i]:.4f}",
             texts[i],
         ]
-        for i in order[:SHOWN]
+        for i in order[:MOST_ROWS]
     ]
     mean = sum(step["losses"]) / max(1, len(step["losses"]))
     console.table(
@@ -448,9 +450,9 @@ def tell_step(console: Console, run: Run, step: Mapping[str, Any]) -> None:
         key="examples",
     )
     norms = sorted(step["layers"].items(), key=lambda pair: -pair[1])
-    told = [[name, f"{norm:.6g}"] for name, norm in norms[:SHOWN]]
+    largest = [[name, f"{norm:.6g}"] for name, norm in norms[:MOST_ROWS]]
     console.table(
-        f"gradient norms, the {len(told)} largest of {len(norms)} layers", ["layer", "norm"], told, key="layers"
+        f"gradient norms, the {len(largest)} largest of {len(norms)} layers", ["layer", "norm"], largest, key="layers"
     )
     whole = sum(norm**2 for norm in step["norms"].values()) ** 0.5
     limit = step["clip"]

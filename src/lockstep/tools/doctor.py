@@ -106,8 +106,8 @@ def started(folder: Path, processes: int, device: str) -> Facts:
         except subprocess.TimeoutExpired:
             return {"failed": f"{processes} processes did not end in {PROCESSES_S:g} s"}
         except (OSError, ValueError):
-            said = [line for line in done.stderr.splitlines() if "Error" in line]
-            return {"failed": f"{processes} processes ended with {done.returncode}: {' '.join(said[-1:])[:300]}"}
+            error_lines = [line for line in done.stderr.splitlines() if "Error" in line]
+            return {"failed": f"{processes} processes ended with {done.returncode}: {' '.join(error_lines[-1:])[:300]}"}
 
 
 def into(path: Path, folder: Path, device: str) -> int:
@@ -281,8 +281,8 @@ def of_rank(world: World) -> dict[str, Any]:
 
 
 def differences(everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is not the same on all ranks: its name, which ranks of which hosts have which value, and, where it would
-    break exactness, why."""
+    """The settings that differ between ranks: name, value by rank and host, and the reason if a difference breaks
+    exactness."""
     differing = []
     for name in everyone[0]:
         values = [rank[name] for rank in everyone]
@@ -327,12 +327,12 @@ def clock_skew(world: World, rounds: int = 9) -> list[float]:
                 box[0] = time.time()
                 dist.send(box, dst=0)
             elif world.is_main:
-                asked = time.time()
+                sent_at = time.time()
                 dist.send(box, dst=rank)
                 dist.recv(box, src=rank)
                 back = time.time()
-                if back - asked < best:
-                    best, skews[rank] = back - asked, float(box) - (asked + back) / 2
+                if back - sent_at < best:
+                    best, skews[rank] = back - sent_at, float(box) - (sent_at + back) / 2
     skew: list[float] = world.broadcast(skews)
     return skew
 
@@ -354,12 +354,12 @@ def folders(world: World, folder: Path) -> dict[str, Any]:
     if world.is_main:
         machine_info.bounded(make, 5)
     world.barrier()
-    seen = world.all_gather(bool(machine_info.bounded(lambda: {"there": marker.exists()}, 5).get("there")))
+    visible = world.all_gather(bool(machine_info.bounded(lambda: {"there": marker.exists()}, 5).get("there")))
     mine = machine_info.bounded(lambda: machine_info.file_system(folder), 15) if world.local_rank == 0 else None
     every = world.all_gather((world.host, mine))
     if world.is_main:
         machine_info.bounded(remove, 5)
-    return {"shared_by_all": all(seen), "of_host": {host: facts for host, facts in every if facts is not None}}
+    return {"shared_by_all": all(visible), "of_host": {host: facts for host, facts in every if facts is not None}}
 
 
 def _gflops(device: torch.device) -> float:
@@ -384,9 +384,9 @@ STEPS = 3
 LIMIT_S = 600.0  # of one job: a backend that hangs is found, too
 PRECISIONS = ("fp32", "bf16")
 COLUMNS = ["strategy", "precision", "processes", "found", "seconds"]
-KEPT = ("same bits", "equal to rounding")  # the promise
+AS_PROMISED = ("same bits", "equal to rounding")  # the promise
 NOT_RUN = ("refused", "not installed")
-_TOLD = ("machine", "memory", "torch", "packages")  # sections of `machine.probe` that the page holds
+_SECTIONS = ("machine", "memory", "torch", "packages")  # sections of `machine.probe` that the page holds
 _LINES = 30  # of what a job that failed has said
 
 
@@ -397,13 +397,13 @@ class Outcome:
     strategy: str
     precision: str
     processes: int
-    result: str  # one of KEPT or NOT_RUN, "NOT as promised", "failed" or "took too long"
+    result: str  # one of AS_PROMISED or NOT_RUN, "NOT as promised", "failed" or "took too long"
     why: list[str]  # lines, where there is something to say
     seconds: float
 
     @property
     def wrong(self) -> bool:
-        return self.result not in KEPT + NOT_RUN
+        return self.result not in AS_PROMISED + NOT_RUN
 
     def row(self) -> list[str]:
         return [self.strategy, self.precision, str(self.processes), self.result, f"{self.seconds:.0f}"]
@@ -425,18 +425,20 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
             outcomes.append(outcome)
     if all(outcome.result in NOT_RUN for outcome in outcomes):
         raise RunError("LS8173", f"--selftest: no strategy can run on this machine: {' '.join(outcomes[0].why)}")
-    facts = {name: told for name, told in machine_info.probe(page.absolute().parent).items() if name in _TOLD}
+    facts = {name: section for name, section in machine_info.probe(page.absolute().parent).items() if name in _SECTIONS}
     facts["machine"].pop("host", None)
     wrong = [outcome for outcome in outcomes if outcome.wrong]
     if as_json:
         rows = [asdict(outcome) for outcome in outcomes]
         json_output.emit("doctor", int(bool(wrong)), facts, {"outcomes": rows})
     write(page, outcomes, facts)
-    kept = sum(outcome.result in KEPT for outcome in outcomes)
+    as_promised = sum(outcome.result in AS_PROMISED for outcome in outcomes)
     for outcome in outcomes:
         for line in outcome.why[-1:] if outcome.result in NOT_RUN else outcome.why:
             console.say(f"{outcome.strategy}, {outcome.precision}: {line}")
-    console.say(f"{kept} as promised, {len(wrong)} not, {len(outcomes) - kept - len(wrong)} not run; {page}")
+    console.say(
+        f"{as_promised} as promised, {len(wrong)} not, {len(outcomes) - as_promised - len(wrong)} not run; {page}"
+    )
     return int(bool(wrong))
 
 
@@ -526,7 +528,7 @@ def compared(folder: Path, alone: Path) -> tuple[str, list[str]]:
     mine = read(folder)
     if wrong := findings(mine, compare(folder, alone)):
         return "NOT as promised", [promise(mine), *wrong]
-    return KEPT[0] if mine.bits else KEPT[1], []
+    return AS_PROMISED[0] if mine.bits else AS_PROMISED[1], []
 
 
 def write(page: Path, outcomes: list[Outcome], facts: dict[str, Any]) -> None:
@@ -548,7 +550,7 @@ def write(page: Path, outcomes: list[Outcome], facts: dict[str, Any]) -> None:
             rows=[outcome.row() for outcome in outcomes],
             wrong=sum(outcome.wrong for outcome in outcomes),
             notes=list(notes()),
-            facts={name: rows_of(name, told) for name, told in facts.items()},
+            facts={name: rows_of(name, section) for name, section in facts.items()},
             steps=STEPS,
         )
     except OSError as error:

@@ -51,7 +51,7 @@ class Following:
         self._began = record.began if record else None
         self._steps: int | None = None
         self._after = 0  # updates done at the newest start
-        self._told: set[tuple[str, int, str]] = set()  # since then: a step that is trained again is told again
+        self._reported: set[tuple[str, int, str]] = set()  # since then: a step that is trained again is reported again
 
     def new(self) -> Iterator[Event]:
         """What happened since this was last asked; of one question in the order of steps."""
@@ -65,7 +65,7 @@ class Following:
         for line in self._journal.lines(self._journal.size, ("event", "step")):
             what = line["event"]
             if what == "start":
-                self._after, self._told = line["step"], set()
+                self._after, self._reported = line["step"], set()
                 record = job_record.read(self._folder)
                 self._steps = record.steps if record else None
                 yield Event("start", line["step"], self._steps, facts=_rest(line))
@@ -86,14 +86,17 @@ class Following:
     def end(self, status: str) -> Event:
         """The last event: how the call ends."""
         return Event(
-            "end", max((step for _, step, _ in self._told), default=self._after), self._steps, facts={"status": status}
+            "end",
+            max((step for _, step, _ in self._reported), default=self._after),
+            self._steps,
+            facts={"status": status},
         )
 
     def _is_new(self, kind: str, line: Mapping[str, Any]) -> bool:
         key = (kind, line["step"], line["split"])
-        if line["step"] <= self._after or key in self._told:
+        if line["step"] <= self._after or key in self._reported:
             return False
-        self._told.add(key)
+        self._reported.add(key)
         return True
 
 
@@ -150,7 +153,7 @@ def bar(by: str | None = None) -> Bar | None:
     from IPython.display import display
 
     progress = Bar(by)
-    progress.shown = display(progress, display_id=True)
+    progress.display_handle = display(progress, display_id=True)
     return progress
 
 
@@ -160,7 +163,7 @@ class Bar:
     def __init__(self, by: str | None = None) -> None:
         self.step, self.steps, self.state = 0, 0, "preparing"
         self.numbers, self._best = "", Best(by)
-        self.shown: Any = None  # the display in the cell, which can be replaced
+        self.display_handle: Any = None  # the display in the cell, which can be replaced
 
     def __call__(self, event: Event) -> None:
         """Take up an event, and show it."""
@@ -170,11 +173,11 @@ class Bar:
         elif event.kind == "end":
             self.state = str(event.facts["status"])
         if event.split == "validation":
-            self._best.seen(event.step, event.numbers)
+            self._best.update(event.step, event.numbers)
         if event.kind == "step" and math.isfinite(event.numbers.get("loss", math.nan)):
             self.numbers = f"loss {event.numbers['loss']:.4f}"
-        if self.shown is not None:
-            self.shown.update(self)
+        if self.display_handle is not None:
+            self.display_handle.update(self)
 
     def __repr__(self) -> str:
         full = 30 * self.step // self.steps if self.steps else 0

@@ -37,7 +37,7 @@ def name_of(thing: Any, what: str) -> str:
     if name is None:
         raise RunError(
             "LS8260",
-            f"{what}: other processes have to import it, but {_said(thing)} has no name at the top level of a "
+            f"{what}: other processes have to import it, but {_object_name(thing)} has no name at the top level of a "
             "file; define a function or variable at the top level of the script or a module, and pass that",
         )
     if module != "__main__":
@@ -85,5 +85,5 @@ def _script(what: str, name: str) -> str:
     return stem
 
 
-def _said(thing: Any) -> str:
+def _object_name(thing: Any) -> str:
     return f"{getattr(thing, '__qualname__', f'an object of {type(thing).__name__}')}"

@@ -195,8 +195,9 @@ def _of_python(code: str, seconds: float) -> dict[str, str]:
     except subprocess.TimeoutExpired:
         return {"failed": f"no answer in {seconds:g} s"}
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        return {"failed": f"ended with {done.returncode}: {said[-1][:200] if said else 'nothing was said'}"}
+        error_lines = done.stderr.strip().splitlines()
+        reason = error_lines[-1][:200] if error_lines else "nothing was said"
+        return {"failed": f"ended with {done.returncode}: {reason}"}
     return {"answer": done.stdout.strip().splitlines()[-1]}
 
 
@@ -214,8 +215,8 @@ def version(package: str) -> str | None:
 
 def programs() -> Facts:
     """Where launchers are: beside this Python, or on the PATH."""
-    beside = Path(sys.executable).parent
-    path = f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"
+    python_folder = Path(sys.executable).parent
+    path = f"{python_folder}{os.pathsep}{os.environ.get('PATH', '')}"
     return {name: shutil.which(name, path=path) for name in PROGRAMS}
 
 

@@ -33,9 +33,9 @@ class Child:
     ) -> None:
         """`variables` are set for it beside those of this process. Errors: `OSError`."""
         self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
-        self._said = _size(self.out)
+        self._read_bytes = _size(self.out)
         self._erred = _size(self.err)
-        self._asked = False
+        self._stop_requested = False
         command = [sys.executable, "-m", "lockstep.tools.subprocess_job", function, *words]
         inherited = {name: value for name, value in os.environ.items() if name not in _TERMINAL}
         with open(self.out, "ab") as out, open(self.err, "ab") as err:
@@ -52,7 +52,7 @@ class Child:
     def status(self) -> int | None:
         """Its exit status, None while it runs; one that was asked to stop before it could listen has been stopped."""
         code = self._process.poll()
-        return STOPPED if self._asked and code in (-signal.SIGTERM, -signal.SIGINT) else code
+        return STOPPED if self._stop_requested and code in (-signal.SIGTERM, -signal.SIGINT) else code
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for its end, or for so long. Returns whether it has ended."""
@@ -66,13 +66,13 @@ class Child:
 
     def stop(self) -> None:
         """Ask it to stop: a job that trains finishes its step and writes a checkpoint. Does not wait."""
-        self._asked = True
+        self._stop_requested = True
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End it and all that it started, at once."""
-        self._asked = True
+        self._stop_requested = True
         if self._process.poll() is None and sys.platform != "win32":
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
@@ -81,11 +81,11 @@ class Child:
     def lines(self) -> Iterator[str]:
         """Whole lines of its standard output since the last call."""
         with open(self.out, "rb") as file:
-            file.seek(self._said)
+            file.seek(self._read_bytes)
             for line in file:
                 if not line.endswith(b"\n") and self.status is None:
                     return  # half a line: the rest is still to come
-                self._said += len(line)
+                self._read_bytes += len(line)
                 yield line.decode(errors="replace").rstrip("\n")
 
     @property

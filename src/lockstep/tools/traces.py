@@ -62,7 +62,7 @@ def diff(a: Path, b: Path, exact: bool = False, perturbed: Path | None = None, a
 
 
 def compared(a: Path, b: Path, exact: bool, perturbed: Path | None, align: bool = False) -> list[Verdict]:
-    """Of each optimizer, as they were told. Errors: `RunError`."""
+    """Compare two traces. Returns a verdict for each optimizer, after printing it. Errors: `RunError`."""
     with refusing():
         one, other = read(a), read(b)
         third = read(perturbed) if perturbed is not None else None

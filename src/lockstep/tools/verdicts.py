@@ -33,10 +33,10 @@ def refusing() -> Iterator[None]:
 def say_numbers(console: Console, verdict: Verdict, title: str = "") -> None:
     """The table of the steps that were compared, up to the first difference, and where they are furthest apart."""
     rows = verdict.rows
-    shown = rows if len(rows) <= ROWS else (*rows[: ROWS // 2], *rows[-ROWS // 2 :])
-    if not shown:
+    rows_shown = rows if len(rows) <= ROWS else (*rows[: ROWS // 2], *rows[-ROWS // 2 :])
+    if not rows_shown:
         return
-    cells = [row_cells(row) for row in shown]
+    cells = [row_cells(row) for row in rows_shown]
     console.table(title, COLUMNS, cells, key="steps")
     for what, of in (("gradient", "gradient_of"), ("update", "update_of")):
         row = max(rows, key=lambda r: _size(getattr(r, what)))
@@ -64,8 +64,8 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def page(folder: Path, reference: Path | None = None, verdicts: Sequence[Verdict] = ()) -> Path:
-    """Write `report.html` of a trace, beside a reference where there is one. `verdicts`: of the comparison that was
-    made, by optimizer, where it was not `diff`'s without options. Errors: `RunError`."""
+    """Write `report.html` of a trace, beside a reference if there is one. `verdicts`: those of the comparison, one for
+    each optimizer, unless it was `diff` without options. Errors: `RunError`."""
     from lockstep.track.report.report import write_page
 
     with refusing():

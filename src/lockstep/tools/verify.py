@@ -132,7 +132,8 @@ def recorded(run: Run, folder: Path, steps: int, begin: int | None = None) -> tu
 
 
 def _words(steps: int, plain: int = 0, begin: int | None = None) -> tuple[str, ...]:
-    """What each rank does: record so many steps, and so many without dropout."""
+    """The function that each rank calls, with its arguments: record `steps` steps, and `plain` steps without
+    dropout."""
     return (RECORD, str(steps), "0", str(plain), *([] if begin is None else [str(begin)]))
 
 
@@ -180,7 +181,7 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
 
 
 FORMAT = 1
-_SHOWN = 12  # keys that differ
+_MOST_KEYS = 12  # keys that differ
 
 
 def write(run: Run, steps: int, path: Path) -> int:
@@ -206,17 +207,19 @@ def against(run: Run, path: Path) -> int:
     now = taken(run, then["asked"], then["steps"][0]["step"])
     if isinstance(now, int):
         return now
-    beside = differences(then, now)
+    other_differences = differences(then, now)
     if (first := first_difference(then, now)) is None:
         console.say(
             f"found: the same bits as in {path}, in {len(now['steps'])} steps, each of its "
             f"{len(now['steps'][0]['tensors'])} gradients and weights"
         )
-        for line in beside:
+        for line in other_differences:
             console.say(f"  (other than then: {line})")
         return 0
     console.say(f"found: NOT the bits of {path}: {first}", 2)
-    for line in beside or ["nothing else that is written down differs: look at the code, the driver, the processor"]:
+    for line in other_differences or [
+        "nothing else that is written down differs: look at the code, the driver, the processor"
+    ]:
         console.say(f"  {line}", 4)
     return 1
 
@@ -248,19 +251,19 @@ def taken(run: Run, steps: int, begin: int | None = None) -> dict[str, Any] | in
         status, prepared = recorded(run, folder / "run", steps, begin)
         if status or prepared is None:
             return status
-        told = read(folder / "run")
-        if not told.bits:
+        recording = read(folder / "run")
+        if not recording.bits:
             raise RunError(
                 "LS8396",
-                f"strategy.name: {told.strategy} sums in its own order with these options, so its result is not "
+                f"strategy.name: {recording.strategy} sums in its own order with these options, so its result is not "
                 "bitwise reproducible and cannot be compared; set strategy.exact=true and leave such options out",
             )
-        return _described(run, prepared, told) | {"asked": steps, "steps": list(_steps(told))}
+        return _described(run, prepared, recording) | {"asked": steps, "steps": list(_steps(recording))}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _described(run: Run, prepared: Prepared, told: Recording) -> dict[str, Any]:
+def _described(run: Run, prepared: Prepared, recording: Recording) -> dict[str, Any]:
     cuda = torch.cuda.is_available() and run.launch.device != "cpu"
     return {
         "format": FORMAT,
@@ -269,14 +272,14 @@ def _described(run: Run, prepared: Prepared, told: Recording) -> dict[str, Any]:
         "versions": versions(run),
         "device": torch.cuda.get_device_name() if cuda else processor(),
         "threads": run.launch.threads,
-        "strategy": told.strategy,
-        "processes": told.processes,
-        "uncovered": told.uncovered,
+        "strategy": recording.strategy,
+        "processes": recording.processes,
+        "uncovered": recording.uncovered,
     }
 
 
-def _steps(told: Recording) -> Iterator[dict[str, Any]]:
-    for step in told.steps:
+def _steps(recording: Recording) -> Iterator[dict[str, Any]]:
+    for step in recording.steps:
         if step.not_finite or not (math.isfinite(step.loss) and math.isfinite(step.norm)):
             what = f"its {step.not_finite[0]}" if step.not_finite else f"loss {step.loss!r} or norm {step.norm!r}"
             raise RunError("LS8397", f"step {step.number}: {what} is not finite, so the step is not compared")
@@ -309,8 +312,8 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What is not as it was when the file was written: keys of the run file, data, versions, hardware."""
     former = key_aliases.of_checkpoint(then["run"])
     keys = sorted(k for k in former.keys() | now["run"].keys() if former.get(k) != now["run"].get(k))
-    rows = [f"{key}: {former.get(key)!r} then, {now['run'].get(key)!r} now" for key in keys[:_SHOWN]]
-    rows += [f"{len(keys) - _SHOWN} more keys of the run file"] if len(keys) > _SHOWN else []
+    rows = [f"{key}: {former.get(key)!r} then, {now['run'].get(key)!r} now" for key in keys[:_MOST_KEYS]]
+    rows += [f"{len(keys) - _MOST_KEYS} more keys of the run file"] if len(keys) > _MOST_KEYS else []
     if then["data"] != now["data"]:
         rows.append("the data, or the tokenizer, hold something else than then")
     both = {

@@ -51,14 +51,14 @@ LENGTHS = (
 )
 
 
-def of_start(apart: int, among: int, ranks_apart: Sequence[int]) -> str:
+def of_start(differing: int, among: int, ranks_apart: Sequence[int]) -> str:
     if ranks_apart:
         return (
             f"ranks start from different weights (rank {ranks_apart[0]} and others): seed every rank alike "
             "before the model is "
             "made, or wrap the model in DDP, which sends rank 0's weights"
         )
-    if apart < among / 2:
+    if differing < among / 2:
         return (
             "only some weights differ: a layer that is drawn anew (a new head), loaded from elsewhere "
             "or tied on one side"
@@ -200,18 +200,18 @@ def _of_records(other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> 
     return None
 
 
-def _of_micro_batches(apart: Sequence[tuple[int, int, float, float]], stochastic: bool) -> str:
-    if not apart:
+def _of_micro_batches(differing: Sequence[tuple[int, int, float, float]], stochastic: bool) -> str:
+    if not differing:
         return (
             "the loss of each micro-batch agrees, and their sum does not: some are missing from it or counted twice, "
             "or means over unequal numbers of targets are averaged"
         )
-    if all(loss == 0 for *_, loss in apart):
-        number, rank = apart[0][:2]
+    if all(loss == 0 for *_, loss in differing):
+        number, rank = differing[0][:2]
         return f"the loss of micro-batch {number} on rank {rank} is 0: its examples are masked, or it is left out"
     if not stochastic:
         return "the loss function or its options differ, or the code of the model depends on the rank"
-    if all(rank for _, rank, *_ in apart):
+    if all(rank for _, rank, *_ in differing):
         return "random numbers (dropout, augmentation) depend on the rank: seed them by the example, or by its place"
     return RANDOM
 

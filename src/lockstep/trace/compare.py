@@ -206,11 +206,11 @@ def _start(a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], limits:
         raise _Parted("start weights", tuple(lines), causes.of_names(tied))
     differences = _differences(one, other, names, None)
     limit = limits.get("start weights", 1e-6 if any(limits.values()) else 0.0)
-    apart = {n: d for n, d in differences.items() if d > limit or math.isnan(d)}
-    if apart:
-        lines = [f"the weights differ before the first step: {_listed(apart)}"]
-        split = sorted({rank for w in other.values() for rank in w.apart})
-        raise _Parted("start weights", tuple(lines), causes.of_start(len(apart), len(differences), split))
+    beyond_limit = {n: d for n, d in differences.items() if d > limit or math.isnan(d)}
+    if beyond_limit:
+        lines = [f"the weights differ before the first step: {_listed(beyond_limit)}"]
+        split = sorted({rank for w in other.values() for rank in w.differences})
+        raise _Parted("start weights", tuple(lines), causes.of_start(len(beyond_limit), len(differences), split))
 
 
 def _scores(a: Trace, b: Trace, limit: float) -> None:
@@ -263,8 +263,8 @@ def _loss(pair: _Pair, limit: float, numbers: dict[str, Any]) -> tuple[Losses, L
     one, other = losses_of(pair.a, pair.optimizer, pair.step), losses_of(pair.b, pair.optimizer, pair.step)
     if one is None or other is None:
         return None
-    how, apart = agreeing(one, other, limit)
-    numbers |= {"losses": one.summed, "loss": apart}
+    how, relative = agreeing(one, other, limit)
+    numbers |= {"losses": one.summed, "loss": relative}
     if how is None:
         text = f"the loss: {one.summed:.8g} in the reference, {other.summed:.8g} here"
         where = _micro_batches(pair, limit)
@@ -306,9 +306,9 @@ def _first_module(pair: _Pair, limit: float, kind: str, what: str) -> list[str]:
         for name, value in getattr(other, kind):
             values.setdefault(name, []).append(value)
         for name, value in getattr(one, kind):
-            apart = difference(value, values[name].pop(0))
-            if apart is None or not apart <= SAFETY * limit:
-                by = "" if apart is None or math.isnan(apart) else f" by {apart:.2g}"
+            distance = difference(value, values[name].pop(0))
+            if distance is None or not distance <= SAFETY * limit:
+                by = "" if distance is None or math.isnan(distance) else f" by {distance:.2g}"
                 return [f"the first module {what}: {name}{by}"]
     return []
 
@@ -324,7 +324,7 @@ def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | No
     if real:
         text = f"{_few(real)}: a gradient on one side alone"
         raise _Parted("gradient", (text,), causes.MISSING_GRADIENT)
-    split = {n: w for n, w in other.items() if w.apart}
+    split = {n: w for n, w in other.items() if w.differences}
     differences = _differences(one, other, pair.names, SMALL)
     norms = [_norm(side) for side in (one, other)]
     numbers |= {
@@ -512,8 +512,8 @@ def _few(names: Sequence[str]) -> str:
 def row_cells(row: Row) -> list[str]:
     """Of a table with `COLUMNS`."""
     numbers = ["" if x is None else f"{x:.6f}" for x in (row.losses, row.norms)]
-    apart = [_in_words(x) for x in (row.loss, row.norm, row.gradient, row.update)]
-    return [str(row.step), numbers[0], apart[0], numbers[1], *apart[1:]]
+    cells = [_in_words(x) for x in (row.loss, row.norm, row.gradient, row.update)]
+    return [str(row.step), numbers[0], cells[0], numbers[1], *cells[1:]]
 
 
 def _in_words(difference: float | None) -> str:

@@ -100,7 +100,7 @@ def _counts(trace: Trace) -> Iterator[Row]:
             continue
         counts = [len(e[name]) for e in examples]
         total, slack = sum(counts), len(ranks) * (batch + 1) * max(_micro(ranks[0], optimizer), 1)
-        seen = Counter(h for e in examples for h in e[name])
+        counts_of_examples = Counter(h for e in examples for h in e[name])
         at = _first(ranks[0], name)
         epoch = f"the epoch from step {at} on has"
         if len(ranks) > 1 and total > size + slack and total >= 1.5 * size:
@@ -113,25 +113,25 @@ def _counts(trace: Trace) -> Iterator[Row]:
             yield ("seen-part", what, cause, at)
             return
         own = sum(n - 1 for e in examples for n in Counter(e[name]).values())  # equal rows of the data set
-        twice = sum(n - 1 for n in seen.values()) - 2 * own * len(ranks)
+        twice = sum(n - 1 for n in counts_of_examples.values()) - 2 * own * len(ranks)
         padding = slack if "accelerate" in begun["kind_of"] else len(ranks)
         if total <= size + slack and twice > padding and twice > 0.1 * total:
             cause = "ranks share examples in an epoch: their samplers need one seed, and one epoch number"
             text = (
                 f"{epoch} {total} examples, of which {twice} are seen on two ranks, and so many others never; "
-                f"{_seen_at(ranks, optimizer, name, seen)}"
+                f"{_seen_at(ranks, optimizer, name, counts_of_examples)}"
             )
             yield ("seen-twice", text, cause, at)
             return
 
 
-def _seen_at(ranks: Sequence[Rank], optimizer: int, name: str, seen: Counter[str]) -> str:
+def _seen_at(ranks: Sequence[Rank], optimizer: int, name: str, counts_of_examples: Counter[str]) -> str:
     """Where one of the examples that are seen more than once is."""
     places: dict[str, list[str]] = {}
     for rank in ranks:
         for number, step in sorted(rank.steps[optimizer].items()):
             for i, each in enumerate(step.examples or () if step.loader == name else ()):
-                if seen[each] > 1:
+                if counts_of_examples[each] > 1:
                     places.setdefault(each, []).append(f"{i} of step {number} on rank {rank.number}")
     shared = next((at for at in places.values() if len({p.rpartition(" ")[2] for p in at}) > 1), [])
     return f"one of them is number {' and number '.join(shared[:2])}"

@@ -71,7 +71,7 @@ def _replicas(trace: Trace, optimizer: int) -> list[Finding]:
     """Where ranks that should be alike come apart: the first step, and the first thing in it."""
     if trace.world < 2 or pipelined(trace, optimizer):
         return []
-    start = {n: w for n, w in merged_start(trace, optimizer).items() if w.apart}
+    start = {n: w for n, w in merged_start(trace, optimizer).items() if w.differences}
     if start:
         rank, cause = (
             _rank_of(start),
@@ -87,38 +87,40 @@ def _replicas(trace: Trace, optimizer: int) -> list[Finding]:
 
 
 def _replicas_at(trace: Trace, optimizer: int, step: int) -> Finding | None:
-    def apart(of: Callable[[Step], Mapping[str, Value]]) -> dict[str, Whole]:
-        return {n: w for n, w in merged(trace, optimizer, step, of).items() if w.apart}
+    def differing_replicas(of: Callable[[Step], Mapping[str, Value]]) -> dict[str, Whole]:
+        return {n: w for n, w in merged(trace, optimizer, step, of).items() if w.differences}
 
-    if differing := apart(lambda s: s.before):
+    if differing := differing_replicas(lambda s: s.before):
         cause = (
             "something beside the optimizer writes to weights on some ranks only (loading, averaging, a branch by rank)"
         )
         what = f"before step {step} rank {_rank_of(differing)} has other weights: {_few(list(differing))}"
         return Finding("replicas-weights", what, cause, step)
-    if differing := apart(lambda s: s.unclipped):
-        if not apart(lambda s: s.grads):
+    if differing := differing_replicas(lambda s: s.unclipped):
+        if not differing_replicas(lambda s: s.grads):
             cause = "clip after gradients are reduced: each rank scales by the norm of its own gradient here"
             what = f"step {step}: gradients are clipped before they are reduced over ranks"
             return Finding("clip-before-reduce", what, cause, step)
-        return _not_reduced(trace, optimizer, step, list(differing), max(_largest(w.apart) for w in differing.values()))
+        return _not_reduced(
+            trace, optimizer, step, list(differing), max(_largest(w.differences) for w in differing.values())
+        )
     if (options := _unequal_options(trace.at(optimizer, step))) is not None:
         cause = "every rank has to use the same learning rate and options"
         return Finding("replicas-options", f"step {step}: {options}", cause, step)
-    if differing := apart(lambda s: s.grads):
+    if differing := differing_replicas(lambda s: s.grads):
         cause = "each rank clips by a norm or a limit of its own: clip reduced gradients, by one norm and one limit"
         what = f"step {step}: after clipping ranks have other gradients: {_few(list(differing))}"
         return Finding("replicas-clipping", what, cause, step)
-    if differing := _apart_buffers(trace, optimizer, step):
+    if differing := _differing_buffers(trace, optimizer, step):
         cause = "nobody keeps these buffers alike: DDP sends rank 0's, FSDP and a loop by hand do not; reduce them"
         what = f"after step {step} rank {_rank_of(differing)} has other buffers: {_few(list(differing))}"
         return Finding("replicas-buffers", what, cause, step)
-    if (differing := _apart_moments(trace, optimizer, step)) is not None:
-        state, names = differing
+    if (moments := _differing_moments(trace, optimizer, step)) is not None:
+        state, names = moments
         cause = "gradients agree: the optimizer's state was loaded or changed on some ranks only: load it on every rank"
         what = f"after step {step} rank {_rank_of(names)} has other moments ({state}): {_few(list(names))}"
         return Finding("replicas-moments", what, cause, step)
-    if differing := apart(lambda s: s.weights):
+    if differing := differing_replicas(lambda s: s.weights):
         cause = (
             "equal gradients make other weights: the optimizer's state (moments) or its options differ between ranks"
         )
@@ -127,14 +129,14 @@ def _replicas_at(trace: Trace, optimizer: int, step: int) -> Finding | None:
     return None
 
 
-def _apart_buffers(trace: Trace, optimizer: int, step: int) -> dict[str, Whole]:
+def _differing_buffers(trace: Trace, optimizer: int, step: int) -> dict[str, Whole]:
     """Buffers that differ between ranks. Those of batch norm do so under DDP until the next forward."""
     sent = any("DistributedDataParallel" in m["wrappers"] for r in trace.ranks for m in r.models)
-    apart = {n: w for n, w in merged_buffers(trace, optimizer, step).items() if w.apart}
-    return {n: w for n, w in apart.items() if not sent or not n.rpartition(".")[2].startswith(("running_", "num_ba"))}
+    buffers = {n: w for n, w in merged_buffers(trace, optimizer, step).items() if w.differences}
+    return {n: w for n, w in buffers.items() if not sent or not n.rpartition(".")[2].startswith(("running_", "num_ba"))}
 
 
-def _apart_moments(trace: Trace, optimizer: int, step: int) -> tuple[str, dict[str, Whole]] | None:
+def _differing_moments(trace: Trace, optimizer: int, step: int) -> tuple[str, dict[str, Whole]] | None:
     """The first state of an optimizer that differs between ranks, where the step has measured it. A rank that holds
     zeros leaves the update to others."""
     states = {state: None for _, s in trace.at(optimizer, step) for _, state in s.moments}
@@ -145,25 +147,25 @@ def _apart_moments(trace: Trace, optimizer: int, step: int) -> tuple[str, dict[s
             step,
             lambda s: {n: v for (n, k), v in s.moments.items() if k == state and v.square},  # noqa: B023
         )
-        if names := {n: w for n, w in wholes.items() if w.apart}:
+        if names := {n: w for n, w in wholes.items() if w.differences}:
             return state, names
     return None
 
 
 def _rank_of(norms: Mapping[str, Whole]) -> int:
-    return min(rank for whole in norms.values() for rank in whole.apart)
+    return min(rank for whole in norms.values() for rank in whole.differences)
 
 
-def _largest(apart: object) -> float:
-    values = [v for v in apart.values() if v is not None]  # type: ignore[attr-defined]
+def _largest(differences: object) -> float:
+    values = [v for v in differences.values() if v is not None]  # type: ignore[attr-defined]
     return max(values, default=math.nan)
 
 
-def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], apart: float) -> Finding:
+def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], largest: float) -> Finding:
     every = len(merged(trace, optimizer, step, lambda s: s.unclipped))
     what = (
         f"step {step}: ranks have different gradients of {_few(names)} ({len(names)} of {every} "
-        f"parameters, by {apart:.2g})"
+        f"parameters, by {largest:.2g})"
     )
     if len(names) > 0.9 * every:
         ddp = any("DistributedDataParallel" in m["wrappers"] for r in trace.ranks for m in r.models)
@@ -198,16 +200,16 @@ def _same_examples(trace: Trace, optimizer: int) -> list[Finding]:
     ranks = data_ranks(trace, optimizer)
     if len(ranks) < 2 or (model_parallel(trace, optimizer) and len(ranks) == 1):
         return []
-    seen = []
+    pairs_of_steps = []
     for step in trace.steps(optimizer):
         lists = [tuple(sorted(r.steps[optimizer][step].examples or ())) for r in ranks]
         if all(lists):
             pairs = [
                 (ranks[i].number, ranks[j].number) for j in range(len(lists)) for i in range(j) if lists[i] == lists[j]
             ]
-            seen.append((step, pairs))
-    same = [(step, pairs) for step, pairs in seen if pairs]
-    if not same or len(same) < max(0.8 * len(seen), min(2, len(seen))):
+            pairs_of_steps.append((step, pairs))
+    same = [(step, pairs) for step, pairs in pairs_of_steps if pairs]
+    if not same or len(same) < max(0.8 * len(pairs_of_steps), min(2, len(pairs_of_steps))):
         return []
     step, pairs = same[0]
     cause = (
@@ -231,9 +233,9 @@ def _parameters(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """In no optimizer, or in no model; ranks and optimizers are merged first."""
     records = [s for o in trace.optimizers for r in trace.ranks for s in r.steps.get(o, {}).values()]
     if optimizer == trace.optimizers[0]:
-        held = {p.name for s in records for p in s.layout.parameters}
+        optimized = {p.name for s in records for p in s.layout.parameters}
         last = [r.steps[optimizer][max(r.steps[optimizer])] for r in trace.ranks if r.steps.get(optimizer)]
-        outside = {n: has for s in last for n, has in (s.outside or {}).items() if n not in held and n != "?"}
+        outside = {n: has for s in last for n, has in (s.outside or {}).items() if n not in optimized and n != "?"}
         trained = [n for n, has in outside.items() if has]
         if trained:
             cause = (
@@ -400,10 +402,10 @@ def _schedules(trace: Trace, optimizer: int) -> Iterator[Finding]:
             usual = max(set(counts), key=counts.count)
             if name.endswith(" by accelerate"):
                 continue  # once a process, by design: docs/how-to/trace.md
-            if usual == 0 and (apart := _seldom(rank, optimizer, name)) is not None:
+            if usual == 0 and (interval := _seldom(rank, optimizer, name)) is not None:
                 why = "step it where the optimizer steps: its length counts the optimizer's steps"
-                what = f"from step {apart[0]} on {name} is stepped once in {apart[1]} steps of the optimizer"
-                yield Finding("scheduler", what, why, apart[0])
+                what = f"from step {interval[0]} on {name} is stepped once in {interval[1]} steps of the optimizer"
+                yield Finding("scheduler", what, why, interval[0])
             if usual < 2 or counts.count(usual) < 0.6 * len(counts):
                 continue
             at = steps[counts.index(usual)].step

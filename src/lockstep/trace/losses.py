@@ -90,8 +90,8 @@ def agreeing(one: Losses, other: Losses, limit: float) -> tuple[str | None, floa
         ):
             if x is not None and y is not None:
                 ways.append((name, x, y))
-    apart = [
+    differences = [
         (name, abs(x - y) / max(abs(x), abs(y), 1e-30) if math.isfinite(x) and math.isfinite(y) else math.nan)
         for name, x, y in ways
     ]
-    return next(((n, d) for n, d in apart if d <= limit), (None, apart[0][1]))
+    return next(((n, d) for n, d in differences if d <= limit), (None, differences[0][1]))

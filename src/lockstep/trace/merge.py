@@ -18,13 +18,14 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor of all ranks. `value`: of the blocks that there are; `missing`: elements that no rank wrote of; `apart`:
-    ranks whose replica is not the one of the lowest rank, with the relative difference where there are sketches."""
+    """A tensor of all ranks. `value`: of the blocks that were written; `missing`: the number of elements that no rank
+    wrote; `differences`: the ranks whose replica differs from that of the lowest rank, each with the relative
+    difference (None without sketches)."""
 
     value: Value
     shape: tuple[int, ...]
     missing: int
-    apart: Mapping[int, float | None]
+    differences: Mapping[int, float | None]
 
 
 def merged(trace: Trace, optimizer: int, step: int, of: Callable[[Step], Mapping[str, Value]]) -> dict[str, Whole]:
@@ -66,13 +67,13 @@ def _whole(rows: list[tuple[int, Parameter, Value, bool]]) -> Whole:
     if any(partial for *_, partial in rows):
         return Whole(_sum([v for _, _, v, _ in rows]), shape, 0, {})
     blocks: dict[object, tuple[Parameter, Value]] = {}
-    apart: dict[int, float | None] = {}
+    differences: dict[int, float | None] = {}
     for rank, parameter, value, _ in rows:
         first = blocks.setdefault(parameter.block, (parameter, value))[1]
         if first.print != value.print:
-            apart[rank] = difference(first, value)
+            differences[rank] = difference(first, value)
     covered = sum(int(np.prod(p.size)) for p, _ in blocks.values())
-    return Whole(_sum([v for _, v in blocks.values()]), shape, int(np.prod(shape)) - covered, apart)
+    return Whole(_sum([v for _, v in blocks.values()]), shape, int(np.prod(shape)) - covered, differences)
 
 
 def _sum(values: list[Value]) -> Value:

@@ -34,6 +34,7 @@ def values_of(trace: Trace, reference: Trace | None, verdicts: Sequence[Verdict]
         "trace": trace,
         "reference": _command(reference) if reference is not None else None,
         "findings": findings(trace),
+        "evaluations": _evaluations(trace),
         "parts": [_part(trace, reference, known.get(o), o) for o in trace.optimizers],
     }
 
@@ -51,6 +52,18 @@ def _part(trace: Trace, reference: Trace | None, verdict: Verdict | None, optimi
         "lanes": _lanes(trace, optimizer),
         "steps": _steps(trace, optimizer),
     }
+
+
+def _evaluations(trace: Trace) -> list[tuple[str, str, str]]:
+    """Of the first rank, in order: steps before it, what was evaluated or by whom, examples and mode or scores."""
+    rank, rows = trace.ranks[0], []
+    for each in rank.evaluations:
+        mode = "training mode" if each["training"] else "evaluation mode"
+        rows.append((each["steps"], f"forward of {each['model']}", f"{each['count']} examples, {mode}"))
+    for each in rank.scores:
+        rows.append((each["steps"], each["by"], ", ".join(f"{n} {x:.6g}" for n, x in each["scores"].items())))
+    rows.sort(key=lambda row: sum(row[0]))
+    return [(", ".join(map(str, steps)), what, text) for steps, what, text in _spread(rows, 24)]
 
 
 def _command(trace: Trace) -> str:

@@ -17,8 +17,8 @@ def pipelined(trace: Trace, optimizer: int) -> bool:
     (ZeroRedundancyOptimizer) hold different ones, too, but every rank calls the whole model."""
     names = {frozenset(p.name for p in layout.parameters) for _, layout in _layouts(trace, optimizer)}
     models = {layout.models for _, layout in _layouts(trace, optimizer)}
-    held = [{p.name for p in layout.parameters} for _, layout in _layouts(trace, optimizer)]
-    disjoint = len(held) > 1 and not set.intersection(*held)
+    parameters_of_layouts = [{p.name for p in layout.parameters} for _, layout in _layouts(trace, optimizer)]
+    disjoint = len(parameters_of_layouts) > 1 and not set.intersection(*parameters_of_layouts)
     return len(names) > 1 and disjoint and bool(models) and not _sharded_optimizer(trace, optimizer)
 
 
@@ -84,15 +84,15 @@ def _examples(step: Step) -> list[str]:
     if spare <= 0 or not step.backwards or sum(micro) != len(examples):
         return examples
     hashes: list[str] = []
-    seen: set[tuple[str, ...]] = set()
+    counted: set[tuple[str, ...]] = set()
     at = 0
     for size in micro:
         part = tuple(examples[at : at + size])
         at += size
-        if part in seen and spare:
+        if part in counted and spare:
             spare -= 1
             continue
-        seen.add(part)
+        counted.add(part)
         hashes += part
     return hashes
 

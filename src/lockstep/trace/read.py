@@ -174,6 +174,7 @@ class Rank:
     loaders: list[Mapping[str, Any]] = field(default_factory=list)  # passes that began
     passed: list[Mapping[str, Any]] = field(default_factory=list)  # and those that ended
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
+    scores: list[Mapping[str, Any]] = field(default_factory=list)  # that a known evaluator was returned
     skipped: list[Mapping[str, Any]] = field(default_factory=list)
     errors: list[Mapping[str, Any]] = field(default_factory=list)
     workers: list[Mapping[str, Any]] = field(default_factory=list)  # of data loaders
@@ -293,6 +294,7 @@ def _take(rank: Rank, kind: str, record: Mapping[str, Any]) -> None:
             "epoch": rank.loaders,
             "epoch end": rank.passed,
             "evaluation": rank.evaluations,
+            "scores": rank.scores,
             "skipped": rank.skipped,
             "error": rank.errors,
             "worker": rank.workers,

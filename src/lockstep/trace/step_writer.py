@@ -159,9 +159,9 @@ class StepWriter:
 
 def _measured(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On the CPU. Those without elements are left out."""
-    held = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
-    vectors = measure(list(held.values()), [whole(t) for t in held.values()])
-    return {name: vector.cpu() for name, vector in zip(held, vectors, strict=True)}
+    detached = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
+    vectors = measure(list(detached.values()), [whole(t) for t in detached.values()])
+    return {name: vector.cpu() for name, vector in zip(detached, vectors, strict=True)}
 
 
 def _row(name: str, tensor: Tensor) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class Best:
         self.step: int | None = None
         self.value = 0.0
 
-    def seen(self, step: int, numbers: Mapping[str, Any]) -> bool:
+    def update(self, step: int, numbers: Mapping[str, Any]) -> bool:
         """Whether the evaluation after `step` is better than all before it."""
         value = numbers.get(self.name)
         if not isinstance(value, int | float) or not math.isfinite(value):

@@ -67,8 +67,8 @@ class Busy:
     def _line(self) -> Table:
         row = Table.grid(padding=(0, 1))
         place = self._place()
-        told = Text(place, no_wrap=True, overflow="ellipsis")
-        row.add_row(self._spinner.render(time.monotonic()), told, *self._progress(place), self._clock)
+        label = Text(place, no_wrap=True, overflow="ellipsis")
+        row.add_row(self._spinner.render(time.monotonic()), label, *self._progress(place), self._clock)
         return row
 
     def _progress(self, place: str) -> list[RenderableType]:
@@ -106,7 +106,7 @@ class Waiting:
 
     def __init__(self, place: Callable[[], str]) -> None:
         self._place, self._out = place, sys.stdout
-        self._lock, self._over, self._shown = threading.RLock(), threading.Event(), False
+        self._lock, self._over, self._visible = threading.RLock(), threading.Event(), False
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Waiting:
@@ -127,10 +127,10 @@ class Waiting:
     def clear(self) -> None:
         """Take the line away, until it is drawn again."""
         with self._lock, suppress(OSError):
-            if self._shown:
+            if self._visible:
                 sys.stderr.write(CLEAR)
                 sys.stderr.flush()
-                self._shown = False
+                self._visible = False
 
     def _show(self) -> None:
         spinner = cycle("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏")
@@ -144,7 +144,7 @@ class Waiting:
                 # the cursor goes back: what a process that was started writes begins where it should
                 sys.stderr.write(f"{CLEAR}{next(spinner)} {printable(self._place())[:room]}{tail}\r")
                 sys.stderr.flush()
-                self._shown = True
+                self._visible = True
 
 
 class _Above:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import sys
 import textwrap
 import threading
@@ -48,12 +49,13 @@ LOG = "log.txt"  # in OUTPUT: what rank 0 said, and what any rank said of a fail
 Voice = Literal["normal", "quiet", "verbose"]
 PLAIN_LINES = 4  # of training, where there is no bar, in a run of minutes
 LAST_SAMPLES = 2  # shown at the end
+_SHELL_WORDS = re.compile(r""" #.*|(?:'[^']*'|"[^"]*"|\\.|[^\s'"])+""")  # and a comment behind them
 LEAST_S, MOST_S = 5.0, 60.0  # between two of them
 
 
 class Terminal:
-    """Standard output as it is now. Once nobody reads it any more (a closed window, `| head`), it takes no more and
-    complains no more, nor does Python at its exit: training goes on, and the log has it all."""
+    """Standard output as it is at the time of each write. When its reader is gone (a closed window, `| head`), further
+    output is dropped without an error, also at Python's exit: training continues, and the log has everything."""
 
     @property
     def rich_proxied_file(self) -> Terminal:
@@ -107,7 +109,7 @@ RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
 
 
 def value_of(cell: str) -> Any:
-    """A cell of a table: a number where it is one, None where it is empty."""
+    """The value of a table's cell: a number if it is one, None if it is empty."""
     plain = cell.strip()
     if not plain:
         return None
@@ -140,12 +142,15 @@ class Console:
         self.rich.quiet, self._loud, self._log = False, True, log
 
     def facts(self, rows: Mapping[str, str], whole: bool = False) -> None:
-        """`name  value` lines. `whole`: a value is to be pasted, and is never cut into lines."""
+        """`name  value` lines. `whole`: a value is to be pasted into a shell; where it is too long for a terminal it
+        goes on behind a backslash."""
         for name, value in rows.items():
             if self._record is not None:
                 self._record.facts[name] = value
             if self._voice != "quiet":
-                self.rich.print(f"[bold]{name:<10}[/bold] {_plain(value if whole else self._hung(value, 11))}")
+                self.rich.print(
+                    f"[bold]{name:<10}[/bold] {_plain(self._continued(value) if whole else self._hung(value, 11))}"
+                )
             append(self._log, f"{name:<10} {value}")
 
     def detail(self, rows: Mapping[str, str]) -> None:
@@ -155,13 +160,23 @@ class Console:
         for name, value in rows.items() if self._voice != "verbose" else ():
             append(self._log, f"{name:<10} {value}")
 
-    def say(self, text: str, hang: int | None = None) -> None:
-        """One line or more. `hang`: on a terminal, where a line that is too long goes on."""
+    def say(self, text: str, hang: int | None = None, whole: bool = False) -> None:
+        """One line or more. `hang`: on a terminal, where a line that is too long goes on; by default two columns
+        further in than it begins. `whole`: it is to be pasted, and is never cut into lines."""
         if self._record is not None:
             self._record.notes.append(text)
         if self._voice != "quiet":
-            self.rich.print(_plain(text if hang is None else self._hung(text, hang, hang)))
+            self.rich.print(_plain(text if whole else self._folded(text, hang)))
         append(self._log, text)
+
+    def _folded(self, text: str, hang: int | None) -> str:
+        if hang is not None:
+            return self._hung(text, hang, hang)
+        lines = []
+        for line in text.split("\n"):
+            inner = len(line) - len(line.lstrip()) + 2
+            lines.append(line if cell_len(line) <= self.rich.width else self._hung(line, inner, inner))
+        return "\n".join(lines)
 
     def _hung(self, text: str, hang: int, ahead: int = 0) -> str:
         """A text in lines that fit the terminal, all but the first `hang` columns in; `ahead` of these columns are part
@@ -176,6 +191,20 @@ class Console:
             for part in textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
         ]
         return first + f"\n{' ' * hang}".join(lines)
+
+    def _continued(self, command: str) -> str:
+        """A command in lines of a terminal, which a shell reads as one."""
+        words, lines = _SHELL_WORDS.findall(command), [""]
+        fits = cell_len(command) <= self.rich.width - 11
+        if fits or not self.rich.is_terminal or " ".join(words) != command:
+            return command
+        for word in words:
+            longer = f"{lines[-1]} {word}" if lines[-1].strip() else lines[-1] + word
+            if lines[-1].strip() and cell_len(longer) > self.rich.width - 13:
+                lines.append(f"  {word}")
+            else:
+                lines[-1] = longer
+        return f" \\\n{' ' * 11}".join(lines)
 
     def busy(self, place: Callable[[], str]) -> AbstractContextManager[object]:
         """For `with`: what is going on while nothing else is said. `place` says what that is."""
@@ -197,9 +226,9 @@ class Console:
     def start(
         self, total: int, done: int, place: Callable[[], str] = str, per_epoch: int = 0, best: Best | None = None
     ) -> None:
-        """Show progress over `total` steps, `done` of which lie behind. `place` says where the program is, if it is not
-        in a step. `per_epoch`: steps of an epoch, where epochs are counted. `best`: what evaluations are judged by, and
-        the best of them so far."""
+        """Show progress over `total` steps, `done` of them finished. `place` says what the program does outside of a
+        step. `per_epoch`: steps of an epoch, where epochs are counted. `best`: the metric of the best evaluation, and
+        the best one so far."""
         self._total, self._done = total, done
         self._last_line, self._line_step = -math.inf, done
         self._per_epoch, self._best = per_epoch, best or Best()
@@ -220,7 +249,7 @@ class Console:
         elif split == "train":
             self._train(step, numbers)
         else:
-            better = split == "validation" and self._best.seen(step, numbers)
+            better = split == "validation" and self._best.update(step, numbers)
             self._scores(step, split, {k: v for k, v in numbers.items() if k != "examples"}, better, closing)
 
     def _scores(self, step: int, split: str, numbers: Mapping[str, float], better: bool, closing: bool) -> None:
@@ -241,10 +270,10 @@ class Console:
         self.rich.print(_plain(self._hung(line, 13, 13)))
 
     def _system(self, step: int, numbers: Mapping[str, float]) -> None:
-        held = {kind: _highest(numbers, kind) for kind in ("memory_gb", "gpu_memory_gb")}
+        memory = {kind: _highest(numbers, kind) for kind in ("memory_gb", "gpu_memory_gb")}
         self._memory = "".join(
             f"  {value:.2f} GB{' on the GPU' if kind.startswith('gpu') else ''}"
-            for kind, value in held.items()
+            for kind, value in memory.items()
             if value is not None
         )
         if self._voice == "verbose":
@@ -317,8 +346,8 @@ class Console:
             self._bar = None
 
     def columns(self, title: str, rows: Sequence[Sequence[str]], cut: bool = False) -> None:
-        """Rows below a title, in columns without lines between them. On a terminal the last column goes on below itself
-        where it is too long, or is `cut`, so that each row is a line."""
+        """Print rows below a title, in columns without lines between them. On a terminal the last column wraps below
+        itself if it is too long, or is shortened to one line with `cut`."""
         if self._record is not None:
             head, body = (("name", "value", "more"), rows) if title else (rows[0], rows[1:])
             self._record.add_table(title, head[: len(rows[0])], body)
@@ -389,8 +418,8 @@ class _Bar(Progress):
 def _of_sources(numbers: Mapping[str, float]) -> str:
     """The losses of the sources of a mixture, of many the least and the most."""
     losses = sorted((v, k.removeprefix("loss_")) for k, v in numbers.items() if k[:5] == "loss_" and k != "loss_scale")
-    told = [f"{name} {loss:.4f}" for loss, name in (losses if len(losses) < 4 else [losses[0], losses[-1]])]
-    return f" ({'...'.join(told) if len(losses) > 3 else ', '.join(told)})" if told else ""
+    labels = [f"{name} {loss:.4f}" for loss, name in (losses if len(losses) < 4 else [losses[0], losses[-1]])]
+    return f" ({'...'.join(labels) if len(losses) > 3 else ', '.join(labels)})" if labels else ""
 
 
 def _listed(numbers: Mapping[str, float]) -> str:

@@ -48,15 +48,15 @@ class Lines:
 
     def __init__(self, path: Path, after: int) -> None:
         self.path, self._after = path.parent.resolve() / path.name, after
-        self._given: list[dict[str, Any]] = []  # not looked at yet
+        self._queue: list[dict[str, Any]] = []  # not looked at yet
         self._waiting = b""
-        self._kept: dict[tuple[int, str | None], bytes] | None = None  # by step and split, once the file was read
+        self._lines: dict[tuple[int, str | None], bytes] | None = None  # by step and split, once the file was read
         self._stale = False  # the file holds more than what is kept
         self._file: FileIO | None = None
 
     def add(self, values: dict[str, Any]) -> None:
         """Errors: `OSError`, when the line and those before it could not be written yet."""
-        self._given.append(values)
+        self._queue.append(values)
         self._write()
 
     def _read(self) -> dict[tuple[int, str | None], bytes]:
@@ -65,27 +65,27 @@ class Lines:
             old = self.path.read_bytes()
         except FileNotFoundError:
             old = b""
-        kept: dict[tuple[int, str | None], bytes] = {}
+        lines: dict[tuple[int, str | None], bytes] = {}
         for line in old.split(b"\n"):  # JSON escapes this, and leaves U+2028 as it is
             where = _where(line)
             if where is not None and where[0] <= self._after and self._after:
-                kept.setdefault(where, line)
-        self._stale = old != b"".join(line + b"\n" for line in kept.values())
-        return kept
+                lines.setdefault(where, line)
+        self._stale = old != b"".join(line + b"\n" for line in lines.values())
+        return lines
 
     def _write(self) -> None:
         if self._file is None and (fault := led_away(self.path.parent)) is not None:
             raise OSError(fault)
-        if self._given and self._kept is None:
-            self._kept = self._read()
-        for values in self._given:
-            if (values["step"], values.get("split")) not in (self._kept or {}):
+        if self._queue and self._lines is None:
+            self._lines = self._read()
+        for values in self._queue:
+            if (values["step"], values.get("split")) not in (self._lines or {}):
                 # else scored again by a run that was killed between its last step and its export
                 self._waiting += (json.dumps(values, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
-        self._given = []
-        if self._stale and self._waiting and self._kept is not None:
+        self._queue = []
+        if self._stale and self._waiting and self._lines is not None:
             aside = self.path.with_name(f".{self.path.name}.partial")
-            aside.write_bytes(b"".join(line + b"\n" for line in self._kept.values()))
+            aside.write_bytes(b"".join(line + b"\n" for line in self._lines.values()))
             os.replace(aside, self.path)
             self._stale = False
         if self._file is None and self._waiting:

@@ -45,7 +45,7 @@ class MLflow(Tracker):
         folder = self.run.folder.resolve()
         uri = self.options.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
         self._client: Any = MlflowClient(uri)
-        self._held: dict[str, int] = {}  # metric -> last step that the store has, of a run that goes on
+        self._last_steps: dict[str, int] = {}  # metric -> last step that the store has, for a resumed run
         if self.run_id is not None:
             self._client.update_run(self.run_id, status="RUNNING")
             return f"{uri}, run {self.run_id} goes on"
@@ -82,10 +82,10 @@ class MLflow(Tracker):
         """MLflow deletes nothing: what it has of steps that are trained again stays, and is not logged twice."""
         if not self.after:
             return -1
-        if name not in self._held:
+        if name not in self._last_steps:
             history = self._client.get_metric_history(self.run_id, name)
-            self._held[name] = max((metric.step for metric in history), default=-1)
-        return self._held[name]
+            self._last_steps[name] = max((metric.step for metric in history), default=-1)
+        return self._last_steps[name]
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         """A file for each evaluation."""

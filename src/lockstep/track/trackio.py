@@ -49,13 +49,13 @@ class Trackio(Tracker):
             auto_log_gpu=False,  # of this process only; `system/...` has those of every rank
             auto_log_cpu=False,
         )
-        self._held = self._trackio._next_step - 1  # the last step of a run that goes on
+        self._last_step = self._trackio._next_step - 1  # the last step of a run that goes on
         self._rows: list[dict[str, Any]] = []
         where = f"https://huggingface.co/spaces/{options.space}" if options.space else str(utils.TRACKIO_DIR)
         return f"run {self.run_id} in {where}; trackio show --project {options.project}"
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
-        if self.after and step < self._held:
+        if self.after and step < self._last_step:
             return  # trained again: what the store has of it stays
         self._trackio.log(named(split, numbers), step=step)
 

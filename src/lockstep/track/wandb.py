@@ -49,16 +49,16 @@ class WandB(Tracker):
         mode = self.options.mode or os.environ.get("WANDB_MODE") or "online"
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             self._start(wandb, "offline")
-            return f"no API key (WANDB_API_KEY); {self._kept()}"
+            return f"no API key (WANDB_API_KEY); {self._offline_note()}"
         try:
             self._start(wandb, mode)
         except wandb.errors.CommError as caught:
             wandb.teardown()  # its background process would not give the run's id free
             self._start(wandb, "offline")
-            return f"{one_line(caught, 200)}; {self._kept()}"
-        return self._wandb.url or self._kept()
+            return f"{one_line(caught, 200)}; {self._offline_note()}"
+        return self._wandb.url or self._offline_note()
 
-    def _kept(self) -> str:
+    def _offline_note(self) -> str:
         folder = Path(self._wandb.dir).parent
         return f"run {self.run_id} is kept on disk; send it with: wandb sync {folder}"
 

@@ -204,7 +204,7 @@ class StepLoader:
     def _foreseen(
         self, ahead: Generator[StepBatch | Failure], ends: Callable[[Unreadable], None]
     ) -> Iterator[StepBatch]:
-        """Batches as they are needed, and of a stream so many of them looked at before."""
+        """Yield batches when they are needed; of a stream, prepare several in advance."""
         foreseen = FORESEEN if isinstance(self.columns, Streamed) else 0
         waiting: deque[StepBatch | Failure] = deque()
         over = False

@@ -62,8 +62,8 @@ def final_scores(
 def best_model(
     session: Session, console: Console, state: TrainState, final: Callable[[str], Final]
 ) -> tuple[int, dict[str, Final]]:
-    """Let the strategy hold the best evaluated model, of which a checkpoint is kept, unless the last is better. Returns
-    its step, and what the last one scored if that was asked. Collective. Errors: `EvaluationInterrupted`."""
+    """Load the best evaluated model that has a checkpoint into the strategy, unless the last model is better. Returns
+    the model's step, and the last model's score if it was evaluated. Collective. Errors: `EvaluationInterrupted`."""
     run, checkpoints, progress, step = session.run, session.checkpoints, state.progress, state.step
     finals = {}
     if state.over:  # the last one was evaluated already

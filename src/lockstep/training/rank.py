@@ -63,10 +63,10 @@ from lockstep.training.train_state import TrainState
 
 
 def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
-    """Run one rank to its end. Collective. `job`: as the launching process resolved it, or a run to be resolved here.
-    `words`: the function that each rank calls, and its arguments. A failure is told once for the job, with rank and
-    host, and is status 1. `refusal`: why this rank, the first one, may not write into OUTPUT; it is told once all ranks
-    are there."""
+    """Run one rank to its end, and return its exit status. Collective. `job`: the job that the launching process
+    resolved, or a run to resolve here. `words`: the function that each rank calls, and its arguments. A failure is
+    reported once for the job, with rank and host, and has status 1. `refusal`: why this rank, the first one, may not
+    write to OUTPUT; reported once all ranks are there."""
     run = job.run if isinstance(job, Job) else job
     world, log = None, run.folder.resolve() / LOG
     strike_tracebacks()
@@ -138,7 +138,7 @@ class RankZeroSinks(Sinks):
 
     def __init__(self, session: Session, console: Console, step: int) -> None:
         self._session, self._console, self._loud = session, console, session.world.is_main
-        self._reported_steps: dict[str, int] = {}  # of each split, the step of what was told last
+        self._reported_steps: dict[str, int] = {}  # of each split, the step that was reported last
         self._open(step)
 
     def _open(self, step: int) -> None:
@@ -286,7 +286,7 @@ def best_so_far(run: Run, step: int) -> Best:
     best = Best(run.checkpoint.best)
     for line in lines_of(run.folder / "metrics.jsonl", ("step", "split")) if step else ():
         if line["split"] == "validation" and line["step"] <= step:
-            best.seen(line["step"], line)
+            best.update(line["step"], line)
     return best
 
 

@@ -60,8 +60,9 @@ class LoadBalancer:
                     self._look(batch)
 
     def _look(self, batch: StepBatch) -> None:
-        """After a step: hear what was asked for after the one before, and decide; ask, if it is time to. Collective;
-        waits for nobody who is through with the step."""
+        """Called after each step: read the numbers that were requested after the last look, decide on new shares, and
+        request numbers again at every `rebalance_every`-th step. Collective; does not wait for ranks that are still in
+        the step."""
         answer, self._pending = self._pending, None
         if answer is not None:
             self._hear(answer(), batch.step + 1)

@@ -27,7 +27,7 @@ from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.trace.step_writer import RankStep, StepWriter, WholeStep
-from lockstep.trace.tracer.inputs import seen
+from lockstep.trace.tracer.inputs import call_inputs
 from lockstep.trace.tracer.placement import has_stochastic
 from lockstep.trace.tracer.recorder import hexed
 from lockstep.training import plain_sides
@@ -189,7 +189,7 @@ class _Writer:
     def rank_step(self, batch: StepBatch) -> RankStep:
         """What this rank saw of a step."""
         counts = [float(self.task.targets_in_batch(m.targets)) for m in batch.micro_batches]
-        inputs = [seen((), m.inputs) for m in batch.micro_batches]
+        inputs = [call_inputs((), m.inputs) for m in batch.micro_batches]
         hashes = [each.hashes for each in inputs if each is not None]
         losses = {index: float(loss) for index, loss in sorted(self.recorder.losses.items())}
         return RankStep(losses, counts, [len(h) for h in hashes], hexed(hashes))

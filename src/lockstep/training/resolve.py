@@ -81,7 +81,7 @@ class Job:
     processes: int  # ranks, over all machines; 0: a rank that joins a job whose size others have looked at
     scope: Scope
     task: type[Task]
-    strategy: type[Strategy]  # the class that does the work, where one name stands for several
+    strategy: type[Strategy]  # the class that does the work, where one name means several
     same_bits: bool  # whether it ends with the bits of a single process
     prepared: Prepared | None = None  # from `Scope.DATA` on
     padding: str | None = None  # why padding is computed; None: it is left out
@@ -355,8 +355,8 @@ def _data(job: Job, data: Run, tell: Tell | None, fresh: bool) -> Job:
 
 
 def newest_checkpoint(job: Job) -> Manifest | None:
-    """The checkpoint of OUTPUT that the job goes on from. Errors: `RunError` when OUTPUT or the object store holds
-    another run, or checkpoints of which none can be used."""
+    """The checkpoint of OUTPUT from which the job resumes. Errors: `RunError` when OUTPUT or the object store holds
+    another run, or only unusable checkpoints."""
     from lockstep.checkpoint import remote_sync
     from lockstep.checkpoint.manifest import check_resumable
 

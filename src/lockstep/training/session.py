@@ -66,7 +66,7 @@ class Session:
         return self.job.run
 
     def new_state(self, step: int = 0) -> TrainState:
-        """Training that begins with `step` updates made, of which nothing else is known."""
+        """The state of a training that starts after `step` updates, with nothing else known about them."""
         feed, lengths = self.feed, self.task.unit is not None
         return TrainState(self.run, feed.total, feed.sources, lengths, step)
 
@@ -90,8 +90,8 @@ def build_session(
     say: Callable[[str], None] = lambda text: None,
     trained: bool = False,
 ) -> Session:
-    """Task, model and feed. `say` is told what becomes of checkpoints. `trained`: the model is not one that training
-    starts from. Collective. Errors: `RunError`."""
+    """Build task, model and feed. `say` prints what happens with checkpoints. `trained`: the model is a trained one,
+    not the one that training starts from. Collective. Errors: `RunError`."""
     before, run, prepared = tensor_bytes(), job.run, job.data
     task = job.task(run, prepared)
     later = (

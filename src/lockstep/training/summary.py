@@ -70,7 +70,7 @@ def _millions(count: int) -> str:
 
 
 def precisions(run: Run, strategy: Strategy) -> str:
-    """The dtypes that the run computes with and keeps, as they are and not as they were asked for; moments are there
+    """The dtypes that the run actually computes with and stores, as opposed to the requested ones; moments are known
     after a step."""
     optimizer: Any = getattr(strategy, "optimizer", None)
     states = optimizer.state.values() if optimizer is not None else ()
@@ -116,7 +116,7 @@ def closing(
 
 
 def padding_ratio(task: Task, counts: Counts) -> str:
-    """Tokens that were computed for each real one, beside what cutting at random would have come to."""
+    """The number of computed tokens for each real token, and what random micro-batches would have had."""
     if not task.unit:
         return ""
     padding, by_chance = counts.padded / counts.tokens, counts.padded_by_chance / counts.tokens

@@ -86,10 +86,10 @@ class TrainState:
         """Whether `evaluate.patience` has ended training: the same on every rank."""
         return self.progress.over(self._run)
 
-    # -- as others have it -------------------------------------------------------------------------------------------
+    # -- plain data, as others store it ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data of which nothing changes later. The host waits for the device."""
+        """The state as plain data that later steps do not change. The host waits for the device."""
         return {
             "step": self.step,
             "first": self.first,

@@ -110,8 +110,8 @@ def check_image(address: str | None) -> None:
     another tag stands for is not known. Errors: `RunError`."""
     _, _, tag = (address or "").rpartition("/")[2].partition(":")
     torch, python = re.match(r"(\d+)\.(\d+)[.\d]*-(?:cpu|gpu|cu\d)", tag), re.search(r"-py(\d)(\d+)\b", tag)
-    for what, found in (("PyTorch", torch), ("Python", python)):
-        if found is not None and (version := (int(found[1]), int(found[2]))) < OLDEST[what]:
+    for what, version_match in (("PyTorch", torch), ("Python", python)):
+        if version_match is not None and (version := (int(version_match[1]), int(version_match[2]))) < OLDEST[what]:
             raise RunError(
                 "LS7213",
                 f"launch.image: {tag} has {what} {'.'.join(map(str, version))}; lockstep needs "
@@ -173,10 +173,10 @@ def explained(caught: Exception) -> str:
 
 def split_s3(address: str) -> tuple[str, str]:
     """`s3://bucket/prefix` -> bucket, prefix without a slash at its ends. Errors: `RunError`."""
-    found = re.fullmatch(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*))?", address)
-    if found is None:
+    match = re.fullmatch(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*))?", address)
+    if match is None:
         raise RunError("LS7218", f"launch.s3: {address!r} is not an S3 address; expected s3://BUCKET/PREFIX")
-    return found[1], (found[2] or "").strip("/")
+    return match[1], (match[2] or "").strip("/")
 
 
 def upload(client: Any, prefix: str, contents: Mapping[str, bytes | Path]) -> None:

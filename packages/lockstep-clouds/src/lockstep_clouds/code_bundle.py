@@ -65,41 +65,43 @@ def _data_there(section: DataSection, data: str, below: str = "") -> tuple[dict[
     them there. Nothing of what is on the Hub, or built in. Errors: `RunError`."""
     files: dict[str, Path] = {}
     keys: dict[str, Any] = {}
-    for split, found in (local_splits(section) or {}).items():
+    for split, local_files in (local_splits(section) or {}).items():
         if section.layout == "class_folders":
-            names, paths = _class_names(found, split)
+            names, paths = _class_names(local_files, split)
         else:
-            names = _side_names(found, split) if section.layout == "parallel" else _row_names(found, split)
+            names = _side_names(local_files, split) if section.layout == "parallel" else _row_names(local_files, split)
             paths = names
-        files |= {f"{below}{name}": file for name, file in zip(names, found, strict=True)}
+        files |= {f"{below}{name}": file for name, file in zip(names, local_files, strict=True)}
         keys[split] = [f"{data}/{below}{name}" for name in paths] or None
     return files, keys | ({"source": None} if keys else {})
 
 
-def _row_names(found: list[Path], split: str) -> list[str]:
+def _row_names(local_files: list[Path], split: str) -> list[str]:
     """Each file keeps its ending."""
-    if len(found) == 1:
-        return [split + file_formats.ending(found[0])]
-    return [f"{split}-{i:03d}{file_formats.ending(file)}" for i, file in enumerate(found)]
+    if len(local_files) == 1:
+        return [split + file_formats.ending(local_files[0])]
+    return [f"{split}-{i:03d}{file_formats.ending(file)}" for i, file in enumerate(local_files)]
 
 
-def _side_names(found: list[Path], split: str) -> list[str]:
+def _side_names(local_files: list[Path], split: str) -> list[str]:
     """Files that are read beside each other keep what they share of their names, and their sides."""
-    stems = list(dict.fromkeys(file.parent / row_files.named(file)[0] for file in found))
+    stems = list(dict.fromkeys(file.parent / row_files.named(file)[0] for file in local_files))
     names = []
-    for file in found:
+    for file in local_files:
         stem, side = row_files.named(file)
         packing = file.suffix if file_formats.is_compressed(file) else ""
         names.append(f"{split}-{stems.index(file.parent / stem):03d}.{side}{packing}")
     return names
 
 
-def _class_names(found: list[Path], split: str) -> tuple[list[str], list[str]]:
+def _class_names(local_files: list[Path], split: str) -> tuple[list[str], list[str]]:
     """Files keep their names and their folders, which are labels; and the folders, in order. Those of one label may
     have come from several folders."""
-    folders = list(dict.fromkeys(file.parent for file in found))
+    folders = list(dict.fromkeys(file.parent for file in local_files))
     places = {folder: f"{split}/{i:03d}/{folder.name}" for i, folder in enumerate(folders)}
-    return [f"{places[file.parent]}/{file.name}" for file in found], [glob.escape(name) for name in places.values()]
+    return [f"{places[file.parent]}/{file.name}" for file in local_files], [
+        glob.escape(name) for name in places.values()
+    ]
 
 
 def inside(run: Run, machines: int, meet: str) -> LaunchSection:
@@ -126,13 +128,13 @@ def world_size_of(run: Run, machines: int) -> int:
 
 def pairs(key: str, entries: list[str], what: str = "VARIABLE=value") -> dict[str, str]:
     """`NAME=text` entries as a mapping. Errors: `RunError`."""
-    found = {}
+    mapping = {}
     for entry in entries:
         name, equals, value = entry.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*", name) or not value:
             raise RunError("LS7231", f"launch.{key}: {entry!r} is not {what}")
-        found[name] = value
-    return found
+        mapping[name] = value
+    return mapping
 
 
 def modules_of(run: Run) -> dict[str, Path]:
@@ -140,7 +142,7 @@ def modules_of(run: Run) -> dict[str, Path]:
     PYTHONPATH, not among installed packages, and of all modules of that kind that they import: they are found there
     under the same name. Of a package everything, of an entry point its distribution's metadata. Errors: `RunError`
     where there is no such module."""
-    found: dict[str, Path] = {}
+    modules: dict[str, Path] = {}
     trackers = {f"track.to ({name})": plugins.path_of("track", name) for name in run.track.to}
     keys = user_code.named(run) | {key: name for key, name in trackers.items() if user_code.is_own(name)}
     for key, dotted in keys.items():
@@ -155,14 +157,14 @@ def modules_of(run: Run) -> dict[str, Path]:
         for name, path in files.items():
             if {"site-packages", "dist-packages"} & set(path.parts):
                 continue  # a requirement, to be installed there
-            found[name] = path
+            modules[name] = path
             if name.endswith("/__init__.py") and name.count("/") == 1:
-                found |= {f"{path.parent.name}/{f.relative_to(path.parent)}": f for f in _sources(path.parent)}
+                modules |= {f"{path.parent.name}/{f.relative_to(path.parent)}": f for f in _sources(path.parent)}
     for entry in _entry_points(run):
         if not _installed(entry):
             metadata = [file for file in entry.dist.files or () if file.name in ("METADATA", "entry_points.txt")]
-            found |= {f"{file.parent.name}/{file.name}": Path(str(entry.dist.locate_file(file))) for file in metadata}
-    return found
+            modules |= {f"{file.parent.name}/{file.name}": Path(str(entry.dist.locate_file(file))) for file in metadata}
+    return modules
 
 
 def distributions_of(run: Run) -> list[str]:

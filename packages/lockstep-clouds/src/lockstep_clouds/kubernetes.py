@@ -113,12 +113,12 @@ class Kubernetes(SubmittedJob):
     # -- a job that was launched -------------------------------------------------------------------------------------
 
     def state(self, run: Run, record: JobRecord) -> State:
-        found = kubectl(
+        description = kubectl(
             record.facts, "get", record.facts["kind"], str(record.job), "-o", "json", "--ignore-not-found"
         ).strip()
-        if not found:
+        if not description:
             return State("gone", f"there is no {record.facts['kind']} {record.job} in {record.facts['namespace']}")
-        return state_from(json.loads(found))
+        return state_from(json.loads(description))
 
     def logs(self, run: Run, record: JobRecord, follow: bool) -> Iterator[str]:
         """All pods' lines, each with its pod's name in front, as far as the cluster still has them."""
@@ -194,21 +194,21 @@ def allowed(facts: Any) -> None:
     raise RunError("LS7285", f"launch.name: kubernetes: kubectl reaches no cluster: {reason}")
 
 
-def state_from(found: dict[str, Any]) -> State:
+def state_from(resource: dict[str, Any]) -> State:
     """What a Job or TrainJob says of itself."""
-    status = found.get("status", {})
+    status = resource.get("status", {})
     true = {c["type"]: c for c in status.get("conditions", []) if c.get("status") == "True"}
     for word, code in (("Complete", 0), ("Failed", 1)):
         if word in true:
             return job_record.outcome(code, " ".join(str(true[word].get("message", "")).split()))
-    if "Suspended" in true or found.get("spec", {}).get("suspend"):
+    if "Suspended" in true or resource.get("spec", {}).get("suspend"):
         return State(
             "stopped" if not status.get("active") else "running", "suspended", None if status.get("active") else STOPPED
         )
-    if found["kind"] == "TrainJob":
+    if resource["kind"] == "TrainJob":
         jobs = status.get("jobsStatus", [])
         pods = sum(int(j.get("active", 0)) for j in jobs)
         return State("running" if pods else "waiting", f"{pods} active" if pods else "its pods are being made")
     ready, active = int(status.get("ready", 0)), int(status.get("active", 0))
-    wanted = found.get("spec", {}).get("completions", 1)
+    wanted = resource.get("spec", {}).get("completions", 1)
     return State("running" if ready else "waiting", f"{ready} of {wanted} pods run, {active} are there")

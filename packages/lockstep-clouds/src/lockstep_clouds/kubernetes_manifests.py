@@ -82,9 +82,9 @@ def _text(module: str, path: Path) -> str:
         ) from None
 
 
-def dump(found: list[dict[str, Any]]) -> str:
+def dump(objects: list[dict[str, Any]]) -> str:
     """As one YAML file."""
-    return "---\n".join(yaml.safe_dump(m, sort_keys=False, width=110, allow_unicode=True) for m in found)
+    return "---\n".join(yaml.safe_dump(m, sort_keys=False, width=110, allow_unicode=True) for m in objects)
 
 
 def check(run: Run, options: Any) -> None:
@@ -138,11 +138,11 @@ def _named_paths(run: Run) -> Iterator[tuple[str, str]]:
 
 def volumes_of(options: Any) -> dict[str, str]:
     """Claim -> path in the pods. Errors: `RunError`."""
-    found = pairs("volumes", options.volumes, "CLAIM=/path")
-    for claim, path in found.items():
+    claims = pairs("volumes", options.volumes, "CLAIM=/path")
+    for claim, path in claims.items():
         if not path.startswith("/"):
             raise RunError("LS7247", f"launch.volumes: {claim}={path}: the path in the pods must begin with /")
-    return found
+    return claims
 
 
 def metadata(run: Run, options: Any) -> dict[str, Any]:
@@ -318,11 +318,11 @@ def environment(options: Any) -> list[dict[str, Any]]:
         "PYTHONPATH": RUN_FOLDER,
         "PYTHONUNBUFFERED": "1",
     }
-    found: list[dict[str, Any]] = [{"name": "LOCKSTEP_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}]
-    found += [{"name": k, "value": v} for k, v in (plain | pairs("environment", options.environment)).items()]
+    variables: list[dict[str, Any]] = [{"name": "LOCKSTEP_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}]
+    variables += [{"name": k, "value": v} for k, v in (plain | pairs("environment", options.environment)).items()]
     for variable, reference in pairs("secrets", options.secrets, "VARIABLE=SECRET/KEY").items():
         secret, slash, key = reference.partition("/")
         if not slash or not secret or not key:
             raise RunError("LS7249", f"launch.secrets: {variable}={reference} invalid; expected VARIABLE=SECRET/KEY")
-        found.append({"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
-    return found
+        variables.append({"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
+    return variables

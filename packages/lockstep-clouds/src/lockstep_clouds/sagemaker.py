@@ -127,18 +127,18 @@ class Sagemaker(SubmittedJob):
     def complete(self, run: Run, record: JobRecord) -> None:
         if not (run.folder / "export/config.json").exists():
             session = aws.session(record.facts["region"])
-            found = describe(session.client("sagemaker"), str(record.job)) or {}
-            fetch(session.client("s3"), found["ModelArtifacts"]["S3ModelArtifacts"], run.folder)
+            description = describe(session.client("sagemaker"), str(record.job)) or {}
+            fetch(session.client("s3"), description["ModelArtifacts"]["S3ModelArtifacts"], run.folder)
             job_record.note(run.folder, status=0, ended=time.time())
         Console(True).say(f"{self.label(record)} is complete; the model is in {run.folder}/export")
 
     def _former(self, client: Any, request: dict[str, Any]) -> str | None:
         """The last job of this run, if it is complete; else the name of `request` becomes that of its next try."""
         base, tries = request["TrainingJobName"], 1
-        while (found := describe(client, request["TrainingJobName"])) is not None:
-            if found["TrainingJobStatus"] == "Completed":
+        while (description := describe(client, request["TrainingJobName"])) is not None:
+            if description["TrainingJobStatus"] == "Completed":
                 return str(request["TrainingJobName"])
-            if found["TrainingJobStatus"] in ("InProgress", "Stopping"):
+            if description["TrainingJobStatus"] in ("InProgress", "Stopping"):
                 raise RunError("LS7371", f"training job {request['TrainingJobName']} is already running in AWS")
             tries += 1
             request["TrainingJobName"] = f"{base}-{tries}"
@@ -165,10 +165,10 @@ class Sagemaker(SubmittedJob):
 
     def state(self, run: Run, record: JobRecord) -> State:
         client = aws.session(record.facts["region"]).client("sagemaker")
-        found = describe(client, str(record.job))
-        if found is None:
+        description = describe(client, str(record.job))
+        if description is None:
             return State("gone", f"AWS knows no training job {record.job} in {record.facts['region']}")
-        return state_from(found)
+        return state_from(description)
 
     def logs(self, run: Run, record: JobRecord, follow: bool) -> Iterator[str]:
         session = aws.session(record.facts["region"])

@@ -35,15 +35,15 @@ class Hosts:
     def read(cls, folder: Path, variables: Mapping[str, str]) -> Hosts:
         """From resourceconfig.json, which SageMaker writes; else from SM_HOSTS and its like, which its toolkit sets."""
         try:
-            found = json.loads((folder / "resourceconfig.json").read_text())
+            config = json.loads((folder / "resourceconfig.json").read_text())
         except OSError:
-            found = {
+            config = {
                 "hosts": json.loads(variables.get("SM_HOSTS", '["localhost"]')),
                 "current_host": variables.get("SM_CURRENT_HOST", "localhost"),
                 "network_interface_name": variables.get("SM_NETWORK_INTERFACE_NAME"),
             }
-        names = sorted(found["hosts"], key=lambda name: (len(name), name))  # algo-2 before algo-10
-        return cls(tuple(names), found["current_host"], found.get("network_interface_name"))
+        names = sorted(config["hosts"], key=lambda name: (len(name), name))  # algo-2 before algo-10
+        return cls(tuple(names), config["current_host"], config.get("network_interface_name"))
 
 
 def main() -> int:

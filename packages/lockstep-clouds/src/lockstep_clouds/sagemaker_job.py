@@ -28,8 +28,8 @@ def describe(client: Any, name: str) -> dict[str, Any] | None:
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
-        found: dict[str, Any] = client.describe_training_job(TrainingJobName=name)
-        return found
+        description: dict[str, Any] = client.describe_training_job(TrainingJobName=name)
+        return description
     except ClientError as caught:
         if caught.response.get("Error", {}).get("Code") in ("ValidationException", "ResourceNotFound"):
             return None
@@ -42,10 +42,10 @@ def describe(client: Any, name: str) -> dict[str, Any] | None:
         ) from None
 
 
-def state_from(found: dict[str, Any]) -> State:
+def state_from(description: dict[str, Any]) -> State:
     """AWS's words in ours."""
-    status, second = found["TrainingJobStatus"], str(found.get("SecondaryStatus", ""))
-    text = str(found.get("FailureReason") or second)
+    status, second = description["TrainingJobStatus"], str(description.get("SecondaryStatus", ""))
+    text = str(description.get("FailureReason") or second)
     if status in ("InProgress", "Stopping"):
         return State("waiting" if second in _WAITING else "running", second or status)
     if status == "Stopped" or STOPPED in text:

@@ -156,7 +156,7 @@ def hyperparameters(run: Run) -> dict[str, str]:
 def with_extra(request: dict[str, Any], extra: Mapping[str, Any], where: str = "launch.extra") -> dict[str, Any]:
     """The request with further fields of the interface, nested as it has them. Errors: `RunError` for a field that
     lockstep sets."""
-    found = dict(request)
+    extended = dict(request)
     for name, value in extra.items():
         path = f"{where}.{name}"
         field = path.removeprefix("launch.extra.")
@@ -167,8 +167,8 @@ def with_extra(request: dict[str, Any], extra: Mapping[str, Any], where: str = "
             raise RunError(
                 "LS7274", f"{path}: lockstep sets this field" + (f" of {key}; set that" if key else " itself")
             )
-        found[name] = with_extra(request[name], value, path) if name in request else value
-    return found
+        extended[name] = with_extra(request[name], value, path) if name in request else value
+    return extended
 
 
 def check_request(request: dict[str, Any]) -> None:

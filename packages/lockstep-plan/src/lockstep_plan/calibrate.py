@@ -42,11 +42,11 @@ def calibrate(run: Run, processes: Sequence[int], steps: int, rounds: int, folde
     """Measure in turns, and write `FOLDER/device.yaml`. Errors: `RunError` before anything starts where it cannot be
     measured, and for a job that failed."""
     jobs = jobs_of(run, processes, folder)
-    found = []
+    rates_of_rounds = []
     for number in range(rounds):
         say(f"round {number + 1} of {rounds}")
-        found.append(measured(jobs, steps, say))
-    device = device_of(jobs[1], found, simulated(jobs, found, say))
+        rates_of_rounds.append(measured(jobs, steps, say))
+    device = device_of(jobs[1], rates_of_rounds, simulated(jobs, rates_of_rounds, say))
     write(device, folder / "device.yaml")
     return device
 
@@ -64,20 +64,22 @@ def jobs_of(run: Run, processes: Sequence[int], folder: Path) -> dict[int, Run]:
 
 def measured(jobs: Mapping[int, Run], steps: int, say: Say) -> dict[int, Rates]:
     """One round. Errors: `RunError` for a job that failed."""
-    found = {}
+    rates = {}
     for count, job in jobs.items():
-        found[count] = one(job, steps)
-        say(f"{count} process(es) at once: {found[count].at_once_s:.3g} s a step of one")
-    return found
+        rates[count] = one(job, steps)
+        say(f"{count} process(es) at once: {rates[count].at_once_s:.3g} s a step of one")
+    return rates
 
 
-def simulated(jobs: Mapping[int, Run], found: Sequence[Mapping[int, Rates]], say: Say) -> dict[str, list[Simulated]]:
+def simulated(
+    jobs: Mapping[int, Run], rates_of_rounds: Sequence[Mapping[int, Rates]], say: Say
+) -> dict[str, list[Simulated]]:
     """What a step of `single` is made of, and of each of the `ENGINES` that was measured, on its ranks. Errors:
     `RunError`."""
-    device = shape_of(found)
+    device = shape_of(rates_of_rounds)
     of = {"single": planner.simulate(jobs[1], 1, device, say)}
     for name, way in ENGINES.items() if ENGINES_ON in jobs else ():
-        if name in found[0][ENGINES_ON].engines:
+        if name in rates_of_rounds[0][ENGINES_ON].engines:
             of[name] = planner.simulate(with_strategy(jobs[ENGINES_ON], way), ENGINES_ON, device, say)
     return of
 
@@ -111,11 +113,11 @@ def one(run: Run, steps: int) -> Rates:
     except BaseException:  # Ctrl-C
         child.kill()
         raise
-    found = read(run.folder)
-    if child.status != 0 or found is None:
+    rates = read(run.folder)
+    if child.status != 0 or rates is None:
         raise RunError("LS8043", f"--calibrate: {run.launch.processes} process(es): {child.reason()}")
-    check_finite(asdict(found))
-    return found
+    check_finite(asdict(rates))
+    return rates
 
 
 def job(words: list[str]) -> int:
@@ -131,17 +133,17 @@ def job(words: list[str]) -> int:
 
 
 def shape_of(
-    found: Sequence[Mapping[int, Rates]], scale: float | dict[str, float] = 1.0, besides: float = 0.0
+    rates_of_rounds: Sequence[Mapping[int, Rates]], scale: float | dict[str, float] = 1.0, besides: float = 0.0
 ) -> Device:
     """The device file, medians over rounds, with what a step takes beside the sum of its operations."""
-    alone, most = [each[1] for each in found], max(found[0])
-    shared = {n: link_of([each[n] for each in found]) for n in sorted(found[0]) if n > 1}
+    alone, most = [each[1] for each in rates_of_rounds], max(rates_of_rounds[0])
+    shared = {n: link_of([each[n] for each in rates_of_rounds]) for n in sorted(rates_of_rounds[0]) if n > 1}
     nothing = {"bytes_per_s": FASTEST, "latency_s": 0.0}
     inside = shared[most] if shared else nothing
     begun = median(sum(each.phases.values()) for each in alone)
-    crowding = {n: median(each[n].at_once_s for each in found) / begun for n in sorted(found[0])}
+    crowding = {n: median(each[n].at_once_s for each in rates_of_rounds) / begun for n in sorted(rates_of_rounds[0])}
     when, cores = time.strftime("%Y-%m-%d"), available_cores()
-    what = f"measured on {when}, {len(found)} round(s), {alone[0].threads} thread(s)"
+    what = f"measured on {when}, {len(rates_of_rounds)} round(s), {alone[0].threads} thread(s)"
     not_measured = f"not measured, taken as inside of a machine: put yours in for more than {most} processes"
     return Device.model_validate(
         {
@@ -177,24 +179,26 @@ def shape_of(
     )
 
 
-def device_of(run: Run, found: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]]) -> Device:
+def device_of(
+    run: Run, rates_of_rounds: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]]
+) -> Device:
     """With what the phases of a step of one process took, beside the sum of what they are made of. What belongs to no
     phase is a micro-batch's, whatever it is made of; so is what a step of an engine took beyond that."""
     of = every["single"][0]
-    plain = shape_of(found).model_copy(update={"crowding": {}})
+    plain = shape_of(rates_of_rounds).model_copy(update={"crowding": {}})
     summed = computed(run, 1, of, plain)
-    names = {name for each in found for name in each[1].phases}
-    took = {name: median(each[1].phases.get(name, 0.0) for each in found) for name in names}
-    besides = max(0.0, took.pop("other", 0.0) - summed.pop("other", 0.0)) / max(1, found[0][1].micro_batches)
+    names = {name for each in rates_of_rounds for name in each[1].phases}
+    took = {name: median(each[1].phases.get(name, 0.0) for each in rates_of_rounds) for name in names}
+    besides = max(0.0, took.pop("other", 0.0) - summed.pop("other", 0.0)) / max(1, rates_of_rounds[0][1].micro_batches)
     both = [each.get(name, 0.0) for each in (took, summed) for name in ("forward", "backward")]
     took["forward+backward"], summed["forward+backward"] = sum(both[:2]), sum(both[2:])  # as stages of a pipeline mix
     scale = {name: took[name] / s for name, s in summed.items() if s and took.get(name, 0.0) > 0}
-    device = shape_of(found, scale, besides)
-    return device.model_copy(update={"engine_s": engines(run, found, every, device)})
+    device = shape_of(rates_of_rounds, scale, besides)
+    return device.model_copy(update={"engine_s": engines(run, rates_of_rounds, every, device)})
 
 
 def engines(
-    run: Run, found: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]], device: Device
+    run: Run, rates_of_rounds: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]], device: Device
 ) -> dict[str, float]:
     """Seconds of a micro-batch that each engine took beyond what its ranks' operations come to, where ranks slow each
     other down by so much."""
@@ -203,20 +207,22 @@ def engines(
         way, count = with_strategy(run, ENGINES[name]), ENGINES_ON
         summed = [computed(way, count, each, alone) for each in every[name]]
         planned = [sum(s for phase, s in each.items() if phase not in NOT_THE_ENGINES) for each in summed]
-        busy = [sum(s for phase, s in each[1].phases.items() if phase not in NOT_THE_ENGINES) for each in found]
-        slower = median(each[count].busy_s / one for each, one in zip(found, busy, strict=True))
-        took = median(each[count].engines[name] for each in found) / slower
+        busy = [
+            sum(s for phase, s in each[1].phases.items() if phase not in NOT_THE_ENGINES) for each in rates_of_rounds
+        ]
+        slower = median(each[count].busy_s / one for each, one in zip(rates_of_rounds, busy, strict=True))
+        took = median(each[count].engines[name] for each in rates_of_rounds) / slower
         beyond[name] = max(0.0, took - sum(planned) / len(planned)) / every[name][0].micro_batches
     return beyond
 
 
 def points(rounds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
     """A rate by size, the median over rounds of each."""
-    found: dict[float, list[float]] = {}
+    by_size: dict[float, list[float]] = {}
     for each in rounds:
         for size, rate in each:
-            found.setdefault(size, []).append(rate)
-    return [(size, median(rates)) for size, rates in sorted(found.items())]
+            by_size.setdefault(size, []).append(rate)
+    return [(size, median(rates)) for size, rates in sorted(by_size.items())]
 
 
 def link_of(rounds: Sequence[Rates]) -> dict[str, Any]:

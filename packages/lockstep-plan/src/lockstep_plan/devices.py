@@ -69,12 +69,12 @@ class Device(BaseModel):
 
     @field_validator("flops", "memory_bytes_per_s", "crowding", "step_scale")
     @classmethod
-    def positive(cls, found: Any) -> Any:
+    def positive(cls, rates: Any) -> Any:
         """Every rate, and every factor."""
-        each = found.values() if isinstance(found, dict) else [found]
+        each = rates.values() if isinstance(rates, dict) else [rates]
         if not all(rate > 0 for one in each for rate in ([r for _, r in one] if isinstance(one, list) else [one])):
             raise InvalidValue("LS8310", "is not positive")
-        return found
+        return rates
 
     @model_validator(mode="after")
     def check_sources(self) -> Device:

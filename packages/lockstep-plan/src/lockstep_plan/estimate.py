@@ -54,12 +54,12 @@ class Estimate:
         return (self.seconds["waiting"] + self.seconds["messages"]) / self.step_s if self.step_s else 0.0
 
 
-def estimate(run: Run, ranks: int, found: Sequence[Simulated], device: Device, feed: StepLoader) -> Estimate:
+def estimate(run: Run, ranks: int, simulated: Sequence[Simulated], device: Device, feed: StepLoader) -> Estimate:
     """Of the ranks that were simulated the slowest and the largest stand for all."""
-    largest = max(found, key=lambda each: each.peak)
-    computing = [computed(run, ranks, each, device) for each in found]
-    slowest = max(range(len(found)), key=lambda i: sum(computing[i].values()))
-    wire, added = travelling(found[slowest], computing[slowest], device, ranks)
+    largest = max(simulated, key=lambda each: each.peak)
+    computing = [computed(run, ranks, each, device) for each in simulated]
+    slowest = max(range(len(simulated)), key=lambda i: sum(computing[i].values()))
+    wire, added = travelling(simulated[slowest], computing[slowest], device, ranks)
     seconds = dict(computing[slowest])
     level, stands_for = levels(run, ranks, feed)
     bubble = bubbles(run, ranks) * sum(seconds.values())
@@ -69,7 +69,7 @@ def estimate(run: Run, ranks: int, found: Sequence[Simulated], device: Device, f
         alone = sum(seconds.values()) * device.slower(device.cores) / device.slower(ranks)
         bubble = max(0.0, alone * (1 + bubbles(run, ranks)) - sum(seconds.values()))
     if run.strategy.name != "pipeline":
-        own = stands_for[found[slowest].rank]
+        own = stands_for[simulated[slowest].rank]
         seconds = {phase: s * (1 / own if phase in HIDDEN and own else 1.0) for phase, s in seconds.items()}
     whole = sum(s for phase, s in seconds.items() if phase in HIDDEN)
     seconds = {phase: s * (level if phase in HIDDEN else 1.0) for phase, s in seconds.items()}
@@ -83,11 +83,11 @@ def computed(run: Run, ranks: int, of: Simulated, device: Device) -> dict[str, f
     precision = "bf16" if run.precision == "fp32" and run.model.trained_in_bfloat16 else run.precision
     slower = device.slower(ranks)
     besides = device.micro_batch_s + device.engine_s.get(engine_of(run), 0.0)
-    found = {"other": of.micro_batches * slower * besides} if besides else {}
+    seconds = {"other": of.micro_batches * slower * besides} if besides else {}
     for phase, flops, size, count in of.ops:
         each = slower * device.scale(phase) * device.seconds(precision, flops, size)
-        found[phase] = found.get(phase, 0.0) + count * each
-    return found
+        seconds[phase] = seconds.get(phase, 0.0) + count * each
+    return seconds
 
 
 def engine_of(run: Run) -> str:
@@ -127,8 +127,8 @@ def parts(
     if name == "alltoall_base":
         near = sum(other // per_node == node for other in group) - 1
         each = size / count
-        found = [(True, float(near), near * each), (False, float(count - 1 - near), (count - 1 - near) * each)]
-        return [part for part in found if part[1]]
+        hops = [(True, float(near), near * each), (False, float(count - 1 - near), (count - 1 - near) * each)]
+        return [part for part in hops if part[1]]
     inside = group[0] // per_node == group[-1] // per_node
     rounds = {"allreduce": 2 * (count - 1), "broadcast": 1}.get(name, count - 1)
     share_sent = {"allreduce": 2 * (count - 1) / count, "broadcast": 1.0}.get(name, (count - 1) / count)
@@ -143,14 +143,14 @@ def levels(run: Run, ranks: int, feed: StepLoader) -> tuple[float, dict[int, flo
         return 1.0, dict.fromkeys(range(ranks), 1.0)
     steps = np.unique(np.linspace(0, feed.total - 1, min(LOOKED_AT, feed.total)).astype(int))
     together = engine_of(run) == "fsdp2"
-    found = []
+    work_of_ranks = []
     for step in steps:
         rows = feed.order.step(int(step))
         groups = feed.task.cut(feed.columns, rows)
         lengths = [feed.columns.lengths[rows[group]] for group in groups]
         work = [float(len(n) * n.max() if feed.pads else n.sum()) if len(n) else 0.0 for n in lengths]
-        found.append(beside_slowest(work, turns(run, ranks) if together else None, ranks))
-    of_ranks = np.array(found)  # [steps, ranks]
+        work_of_ranks.append(beside_slowest(work, turns(run, ranks) if together else None, ranks))
+    of_ranks = np.array(work_of_ranks)  # [steps, ranks]
     return float(of_ranks.mean()), dict(enumerate(of_ranks.mean(0).tolist()))
 
 
@@ -175,8 +175,8 @@ def beside_slowest(work: Sequence[float], together: list[list[range]] | None, ra
     for each other in turns, of the one with most in each of them."""
     dealt = together or [[share(len(work), rank, ranks) for rank in range(ranks)]]
     of_turns = np.array([[sum(work[k] for k in own if k < len(work)) for own in turn] for turn in dealt])  # [turns, W]
-    found: list[float] = (of_turns.sum(0) / (of_turns.max(1).sum() or 1.0)).tolist()
-    return found
+    shares: list[float] = (of_turns.sum(0) / (of_turns.max(1).sum() or 1.0)).tolist()
+    return shares
 
 
 def bubbles(run: Run, ranks: int) -> float:

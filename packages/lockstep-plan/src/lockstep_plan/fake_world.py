@@ -179,8 +179,8 @@ def _without_numbers(strategy: Any, task: Task, run: Run, share: int) -> None:
     model = task.model
 
     def make(empty: bool = False) -> nn.Module:
-        found = simulated.on_meta if empty else simulated.emptied
-        return found(lambda: model(empty=True))
+        make_empty = simulated.on_meta if empty else simulated.emptied
+        return make_empty(lambda: model(empty=True))
 
     def sums(losses: Tensor, numbers: Iterable[int]) -> tuple[Tensor, list[int]]:
         return losses, [number * leaves // share for number in numbers]
@@ -256,14 +256,14 @@ def main(words: list[str]) -> int:
     status."""
     path, ranks, rank, kind, per_node, answer = words
     run = load(path, [])
-    found = simulate(run, int(ranks), int(rank), kind == "gpu", int(per_node))
-    Path(answer).write_text(json.dumps(asdict(found)), encoding="utf-8")
+    result = simulate(run, int(ranks), int(rank), kind == "gpu", int(per_node))
+    Path(answer).write_text(json.dumps(asdict(result)), encoding="utf-8")
     return 0
 
 
 def read(path: Path) -> Simulated:
     """What a child wrote."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    ops = [tuple(op) for op in found.pop("ops")]
-    sent = [(phase, name, tuple(group), size, to, n) for phase, name, group, size, to, n in found.pop("sent")]
-    return replace(Simulated(**found, ops=[], sent=[]), ops=ops, sent=sent)
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    ops = [tuple(op) for op in fields.pop("ops")]
+    sent = [(phase, name, tuple(group), size, to, n) for phase, name, group, size, to, n in fields.pop("sent")]
+    return replace(Simulated(**fields, ops=[], sent=[]), ops=ops, sent=sent)

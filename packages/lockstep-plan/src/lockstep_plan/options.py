@@ -19,7 +19,7 @@ def answered(
     run: Run, processes: Sequence[int] | None, device: str, suggest: bool, price: float | None, out: str | None
 ) -> int:
     """Simulate, and say what was found. Errors: `RunError`."""
-    found = devices.load(device)
+    device_rates = devices.load(device)
     counts = sorted(set(processes or [start.launcher_of(run).plan(run).processes]))
     if counts[0] < 1:
         raise RunError("LS8320", f"--processes: invalid value {counts[0]}; expected an integer >= 1")
@@ -27,31 +27,31 @@ def answered(
         raise RunError("LS8321", f"--price: invalid value {price:g}; expected a number >= 0")
     if out is not None and not out.endswith(".html"):
         raise RunError("LS8322", f"--out: invalid file {out}; expected a name that ends in .html")
-    if run.precision not in found.flops and not run.model.trained_in_bfloat16:
-        raise RunError("LS8323", f"--device: {found.name} has no flops for precision={run.precision}")
+    if run.precision not in device_rates.flops and not run.model.trained_in_bfloat16:
+        raise RunError("LS8323", f"--device: {device_rates.name} has no flops for precision={run.precision}")
     console = Console(True)
     plans: list[planner.Plan] = []
     with ThreadPoolExecutor(len(counts)) as at_once:
         if suggest:
-            each = at_once.map(lambda count: planner.suggest(run, count, found, console.say), counts)
+            each = at_once.map(lambda count: planner.suggest(run, count, device_rates, console.say), counts)
             plans += [plan for several in each for plan in several]
         else:
-            plans += at_once.map(lambda count: planner.plan(run, count, found, console.say), counts)
+            plans += at_once.map(lambda count: planner.plan(run, count, device_rates, console.say), counts)
     if suggest or len(plans) > 1:
         of = f", {render.name_of(plans[0])}" if not suggest else ""
-        console.table(f"{run.name} on {found.name}{of}", *render.table(plans, price), key="plans")
+        console.table(f"{run.name} on {device_rates.name}{of}", *render.table(plans, price), key="plans")
         for plan in plans:
             if plan.refused is not None:
                 console.say(
                     f"cannot be: {render.name_of(plan)}, micro_batches={plan.run.micro_batches}: {plan.refused}"
                 )
     else:
-        console.facts(render.facts(plans[0], found, price))
+        console.facts(render.facts(plans[0], device_rates, price))
     if suggest:
         for count in counts:
             console.say(chosen(count, [p for p in plans if p.processes == count]))
     if out is not None:
-        render.page(Path(out), f"{run.name}: plan", plans, found, price)
+        render.page(Path(out), f"{run.name}: plan", plans, device_rates, price)
         console.say(f"page       {out}")
     return 0 if any(p.fits for p in plans) else 1
 

@@ -37,18 +37,18 @@ class Plan:
 
     run: Run
     processes: int
-    found: Estimate | None
+    estimate: Estimate | None
     refused: str | None = None
     padding: float = 1.0
     steps: int = 0
 
     @property
     def device_hours(self) -> float:
-        return 0.0 if self.found is None else self.found.step_s * self.steps * self.processes / 3600
+        return 0.0 if self.estimate is None else self.estimate.step_s * self.steps * self.processes / 3600
 
     @property
     def fits(self) -> bool:
-        return self.found is not None and self.found.fits
+        return self.estimate is not None and self.estimate.fits
 
 
 def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None) -> Plan:
@@ -63,12 +63,12 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
         )
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepare(run, task_class))
-    found = strategy_class(run)
-    if issubclass(found, ChoosesByMemory) and found.needs_memory_to_resolve(run):
+    kind = strategy_class(run)
+    if issubclass(kind, ChoosesByMemory) and kind.needs_memory_to_resolve(run):
         from lockstep.strategies.exact.optim import freeze
 
         sizes = counts(freeze(run, task.model(empty=True)))
-        run = found.resolve_options(run, processes, *sizes, int(device.memory_bytes))
+        run = kind.resolve_options(run, processes, *sizes, int(device.memory_bytes))
     resolve_strategy(run, processes)
     if run.model.quantization is not None or run.model.compile:
         key = "model.compile" if run.model.compile else "model.quantization"
@@ -93,7 +93,7 @@ def looked_at(run: Run, processes: int) -> list[int]:
 def simulate(run: Run, processes: int, device: Device, say: Say) -> list[ranks_of.Simulated]:
     """One child for each rank that is looked at. Errors: `RunError` with what a child said."""
     ranks = looked_at(run, processes)
-    found: list[ranks_of.Simulated] = []
+    simulated: list[ranks_of.Simulated] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
         aside = run.model_copy(update={"output": folder})
         keep(aside)
@@ -113,8 +113,8 @@ def simulate(run: Run, processes: int, device: Device, say: Say) -> list[ranks_o
                     raise RunError(
                         "LS8332", f"--simulate: rank {rank} of {processes:,} cannot be simulated: {child.reason()}"
                     )
-                found.append(ranks_of.read(Path(folder) / f"{rank}.json"))
-    return found
+                simulated.append(ranks_of.read(Path(folder) / f"{rank}.json"))
+    return simulated
 
 
 def _child(folder: Path, rank: int, processes: int, device: Device) -> Child:
@@ -163,12 +163,12 @@ def suggest(run: Run, processes: int, device: Device, say: Say) -> list[Plan]:
 
 def ranked(plans: Sequence[Plan]) -> list[Plan]:
     """Of two that fit and are within 2 % of each other the one with more micro-batches, which leaves room to grow."""
-    quick = min((p.found.step_s for p in plans if p.found is not None and p.fits), default=0.0)
+    quick = min((p.estimate.step_s for p in plans if p.estimate is not None and p.fits), default=0.0)
 
     def order(plan: Plan) -> tuple[bool, bool, float, int]:
-        if plan.found is None:
+        if plan.estimate is None:
             return True, True, 0.0, 0
-        seconds = plan.found.step_s
+        seconds = plan.estimate.step_s
         grouped = round(seconds / quick / 0.02) if quick else seconds
         room = plan.run.micro_batches >= 2 * plan.processes
         return False, not plan.fits, grouped, -room * 2**20 + plan.run.micro_batches

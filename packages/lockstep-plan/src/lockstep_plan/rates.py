@@ -108,20 +108,20 @@ def seconds_of(work: Callable[[], Any], now: Callable[[], float], samples: int =
     began = now()
     work()
     times = max(1, int(LEAST_S / max(now() - began, 1e-7)))
-    found = []
+    durations = []
     for _ in range(samples):
         began = now()
         for _ in range(times):
             work()
-        found.append((now() - began) / times)
-    return median(found)
+        durations.append((now() - began) / times)
+    return median(durations)
 
 
 def measure(job: Job, world: World, steps: str) -> int:
     """The job. Collective. Returns the exit status."""
     run, prepared = job.run, job.data
     join_ranks(job, world)
-    found = Rates(world.size, world.threads, run.precision, memory_bytes())
+    rates = Rates(world.size, world.threads, run.precision, memory_bytes())
     now = clock(world.threads)
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepared)
@@ -134,20 +134,20 @@ def measure(job: Job, world: World, steps: str) -> int:
     for _ in range(2):  # the optimizer has its state, and the allocator its memory
         strategy.train_step(batch, 1e-6)
     if world.size == 1:
-        operations(found, strategy, batch, now)
-        found.micro_batches = len(batch.micro_batches)
-        found.phases = phases_of(strategy, batch, int(steps), now)
-    found.at_once_s = at_once(world, lambda: strategy.train_step(batch, 1e-6), int(steps))
+        operations(rates, strategy, batch, now)
+        rates.micro_batches = len(batch.micro_batches)
+        rates.phases = phases_of(strategy, batch, int(steps), now)
+    rates.at_once_s = at_once(world, lambda: strategy.train_step(batch, 1e-6), int(steps))
     if world.size == ENGINES_ON:
-        found.busy_s = computing(world, strategy, batch, int(steps), now)
+        rates.busy_s = computing(world, strategy, batch, int(steps), now)
     strategy.close()
     if world.size > 1:
-        found.latency_s, found.messages = between_ranks(world, int(steps))
+        rates.latency_s, rates.messages = between_ranks(world, int(steps))
     for name, way in ENGINES.items() if world.size == ENGINES_ON else ():
         if took := engine(with_strategy(run, way), task, world, int(steps), now):
-            found.engines[name] = took
+            rates.engines[name] = took
     if world.is_main:
-        (run.folder / FILE).write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
+        (run.folder / FILE).write_text(json.dumps(asdict(rates), indent=1), encoding="utf-8")
     world.barrier()
     return 0
 
@@ -171,9 +171,9 @@ def engine(run: Run, task: Task, world: World, steps: int, now: Callable[[], flo
     batch = feed.make(middle(feed))
     for _ in range(2):
         strategy.train_step(batch, 1e-6)
-    found = computing(world, strategy, batch, steps, now)
+    seconds = computing(world, strategy, batch, steps, now)
     strategy.close()
-    return found
+    return seconds
 
 
 def computing(world: World, strategy: Strategy, batch: Any, steps: int, now: Callable[[], float]) -> float:
@@ -186,34 +186,35 @@ def computing(world: World, strategy: Strategy, batch: Any, steps: int, now: Cal
 
 def phases_of(strategy: Strategy, batch: Any, steps: int, now: Callable[[], float]) -> dict[str, float]:
     """Medians of several steps."""
-    found: dict[str, list[float]] = {}
+    seconds_by_phase: dict[str, list[float]] = {}
     for _ in range(steps):
         strategy.phases = clock = Clock(now)
         with clock("other"):
             strategy.train_step(batch, 1e-6)
         for name, seconds in clock.seconds.items():
-            found.setdefault(name, []).append(seconds)
+            seconds_by_phase.setdefault(name, []).append(seconds)
     strategy.phases = StepTimer(strategy.world.device)
-    return {name: median(each) for name, each in found.items() if any(each)}
+    return {name: median(each) for name, each in seconds_by_phase.items() if any(each)}
 
 
-def operations(found: Rates, strategy: Strategy, batch: Any, now: Callable[[], float]) -> None:
+def operations(rates: Rates, strategy: Strategy, batch: Any, now: Callable[[], float]) -> None:
     """Products of the model's sizes; additions of many; what does nothing."""
     with Products() as products:
         strategy.train_step(batch, 1e-6)
     with torch.no_grad():
         every = [
-            (float(each.flops), each.flops / seconds_of(each.again(), now)) for each in spread(products.found.values())
+            (float(each.flops), each.flops / seconds_of(each.again(), now))
+            for each in spread(products.products.values())
         ]
-    found.products = sorted(every)
+    rates.products = sorted(every)
     with torch.no_grad():
         little, room = torch.ones(4), torch.ones(4)
-        found.operation_s = seconds_of(lambda: torch.add(little, little, out=room), now)
-        found.view_s = seconds_of(lambda: little.view(2, 2), now)
+        rates.operation_s = seconds_of(lambda: torch.add(little, little, out=room), now)
+        rates.view_s = seconds_of(lambda: little.view(2, 2), now)
         for size in SIZES:
             a, b, c = (torch.ones(size // 12) for _ in range(3))
             took = seconds_of(partial(torch.add, a, b, out=c), now)
-            found.memory.append((float(size), size / max(took - found.operation_s, 0.05 * took)))
+            rates.memory.append((float(size), size / max(took - rates.operation_s, 0.05 * took)))
 
 
 def spread(products: Iterable[Product]) -> list[Product]:
@@ -228,19 +229,19 @@ def spread(products: Iterable[Product]) -> list[Product]:
 
 def at_once(world: World, step: Callable[[], Any], steps: int) -> float:
     """By the clock: a step that every rank begins at once, of the slowest; the median of several."""
-    found = []
+    durations = []
     for _ in range(steps):
         world.barrier()
         began = time.perf_counter()
         step()
-        found.append(max(world.all_gather(time.perf_counter() - began)))
-    return median(found)
+        durations.append(max(world.all_gather(time.perf_counter() - began)))
+    return median(durations)
 
 
 def between_ranks(world: World, repeats: int) -> tuple[float, list[Point]]:
     """All-to-all and all-gather of all ranks, whose rounds are as many and as long: the latency of a message, and bytes
     a second by its size. By the clock, of the slowest rank."""
-    ranks, found = world.size, []
+    ranks, durations = world.size, []
     for size in MESSAGES:
         count = size // 4 // ranks
         whole, part, other = torch.ones(ranks * count), torch.ones(count), torch.ones(ranks * count)
@@ -248,9 +249,9 @@ def between_ranks(world: World, repeats: int) -> tuple[float, list[Point]]:
             at_once(world, partial(dist.all_to_all_single, other, whole), repeats),
             at_once(world, partial(dist.all_gather_into_tensor, whole, part), repeats),
         ]
-        found.append((4 * count, (each[0] * each[1]) ** 0.5 / (ranks - 1)))
-    latency = found[0][1]
-    return latency, [(float(size), size / max(s - latency, 0.05 * s)) for size, s in found[1:]]
+        durations.append((4 * count, (each[0] * each[1]) ** 0.5 / (ranks - 1)))
+    latency = durations[0][1]
+    return latency, [(float(size), size / max(s - latency, 0.05 * s)) for size, s in durations[1:]]
 
 
 def memory_bytes() -> int:
@@ -270,7 +271,7 @@ def read(folder: Path) -> Rates | None:
     path = folder / FILE
     if not path.exists():
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
+    fields = json.loads(path.read_text(encoding="utf-8"))
     for name in ("products", "memory", "messages"):
-        found[name] = [(size, rate) for size, rate in found[name]]
-    return Rates(**found)
+        fields[name] = [(size, rate) for size, rate in fields[name]]
+    return Rates(**fields)

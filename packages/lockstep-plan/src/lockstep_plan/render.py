@@ -40,29 +40,31 @@ def name_of(plan: Plan) -> str:
 
 def facts(plan: Plan, device: Device, price: float | None) -> dict[str, str]:
     """One plan."""
-    assert plan.found is not None
-    found, of = plan.found, plan.found.at
+    assert plan.estimate is not None
+    estimate, of = plan.estimate, plan.estimate.at
     machines = -(-plan.processes // device.ranks_per_node)
-    waiting = found.seconds["waiting"] / found.step_s
+    waiting = estimate.seconds["waiting"] / estimate.step_s
     rows = {
         "simulated": f"{plan.processes:,} x {device.name} on {machines:,} machine(s), rank {of.rank} needs most",
         "strategy": f"{name_of(plan)}; {of.micro_batches} of {plan.run.micro_batches:,} micro-batches a rank",
         "model": f"{of.parameters / 1e6:,.1f}M parameters, {of.trained / 1e6:,.1f}M trained",
         "at rest": memory_line(of.at_rest),
-        "peak": f"{size(found.peak)} of {size(device.memory_bytes)} in {of.where}: {memory_line(of.kinds)}",
-        "fits": "yes" if found.fits else "NO: it will run out of memory",
+        "peak": f"{size(estimate.peak)} of {size(device.memory_bytes)} in {of.where}: {memory_line(of.kinds)}",
+        "fits": "yes" if estimate.fits else "NO: it will run out of memory",
     }
-    for wire in found.wire[:6]:
+    for wire in estimate.wire[:6]:
         where = "inside a machine" if wire.inside else "between machines"
         what = f"{COLLECTIVES.get(wire.collective, wire.collective)}, {where}"
         told_wire = f"{what}: {wire.messages:,.0f} messages, {size(wire.bytes)}, {charts.seconds(wire.seconds)}"
         rows["wire" if "wire" not in rows else f"wire {len([r for r in rows if r.startswith('wire')]) + 1}"] = told_wire
-    phases = ", ".join(f"{name} {charts.seconds(s)}" for name, s in found.seconds.items() if s / found.step_s >= 0.001)
+    phases = ", ".join(
+        f"{name} {charts.seconds(s)}" for name, s in estimate.seconds.items() if s / estimate.step_s >= 0.001
+    )
     rows |= {
-        "step": f"{charts.seconds(found.step_s)} ({phases})",
-        "idle": f"{found.waiting:.0%} of a step: {waiting:.0%} for slower ranks, the rest for messages",
+        "step": f"{charts.seconds(estimate.step_s)} ({phases})",
+        "idle": f"{estimate.waiting:.0%} of a step: {waiting:.0%} for slower ranks, the rest for messages",
         "padding": f"{plan.padding:.2f} computed for each real token",
-        "run": f"{plan.steps:,} steps, {charts.seconds(found.step_s * plan.steps)}; {cost(plan, price)}",
+        "run": f"{plan.steps:,} steps, {charts.seconds(estimate.step_s * plan.steps)}; {cost(plan, price)}",
     }
     return rows
 
@@ -82,21 +84,21 @@ def cost(plan: Plan, price: float | None) -> str:
 
 def table(plans: Sequence[Plan], price: float | None) -> tuple[list[str], list[list[str]]]:
     """Columns and cells of what was compared: of strategy, micro-batches and processes those that differ."""
-    drawn = [plan for plan in plans if plan.found is not None]
+    drawn = [plan for plan in plans if plan.estimate is not None]
     rows = [
         {
             "processes": f"{plan.processes:,}",
             "strategy": name_of(plan),
             "micro_batches": f"{plan.run.micro_batches:,}",
-            "peak": size(plan.found.peak),
+            "peak": size(plan.estimate.peak),
             "fits": "yes" if plan.fits else "no",
-            "s/step": f"{plan.found.step_s:.3g}",
-            "idle": f"{plan.found.waiting:.0%}",
+            "s/step": f"{plan.estimate.step_s:.3g}",
+            "idle": f"{plan.estimate.waiting:.0%}",
             "device-hours": f"{plan.device_hours:,.4g}",
             **({} if price is None else {"price": f"{plan.device_hours * price:,.2f}"}),
         }
         for plan in drawn
-        if plan.found is not None
+        if plan.estimate is not None
     ]
     same = {key for key in ("processes", "strategy", "micro_batches") if len({row[key] for row in rows}) == 1}
     columns = [key for key in (rows[0] if rows else {}) if key not in same]
@@ -105,7 +107,7 @@ def table(plans: Sequence[Plan], price: float | None) -> tuple[list[str], list[l
 
 def page(path: Path, title: str, plans: Sequence[Plan], device: Device, price: float | None) -> None:
     """Errors: `RunError` when it cannot be written."""
-    drawn = [p for p in plans if p.found is not None]
+    drawn = [p for p in plans if p.estimate is not None]
     several = len({p.processes for p in drawn}) > 1
     alike = len({name_of(p) for p in drawn}) == 1
     names = {id(p): label(p, several, alike) for p in drawn}
@@ -129,16 +131,21 @@ def page(path: Path, title: str, plans: Sequence[Plan], device: Device, price: f
 
 def plots(plans: Sequence[Plan], names: Sequence[str], device: Device) -> list[str]:
     """Memory by kind and time by phase, a bar each."""
-    found = [(name, plan.found) for name, plan in zip(names, plans, strict=True) if plan.found is not None]
+    estimates = [(name, plan.estimate) for name, plan in zip(names, plans, strict=True) if plan.estimate is not None]
     kinds = {kind: f"c{COLOUR[kind]}" for kind in KINDS}
-    times = {name: each.seconds for name, each in found}
+    times = {name: each.seconds for name, each in estimates}
     phases = dict.fromkeys(phase for of_step in times.values() for phase in of_step)
     has = f"the device has {size(device.memory_bytes)}"
     return [
-        charts.bars(f"memory of the rank that needs most, at its peak: {has}", by_kind(found, True), kinds, told=size),
-        charts.bars("the same between two steps", by_kind(found, False), kinds, told=size),
         charts.bars(
-            "where the time of a step goes" + (", in shares" if len(found) > 1 else ""),
+            f"memory of the rank that needs most, at its peak: {has}",
+            by_kind(estimates, True),
+            kinds,
+            format_value=size,
+        ),
+        charts.bars("the same between two steps", by_kind(estimates, False), kinds, format_value=size),
+        charts.bars(
+            "where the time of a step goes" + (", in shares" if len(estimates) > 1 else ""),
             times,
             {phase: f"c{i % charts.COLOURS}" for i, phase in enumerate(phases)},
             shares=True,
@@ -146,19 +153,19 @@ def plots(plans: Sequence[Plan], names: Sequence[str], device: Device) -> list[s
     ]
 
 
-def by_kind(found: Sequence[tuple[str, Estimate]], peak: bool) -> dict[str, dict[str, float]]:
+def by_kind(estimates: Sequence[tuple[str, Estimate]], peak: bool) -> dict[str, dict[str, float]]:
     """Bytes of each plan's rank, in the usual order."""
-    rows = ((name, each.at.kinds if peak else each.at.at_rest) for name, each in found)
+    rows = ((name, each.at.kinds if peak else each.at.at_rest) for name, each in estimates)
     return {name: {kind: float(kinds[kind]) for kind in KINDS if kind in kinds} for name, kinds in rows}
 
 
 def growth(plans: Sequence[Plan]) -> list[str]:
     """What grows or shrinks with the number of processes, a chart each."""
-    found = [(plan, plan.found) for plan in plans if plan.found is not None]
+    estimates = [(plan, plan.estimate) for plan in plans if plan.estimate is not None]
     kinds: Lines = {kind: [] for kind in KINDS}
     sent: Lines = {"inside a machine": [], "between machines": []}
     messages: Lines = {level: [] for level in sent}
-    for plan, each in found:
+    for plan, each in estimates:
         for kind, bytes_of_kind in each.at.kinds.items():
             if bytes_of_kind / each.peak >= LEAST_SHARE:
                 kinds[kind].append((plan.processes, bytes_of_kind / 1e9))
@@ -167,11 +174,11 @@ def growth(plans: Sequence[Plan]) -> list[str]:
             if wires:
                 sent[level].append((plan.processes, sum(wire.bytes for wire in wires) / 1e9))
                 messages[level].append((plan.processes, sum(wire.messages for wire in wires) / 1e3))
-    parts: Lines = {"a step": [(plan.processes, each.step_s) for plan, each in found]}
+    parts: Lines = {"a step": [(plan.processes, each.step_s) for plan, each in estimates]}
     for name, phase in (("of it messages", "messages"), ("of it waiting", "waiting")):
-        shares = [(plan.processes, each.seconds[phase], each.step_s) for plan, each in found]
+        shares = [(plan.processes, each.seconds[phase], each.step_s) for plan, each in estimates]
         parts[name] = [(count, of_it) for count, of_it, whole in shares if of_it >= LEAST_SHARE * whole]
-    hours: Lines = {"device-hours": [(plan.processes, plan.device_hours) for plan, _ in found]}
+    hours: Lines = {"device-hours": [(plan.processes, plan.device_hours) for plan, _ in estimates]}
     charted = {
         "memory of a rank at its peak, GB": kinds,
         "seconds": parts,

@@ -397,17 +397,17 @@ class Products(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, Product] = {}
+        self.products: dict[str, Product] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
             name = f"{func} {tree_map(_layout_key, (args, kwargs))}"
-            if name not in self.found:
+            if name not in self.products:
                 flops = int(count(*args, **(kwargs or {}), out_val=out))
-                self.found[name] = Product(flops, (func, tree_map(_like, args), tree_map(_like, kwargs or {})))
-            self.found[name].count += 1
+                self.products[name] = Product(flops, (func, tree_map(_like, args), tree_map(_like, kwargs or {})))
+            self.products[name].count += 1
         return out
 
 

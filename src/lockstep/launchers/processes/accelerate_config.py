@@ -59,7 +59,7 @@ def check_file(run: Run, config_file: str | None) -> None:
 
 
 def check_variables(run: Run, variables: Mapping[str, str]) -> None:
-    """In a process that `accelerate launch` may have started. Errors: `RunError`."""
+    """Check the environment of a process that `accelerate launch` may have started. Errors: `RunError`."""
     engines = [
         e for e in ("deepspeed", "fsdp", "megatron_lm") if variables.get(f"ACCELERATE_USE_{e.upper()}") == "true"
     ]

@@ -60,7 +60,7 @@ class Survivors(LocalElasticAgent):
     stop_requested: bool  # to stop
     goes_on = False  # whether ranks may be lost one by one in this formation
     _room = "", 0  # that this machine comes into, and how many machines formed the job there
-    _in = _dead = ""  # the room of this machine's ranks; one in which nobody lives
+    _in = _dead = ""  # the room of this machine's ranks; an empty one
 
     @property
     def several(self) -> bool:
@@ -206,7 +206,8 @@ class Survivors(LocalElasticAgent):
         return bool(left)
 
     def give_back_starts(self) -> None:
-        """All start again: what was started in the place of lost ranks and has not come to train counts for nothing."""
+        """Give back the restarts that were spent on replacements which have not trained yet, before all ranks start
+        again."""
         if isinstance(self._pcontext, Ranks):
             with self.rendezvous.reading():
                 self._remaining_restarts += self._pcontext.in_vain()
@@ -253,7 +254,7 @@ class Survivors(LocalElasticAgent):
 
 
 def name_of(number: int) -> str:
-    """Of a signal."""
+    """The name of a signal."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -44,7 +44,7 @@ STOP_STATUSES = (
 
 
 class Ranks:
-    """Of one formation of a job on one machine."""
+    """The ranks of one formation of a job on one machine."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class Ranks:
         self._vacant: list[int] = []  # local ranks that nobody has
         self._spares: set[int] = set()  # local ranks of processes that were started in the place of lost ones
         self._started = len(variables)
-        self.stop_asked = False  # whether one was asked to stop before it came in, by somebody who asked nobody else
+        self.stop_asked = False  # whether a rank was asked to stop before it joined, and no other rank was
         self.why = ""  # this machine's ranks have ended, where none of them has failed
         for local in variables:
             self._start(local, joining)
 
     def pids(self) -> dict[int, int]:
-        """Of those that run, by local rank."""
+        """The process ids of the running ranks, by local rank."""
         return {local: int(process.pid) for local, process in self.processes.items() if process.exitcode is None}
 
     def wait(self, timeout: float = 0.0) -> RunProcsResult | None:
@@ -137,8 +137,8 @@ class Ranks:
         )
 
     def ended(self) -> bool:
-        """Whether all have come to their end that have come to train. Others may have let one in as they came to their
-        end, and it would wait for them in vain."""
+        """Whether all ranks that have trained are finished. Processes that have not begun to train are left out:
+        finishing ranks may just have let one in, which would wait for them without end."""
         self._see_who_trains()
         own = [process for local, process in self.processes.items() if local not in self.joining]
         return bool(own) and all(process.exitcode == 0 for process in own)
@@ -304,7 +304,7 @@ class Machines:
 
 
 class RanksAmongMachines(Ranks):
-    """Of one formation of a job on several machines, those of this one."""
+    """This machine's ranks in one formation of a job on several machines."""
 
     def __init__(
         self,
@@ -319,7 +319,7 @@ class RanksAmongMachines(Ranks):
         lost."""
         self._machines, self._fewest, self._most, self._missed = machines, fewest, most, missed
         self._accused = 0.0  # when it was last looked for
-        self._ended = False  # whether this machine's ranks have come to their end
+        self._ended = False  # whether this machine's ranks have finished
         self.stopped = False  # the same, because they were asked to stop
         super().__init__(*arguments, **named)
 
@@ -361,7 +361,7 @@ class RanksAmongMachines(Ranks):
         with suppress(RuntimeError):  # the store is gone
             machines.mine.left, machines.mine.done = machines.mine.left or not self._ended, self._ended
             machines.say()
-        # whoever waits for a machine that is lost does not end by itself
+        # a rank that waits for a lost machine does not end by itself
         super().close(death_sig, GONE_S if any(map(machines.silent, machines.others)) else timeout)
 
     def leave(self, holds: bool, tell: Callable[[], None]) -> bool:

@@ -37,7 +37,7 @@ class Sources:
 
 @dataclass
 class Memory:
-    """Of one machine's ranks, and of what they run in."""
+    """The memory of one machine's ranks, and of the cgroup that they run in."""
 
     sources: Sources = Sources()
     _peaks: dict[int, int] = field(default_factory=dict)  # the most that each process was seen to hold, in bytes
@@ -118,7 +118,8 @@ class Memory:
             self._kills.popleft()
 
     def _folders(self, above: bool = False) -> Iterator[Path]:
-        """Of the cgroups that this process is in, as far as memory goes; `above`: and of those around them."""
+        """The folders of the memory cgroups that this process is in; with `above` also those of the cgroups around
+        them."""
         with suppress(OSError):
             for line in (self.sources.proc / "self/cgroup").read_text().splitlines():
                 _, kinds, path = line.split(":", 2)
@@ -161,7 +162,7 @@ class Memory:
 
     @staticmethod
     def _numbers(path: Path) -> dict[str, int]:
-        """Of a file of names and numbers; what it says in kB, in bytes."""
+        """The numbers of a file with a name and a number in each line, in bytes where the file counts in kB."""
         numbers = {}
         with suppress(OSError):
             for line in path.read_text(errors="replace").splitlines():

@@ -361,8 +361,8 @@ class SequentialCut(Cut):
         return SequentialPart(self, stage)
 
     def shape_before(self, stage: int, first: Tensor) -> tuple[int, ...]:
-        """Of what the stage before gives, from the shape of what the model is given: found on the meta device. Errors:
-        `RunError`."""
+        """The shape of the previous stage's output, from the shape of the model's input; computed on the meta device.
+        Errors: `RunError`."""
         key = (stage, first.shape, first.dtype)
         if key not in self._shapes:
             hidden: Any = torch.empty_like(first, device="meta")

@@ -356,8 +356,8 @@ class Uses:
 
     @staticmethod
     def compare(sums: Sequence[float], ranks: int) -> None:
-        """From the sums of all ranks' signatures. Errors: `RunError`, on every rank, when the orders differ: what the
-        ranks gathered and reduced together was not the same block then."""
+        """Compare the order of blocks on all ranks, by the sums of their signatures. Errors: `RunError`, on every rank,
+        when the orders differ: then the ranks gathered and reduced different blocks together."""
         if ranks * sums[1] != sums[0] ** 2:  # the variance of equal numbers is 0, of others it is not
             raise other_layers()
 

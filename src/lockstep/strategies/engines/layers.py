@@ -27,7 +27,7 @@ _RUN_AGAIN = {"albert", "hrm_text"}
 
 
 class StandIn(nn.Module):
-    """In the place of a module that another rank holds."""
+    """Takes the place of a module that another rank holds."""
 
 
 def uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:

@@ -165,9 +165,9 @@ def hooks(model: nn.Module, after: bool = False) -> list[str]:
 
 @contextmanager
 def preserved(model: nn.Module, written: Collection[str] = ()) -> Iterator[set[str]]:
-    """At the end buffers, the weights that are `written`, which weights are trained, and plain attributes and hooks of
-    the user's modules are what they were. Yields the names of the tensors that had changed, complete at the end: also
-    of frozen weights that are not `written`, which are not put back."""
+    """A context that restores, at its end, buffers, the weights that are `written`, which weights are trained, and
+    plain attributes and hooks of the user's modules. Yields the names of the tensors that have changed, complete at the
+    end. Frozen weights that are not `written` are named as well, and not restored."""
     weights = dict(model.named_parameters())
     tensors = [_Before(model, name) for name in [*dict(model.named_buffers()), *(n for n in written if n in weights)]]
     frozen = {name: p._version for name, p in weights.items() if not p.requires_grad and name not in written}
@@ -373,8 +373,8 @@ def refusal(strategy: str, effects: SideEffects, model: nn.Module, averages: boo
 
 
 def refuse_own_tensors(model: nn.Module, engine: str, instead: str) -> None:
-    """For an engine that builds a model without numbers and puts other tensors in the place of its weights. Errors:
-    `RunError` for what the user's modules would lose by that."""
+    """Refuse, for an engine that builds a model without numbers and replaces its weights by tensors of its own, what
+    the user's modules would lose by that. Errors: `RunError`."""
     if names := hooks(model):
         raise RunError(
             "LS4110",

@@ -164,7 +164,8 @@ def _near(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def plan_of(config: Any, leaves: int) -> FamilyPlan:
-    """Of a model's family. Errors: `RunError` where it has none, and where attention heads cannot be shared."""
+    """The plan of a model's family: which of its products are cut. Errors: `RunError` where the family has none, or the
+    attention heads cannot be divided."""
     plan = _PLANS.get(config.model_type)
     if plan is None:
         theirs = getattr(config, "base_model_tp_plan", None) or {}
@@ -205,7 +206,8 @@ class PlannedProduct:
 
     @property
     def size(self) -> int:
-        """Of that dimension, by what the module says: an engine may have put something else in its weight's place."""
+        """The size of the dimension that is cut, as the module states it: an engine may have replaced the module's
+        weight."""
         module: Any = self.module
         if isinstance(module, nn.Embedding):
             sizes = (module.num_embeddings, module.embedding_dim)
@@ -272,8 +274,8 @@ def install_leaves(model: nn.Module, config: Any, ranks: LeafRanks) -> None:
 
 
 def share_out(run: Run, model: nn.Module, mesh: DeviceMesh) -> None:
-    """Of the weights that are cut, each rank of the mesh keeps its leaves; of a fused one, whose leaves do not lie
-    side by side, an equal share of the rows."""
+    """Leave each rank of the mesh with its leaves of every weight that is cut; of a fused weight, whose leaves are not
+    contiguous, with an equal share of the rows."""
     # It warns of sums in another order where such weights are gathered for a checkpoint, which sums nothing.
     from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -44,7 +44,7 @@ from lockstep.tasks.task import Task
 
 @dataclass(frozen=True)
 class EngineGradient:
-    """A gradient that DeepSpeed has reduced, of which it gathers the whole."""
+    """A gradient that DeepSpeed has reduced; `whole` gathers it."""
 
     gather: Callable[[], dict[str, Tensor]]
 
@@ -395,7 +395,7 @@ class Sharded(ShardedRecovery, Recomputes):
             return self.engine(**inputs)
 
     def _whole_gradient(self) -> dict[str, Tensor]:
-        """By parameter name on rank 0, nothing elsewhere. Collective."""
+        """The whole gradient by parameter name, on rank 0; empty elsewhere. Collective."""
         from deepspeed.utils import safe_get_full_grad
 
         gradients = {}

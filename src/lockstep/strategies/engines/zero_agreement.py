@@ -111,7 +111,7 @@ def _as_it_is(value: float | None) -> str:
 
 
 def _off(value: Any) -> bool:
-    """Of a feature's section: not used, or left to lockstep."""
+    """Whether the section of a DeepSpeed feature switches it off, or leaves it to lockstep."""
     return isinstance(value, Mapping) and value.get("enabled", False) in (False, AUTO)
 
 
@@ -129,8 +129,8 @@ def _optimizer(run: Run, value: Any) -> Iterator[str]:
 
 
 def _scheduler(run: Run, value: Any) -> Iterator[str]:
-    """Entries of DeepSpeed's scheduler that differ from `optim.schedule`. DeepSpeed warms up by the logarithm where it
-    is not told to do so evenly, which lockstep does."""
+    """Entries of DeepSpeed's scheduler that differ from `optim.schedule`. DeepSpeed's default warm-up is logarithmic;
+    lockstep's is linear."""
     if value == AUTO:
         return
     if not isinstance(value, Mapping) or _SCHEDULES.get(value.get("type", "")) != run.optim.schedule:

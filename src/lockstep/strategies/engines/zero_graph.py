@@ -39,7 +39,7 @@ def keep_sums(model: nn.Module) -> None:
 
 
 class _Nothing:
-    """In the place of an autograd function of DeepSpeed's."""
+    """Takes the place of an autograd function of DeepSpeed's."""
 
     @staticmethod
     def apply(tensor: Tensor) -> Tensor:
@@ -72,7 +72,8 @@ def _hear(hearing: list[tuple[Any, Any]], gradient: Tensor) -> None:
 
 
 class SavedByName(torch.autograd.graph.saved_tensors_hooks):
-    """In here forward runs. What it saves of a gathered weight, or of a view of one, is where it lies in the weight."""
+    """A context for the forward pass. Instead of a gathered weight, or a view of one, autograd saves where it lies in
+    the weight."""
 
     def __init__(self, model: nn.Module, coordinator: Any) -> None:
         """`coordinator`: DeepSpeed's, which gathers weights in advance."""
@@ -88,8 +89,8 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
         self._wait_where_read(model)
 
     def _wait_where_read(self, model: nn.Module) -> None:
-        """Let a weight be there that another module than its own reads, as in LayoutLMv3: DeepSpeed's mapping gathers
-        it where it is not there, and does not wait where it was asked for in advance."""
+        """Gather a weight in time for another module than its own that reads it, as in LayoutLMv3. DeepSpeed's mapping
+        gathers it if it is not there, and does not wait for a gather that is under way."""
         arriving = self._arriving
         kind: Any = type(next(model.modules())._parameters)
 

@@ -26,7 +26,7 @@ from lockstep.strategies.exact.leaf_gradients import LeafGradients
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds, Node
 from lockstep.strategies.exact.reduction import ReductionTree, Scatter, buckets
 
-Layout = Sequence[Sequence[Node]]  # by rank: the nodes of which it has a partial sum
+Layout = Sequence[Sequence[Node]]  # by rank: the nodes whose partial sums it has
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ def _ends(cut: OwnedRange) -> tuple[int, int]:
 
 
 class CutGradient(Gradient):
-    """A gradient of which each rank holds a flat cut of every parameter."""
+    """A gradient of which each rank holds a flat slice of every parameter."""
 
     def __init__(self, parts: Sequence[Part], names: Sequence[str], cuts: FlatCuts, world: World) -> None:
         super().__init__(parts, names, world.sum)
         self._cuts = cuts
 
     def whole(self, world: World) -> dict[str, Tensor]:
-        """By parameter name on rank 0, nothing elsewhere. Collective."""
+        """The whole gradient by parameter name, on rank 0; empty elsewhere. Collective."""
         whole = {part.name: self._cuts.assemble(part.name, part.gradient) for part in self.parts}
         return whole if world.is_main else {}
 
@@ -93,7 +93,8 @@ class FlatCuts:
 
 
 class CutSums(ABC):
-    """Of one model on one rank. A step is `start`, for each micro-batch `begin`, backward and `end`, then `finish`."""
+    """The sums of a model's gradients on one rank. A step is `start`, for each micro-batch `begin`, backward and `end`,
+    then `finish`."""
 
     def __init__(
         self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[OwnedRange]], bucket: int
@@ -130,7 +131,8 @@ class CutSums(ABC):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """In here a micro-batch runs, while no parameter has a gradient, that no sum hears of."""
+        """A context for a micro-batch that is not part of the step: no sum receives its gradients. No parameter may
+        have a gradient when it begins."""
         self._aside = True
         yield
         self._aside = False
@@ -143,7 +145,7 @@ class CutSums(ABC):
 
     @abstractmethod
     def _note(self, position: int, parameter: Tensor) -> None:
-        """In backward: the gradient of a parameter is whole."""
+        """Called in backward when the gradient of a parameter is complete."""
 
     def finish(self) -> list[Tensor]:
         """This rank's cut of the sum of all leaves, by parameter: flat tensors, float32. Collective."""
@@ -265,7 +267,7 @@ class TurnSums(CutSums):
         self._sent += 1
 
     def _gradients(self, bucket: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Of this micro-batch, zero where it has none; they are let go of."""
+        """The gradients of this micro-batch for the parameters of a bucket, zero where it has none. Releases them."""
         for i in bucket:
             gradient = self._waiting.pop(i, None)
             yield i, torch.zeros(self.sizes[i], device=self.parameters[i].device) if gradient is None else gradient

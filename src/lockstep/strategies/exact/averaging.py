@@ -59,8 +59,8 @@ class Averaged:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """In here the model has the averaged weights. Errors leave them there: ranks that fail do not wait for each
-        other. Collective."""
+        """A context in which the model has the averaged weights. An error leaves them there: ranks that fail do not
+        wait for each other. Collective."""
         self.exchange()
         yield
         self.exchange()

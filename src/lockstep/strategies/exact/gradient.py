@@ -39,7 +39,7 @@ class NotFinite(ArithmeticError):
 
 
 class LossScale:
-    """Of one run. Float32 scalars on the device; nobody waits for it here."""
+    """The loss scale of a run (fp16): float32 scalars on the device, so that the host waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.value = torch.tensor(FIRST_SCALE, device=device)
@@ -60,7 +60,7 @@ class LossScale:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """In here the scale is 1, and afterwards what it was."""
+        """A context in which the loss scale is 1."""
         before = self.value, self.good_steps
         self.value = torch.ones_like(self.value)
         yield
@@ -129,8 +129,8 @@ class Part:
 
 
 class Gradient:
-    """Of one step. `names`: all trained parameters in the model's order, the same on every rank. `add_up`: sums a
-    tensor over the ranks that hold other parts, in place; collective."""
+    """The gradient of one step. `names`: all trained parameters in the model's order, the same on every rank. `add_up`:
+    sums a tensor over the ranks that hold other parts, in place; collective."""
 
     def __init__(
         self, parts: Sequence[Part], names: Sequence[str], add_up: Callable[[Tensor], Tensor] = lambda tensor: tensor
@@ -148,7 +148,7 @@ class Gradient:
         return self._add_up(squares).sum().sqrt().float()
 
     def whole(self, world: World) -> dict[str, Tensor]:
-        """By parameter name on rank 0, nothing elsewhere. Collective."""
+        """The whole gradient by parameter name, on rank 0; empty elsewhere. Collective."""
         dense = [(p, p.gradient.to_dense() if p.gradient.is_sparse else p.gradient) for p in self.parts if p.counted]
         gradients = gather({part.name: part.spread(part.name, gradient) for part, gradient in dense}, world)
         return {name: gradients[name] for name in self.names} if world.is_main else {}

@@ -17,7 +17,7 @@ from lockstep.strategies.exact.rows import DenseRows, by_row, exchange_rows
 
 
 class LeafGradients:
-    """Of one rank, step by step."""
+    """The partial sums of one rank's gradients, step by step."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], rows: Mapping[int, DenseRows]) -> None:
         """`rows`: the positions of those whose gradients are row-sparse."""
@@ -37,7 +37,7 @@ class LeafGradients:
         return layout_of(self.tree.leaves, ranks, self.shares)
 
     def let_go(self) -> None:
-        """Of partial sums."""
+        """Release the partial sums."""
         self.tree = ReductionTree(0)
 
     def begin(self, leaf: int) -> None:
@@ -50,7 +50,7 @@ class LeafGradients:
             parameter.grad = None if sibling is None or i in self.rows else sibling[i]
 
     def note(self, position: int) -> None:
-        """In backward: a parameter's gradient of this micro-batch is whole, and added to what waited."""
+        """Called in backward when a parameter's gradient of this micro-batch is complete and added to its sibling's."""
         self.uses[position] += 1
         self.with_gradient.add(position)
 

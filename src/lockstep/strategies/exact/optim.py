@@ -44,7 +44,8 @@ class ParamGroupSpec:
 
 
 def assigned(optim: OptimSection, model: nn.Module) -> dict[str, ParamGroupSpec]:
-    """Of every weight that is trained, in the model's order. Errors: `RunError` for patterns that match none."""
+    """The parameter group of every trained weight, in the model's order. Errors: `RunError` for patterns that match
+    none."""
     exempt, cls = undecayed(model), rule(optim)
     embeddings = {
         id(p)
@@ -89,9 +90,10 @@ def undecayed(model: nn.Module) -> set[str]:
 
 
 def layer_factors(names: Sequence[str], embeddings: Collection[str], decay: float) -> dict[str, float]:
-    """Of the rate: 1 for what comes after the layers, `decay` for the topmost layer, `decay`**2 for the one below it,
-    and so on; embeddings, and what comes before the first layer, as one layer more. A stack of layers (an encoder's, a
-    decoder's) counts from its own top. Errors: `RunError` where there are no layers."""
+    """The factor of the learning rate for each weight: 1 for weights after the last layer, `decay` for the topmost
+    layer, `decay`**2 for the one below it, and so on; embeddings, and weights before the first layer, count as one
+    layer more. A stack of layers (an encoder's, a decoder's) counts from its own top. Errors: `RunError` where there
+    are no layers."""
     if decay == 1.0:
         return dict.fromkeys(names, 1.0)
     places = {name: (match[1], int(match[2])) for name in names if (match := _LAYER.match(f"model.{name}"))}
@@ -269,7 +271,7 @@ class Stepper(torch.optim.Optimizer):
             own: list[State] = [{key: lists[key][i] for key in keys} for i in range(len(parts))]
             self.rule.update(group, parts, slopes, own)
 
-    # -- whole tensors of which each rank has a part -----------------------------------------------------------------
+    # -- whole tensors, each rank holding a part ---------------------------------------------------------------------
 
     def _cut(self, group: Mapping[str, Any]) -> bool:
         """Whether ranks hold parts of this group's parameters (single numbers are never cut)."""
@@ -361,9 +363,9 @@ class Stepper(torch.optim.Optimizer):
 
     @contextmanager
     def averaged(self, changed: Callable[[], None]) -> Iterator[bool]:
-        """In here the parameters are what is evaluated and exported in their place, where the rule averages; says
-        whether they are. `changed` is called when they hold other numbers; collective. An error that passes through
-        leaves them so: it is one rank's, and the others wait for nobody."""
+        """A context in which the parameters hold what is evaluated and exported, where the rule averages; yields
+        whether they do. `changed` is called when they hold other numbers; collective. An error that passes through
+        leaves them so: it is one rank's, and the others do not wait."""
         if not self.rule.averages or not self.state:
             yield False
             return
@@ -425,8 +427,8 @@ def _padded(part: Tensor) -> Tensor:
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float, used: Tensor | None = None) -> None:
-    """Set the rate of every group, `rate` times its own scale. `used`: a bool scalar on the device; where it is false
-    the next step leaves weights and state as they are, without the host having to know."""
+    """Set the learning rate of every group to `rate` times the group's scale. `used`: a bool scalar on the device; if
+    it is false, the next step leaves weights and state unchanged, and the host does not have to wait for the value."""
     skipped = None if used is None else (~used).float()
     for group in optimizer.param_groups:
         group["lr"] = rate * group["scale"]

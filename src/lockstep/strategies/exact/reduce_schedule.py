@@ -46,7 +46,7 @@ class LinkSpeeds:
 
 
 def links(run: Run, world: World, group: dist.ProcessGroup | None = None) -> LinkSpeeds:
-    """Of a run, between the ranks of a group; all by default."""
+    """The speeds of the links between the ranks of a group, by default of all ranks."""
     ranks = range(world.size) if group is None else dist.get_process_group_ranks(group)
     return LinkSpeeds(run.strategy.all_reduce, tuple(world.hosts[rank] for rank in ranks))
 
@@ -92,7 +92,7 @@ class ReduceStage:
     nodes: tuple[Node, ...]  # the partial sums that the rank holds before
     own_rows: slice  # rows that it goes on with
     sends: tuple[tuple[int, slice], ...]  # to whom, which rows
-    receives: tuple[tuple[int, tuple[Node, ...]], ...]  # from whom, of which partial sums; as many rows as it keeps
+    receives: tuple[tuple[int, tuple[Node, ...]], ...]  # sender and partial sums; as many rows as this rank keeps
 
     @property
     def rows(self) -> int:
@@ -100,7 +100,8 @@ class ReduceStage:
 
 
 class ReduceSchedule:
-    """Of one group of ranks. `layout`: the partial sums of each rank, in leaf order; maybe none."""
+    """The communication schedule of one group of ranks. `layout`: the partial sums that each rank has, in leaf order;
+    maybe none."""
 
     def __init__(self, leaves: int, layout: tuple[tuple[Node, ...], ...], hosts: tuple[str, ...] = ()) -> None:
         self.leaves, self.layout, self._hosts = leaves, layout, hosts
@@ -165,7 +166,7 @@ class ReduceSchedule:
         return self._rows[group, rank]
 
     def _peers(self, part: RankGroup, other: RankGroup) -> Mapping[int, list[int]]:
-        """For each rank of a part those of another, or of itself, that go on with what it holds."""
+        """For each rank of `part` the ranks of `other` (or the rank itself) that continue with what it holds."""
         if part is other:
             return {rank: [rank] for rank in part.ranks}
         if (part, other) not in self._row_shares:
@@ -250,7 +251,8 @@ class PendingSend:
         receives: Sequence[tuple[int, Tensor]],
         group: dist.ProcessGroup | None,
     ) -> None:
-        """With whom in the group, and what: contiguous; nobody sends what is empty."""
+        """Start the messages. `sends`, `receives`: peers in the group, and contiguous tensors; empty ones are not
+        sent."""
         self._buffers = [tensor for _, tensor in [*sends, *receives]]
         operations = [
             dist.P2POp(how, tensor, group=group, group_peer=peer)

@@ -235,7 +235,7 @@ class Scatter:
     def _in_stage(
         self, stage: ReduceStage, partials: dict[Node, Tensor], like: Tensor
     ) -> Generator[None, None, dict[Node, Tensor]]:
-        """Of each partial node the rows that this rank goes on with, once they are added up."""
+        """Add up the partial sums of one stage. Returns, for each node, the rows that this rank continues with."""
         sends = [(peer, _together([partials[node][rows] for node in stage.nodes])) for peer, rows in stage.sends]
         receives = [(peer, like.new_empty(len(nodes), stage.rows, like.shape[1])) for peer, nodes in stage.receives]
         sent = PendingSend([(peer, tensor) for peer, tensor in sends if tensor is not None], receives, self._group)

@@ -100,7 +100,7 @@ def exchange_rows(
 
 
 class DenseRows:
-    """A dense gradient of which few rows are ever other than zero: written and wiped by row."""
+    """A dense gradient with few nonzero rows, written and cleared row by row."""
 
     def __init__(self, parameter: Tensor) -> None:
         self._dense = torch.zeros_like(parameter)

@@ -36,7 +36,7 @@ def averaged(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Statistics:
-    """The running statistics of a model of which every rank has a whole copy."""
+    """The running statistics (BatchNorm's) of a model that every rank has a full copy of."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.names = model, list(averaged(model))

@@ -124,7 +124,7 @@ class WeightCut:
     holding: str = "own"  # of several ranks each holds "own" leaves, an equal share of "rows", or "all"
 
     def leaf(self, weight: Tensor, index: int, count: int) -> Tensor:
-        """Of a weight that holds `count` leaves: a view [..., parts, width, ...]."""
+        """One leaf of a weight that holds `count` leaves: a view [..., parts, width, ...]."""
         return weight.unflatten(self.dim, (self.parts, count, -1)).select(self.dim + 1, index)
 
 
@@ -298,8 +298,8 @@ def _draws(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 @contextmanager
 def _drawing(ranks: LeafRanks, device: torch.device) -> Iterator[Callable[[int], None]]:
-    """In here each leaf draws from numbers of its own, wherever it is computed; afterwards the generator is where it is
-    on every rank. Call what comes out before each leaf."""
+    """A context in which each leaf draws its own random numbers, on whatever rank it is computed. Yields a function to
+    call before each leaf. Afterwards the generator is at the same place on every rank."""
     seed = int(torch.randint(2**63 - 1, (), generator=torch.default_generator))
     cuda = device.type == "cuda"
     generator = torch.cuda.default_generators[device.index] if cuda else torch.default_generator

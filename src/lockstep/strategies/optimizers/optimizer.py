@@ -66,7 +66,7 @@ class Optimizer(ABC):
         """Refuse what does not go together. Errors: `RunError`."""
 
     def bytes_held(self) -> float:
-        """Of state, for each parameter that is trained, about."""
+        """The optimizer state in bytes for each trained parameter, about."""
         return 8.0
 
     def kind(self, weight: Weight) -> str:
@@ -87,8 +87,8 @@ class Optimizer(ABC):
     def update(
         self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
     ) -> None:
-        """One update, in place. float32; flattened and padded with zeros where `any_part`. What becomes of one weight
-        must not depend on which others are in the list. The gradients may be written to."""
+        """One update, in place: float32; flattened and padded with zeros where `any_part`. The update of a weight must
+        not depend on the other weights of the list. The gradients may be overwritten."""
 
     def evaluated(self, weight: Tensor, state: State) -> Tensor:
         """What is evaluated and exported in place of a weight, where the rule `averages`."""

@@ -69,5 +69,5 @@ class ScheduleFree(Optimizer):
             z.sub_(change.mul_(rate))
 
     def evaluated(self, weight: Tensor, state: State) -> Tensor:
-        """x, of which and z y is between."""
+        """The averaged weights x, computed from the trained weights y, which lie between x and z."""
         return weight + (state["z"] - weight).mul_(1 - 1 / self.options.betas[0])

@@ -107,7 +107,7 @@ class Finish:
         return cls(scale, biased, model_configs.entry(config, "final_logit_softcapping"))
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Of float32 logits [N, V], in place."""
+        """Apply to float32 logits [N, V], in place."""
         if self.scale != 1.0:
             logits *= self.scale
         if self.bias is not None:
@@ -147,7 +147,7 @@ class _Installed:
     def begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         kwargs = dict(kwargs)
         self.targets, self.loss, self.scores = kwargs.pop(TARGETS, None), None, None
-        if self.last is not None:  # a forward that did not come to its head, in a stage of a pipeline
+        if self.last is not None:  # a forward that did not reach the head, in a pipeline stage
             self.last.remove()
         if self.targets is not None:
             # at every forward, so that it is the last one: an engine's hook may put a node of its own behind the output
@@ -167,8 +167,8 @@ class _Installed:
         return CausalLMOutput(loss=loss if model.training else None, logits=scores)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The head's: logits where no targets are known, else one number [1, 1, 1], with which the model goes on as if
-        it were logits; what becomes of it there is not used."""
+        """The head's forward: logits where no targets are known, else one number [1, 1, 1] in the place of logits,
+        which the rest of the model's forward does not use."""
         if self.targets is None:
             return self.plain(input)
         hidden = input  # [B, T, H]
@@ -200,8 +200,8 @@ def _size(chunk: int | str) -> int:
 
 
 def _compute_dtype(states: Tensor) -> torch.dtype:
-    """Of the head's matrix product: autocast's where it is on, else that of what the head is given (a frozen weight
-    that is kept in bfloat16 is widened, as `kept` has it)."""
+    """The dtype of the head's matrix product: autocast's where it is on, else that of the head's inputs (a frozen
+    weight that is kept in bfloat16 is widened)."""
     kind = states.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
 
@@ -279,7 +279,7 @@ def _losses(logits: Tensor, targets: Tensor, finish: Finish, smoothing: float) -
 
 
 def _scores(states: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], finish: Finish, size: int) -> Tensor:
-    """For each row its cross-entropy, and 1 where its target is the likeliest token: float32 [n, 2]."""
+    """The cross-entropy of each row, and 1 where its target is the likeliest token: float32 [n, 2]."""
     chunks = [torch.zeros(0, 2, device=states.device)]
     for start in range(0, len(states), size):
         part, wanted = states[start : start + size], targets[start : start + size]

@@ -254,8 +254,9 @@ def texts(config: Any) -> list[Any]:
 
 
 def entry(config: Any, name: str, otherwise: Any = None) -> Any:
-    """An entry of a config. XLNet has no limit of positions, and its config raises an error of its own where it is
-    asked for one. Where some layers have a value of their own (Gemma 4), it is that of the others."""
+    """An entry of a config, or `otherwise`. XLNet's config raises an error of its own for its limit of positions,
+    because it has none. Where some layers have other values (Gemma 4), the entry is the value of the remaining
+    layers."""
     try:
         return getattr(config, name, otherwise)
     except NotImplementedError:

@@ -87,13 +87,21 @@ def check(
     config_checks.notes(run, head)
 
 
+# Families that transformers' own code cannot compute under autocast where weights are float32 -> why.
+_NO_AUTOCAST = {
+    "xmod": "its adapters ask for numbers of the weights' dtype",
+    "deberta": "its attention fills masked scores with the least number of float32, which is out of range there",
+}
+
+
 def _check_half_precision(run: Run, config: Any) -> None:
-    """Refuse a family whose layers write what autocast computes into tensors of float32. Errors: `RunError`."""
-    if config.model_type == "xmod" and run.precision != "fp32" and not run.model.trained_in_bfloat16:
+    """Errors: `RunError` for a family of `_NO_AUTOCAST`."""
+    why = _NO_AUTOCAST.get(config.model_type)
+    if why and run.precision != "fp32" and not run.model.trained_in_bfloat16:
         raise RunError(
             "LS3143",
-            f"precision: the adapters inside an xmod model cannot compute in {run.precision} with float32 "
-            "weights; set precision: fp32, or precision: bf16 and model.dtype: bfloat16",
+            f"precision: transformers cannot compute a {config.model_type} model in {run.precision} with float32 "
+            f"weights: {why}; set precision: fp32, or precision: bf16 and model.dtype: bfloat16",
         )
 
 
@@ -302,5 +310,5 @@ def exported_model(head: str, folder: Path, run: Run) -> Any:
             model = PeftModel.from_pretrained(model, folder, is_trainable=run.model.quantization is not None)
     model = model.float().eval()
     if adapter and run.model.quantization is not None:
-        quantized.pack(run, model)  # what is trained is told from the base by its gradient
+        quantized.pack(run, model)  # trained weights are those with a gradient
     return model

@@ -33,7 +33,7 @@ def _both(model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -
 
 
 def numbers(output: Any, mask: Tensor) -> Tensor:
-    """For each token how much speaks for the answer to begin there, and to end there."""
+    """For each token the scores of the answer's beginning and of its end."""
     import torch
 
     logits = torch.stack([output.start_logits, output.end_logits], -1).float()

@@ -139,7 +139,7 @@ def unpack(model: nn.Module) -> None:
 
 @torch.no_grad()
 def unpacked(model: nn.Module) -> dict[str, Tensor]:
-    """What the weights in 4 bits stand for, by the names that they would have: float32. The model stays as it is."""
+    """The dequantized 4-bit weights, float32, by the names that the weights would have. Does not change the model."""
     tensors = {}
     for name, layer in model.named_modules():
         if hasattr(layer, "kept_as"):

@@ -75,7 +75,7 @@ def scores_of(gathered: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def scores(query: np.ndarray, at: np.ndarray) -> dict[str, float]:
-    """Of what `ranks` gives."""
+    """The retrieval metrics of the ranks that `ranks` returns."""
     right = np.bincount(query)
     first = np.full(len(right), np.iinfo(np.int64).max)
     np.minimum.at(first, query, at)

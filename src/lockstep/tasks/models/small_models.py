@@ -143,7 +143,7 @@ def computed(model: Any, head: str, inputs: dict[str, Tensor]) -> tuple[Tensor, 
 
 
 def gradients(model: nn.Module, logits: Tensor) -> list[Tensor | None]:
-    """By parameter, of a weighted sum of logits."""
+    """The gradient of a weighted sum of logits, for each parameter."""
     model.zero_grad()
     weights = torch.linspace(-1, 1, logits.numel()).sin().view_as(logits)
     (logits.float() * weights).sum().backward()

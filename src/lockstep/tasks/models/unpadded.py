@@ -84,7 +84,7 @@ class RowMap:
         return value
 
     def _once(self, value: Tensor, laid: Callable[[], Tensor]) -> Tensor:
-        if id(value) not in self._laid:  # kept with what it was made of, whose id is nobody else's meanwhile
+        if id(value) not in self._laid:  # stored with its source, so that the source's id is not reused
             self._laid[id(value)] = value, laid()
         return self._laid[id(value)][1]
 
@@ -368,7 +368,7 @@ def take_apart(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 @cache
 def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Of its arguments, without `self`."""
+    """The names of a function's arguments, without `self`."""
     return tuple(inspect.signature(forward).parameters)[1:]
 
 

@@ -5,7 +5,7 @@ the user's, a model of theirs. Out: groups of items that hold much and little, a
 
 What nobody says about a model, a loss and metrics of the user's, found out on a few items before any process starts.
 
-In: the user's functions. Out: `Found`, which the prepared data keep; or a `RunError` where it cannot be told.
+In: the user's functions. Out: `ProbeResult`, which the prepared data keep; or a `RunError` where it cannot be told.
 
 A loss is a mean when a batch and the same batch twice over have the same loss, and a sum when the second is twice the
 first. A mean is taken only if it adds up: weighted by targets, the means of two batches must give that of both
@@ -34,7 +34,7 @@ from lockstep.tasks.modules import dataset, wrapped_module
 from lockstep.tasks.modules.wrapped_module import Calling
 
 GROUPS, HALF = 3, 4  # groups of items, and how many of each hold little, and as many much
-LOOKED_AT = 64  # items of which they are chosen, evenly spread
+LOOKED_AT = 64  # items to choose them from, evenly spread
 TIMES = 4  # how often a batch holds one half of its items
 
 
@@ -132,7 +132,7 @@ NEAR = 1e-3  # how far sums in float32 may be apart, relatively
 
 
 @dataclass
-class Found:
+class ProbeResult:
     """What was found out."""
 
     loss: str  # "sum", "mean", or "each"
@@ -151,7 +151,7 @@ class _Trial:
     calling: Calling
     batches: Mapping[str, Any]
     sizes: Mapping[str, int]
-    weights: Mapping[str, int]  # targets of each batch; examples where nobody says more
+    weights: Mapping[str, int]  # targets of each batch; examples without task.targets
     fresh: Callable[[], nn.Module] | None = None  # a new model for every batch: this one keeps state between them
 
     def forward(self, name: str) -> tuple[Any, Any]:
@@ -169,7 +169,7 @@ class _Trial:
             return self.calling.loss(outputs, loss_inputs)
 
 
-def probe(run: Run, data: Any, places: np.ndarray) -> Found:
+def probe(run: Run, data: Any, places: np.ndarray) -> ProbeResult:
     """Try the user's functions on items of the training split. Errors: `RunError`."""
     chosen = places[np.linspace(0, len(places) - 1, FIRST + SECOND).astype(np.int64)]
     read = [dataset.item(run, data, int(place), -1) for place in chosen]
@@ -197,7 +197,7 @@ def probe(run: Run, data: Any, places: np.ndarray) -> Found:
         metrics = _kinds_of_metrics(tried)
         if kind == "mean" or "mean" in metrics.values():
             _check_means(tried, kind, metrics, groups(run, data, places))
-    result = Found(kind, each, metrics, [], [*doubts, *doubt, *foreign_sums(run, model)])
+    result = ProbeResult(kind, each, metrics, [], [*doubts, *doubt, *foreign_sums(run, model)])
     new = dataset.model(run).train()  # has seen nothing yet
     with torch.no_grad(), _Calls(new) as training_calls:
         result.doubts += _remembers(replace(trial, model=new))

@@ -160,7 +160,7 @@ def computed(model: nn.Module, forward: Callable[..., Any], calling: Calling, bu
 
 
 def finished(calling: Calling, outputs: Any, loss_inputs: Any, bundle: Bundle, training: bool) -> Computed:
-    """From the outputs of the user's model to a loss, and to metrics unless it is training."""
+    """Compute the loss from the outputs of the user's model, and the metrics unless the model is training."""
     if isinstance(calling.loss, nn.Module) and isinstance(outputs, Tensor):  # it may hold weights of classes
         calling.loss.to(outputs.device)
     loss = calling.summed(calling.loss(outputs, loss_inputs), bundle)

@@ -266,8 +266,8 @@ class Reliability:
 
 
 def reliability(right: np.ndarray, probability: np.ndarray) -> Reliability:
-    """Of events that were given a probability [N], and whether they came true [N]; bins as scikit-learn's
-    calibration_curve has them."""
+    """The reliability of predicted probabilities [N] of events, of which `right` says whether they came true [N]; with
+    the bins of scikit-learn's calibration_curve."""
     place = np.searchsorted(np.linspace(0, 1, BINS + 1)[1:-1], probability)
     counts = np.bincount(place, minlength=BINS)
     sums = [np.bincount(place, weights=values, minlength=BINS) for values in (probability, right)]
@@ -298,7 +298,7 @@ def r2(true: np.ndarray, predicted: np.ndarray) -> float:
 
 
 class LabelCodes(Protocol):
-    """What gives the rows of a split their labels or numbers, as they are kept beside their tokens."""
+    """Gives the rows of a split their labels or numbers, in the form that is stored beside their tokens."""
 
     names: list[str]
     values: list[Any]  # of labels, as rows hold them, in the order of their codes; none of numbers
@@ -332,7 +332,8 @@ class Objective(ABC):
     @classmethod
     @abstractmethod
     def codes(cls, splits: dict[str, Dataset], options: ClassificationOptions, name: str) -> LabelCodes:
-        """Of all splits. Errors: `RunError` for what is no label, or no number, with its row."""
+        """The labels of all splits and their codes. Errors: `RunError` for what is no label, or no number, with its
+        row."""
 
     @classmethod
     @abstractmethod
@@ -348,7 +349,7 @@ class Objective(ABC):
 
     @abstractmethod
     def targets(self, columns: Columns, rows: np.ndarray) -> np.ndarray:
-        """Of the examples at `rows`: [B], or [B, C]. A row of nothing but IGNORED is no example."""
+        """The targets of the examples at `rows`: [B], or [B, C]. A row of only IGNORED is no example."""
 
     @abstractmethod
     def count(self, columns: Columns, rows: np.ndarray) -> float:
@@ -370,7 +371,7 @@ class Objective(ABC):
 
     @abstractmethod
     def metrics(self, sums: Sums, threshold: float | None) -> dict[str, float]:
-        """Of a split. `threshold`: the one that was chosen before, if any."""
+        """The metrics of a split. `threshold`: the one that was chosen before, if any."""
 
     @abstractmethod
     def tables(self, sums: Sums, threshold: float | None) -> dict[str, Any]:

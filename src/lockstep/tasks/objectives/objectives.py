@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lockstep.data.batch import Sums
 
 
-MOST_CLASSES = 100  # of which a table of true against predicted labels is counted
+MOST_CLASSES = 100  # up to which a confusion matrix is counted
 
 
 class OneLabel(Objective):
@@ -231,7 +231,7 @@ class OneLabel(Objective):
     def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
         """`label`, its `score`, and the `scores` of all labels, which add up to 1."""
         results = []
-        probabilities = objective.softmax(logits.double().cpu().numpy())  # as `given`: a threshold decides the same
+        probabilities = objective.softmax(logits.double().cpu().numpy())  # float64, as for the metrics
         for row, best in zip(probabilities.tolist(), logits.argmax(-1).tolist(), strict=True):
             if threshold is not None:
                 best = int(row[1] >= threshold)
@@ -264,7 +264,7 @@ def whole_numbers(dataset: Dataset, column: str) -> Dataset:
 
 
 def _reliability(probabilities: np.ndarray, true: np.ndarray) -> objective.Reliability:
-    """Of the likeliest label."""
+    """The reliability of the likeliest label's probability."""
     return objective.reliability(probabilities.argmax(-1) == true, probabilities.max(-1))
 
 
@@ -385,9 +385,8 @@ class SeveralLabels(Objective):
     def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
         """`labels`, the likeliest first, and the `scores` of all."""
         results = []
-        for row in objective.sigmoid(
-            logits.double().cpu().numpy()
-        ).tolist():  # as `predicted`: a threshold decides the same
+        probabilities = objective.sigmoid(logits.double().cpu().numpy())  # float64, as for the metrics
+        for row in probabilities.tolist():
             scored = dict(zip(self.names, row, strict=True))
             predicted = [name for name, chance in scored.items() if chance >= (0.5 if threshold is None else threshold)]
             results.append({"labels": sorted(predicted, key=lambda name: -scored[name]), "scores": scored})
@@ -412,7 +411,8 @@ def _each(logits: Tensor, targets: Tensor, smoothing: float = 0.0, weight: Tenso
 
 
 def _counts(decided: np.ndarray, true: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each label: examples that have it and were given it, that have it, that were given it."""
+    """For each label the number of examples that have it and are predicted to, that have it, and that are predicted
+    to."""
     return (decided & (true == 1)).sum(0), true.sum(0), decided.sum(0)
 
 
@@ -515,6 +515,6 @@ class RegressionObjective(Objective):
 
 
 def _errors(logits: Tensor, targets: Tensor, squared: bool) -> Tensor:
-    """Of each number: [B, C]; 0 where there is no example."""
+    """The error of each number: [B, C]; 0 where there is no example."""
     differences = logits - targets[:, 1:].to(logits.dtype)
     return (differences.square() if squared else differences.abs()).masked_fill(targets[:, :1] != 0, 0.0)

@@ -24,54 +24,54 @@ MEASURE = "lockstep.training.timing.measure"  # the job that every rank does
 FILE = "job.json"  # what the process that measures is sent
 
 
-def bench(asked: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]) -> int:
+def bench(request: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]) -> int:
     """Measure, and write down after every job. Returns 0, or 1 when no job could be measured. Errors: `RunError`
     before anything starts, for values that make no run file or when nothing at all can run."""
     if start.joining():
         raise RunError("LS8020", "bench starts the processes of each job itself; run it outside of torchrun and srun")
     console = Console(True)
-    rows = rows_of(asked, path, overrides, defaults)
+    rows = rows_of(request, path, overrides, defaults)
     runnable = [row for row in rows if row.reason is None]
     if not runnable:
         raise RunError("LS8021", f"none of the {len(rows)} jobs can run; the first fails with: {rows[0].reason}")
-    count = len(runnable) * asked.rounds
-    each = f"{asked.skip} + {asked.steps} steps"
-    console.say(f"{len(runnable)} configuration(s), {asked.rounds} round(s) of {each} each -> {asked.folder}")
+    count = len(runnable) * request.rounds
+    each = f"{request.skip} + {request.steps} steps"
+    console.say(f"{len(runnable)} configuration(s), {request.rounds} round(s) of {each} each -> {request.folder}")
     done = 0
-    for number in range(asked.rounds):  # interleaved: a slow minute of the machine meets all of them
+    for number in range(request.rounds):  # interleaved: a slow minute of the machine meets all of them
         for place, row in enumerate(rows):
             if row.reason is not None:
                 continue
             done += 1
-            one(asked, row, number, asked.folder / "jobs" / f"{place + 1:03d}")
+            one(request, row, number, request.folder / "jobs" / f"{place + 1:03d}")
             what = row.reason or f"{row.rates[-1]:.1f} examples/s"
             name = f"{row.processes} process(es), {row.series}"
             console.say(f"[{done} of {count}] round {number + 1}: {name}: {what}")
-            write(asked, rows)
-    console.table(f"{asked.base.name}: median of {asked.rounds} round(s)", *table(rows), key="jobs")
+            write(request, rows)
+    console.table(f"{request.base.name}: median of {request.rounds} round(s)", *table(rows), key="jobs")
     for text in reasons(rows):
         console.say(f"cannot run: {text}")
-    console.say(f"results    {asked.folder}/bench.html, {asked.folder}/bench.json")
+    console.say(f"results    {request.folder}/bench.html, {request.folder}/bench.json")
     return 0 if any(row.rounds for row in rows) else 1
 
 
 def rows_of(
-    asked: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]
+    request: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> list[BenchRow]:
     """Every combination, with the reason of those that cannot run, as far as it can be said before they start. Errors:
     `RunError` for a value that by itself makes no run file."""
-    for key, values in asked.over.items():
+    for key, values in request.over.items():
         for value in values:
             load(path, {**overrides, key: value}, defaults)
     rows = []
-    for keys in sweep_file.product(asked.over):
-        for count in asked.processes:
+    for keys in sweep_file.product(request.over):
+        for count in request.processes:
             mine: sweep_file.Overrides = {**keys, "launch.processes": count}
-            if asked.weak:
-                batch = keys.get("batch_size", asked.base.batch_size)
-                micro_batches = keys.get("micro_batches", asked.base.micro_batches)
+            if request.weak:
+                batch = keys.get("batch_size", request.base.batch_size)
+                micro_batches = keys.get("micro_batches", request.base.micro_batches)
                 mine |= {"batch_size": batch * count, "micro_batches": micro_batches * count}
-            row = BenchRow(count, series(asked, keys), mine)
+            row = BenchRow(count, series(request, keys), mine)
             rows.append(row)
             try:
                 row.run = load(path, {**overrides, **mine}, defaults)
@@ -81,12 +81,12 @@ def rows_of(
     return rows
 
 
-def series(asked: Bench, keys: sweep_file.Overrides) -> str:
+def series(request: Bench, keys: sweep_file.Overrides) -> str:
     """What a line in the plots is called: the strategy, and whatever else is varied."""
-    names = [str(keys.get("strategy.name", asked.base.strategy.name))]
+    names = [str(keys.get("strategy.name", request.base.strategy.name))]
     for key, value in keys.items():
         if key == "micro_batches":
-            names.append(f"{value} micro-batches{' a process' if asked.weak else ''}")
+            names.append(f"{value} micro-batches{' a process' if request.weak else ''}")
         elif key != "strategy.name":
             names.append(f"{key}={sweep_file.format_value(value)}")
     return ", ".join(names)
@@ -105,14 +105,14 @@ def resolved(run: Run) -> Job:
     return start.resolved(run)[2]
 
 
-def one(asked: Bench, row: BenchRow, number: int, folder: Path) -> None:
+def one(request: Bench, row: BenchRow, number: int, folder: Path) -> None:
     """One job of one round, in processes of its own; what it found, or why it failed, goes into the row."""
     assert row.job is not None
     mine = row.job.into(str(folder))
     keep(mine.run)
     (folder / timing.FILE).unlink(missing_ok=True)
     replace_text(folder / FILE, mine.dump())
-    words = [str(folder / FILE), str(asked.steps), str(asked.skip)]
+    words = [str(folder / FILE), str(request.steps), str(request.skip)]
     child = Child("lockstep.tools.bench.bench.job", words, folder, "job")
     try:
         child.wait()

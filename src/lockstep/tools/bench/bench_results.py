@@ -145,21 +145,21 @@ def details(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
     return columns, cells
 
 
-def write(asked: Bench, rows: Sequence[BenchRow]) -> None:
+def write(request: Bench, rows: Sequence[BenchRow]) -> None:
     """`bench.json`, and the page with its plots. Errors: `RunError` when the folder cannot be written."""
     values = {
         "format": 1,
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
         "asked": {
-            "processes": list(asked.processes),
-            "over": {key: list(tried) for key, tried in asked.over.items()},
-            "steps": asked.steps,
-            "skip": asked.skip,
-            "rounds": asked.rounds,
-            "weak": asked.weak,
+            "processes": list(request.processes),
+            "over": {key: list(tried) for key, tried in request.over.items()},
+            "steps": request.steps,
+            "skip": request.skip,
+            "rounds": request.rounds,
+            "weak": request.weak,
         },
-        "run": asked.base.model_dump(mode="json"),
+        "run": request.base.model_dump(mode="json"),
         "rows": [
             {
                 "series": row.series,
@@ -174,13 +174,13 @@ def write(asked: Bench, rows: Sequence[BenchRow]) -> None:
         ],
     }
     tables = {"numbers": table(rows), "details": details(rows), "reasons": reasons(rows)}
-    page = {"values": values, **tables, "plots": plots(rows), "yaml": asked.base.dump()}
+    page = {"values": values, **tables, "plots": plots(rows), "yaml": request.base.dump()}
     try:
-        asked.folder.mkdir(parents=True, exist_ok=True)
-        (asked.folder / "bench.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
-        write_page(asked.folder / "bench.html", "bench.html.jinja", title=f"{asked.base.name}: bench", **page)
+        request.folder.mkdir(parents=True, exist_ok=True)
+        (request.folder / "bench.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+        write_page(request.folder / "bench.html", "bench.html.jinja", title=f"{request.base.name}: bench", **page)
     except OSError as error:
-        raise RunError("LS8030", f"--out: cannot write to {asked.folder}: {error.strerror}") from error
+        raise RunError("LS8030", f"--out: cannot write to {request.folder}: {error.strerror}") from error
 
 
 def plots(rows: Sequence[BenchRow]) -> list[str]:

@@ -75,5 +75,5 @@ def run_sweep(known: argparse.Namespace) -> int:
 
     path, words = run_file.split(known)
     names = ("over", "metric", "split", "parallel", "share", "search", "out")
-    asked = read(path, QUICK_START, words, {name: getattr(known, name) for name in names})
-    return prepare_trials(asked) if known.prepare else sweep(asked)
+    request = read(path, QUICK_START, words, {name: getattr(known, name) for name in names})
+    return prepare_trials(request) if known.prepare else sweep(request)

@@ -67,7 +67,7 @@ def run_plan(known: argparse.Namespace) -> int:
         for text in remarks(run, job.data):
             console.note(text)
     for path, text in plan.files.items():
-        console.say(f"--- {path}\n{text}")
+        console.say(f"--- {path}\n{text}", whole=True)
     for note in plan.notes:
         console.say(f"note: {note}")
     wrong = failures(run, launcher, plan, job, known.offline)
@@ -249,8 +249,8 @@ def run_bench(known: argparse.Namespace) -> int:
     if min(processes) < 1:
         raise RunError("LS8088", f"--processes: invalid value {min(processes)}; expected an integer >= 1")
     folder = Path(known.out or f"{base.folder}-bench")
-    asked = Bench(base, over, sorted(set(processes)), known.steps, known.skip, known.rounds, known.weak, folder)
-    return bench(asked, path, overrides, QUICK_START)
+    request = Bench(base, over, sorted(set(processes)), known.steps, known.skip, known.rounds, known.weak, folder)
+    return bench(request, path, overrides, QUICK_START)
 
 
 def measured_run(known: argparse.Namespace) -> tuple[str | None, messages.Overrides, Run]:

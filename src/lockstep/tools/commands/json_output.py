@@ -71,10 +71,10 @@ def of_training(status: int, folder: Path) -> int:
     record, scores, export = RECORD.get(), folder / "scores.json", folder / "export.json"
     if record is None or status or not scores.is_file():
         return status
-    told = json.loads(scores.read_text(encoding="utf-8"))
-    record.facts |= {"output": str(folder), "step": told["step"], "export": told["export"]}
+    report = json.loads(scores.read_text(encoding="utf-8"))
+    record.facts |= {"output": str(folder), "step": report["step"], "export": report["export"]}
     record.facts |= {"sha256": json.loads(export.read_text(encoding="utf-8"))} if export.is_file() else {}
-    record.tables["scores"] = [{"split": split} | numbers for split, numbers in told["splits"].items()]
+    record.tables["scores"] = [{"split": split} | numbers for split, numbers in report["splits"].items()]
     return status
 
 

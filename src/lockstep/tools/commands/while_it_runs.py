@@ -128,8 +128,8 @@ def state_of(run: Run, record: JobRecord | None, trusted: bool = False) -> State
     if record is None:
         return State("unknown", NOT_WRITTEN)
     state = launcher_of(record, trusted).state(run, record)
-    _, seen = output_lock.now(run.folder, record)
-    return seen if seen is not None and state.word in ("unknown", "gone") else state
+    _, lock_state = output_lock.now(run.folder, record)
+    return lock_state if lock_state is not None and state.word in ("unknown", "gone") else state
 
 
 def origin(record: JobRecord) -> str:
@@ -303,8 +303,8 @@ def run_report(known: argparse.Namespace) -> int:
         except (OSError, ValueError) as error:
             raise RunError("LS8141", f"the report of {folder} cannot be written: {error}") from None
     if len(folders) > 1:
-        beside = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
-        path = Path(known.to) if known.to is not None else beside / "comparison.html"
+        common_folder = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
+        path = Path(known.to) if known.to is not None else common_folder / "comparison.html"
         try:
             print(write_comparison(folders, path))
         except (OSError, ValueError) as error:
@@ -318,7 +318,7 @@ def watched(folder: Path) -> int:
     from lockstep.distributed import job_record
     from lockstep.track.report.report import Live, write_report
 
-    told = False
+    announced = False
     try:
         while True:
             run, _ = run_and_record(str(folder))
@@ -328,9 +328,9 @@ def watched(folder: Path) -> int:
             page = write_report(
                 folder, Live(LIVE_EVERY_S, "training" if state.word == "running" else state.word, steps)
             )
-            if not told:
+            if not announced:
                 print(page.resolve().as_uri(), flush=True)
-                told = True
+                announced = True
             if not (state.live or (state.word == "unknown" and record is not None)):
                 break
             time.sleep(LIVE_EVERY_S)

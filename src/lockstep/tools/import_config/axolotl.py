@@ -48,9 +48,12 @@ def move(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> N
     apply(TABLE, theirs, moved)
     _task(theirs, moved)
     _data(theirs, moved)
-    for key, value, told in (("optim.weight_decay", 0.0, "weight_decay"), ("optim.schedule", "cosine", "lr_scheduler")):
+    for key, value, origin in (
+        ("optim.weight_decay", 0.0, "weight_decay"),
+        ("optim.schedule", "cosine", "lr_scheduler"),
+    ):
         if key not in moved.keys:
-            moved.set(key, value, f"{told}, by axolotl's default")
+            moved.set(key, value, f"{origin}, by axolotl's default")
     optimizer(moved, "optimizer", theirs.get("optimizer"))
     for name, token in (theirs.get("special_tokens") or {}).items():
         moved.drop(f"special_tokens: {name}", token, _TOKENS, name != "pad_token", ("tokenizer.source",))
@@ -90,13 +93,13 @@ def _task(theirs: Mapping[str, Any], moved: Imported) -> None:
         moved.set("task.loss", way, f"rl {way}")
         own = theirs.get("dpo") if isinstance(theirs.get("dpo"), Mapping) else {}
         beta = theirs.get("rl_beta", theirs.get("dpo_beta", (own or {}).get("beta")))
-        for key, value, told in (
+        for key, value, origin in (
             ("task.beta", beta, "rl_beta"),
             ("task.gamma", theirs.get("simpo_gamma"), "simpo_gamma"),
             ("task.label_smoothing", theirs.get("dpo_label_smoothing"), "dpo_label_smoothing"),
         ):
             if value is not None:
-                moved.set(key, number(value), told)
+                moved.set(key, number(value), origin)
     elif way:
         moved.set("task.name", "reward", "reward_model")
         if theirs.get("center_rewards_coefficient") is not None:
@@ -158,10 +161,10 @@ def _data(theirs: Mapping[str, Any], moved: Imported) -> None:
             moved.drop("val_set_size", theirs["val_set_size"], why, True, ("data.validation_fraction",))
 
 
-def _streamed(given: Any, moved: Imported) -> list[Mapping[str, Any]]:
+def _streamed(value: Any, moved: Imported) -> list[Mapping[str, Any]]:
     """The entries of `pretraining_dataset`, a path or entries, as those of `datasets`: texts, read while training."""
     moved.set("data.stream", True, "pretraining_dataset")
-    entries = given if isinstance(given, list) else [given]
+    entries = value if isinstance(value, list) else [value]
     entries = [{"path": each} if isinstance(each, str) else each for each in entries]
     for entry in entries:
         if entry.get("skip"):
@@ -300,10 +303,12 @@ def move_llama_factory(theirs: Mapping[str, Any], moved: Imported, processes: in
     if task == "language_modeling":
         neat = bool(theirs.get("neat_packing"))
         packed = neat or bool(theirs["packing"] if theirs.get("packing") is not None else stage == "pt")
-        told = "neat_packing" if neat else "packing" if "packing" in theirs else f"packing, by default of stage {stage}"
-        moved.set("task.packing", packed, told)
+        origin = (
+            "neat_packing" if neat else "packing" if "packing" in theirs else f"packing, by default of stage {stage}"
+        )
+        moved.set("task.packing", packed, origin)
         if neat:
-            moved.set("task.attend_across_documents", False, told)
+            moved.set("task.attend_across_documents", False, origin)
     _data_llama_factory(theirs, moved)
     _adapter_llama_factory(theirs, moved)
 

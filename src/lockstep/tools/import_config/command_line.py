@@ -208,7 +208,7 @@ def _option(rest: list[str], into: dict[str, Any], switches: set[str]) -> list[s
     return rest
 
 
-# -- what it comes to --------------------------------------------------------------------------------------------------
+# -- result -----------------------------------------------------------------------------------------------------------
 
 
 def _move(
@@ -463,10 +463,10 @@ def _steps(theirs: Mapping[str, Any], moved: Imported, processes: int | None) ->
         batches(moved, int(each), whole(times), processes, names)
 
 
-def _optimizer(given: Any, moved: Imported) -> None:
-    if not isinstance(given, Mapping):
+def _optimizer(section: Any, moved: Imported) -> None:
+    if not isinstance(section, Mapping):
         return
-    kind, values = str(given.get("type")), given.get("params") or {}
+    kind, values = str(section.get("type")), section.get("params") or {}
     adam = "AdamW" if kind.lower() == "adam" and values.get("adam_w_mode", True) else kind
     if adam not in _OPTIMIZERS:
         moved.drop("optimizer", kind, "with DeepSpeed optim.name is adamw, sgd or lion")
@@ -486,10 +486,10 @@ def _optimizer(given: Any, moved: Imported) -> None:
             moved.drop(f"optimizer: {name}", value, "optim has no such key")
 
 
-def _scheduler(given: Any, moved: Imported) -> None:
-    if not isinstance(given, Mapping):
+def _scheduler(section: Any, moved: Imported) -> None:
+    if not isinstance(section, Mapping):
         return
-    kind, values = str(given.get("type")), given.get("params") or {}
+    kind, values = str(section.get("type")), section.get("params") or {}
     if kind not in _SCHEDULES:
         moved.drop("scheduler", kind, "WarmupLR, WarmupDecayLR and WarmupCosineLR have a counterpart")
         return

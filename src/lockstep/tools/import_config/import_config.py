@@ -31,7 +31,11 @@ from lockstep.track.console import Console
 
 _INTERVALS = ("evaluate.every", "checkpoint.every")
 _COLUMNS = ("task.text", "task.prompt", "task.response", "task.messages", "task.label", "task.source", "task.target")
-_BESIDE = ("input", "context", "system")  # columns of instructions that a prompt is made of, besides the instruction
+_PROMPTS = (
+    "input",
+    "context",
+    "system",
+)  # columns of instructions that a prompt is made of, besides the instruction
 _PLACES = ("data.source", "data.train", "data.validation", "data.test", "model.source", "tokenizer.source")
 
 
@@ -47,13 +51,13 @@ def move(
     """The whole command. `partial`: write the file also where it would train another model. Errors: `RunError`; then
     nothing was written."""
     init.free(path, force)
-    talk, given = Prompter(ask, Console(True)), init.keys_of(overrides)
+    talk, overridden = Prompter(ask, Console(True)), init.keys_of(overrides)
     names = {"data": "data.source", "task": "task.name", "model": "model.source"}
-    by_hand = {**{names[flag]: text for flag, text in flags.items() if text is not None}, **given}
+    by_hand = {**{names[flag]: text for flag, text in flags.items() if text is not None}, **overridden}
     moved = Imported(by_hand=by_hand)
     source = read(origin)
-    asked = given.get("launch.processes")
-    source.move(moved, asked if isinstance(asked, int) else None)
+    processes = overridden.get("launch.processes")
+    source.move(moved, processes if isinstance(processes, int) else None)
     only_its_own(moved)
     talk.console.say(f"{origin}: {source.called}")
     for line in moved.read:
@@ -135,7 +139,7 @@ def _look(moved: Imported, wanted: bool, talk: Prompter) -> Look | None:
         if value is None:
             moved.keys.pop(f"data.{key}", None)
         elif key in section.model_fields_set or value != DataSection.model_fields[key].default:
-            moved.set(f"data.{key}", value, moved.told.get(f"data.{key}", ""))
+            moved.set(f"data.{key}", value, moved.comments.get(f"data.{key}", ""))
     return looked
 
 
@@ -167,12 +171,12 @@ def _fit(moved: Imported, looked: Look | None, talk: Prompter) -> None:
     lengths = ("data.max_length", "task.block_size")  # the same, of other tasks and of language modelling
     theirs, ours = lengths if "block_size" in known else lengths[::-1]
     if theirs in moved.keys:
-        value, told = moved.keys.pop(theirs), moved.told.pop(theirs, "")
+        value, origin = moved.keys.pop(theirs), moved.comments.pop(theirs, "")
         if ours not in moved.keys:
-            moved.set(ours, value, told)
+            moved.set(ours, value, origin)
     for key in [k for k in moved.keys if k.startswith("task.") and k.partition(".")[2] not in known]:
         why = f"the task {task} has no such key"
-        moved.drop(moved.told.get(key) or key, moved.keys.pop(key), why, decides(key) and key not in _COLUMNS)
+        moved.drop(moved.comments.get(key) or key, moved.keys.pop(key), why, decides(key) and key not in _COLUMNS)
 
 
 def _columns(moved: Imported, fit: columns.Fit, looked: Look, talk: Prompter) -> None:
@@ -180,7 +184,7 @@ def _columns(moved: Imported, fit: columns.Fit, looked: Look, talk: Prompter) ->
         moved.keys.setdefault(f"task.{key}", column)
     for key, why in fit.doubts.items():
         talk.note(f"task.{key}: {fit.keys.get(key)}; {why}")
-    more = [name for name in _BESIDE if name in looked.kinds and name not in moved.keys.values()]
+    more = [name for name in _PROMPTS if name in looked.kinds and name not in moved.keys.values()]
     if "task.prompt" in moved.keys and more and moved.keys["task.prompt"] not in moved.by_hand.values():
         why = f"a prompt is one column, and {moved.keys['task.prompt']} is read: join the two, or say task.prompt=..."
         moved.drop(f"column {more[0]} of {looked.source}", None, why, True, ("task.prompt",))
@@ -244,12 +248,12 @@ def _interval(moved: Imported, key: str, epoch: int | None, total: int | None) -
         share, whole = 1 / int(value.partition("/")[2].split()[0]), epoch
     else:
         return
-    told = moved.told.get(key, "")
+    origin = moved.comments.get(key, "")
     if whole is None:
         del moved.keys[key]
-        moved.drop(told, None, f"{key} counts steps, which are known with the data: give them with --data")
+        moved.drop(origin, None, f"{key} counts steps, which are known with the data: give them with --data")
     else:
-        moved.set(key, max(1, round(whole * share)), f"{told}, about: of {whole} steps")
+        moved.set(key, max(1, round(whole * share)), f"{origin}, about: of {whole} steps")
 
 
 def _text(path: Path, origin: Path, called: str, moved: Imported, talk: Prompter) -> str:
@@ -258,19 +262,21 @@ def _text(path: Path, origin: Path, called: str, moved: Imported, talk: Prompter
         filled: dict[str, Any] = {}
         for key, value in moved.keys.items():
             init.set_key(filled, key, value)
-        told = {key: f"+{text}" if text[:1] == "(" else f"+from {text}" for key, text in moved.told.items() if text}
+        comments = {
+            key: f"+{text}" if text[:1] == "(" else f"+from {text}" for key, text in moved.comments.items() if text
+        }
         filled = {key: _name_first(filled[key]) for key in Run.model_fields if filled.get(key) not in (None, {})}
-        text = init.write(filled, _header(origin, called, moved, talk), told)
+        text = init.write(filled, _header(origin, called, moved, talk), comments)
         try:
             init.loaded(path, text)
             return text
         except RunError as error:
-            wrong = [line for line in str(error).splitlines() if moved.told.get(line.partition(":")[0])]
+            wrong = [line for line in str(error).splitlines() if moved.comments.get(line.partition(":")[0])]
             if not wrong:
                 raise
             for line in wrong:
                 key, _, why = line.partition(": ")
-                name = moved.told.pop(key) or key
+                name = moved.comments.pop(key) or key
                 moved.drop(name, moved.keys.pop(key), why.partition(f" ({path}")[0], decides(key), (key,))
 
 

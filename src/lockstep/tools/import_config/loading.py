@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.tools.import_config import script
-from lockstep.tools.import_config.script import CUT, TOKENIZERS, Arguments, Call, Column, Scope, Script, shown
+from lockstep.tools.import_config.script import CUT, TOKENIZERS, Arguments, Call, Column, Scope, Script, code_of
 from lockstep.tools.import_config.table import EIGHT_BITS, Imported, quantized
 from lockstep.tools.import_config.trainer import set_dtype
 
@@ -59,12 +59,12 @@ class Reading:
             return
         self.moved.set(key, value, f"{call.name}, line {call.line}")
 
-    def unknown(self, call: Call, given: Arguments, keys: dict[str, str] | None = None) -> None:
+    def unknown(self, call: Call, arguments: Arguments, keys: dict[str, str] | None = None) -> None:
         """Arguments whose values are not known."""
-        for name, code in given.unknown.items():
+        for name, code in arguments.unknown.items():
             key = (keys or {}).get(name)
             self.moved.unclear(f"line {call.line}: {call.name}({name}={code})", RUNS, by=(key,) if key else ())
-        for code in given.more:
+        for code in arguments.more:
             self.moved.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
 
 
@@ -75,49 +75,49 @@ def adapter(call: Call, at: Reading) -> None:
     if not used:
         at.moved.unclear(str(call), "no call uses it", decides=False)
         return
-    given = at.script.arguments(call)
+    arguments = at.script.arguments(call)
     kind = call.name.removesuffix("Config").lower()
-    entries = {k: v for k, v in given.known.items() if k not in ("task_type", "inference_mode") and v is not None}
-    given.unknown.pop("task_type", None)
-    at.unknown(call, given, dict.fromkeys(given.unknown, "model.adapter"))
+    entries = {k: v for k, v in arguments.known.items() if k not in ("task_type", "inference_mode") and v is not None}
+    arguments.unknown.pop("task_type", None)
+    at.unknown(call, arguments, dict.fromkeys(arguments.unknown, "model.adapter"))
     at.set(call, "model.adapter", {"type": kind, **entries})
     at.read(call, "model.adapter")
 
 
 def bits(call: Call, at: Reading) -> None:
     """BitsAndBytesConfig."""
-    given = at.script.arguments(call, ("load_in_8bit", "load_in_4bit"))
+    arguments = at.script.arguments(call, ("load_in_8bit", "load_in_4bit"))
     compute = ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
-    given.unknown = {name: code for name, code in given.unknown.items() if name not in compute}
-    at.unknown(call, given, dict.fromkeys(given.unknown, "model.quantization"))
-    if given.known.get("load_in_8bit"):
+    arguments.unknown = {name: code for name, code in arguments.unknown.items() if name not in compute}
+    at.unknown(call, arguments, dict.fromkeys(arguments.unknown, "model.quantization"))
+    if arguments.known.get("load_in_8bit"):
         at.moved.drop(str(call), None, EIGHT_BITS, True, ("model.quantization", "model.dtype"))
-    elif given.known.get("load_in_4bit"):
-        kind = given.known.get("bnb_4bit_quant_type", "fp4")
-        quantized(at.moved, kind, given.known.get("bnb_4bit_use_double_quant"), f"{call.name}, line {call.line}")
+    elif arguments.known.get("load_in_4bit"):
+        kind = arguments.known.get("bnb_4bit_quant_type", "fp4")
+        quantized(at.moved, kind, arguments.known.get("bnb_4bit_use_double_quant"), f"{call.name}, line {call.line}")
         at.read(call, f"model.quantization: {kind}")
 
 
 def pretrained(call: Call, at: Reading) -> None:
     """`Class.from_pretrained(name, ...)`."""
     holder = call.origin.rpartition(".")[0]
-    given = at.script.arguments(call, ("pretrained_model_name_or_path",))
+    arguments = at.script.arguments(call, ("pretrained_model_name_or_path",))
     for name in ("model_name", "model_name_or_path"):
-        for part in (given.known, given.unknown):
+        for part in (arguments.known, arguments.unknown):
             if name in part:
                 part["pretrained_model_name_or_path"] = part.pop(name)
-    source = given.known.pop("pretrained_model_name_or_path", None)
-    unknown = given.unknown.pop("pretrained_model_name_or_path", None)
+    source = arguments.known.pop("pretrained_model_name_or_path", None)
+    unknown = arguments.unknown.pop("pretrained_model_name_or_path", None)
     if source is None and unknown is None:  # an option that the command line gives
-        unknown = shown(call.node.args[0]) if call.node.args else "the model's name"
+        unknown = code_of(call.node.args[0]) if call.node.args else "the model's name"
     code = unknown or str(source)
-    given.known = {k: v for k, v in given.known.items() if k not in _LOADING or k == "num_labels"}
-    given.unknown = {k: v for k, v in given.unknown.items() if k not in _LOADING}
+    arguments.known = {k: v for k, v in arguments.known.items() if k not in _LOADING or k == "num_labels"}
+    arguments.unknown = {k: v for k, v in arguments.unknown.items() if k not in _LOADING}
     if holder.endswith(TOKENIZERS):
-        _tokenizer(call, at, given, source, code)
+        _tokenizer(call, at, arguments, source, code)
         return
     if holder.endswith(("Config", "GenerationConfig")):
-        _config(call, at, given)
+        _config(call, at, arguments)
         return
     if holder.rpartition(".")[2].startswith(("Peft", "AutoPeft")):
         if at.models:  # after training: an adapter is read back, to be merged or tried
@@ -137,7 +137,7 @@ def pretrained(call: Call, at: Reading) -> None:
         )
     else:
         at.set(call, "model.source", source)
-    _model(call, at, given, task)
+    _model(call, at, arguments, task)
     at.read(call, f"model.source{f', task.name: {task}' if task else ''}")
 
 
@@ -156,11 +156,11 @@ def task_first(script: Script, moved: Imported) -> None:
         return
 
 
-def _model(call: Call, at: Reading, given: Arguments, task: str | None) -> None:
-    labels = given.known.pop("num_labels", None)
+def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> None:
+    labels = arguments.known.pop("num_labels", None)
     if labels == 1 and task == "classification":
         at.set(call, "task.regression", True)
-    for name, value in given.known.items():
+    for name, value in arguments.known.items():
         if name in ("torch_dtype", "dtype"):
             if value is not None:
                 set_dtype(at.moved, str(value), name)
@@ -184,7 +184,9 @@ def _model(call: Call, at: Reading, given: Arguments, task: str | None) -> None:
             entries = {**at.moved.keys.get("model.config", {}), name: value}
             at.moved.set("model.config", entries, f"{call.name}, line {call.line}")
     at.unknown(
-        call, given, {"torch_dtype": "model.dtype", "dtype": "model.dtype", "attn_implementation": "model.attention"}
+        call,
+        arguments,
+        {"torch_dtype": "model.dtype", "dtype": "model.dtype", "attn_implementation": "model.attention"},
     )
 
 
@@ -195,26 +197,26 @@ def _problem(call: Call, at: Reading, kind: Any) -> None:
         at.set(call, "task.regression", True)
 
 
-def _config(call: Call, at: Reading, given: Arguments) -> None:
-    given.known.pop("num_labels", None)
-    entries = {k: v for k, v in given.known.items() if k not in ("revision", "trust_remote_code")}
+def _config(call: Call, at: Reading, arguments: Arguments) -> None:
+    arguments.known.pop("num_labels", None)
+    entries = {k: v for k, v in arguments.known.items() if k not in ("revision", "trust_remote_code")}
     if entries:
         at.moved.set(
             "model.config", {**at.moved.keys.get("model.config", {}), **entries}, f"{call.name}, line {call.line}"
         )
-    at.unknown(call, given, dict.fromkeys(given.unknown, "model.config"))
+    at.unknown(call, arguments, dict.fromkeys(arguments.unknown, "model.config"))
 
 
-def _tokenizer(call: Call, at: Reading, given: Arguments, source: Any, code: str) -> None:
+def _tokenizer(call: Call, at: Reading, arguments: Arguments, source: Any, code: str) -> None:
     at.tokenizer = at.tokenizer or (code, str(call))
-    for name, value in given.known.items():
+    for name, value in arguments.known.items():
         if name == "model_max_length":
             at.set(call, "data.max_length", value)
         elif name not in ("trust_remote_code", "revision") and value not in (None, False):
             where = f"line {call.line}: {name}={value}"
             at.moved.drop(where, None, "a tokenizer is used as it is saved", True, ("tokenizer.source",))
-    given.known.clear()
-    at.unknown(call, given, dict.fromkeys(given.unknown, "tokenizer.source"))
+    arguments.known.clear()
+    at.unknown(call, arguments, dict.fromkeys(arguments.unknown, "tokenizer.source"))
     if source is not None:
         at.moved.set("tokenizer.source", source, f"{call.name}, line {call.line}")
     at.read(call, "tokenizer.source")
@@ -277,16 +279,16 @@ _COLUMNS = {
 
 def load(call: Call, at: Reading) -> None:
     """`load_dataset`."""
-    given = at.script.arguments(call, ("path", "name"))
-    path, config, split = (given.known.get(name) for name in ("path", "name", "split"))
-    at.unknown(call, given, {"path": "data.source", "name": "data.config", "split": "data.train"})
+    arguments = at.script.arguments(call, ("path", "name"))
+    path, config, split = (arguments.known.get(name) for name in ("path", "name", "split"))
+    at.unknown(call, arguments, {"path": "data.source", "name": "data.config", "split": "data.train"})
     if path is None:
-        if "path" not in given.unknown:
+        if "path" not in arguments.unknown:
             at.moved.unclear(str(call), RUNS, by=("data.source", "data.train"))
         return
-    files = given.known.get("data_files")
+    files = arguments.known.get("data_files")
     if path in _FILES:
-        _files(call, at, files, "data_files" in given.unknown)
+        _files(call, at, files, "data_files" in arguments.unknown)
     else:
         at.set(call, "data.source", path)
         if config is not None:
@@ -301,13 +303,13 @@ def load(call: Call, at: Reading) -> None:
             True,
             ("data.train", "data.limit"),
         )
-    if given.known.get("revision"):
-        at.set(call, "data.revision", given.known["revision"])
-    if given.known.get("streaming"):
+    if arguments.known.get("revision"):
+        at.set(call, "data.revision", arguments.known["revision"])
+    if arguments.known.get("streaming"):
         at.set(call, "data.stream", True)
-    read = _reading(str(path), given.known, call, at)
+    read = _reading(str(path), arguments.known, call, at)
     known = ("path", "name", "split", "data_files", "revision", "streaming", "trust_remote_code", *_LOADERS, *read)
-    for name, value in given.known.items():
+    for name, value in arguments.known.items():
         if name not in known and value is not None:
             at.moved.unclear(f"line {call.line}: {name}={value}", "not an argument that is known here")
     at.read(call, "data.source")
@@ -362,13 +364,13 @@ def own_rows(call: Call, at: Reading) -> None:
 
 def cut(call: Call, at: Reading) -> None:
     """`train_test_split`."""
-    given = at.script.arguments(call, ("test_size", "train_size"))
-    share = given.known.get("test_size")
-    at.unknown(call, given, {"test_size": "data.validation_fraction"})
+    arguments = at.script.arguments(call, ("test_size", "train_size"))
+    share = arguments.known.get("test_size")
+    at.unknown(call, arguments, {"test_size": "data.validation_fraction"})
     if isinstance(share, float) and 0 < share < 1:
         at.set(call, "data.validation_fraction", share)
         at.read(call, "data.validation_fraction")
-    elif "test_size" not in given.unknown:
+    elif "test_size" not in arguments.unknown:
         why = "data.validation_fraction is a share of train"
         at.moved.drop(str(call), None, why, True, ("data.validation_fraction", "data.validation"))
 
@@ -422,7 +424,7 @@ def mapped(call: Call, at: Reading) -> None:
         at.read(call, "task.block_size, task.packing")
         return
     name = "a function" if isinstance(function, ast.Lambda) else function.name
-    what = f"line {call.line}: {name} of {shown(call.node)}"
+    what = f"line {call.line}: {name} of {code_of(call.node)}"
     at.moved.unclear(
         what, f"it makes other rows: {_WHOLE}", by=("data.source", "data.train", "task.text", "task.prompt")
     )
@@ -441,28 +443,28 @@ def _block(function: Scope, call: Call, at: Reading) -> Any:
 
 def _tokens(call: Call, function: Scope, at: Reading) -> None:
     """A call of the tokenizer within a function that rows go through."""
-    given = at.script.arguments(call, ("text", "text_pair"))
+    arguments = at.script.arguments(call, ("text", "text_pair"))
     task = at.moved.task or "classification"
-    _length(call, given.known, given.unknown, at, task)
-    target = "text_target" in given.nodes or _is_target(call, function)
+    _length(call, arguments.known, arguments.unknown, at, task)
+    target = "text_target" in arguments.nodes or _is_target(call, function)
     if any(isinstance(each, ast.Starred) for each in call.node.args):
         names = tuple(f"task.{key}" for key in _COLUMNS.get(task, ("text",)))
         at.moved.unclear(str(call), "which columns it reads is known when the script runs", by=names)
         return
     keys = _COLUMNS.get(task, ("text", "text_pair"))
-    nodes = [given.nodes[name] for name in ("text", "text_pair") if name in given.nodes]
+    nodes = [arguments.nodes[name] for name in ("text", "text_pair") if name in arguments.nodes]
     if target:
-        if "text_target" in given.nodes:
-            _column(call, at, "target", given.nodes["text_target"])
+        if "text_target" in arguments.nodes:
+            _column(call, at, "target", arguments.nodes["text_target"])
         else:
             _column(call, at, "target", nodes[0] if nodes else None)
             nodes = []
     for key, node in zip(keys, nodes, strict=False):
         _column(call, at, key, node)
-    if (given.known.get("stride") or "stride" in given.unknown) and task == "question_answering":
-        if "stride" in given.known:
-            at.set(call, "task.stride", given.known["stride"])
-    elif given.known.get("return_overflowing_tokens"):
+    if (arguments.known.get("stride") or "stride" in arguments.unknown) and task == "question_answering":
+        if "stride" in arguments.known:
+            at.set(call, "task.stride", arguments.known["stride"])
+    elif arguments.known.get("return_overflowing_tokens"):
         at.moved.drop(f"line {call.line}: return_overflowing_tokens", None, "what is too long is cut at its end", True)
 
 
@@ -477,7 +479,7 @@ def _is_target(call: Call, function: Scope) -> bool:
 def _column(call: Call, at: Reading, key: str, node: ast.expr | None) -> None:
     column: Column | None = script.column_of(at.script, node)
     if column is None:
-        code = shown(node) if node is not None else "nothing"
+        code = code_of(node) if node is not None else "nothing"
         why = f"which column's texts these are is not known: {_WHOLE}"
         at.moved.unclear(f"line {call.line}: {call.name}({code})", why, by=(f"task.{key}",))
         return
@@ -522,7 +524,7 @@ def _uncut(call: Call, moved: Imported) -> None:
 
 
 def _labels(function: Scope, at: Reading) -> None:
-    """`out["labels"] = rows["star"]`: the column of labels, where it is taken as it is."""
+    """Find the column of labels in assignments such as `out["labels"] = rows["star"]`."""
     for node in ast.walk(function):
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if not isinstance(node, ast.Assign) or not isinstance(target, ast.Subscript):
@@ -534,11 +536,13 @@ def _labels(function: Scope, at: Reading) -> None:
         names = [name for n in read if isinstance(name := at.script.known(n.slice), str) and name != "input_ids"]
         if task == "classification" and len(set(names)) == 1:
             at.moved.set("task.label", names[0], f"line {node.lineno}")
-            at.moved.read.append(f"line {node.lineno}: {shown(node)} -> task.label")
+            at.moved.read.append(f"line {node.lineno}: {code_of(node)} -> task.label")
         elif task == "classification":
-            at.moved.unclear(f"line {node.lineno}: {shown(node)}", "which column holds the labels", by=("task.label",))
+            at.moved.unclear(
+                f"line {node.lineno}: {code_of(node)}", "which column holds the labels", by=("task.label",)
+            )
         elif task == "language_modeling" and ("input_ids" not in (text := ast.unparse(node.value)) or "100" in text):
-            where = f"line {node.lineno}: {shown(node)}"
+            where = f"line {node.lineno}: {code_of(node)}"
             names_ = ("task.prompt", "task.messages", "task.text")
             at.moved.unclear(where, "labels of its own: which tokens are learned is not known", by=names_)
     if at.moved.task == "token_classification":
@@ -550,11 +554,11 @@ def _labels(function: Scope, at: Reading) -> None:
 
 def of_trainer(call: Call, at: Reading) -> None:
     """The splits that a Trainer is given."""
-    given = at.script.arguments(call, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
-    train = script.split_of(at.script, given.nodes.get("train_dataset"))
+    arguments = at.script.arguments(call, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
+    train = script.split_of(at.script, arguments.nodes.get("train_dataset"))
     if train not in (None, "train", CUT) and str(train).isidentifier():
         at.set(call, "data.train", train)
-    tested = script.split_of(at.script, given.nodes.get("eval_dataset"))
+    tested = script.split_of(at.script, arguments.nodes.get("eval_dataset"))
     if tested not in (None, CUT, "validation") and str(tested).isidentifier():
         if tested == (train or "train"):
             at.moved.drop(f"line {call.line}: eval_dataset", None, "it is the split that is trained on", False)

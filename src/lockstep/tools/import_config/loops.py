@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.tools.import_config import loading, trainer_script
 from lockstep.tools.import_config.loading import Reading
-from lockstep.tools.import_config.script import Arguments, Call, Script, shown
+from lockstep.tools.import_config.script import Arguments, Call, Script, code_of
 from lockstep.tools.import_config.table import FILL_IN, Imported, batches, number, trackers
 
 OPTIMIZERS = {"AdamW": "adamw", "Adam": "adamw", "SGD": "sgd", "AdamW8bit": "adamw_8bit", "Adam8bit": "adamw_8bit"}
@@ -120,79 +120,81 @@ class Loop:
         self.read(call, key)
 
     def _known(self, call: Call, key: str, names: tuple[str, ...], name: str) -> None:
-        given = self.script.arguments(call, names)
-        if name in given.known:
-            self._set(call, key, given.known[name])
+        arguments = self.script.arguments(call, names)
+        if name in arguments.known:
+            self._set(call, key, arguments.known[name])
         else:
             self.moved.unclear(f"{call}", loading.RUNS, key != "seed", (key,))
 
-    def _unknown(self, call: Call, given: Arguments, keys: Mapping[str, str]) -> None:
+    def _unknown(self, call: Call, arguments: Arguments, keys: Mapping[str, str]) -> None:
         for name, key in keys.items():
-            if name in given.unknown:
-                code = f"line {call.line}: {call.name}({name}={given.unknown[name]})"
+            if name in arguments.unknown:
+                code = f"line {call.line}: {call.name}({name}={arguments.unknown[name]})"
                 self.moved.unclear(code, loading.RUNS, by=(key,))
 
     def _optimizer(self, call: Call) -> None:
         self.optimizers.append(call)
-        given = self.script.arguments(call, ("params", "lr"))
+        arguments = self.script.arguments(call, ("params", "lr"))
         if len(self.optimizers) > 1:
             self.moved.unclear(str(call), "a second optimizer", by=("optim.name",))
             return
-        own = given.nodes.get("params")
+        own = arguments.nodes.get("params")
         if own is not None and not (isinstance(own, ast.Call) and ast.unparse(own.func).endswith("parameters")):
             self.moved.unclear(
-                f"line {call.line}: {shown(own)}", "weights with rates of their own: optim.groups", by=("optim.groups",)
+                f"line {call.line}: {code_of(own)}",
+                "weights with rates of their own: optim.groups",
+                by=("optim.groups",),
             )
-        decay = given.known.get("weight_decay", _DECAY.get(call.name, 0.0))
+        decay = arguments.known.get("weight_decay", _DECAY.get(call.name, 0.0))
         if call.name in ("Adam", "Adam8bit") and decay:
             why = "Adam adds the decay to the gradient; AdamW, which is here, does not"
             self.moved.drop(str(call), None, why, True, ("optim.name",))
         self.moved.set("optim.name", OPTIMIZERS[call.name], f"line {call.line}")
-        self.moved.set("optim.learning_rate", given.known.get("lr", _RATE), f"lr, line {call.line}")
+        self.moved.set("optim.learning_rate", arguments.known.get("lr", _RATE), f"lr, line {call.line}")
         self.moved.set("optim.weight_decay", decay, f"line {call.line}")
         if decay:
             self.moved.set(
                 "optim.groups", [{"match": "*", "weight_decay": decay}], "biases and norms decay, too, as torch's do"
             )
         for name in ("betas", "eps", "momentum"):
-            if name in given.known:
-                self.moved.set(f"optim.{name}", given.known[name], f"line {call.line}")
+            if name in arguments.known:
+                self.moved.set(f"optim.{name}", arguments.known[name], f"line {call.line}")
         if call.name == "SGD":
             self.moved.keys.setdefault("optim.momentum", 0.0)
         keys = {"lr": "optim.learning_rate", "weight_decay": "optim.weight_decay", "betas": "optim.betas"}
-        self._unknown(call, given, keys | {"momentum": "optim.momentum", "eps": "optim.eps"})
+        self._unknown(call, arguments, keys | {"momentum": "optim.momentum", "eps": "optim.eps"})
         self.read(call, "optim")
 
     def _loader(self, call: Call) -> None:
-        given = self.script.arguments(call, ("dataset", "batch_size", "shuffle", "sampler"))
+        arguments = self.script.arguments(call, ("dataset", "batch_size", "shuffle", "sampler"))
         about = ast.unparse(call.node).lower()
-        trains = given.known.get("shuffle") or "train" in about or "sampler" in given.nodes
+        trains = arguments.known.get("shuffle") or "train" in about or "sampler" in arguments.nodes
         if self.loader is not None and (not trains or self.batch is not None):
             return
         if not trains and any(c.name == "DataLoader" and c is not call for c in self.script.calls):
             return
         self.loader = call
-        size = given.known.get("batch_size", None if "batch_size" in given.unknown else 1)
-        self.batch = size if isinstance(size, int) and not given.more else None
-        self._unknown(call, given, {"batch_size": "batch_size"})
+        size = arguments.known.get("batch_size", None if "batch_size" in arguments.unknown else 1)
+        self.batch = size if isinstance(size, int) and not arguments.more else None
+        self._unknown(call, arguments, {"batch_size": "batch_size"})
         self.read(call, "batch_size")
 
     def _precision(self, call: Call) -> None:
-        given = self.script.arguments(call, ("device_type", "dtype") if call.name == "autocast" else ())
-        kind = given.known.get("mixed_precision", given.known.get("dtype"))
-        if call.name == "GradScaler" or (call.name == "autocast" and "dtype" not in given.nodes):
-            kind = None if "enabled" in given.unknown else "fp16" if given.known.get("enabled", True) else "no"
+        arguments = self.script.arguments(call, ("device_type", "dtype") if call.name == "autocast" else ())
+        kind = arguments.known.get("mixed_precision", arguments.known.get("dtype"))
+        if call.name == "GradScaler" or (call.name == "autocast" and "dtype" not in arguments.nodes):
+            kind = None if "enabled" in arguments.unknown else "fp16" if arguments.known.get("enabled", True) else "no"
         if kind is not None:
             self._set(call, "precision", _PRECISIONS.get(str(kind), kind))
-        self._unknown(call, given, dict.fromkeys(("mixed_precision", "dtype", "enabled"), "precision"))
+        self._unknown(call, arguments, dict.fromkeys(("mixed_precision", "dtype", "enabled"), "precision"))
         if call.name == "Accelerator":
-            self.accumulated = int(given.known.get("gradient_accumulation_steps", 1))
-            self._unknown(call, given, {"gradient_accumulation_steps": "micro_batches"})
-            if given.known.get("log_with"):
-                trackers(self.moved, "log_with", given.known["log_with"])
+            self.accumulated = int(arguments.known.get("gradient_accumulation_steps", 1))
+            self._unknown(call, arguments, {"gradient_accumulation_steps": "micro_batches"})
+            if arguments.known.get("log_with"):
+                trackers(self.moved, "log_with", arguments.known["log_with"])
 
     def _lightning(self, call: Call) -> None:
-        given = self.script.arguments(call)
+        arguments = self.script.arguments(call)
         keys = {
             "max_epochs": "epochs",
             "max_steps": "steps",
@@ -201,47 +203,47 @@ class Loop:
             "num_nodes": "launch.machines",
         }
         for name, key in keys.items():
-            if given.known.get(name) not in (None, -1) and (name != "num_nodes" or given.known[name] > 1):
-                self.moved.set(key, given.known[name], f"{name}, line {call.line}")
-        self.accumulated = int(given.known.get("accumulate_grad_batches", 1))
-        if isinstance(devices := given.known.get("devices"), int) and devices > 0:
+            if arguments.known.get(name) not in (None, -1) and (name != "num_nodes" or arguments.known[name] > 1):
+                self.moved.set(key, arguments.known[name], f"{name}, line {call.line}")
+        self.accumulated = int(arguments.known.get("accumulate_grad_batches", 1))
+        if isinstance(devices := arguments.known.get("devices"), int) and devices > 0:
             self.processes = self.processes or devices
             self.moved.set("launch.processes", devices, f"devices, line {call.line}")
-        if (strategy := given.known.get("strategy")) is not None:
+        if (strategy := arguments.known.get("strategy")) is not None:
             if strategy in _STRATEGIES:
                 self.moved.set("strategy.name", _STRATEGIES[strategy], f"strategy, line {call.line}")
             else:
                 self.moved.drop(f"line {call.line}: strategy={strategy}", None, "`lockstep list` names strategies")
-        if (kind := given.known.get("precision")) is not None:
+        if (kind := arguments.known.get("precision")) is not None:
             self.moved.set("precision", _PRECISIONS.get(str(kind), kind), f"precision, line {call.line}")
-        if isinstance(every := given.known.get("val_check_interval"), int):
+        if isinstance(every := arguments.known.get("val_check_interval"), int):
             self.moved.set("evaluate.every", every, f"val_check_interval, line {call.line}")
         by = keys | {
             "accumulate_grad_batches": "micro_batches",
             "devices": "launch.processes",
             "precision": "precision",
         }
-        self._unknown(call, given, by)
+        self._unknown(call, arguments, by)
         self.read(call, "the settings of the loop")
 
     def _lightning_callback(self, call: Call) -> None:
-        given = self.script.arguments(call, ("monitor",) if call.name == "EarlyStopping" else ())
-        metric = str(given.known.get("monitor", "")).removeprefix("val_").removeprefix("valid_")
+        arguments = self.script.arguments(call, ("monitor",) if call.name == "EarlyStopping" else ())
+        metric = str(arguments.known.get("monitor", "")).removeprefix("val_").removeprefix("valid_")
         if metric:
-            less = given.known.get("mode", "min") == "min"
+            less = arguments.known.get("mode", "min") == "min"
             self.moved.set("checkpoint.best", f"-{metric}" if less else metric, f"monitor, line {call.line}")
         if call.name == "EarlyStopping":
-            self.moved.set("evaluate.patience", given.known.get("patience", 3), f"patience, line {call.line}")
+            self.moved.set("evaluate.patience", arguments.known.get("patience", 3), f"patience, line {call.line}")
             self.moved.keys.setdefault("evaluate.every", "epoch")
-        elif every := given.known.get("every_n_train_steps"):
+        elif every := arguments.known.get("every_n_train_steps"):
             self.moved.set("checkpoint.every", every, f"every_n_train_steps, line {call.line}")
         self.read(call, "checkpoint, evaluate")
 
     def _schedule(self, call: Call) -> None:
         self.scheduled = True
         names = ("optimizer", "num_warmup_steps", "num_training_steps")
-        given = self.script.arguments(call, ("name", *names) if call.name == "get_scheduler" else names)
-        name = given.known.get("name") or call.name.removeprefix("get_").partition("_schedule")[0]
+        arguments = self.script.arguments(call, ("name", *names) if call.name == "get_scheduler" else names)
+        name = arguments.known.get("name") or call.name.removeprefix("get_").partition("_schedule")[0]
         if "constant" in call.name and "warmup" in call.name:
             name = "constant_with_warmup"
         if name not in _SCHEDULES:
@@ -249,14 +251,16 @@ class Loop:
             return
         self.moved.set("optim.schedule", _SCHEDULES[name], f"line {call.line}")
         if name not in ("constant", "constant_with_warmup"):
-            code = shown(given.nodes["num_training_steps"]) if "num_training_steps" in given.nodes else "its end"
+            code = (
+                code_of(arguments.nodes["num_training_steps"]) if "num_training_steps" in arguments.nodes else "its end"
+            )
             self.moved.notes.append(
                 f"optim.schedule ends with the run: num_training_steps ({code}) is taken to be that"
             )
-        if (steps := given.known.get("num_warmup_steps")) and name != "constant":
+        if (steps := arguments.known.get("num_warmup_steps")) and name != "constant":
             self.moved.set("optim.warmup_steps", int(steps), f"num_warmup_steps, line {call.line}")
         if name != "constant":
-            self._unknown(call, given, {"num_warmup_steps": "optim.warmup_steps"})
+            self._unknown(call, arguments, {"num_warmup_steps": "optim.warmup_steps"})
         self.read(call, "optim.schedule")
 
     # -- what no call says ---------------------------------------------------------------------------------------------
@@ -302,7 +306,7 @@ class Loop:
             self.moved.set(key, int(value) - first, f"line {line}")
             self.moved.read.append(f"line {line}: range({value:g}) -> {key}")
         elif node is not None:
-            self.moved.unclear(f"line {line}: range({shown(node)})", loading.RUNS, by=("epochs", "steps"))
+            self.moved.unclear(f"line {line}: range({code_of(node)})", loading.RUNS, by=("epochs", "steps"))
 
     def settle(self) -> None:
         """What a loop does where it says nothing."""
@@ -360,22 +364,22 @@ _PAGE = "docs/how-to/own-module.md"
 def name(script: Script, moved: Imported, optimizers: list[Call], loader: Call | None) -> None:
     moved.set("task.name", "module", "a loop of its own")
     for key in [key for key in moved.keys if key.startswith("model.")]:
-        moved.drop(moved.told.pop(key, key), moved.keys.pop(key), "task.model makes the model, as it is trained")
+        moved.drop(moved.comments.pop(key, key), moved.keys.pop(key), "task.model makes the model, as it is trained")
     model = _model(script, optimizers)
     data = script.arguments(loader, ("dataset",)).nodes.get("dataset") if loader is not None else None
     more = [c for c in script.calls if c.name == "DataLoader" and c is not loader]
     whys = {"model": "a function that makes the module", "data": "a function that gives the data sets by split"}
     for key, node in (("model", model), ("data", None if more else data)):
-        made = _constructor(script, node)
-        if made is None:
-            code = f" ({shown(node)})" if node is not None else ""
+        constructor = _constructor(script, node)
+        if constructor is None:
+            code = f" ({code_of(node)})" if node is not None else ""
             _missing(moved, key, f"{whys[key]}{code}")
             continue
-        dotted, given = made
+        dotted, arguments = constructor
         moved.set(f"task.{key}", dotted, "the script's")
-        if given:
-            moved.set(f"task.{key}_arguments", given, "the script's")
-        moved.read.append(f"line {getattr(node, 'lineno', 0)}: {shown(node)} -> task.{key}")  # type: ignore[arg-type]
+        if arguments:
+            moved.set(f"task.{key}_arguments", arguments, "the script's")
+        moved.read.append(f"line {getattr(node, 'lineno', 0)}: {code_of(node)} -> task.{key}")  # type: ignore[arg-type]
     if loader is not None:
         _batches(script, moved, loader)
     _changed(script, moved, model)
@@ -391,20 +395,23 @@ def name(script: Script, moved: Imported, optimizers: list[Call], loader: Call |
 
 def _batches(script: Script, moved: Imported, loader: Call) -> None:
     """How the loader makes batches: by a function of the script's, in an order of its own."""
-    given = script.arguments(loader, ("dataset", "batch_size", "shuffle", "sampler"))
-    collate, sampler = given.nodes.get("collate_fn"), given.nodes.get("sampler", given.nodes.get("batch_sampler"))
+    arguments = script.arguments(loader, ("dataset", "batch_size", "shuffle", "sampler"))
+    collate, sampler = (
+        arguments.nodes.get("collate_fn"),
+        arguments.nodes.get("sampler", arguments.nodes.get("batch_sampler")),
+    )
     if isinstance(collate, ast.Name) and collate.id in script.functions and script.path.stem.isidentifier():
         moved.set("task.collate", f"{script.path.stem}.{collate.id}", f"collate_fn, line {loader.line}")
     elif collate is not None and not (isinstance(collate, ast.Constant) and collate.value is None):
         moved.unclear(
-            f"line {loader.line}: collate_fn={shown(collate)}", "task.collate is a name", by=("task.collate",)
+            f"line {loader.line}: collate_fn={code_of(collate)}", "task.collate is a name", by=("task.collate",)
         )
-    made = script.bound(sampler, last=True) if isinstance(sampler, ast.Name) else sampler
-    inner = made.body if isinstance(made, ast.IfExp) else made
+    sampler_value = script.bound(sampler, last=True) if isinstance(sampler, ast.Name) else sampler
+    inner = sampler_value.body if isinstance(sampler_value, ast.IfExp) else sampler_value
     name = script.origin_of(inner.func).rpartition(".")[2] if isinstance(inner, ast.Call) else None
     if sampler is not None and name not in ("DistributedSampler", "RandomSampler"):
         why = "every example is drawn once an epoch, in an order of the seed"
-        moved.drop(f"line {loader.line}: sampler={shown(sampler)}", None, why, True)
+        moved.drop(f"line {loader.line}: sampler={code_of(sampler)}", None, why, True)
 
 
 def _changed(script: Script, moved: Imported, model: ast.expr | None) -> None:
@@ -418,7 +425,7 @@ def _changed(script: Script, moved: Imported, model: ast.expr | None) -> None:
     for node in ast.walk(script.tree):
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
-            moved.unclear(f"line {target.lineno}: {shown(node)}", why, by=("task.model",))
+            moved.unclear(f"line {target.lineno}: {code_of(node)}", why, by=("task.model",))
 
 
 def _missing(moved: Imported, key: str, what: str) -> None:
@@ -456,10 +463,10 @@ def _constructor(script: Script, node: ast.expr | None, depth: int = 0) -> tuple
     top = {id(each) for each in script.tree.body}
     if not any(each is not None and id(each) in top for each in own):
         return None
-    given = script.arguments(Call(node, last, last), _names(own[0] or _init(own[1])))
-    if given.unknown or given.more or len(given.known) < len(node.args) + len(node.keywords):
+    arguments = script.arguments(Call(node, last, last), _names(own[0] or _init(own[1])))
+    if arguments.unknown or arguments.more or len(arguments.known) < len(node.args) + len(node.keywords):
         return None
-    return f"{script.path.stem}.{node.func.id}", given.known
+    return f"{script.path.stem}.{node.func.id}", arguments.known
 
 
 def _init(kind: ast.ClassDef | None) -> Any:
@@ -495,11 +502,11 @@ def _function(script: Script, node: ast.expr) -> str | None:
         return origin
     if isinstance(node, ast.Name) and node.id in script.functions:
         return f"{script.path.stem}.{node.id}" if script.path.stem.isidentifier() else None
-    made = script.bound(node, last=True) if isinstance(node, ast.Name) else node
-    if isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in ("to", "cuda"):
-        made = made.func.value
-    if isinstance(made, ast.Call) and not made.args and not made.keywords:
-        kind = script.origin_of(made.func)
+    value = script.bound(node, last=True) if isinstance(node, ast.Name) else node
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in ("to", "cuda"):
+        value = value.func.value
+    if isinstance(value, ast.Call) and not value.args and not value.keywords:
+        kind = script.origin_of(value.func)
         return kind if kind.startswith("torch.nn.") and kind.endswith("Loss") else None
     return None
 
@@ -513,5 +520,5 @@ def _importable(script: Script, moved: Imported) -> None:
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if not (isinstance(node, quiet) or guard or plain or text):
             why = "every process imports the file, and would run this: put the loop below if __name__ == '__main__'"
-            moved.drop(f"line {node.lineno}: {shown(node)}", None, why, True)
+            moved.drop(f"line {node.lineno}: {code_of(node)}", None, why, True)
             return

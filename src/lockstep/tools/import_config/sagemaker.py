@@ -100,18 +100,18 @@ def arguments(tree: ast.Module, where: str = "the file") -> dict[str, Any] | Non
     `inputs`, what it is fitted to; None: it makes none of sagemaker's. Errors: `RunError` for several."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     ours = _imported(tree)
-    made = [call for call in calls if ours.get(name := ast.unparse(call.func), name).rpartition(".")[2] in ESTIMATORS
+    makers = [call for call in calls if ours.get(name := ast.unparse(call.func), name).rpartition(".")[2] in ESTIMATORS
             and ours.get(name.partition(".")[0], "").partition(".")[0] == "sagemaker"]  # fmt: skip
-    if not made:
+    if not makers:
         return None
-    if len(made) > 1:
+    if len(makers) > 1:
         raise RunError(
             "LS8220",
-            f"--from: {where} creates estimators on lines {', '.join(str(c.lineno) for c in made)}; keep only one",
+            f"--from: {where} creates estimators on lines {', '.join(str(c.lineno) for c in makers)}; keep only one",
         )
     known = _assigned(tree)
     values: dict[str, Any] = {}
-    for word in made[0].keywords:
+    for word in makers[0].keywords:
         value = _read(word.value, known)
         if word.arg is None:
             values |= value if isinstance(value, dict) else {f"**{ast.unparse(word.value)}": value}
@@ -121,8 +121,8 @@ def arguments(tree: ast.Module, where: str = "the file") -> dict[str, Any] | Non
             values[word.arg] = value
     fitted = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr in ("fit", "train")]
     for call in fitted[:1]:
-        given = {word.arg: word.value for word in call.keywords}
-        node = call.args[0] if call.args else given.get("inputs") or given.get("input_data_config")
+        arguments = {word.arg: word.value for word in call.keywords}
+        node = call.args[0] if call.args else arguments.get("inputs") or arguments.get("input_data_config")
         if node is not None:
             values["inputs"] = _read(node, known)
     return {NEWER.get(name, name): value for name, value in values.items()}
@@ -177,7 +177,7 @@ def _product(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-# -- what becomes of it ----------------------------------------------------------------------------------------------
+# -- translation -----------------------------------------------------------------------------------------------------
 
 
 def move(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> None:
@@ -218,7 +218,7 @@ def _where(theirs: Mapping[str, Any], moved: Imported) -> None:
     if instance in ("local", "local_gpu"):
         moved.set("launch.name", "local", f"instance_type {instance}")
         for key in [key for key in moved.keys if key.startswith("launch.") and key != "launch.name"]:
-            moved.drop(moved.told.pop(key), moved.keys.pop(key), "of jobs in the cloud")
+            moved.drop(moved.comments.pop(key), moved.keys.pop(key), "of jobs in the cloud")
     elif instance is not None:
         moved.set("launch.instance", instance, "instance_type")
     for name in ("pytorch_version", "framework_version"):

@@ -20,7 +20,7 @@ from lockstep.config.run import RunError
 _PARSERS = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_json_file", "parse_yaml_file")
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _CHANGING = ("update", "append", "extend", "insert", "pop", "remove", "setdefault", "clear")
-LONGEST = 76  # characters of a piece of code that is shown
+LONGEST = 76  # characters of a piece of code in a message
 
 
 class Unknown(Exception):
@@ -46,7 +46,7 @@ class Call:
         return self.node.func.value if isinstance(self.node.func, ast.Attribute) else None
 
     def __str__(self) -> str:
-        return f"line {self.line}: {shown(self.node)}"
+        return f"line {self.line}: {code_of(self.node)}"
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Arguments:
     more: list[str] = field(default_factory=list)  # **these, whose names are not known
 
 
-def shown(node: ast.AST) -> str:
+def code_of(node: ast.AST) -> str:
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
@@ -257,10 +257,10 @@ class Script:
         if name in self.options:
             return self.options[name]
         arguments = function.args.args
-        given = dict(zip([a.arg for a in arguments[::-1]], function.args.defaults[::-1], strict=False))
-        if name not in given:
+        defaults = dict(zip([a.arg for a in arguments[::-1]], function.args.defaults[::-1], strict=False))
+        if name not in defaults:
             raise Unknown
-        return self.value(given[name])
+        return self.value(defaults[name])
 
     def _attribute(self, node: ast.Attribute) -> Any:
         if ast.unparse(node) in self._set_later:
@@ -295,9 +295,9 @@ class Script:
         if name.id in self._namespaces:
             return True
         if isinstance(holder, ast.Call):
-            made = self.functions.get(ast.unparse(holder.func))  # a function of the script's own that reads them
-            inside = made is not None and (
-                ".parse_args(" in (text := ast.unparse(made)) or ".parse_known_args(" in text
+            maker = self.functions.get(ast.unparse(holder.func))  # a function of the script's own that reads them
+            inside = maker is not None and (
+                ".parse_args(" in (text := ast.unparse(maker)) or ".parse_known_args(" in text
             )
             return inside or ast.unparse(holder.func).endswith(".parse_args")
         scoped = [v for (_, n), values in self.bindings.items() if n == name.id for v in values if v is not None]
@@ -306,10 +306,10 @@ class Script:
     def _of_class(self, kind: ast.ClassDef, name: str, holder: ast.expr | None) -> Any:
         """A default of a dataclass, or an attribute of a class."""
         if isinstance(holder, ast.Call):
-            given = {word.arg: word.value for word in holder.keywords}
-            if name in given:
-                return self.value(given[name])
-            if holder.args or None in given:
+            arguments = {word.arg: word.value for word in holder.keywords}
+            if name in arguments:
+                return self.value(arguments[name])
+            if holder.args or None in arguments:
                 raise Unknown
         for line in kind.body:
             target = line.target if isinstance(line, ast.AnnAssign) else getattr(line, "targets", [None])[0]
@@ -356,7 +356,7 @@ class Script:
             if isinstance(node, ast.If):
                 yield from self._calls([node.test], condition)
                 taken = self.known(node.test, Unknown)
-                unsure = condition or (f"if {shown(node.test)}" if taken is Unknown else None)
+                unsure = condition or (f"if {code_of(node.test)}" if taken is Unknown else None)
                 if taken is Unknown or taken:
                     yield from self._calls(node.body, unsure)
                 if taken is Unknown or not taken:
@@ -369,23 +369,23 @@ class Script:
 
     def arguments(self, call: Call, names: tuple[str, ...] = ()) -> Arguments:
         """`names`: of its positional arguments."""
-        given = Arguments()
+        arguments = Arguments()
         words: list[tuple[str | None, ast.expr]] = list(zip(names, call.node.args, strict=False))
         words += [(word.arg, word.value) for word in call.node.keywords]
         for name, node in words:
             if name is None:
                 whole = self.known(node)
                 if isinstance(whole, dict):
-                    given.known |= whole
+                    arguments.known |= whole
                 else:
-                    given.more.append(f"**{shown(node)}")
+                    arguments.more.append(f"**{code_of(node)}")
                 continue
-            given.nodes[name] = node
+            arguments.nodes[name] = node
             try:
-                given.known[name] = self.value(node)
+                arguments.known[name] = self.value(node)
             except Unknown:
-                given.unknown[name] = shown(node)
-        return given
+                arguments.unknown[name] = code_of(node)
+        return arguments
 
 
 def _within(inner: ast.AST, outer: ast.AST) -> bool:

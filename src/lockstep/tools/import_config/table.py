@@ -110,16 +110,16 @@ class Imported:
     """What a file says, in keys of a run file."""
 
     keys: dict[str, Any] = field(default_factory=dict)  # dotted
-    told: dict[str, str] = field(default_factory=dict)  # dotted key -> what its comment says
+    comments: dict[str, str] = field(default_factory=dict)  # dotted key -> what its comment says
     gaps: list[Gap] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what was taken to be so
     read: list[str] = field(default_factory=list)  # of a script: each line that was read, and what for
     by_hand: dict[str, Any] = field(default_factory=dict)  # dotted keys that were given on the command line
     at_end: list[Callable[[Imported], None]] = field(default_factory=list)  # once the data were looked at
 
-    def set(self, key: str, value: Any, told: str) -> None:
+    def set(self, key: str, value: Any, comment: str) -> None:
         self.keys[key] = value
-        self.told[key] = told
+        self.comments[key] = comment
 
     def drop(self, name: str, value: Any, why: str, decides: bool = False, by: tuple[str, ...] = ()) -> None:
         """Has no counterpart. `value`: None where the name says it all."""
@@ -195,8 +195,8 @@ def _is_off(value: Any) -> bool:
 
 def batches(moved: Imported, each: int, accumulated: int, processes: int | None, names: tuple[str, str]) -> None:
     """Examples a step: of each process and forward pass, times passes, times processes."""
-    told = f"{names[0]} {each} x {names[1]} {accumulated} x {processes or 1} process(es)"
-    moved.set("batch_size", each * accumulated * (processes or 1), told)
+    comment = f"{names[0]} {each} x {names[1]} {accumulated} x {processes or 1} process(es)"
+    moved.set("batch_size", each * accumulated * (processes or 1), comment)
     moved.set(
         "micro_batches", accumulated * (processes or 1), f"{names[1]} {accumulated} x {processes or 1} process(es)"
     )
@@ -245,13 +245,13 @@ _ENDS = {
 }
 
 
-def schedule_ends(moved: Imported, kind: str, given: Mapping[str, Any], rate: float, name: str) -> None:
+def schedule_ends(moved: Imported, kind: str, options: Mapping[str, Any], rate: float, name: str) -> None:
     """How a schedule of transformers ends: what `lr_scheduler_kwargs` says, and its own defaults."""
-    kind, given = kind.rpartition(".")[2], dict(given)
+    kind, options = kind.rpartition(".")[2], dict(options)
     if kind == "warmup_stable_decay":
-        shape = str(given.pop("decay_type", "cosine"))
+        shape = str(options.pop("decay_type", "cosine"))
         moved.set("optim.decay_shape", {"1-sqrt": "sqrt"}.get(shape, shape), f"{name}: decay_type {shape}")
-    for key, value in given.items():
+    for key, value in options.items():
         if key in _ENDS:
             moved.set(f"optim.{_ENDS[key]}", value, f"{name}: {key}")
         elif key in ("min_lr", "lr_end") and (least := number(value)) is not None:
@@ -277,28 +277,28 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 def trackers(moved: Imported, name: str, value: Any) -> None:
     """A list of trackers, or one."""
-    asked = [str(each) for each in (value if isinstance(value, list) else [value]) if each]
-    if known := [each for each in asked if each in TRACKERS]:
+    trackers_named = [str(each) for each in (value if isinstance(value, list) else [value]) if each]
+    if known := [each for each in trackers_named if each in TRACKERS]:
         moved.set("track.to", known, f"{name} {', '.join(known)}")
-    for each in asked:
+    for each in trackers_named:
         if each not in (*TRACKERS, "none", "all"):
             moved.drop(name, each, f"trackers here are {', '.join(TRACKERS)}, or a class of your own")
-    if "all" in asked:
+    if "all" in trackers_named:
         moved.drop(name, "all", f"name them: track.to=[...] of {', '.join(TRACKERS)}")
 
 
-def quantized(moved: Imported, kind: Any, nested: Any, told: str) -> None:
+def quantized(moved: Imported, kind: Any, nested: Any, origin: str) -> None:
     """An adapter's base in 4 bits: nf4 or fp4."""
     kind = str(kind).lower()
     if kind not in ("nf4", "fp4"):
-        moved.drop(told, kind, "model.quantization is nf4 or fp4", True, ("model.quantization",))
+        moved.drop(origin, kind, "model.quantization is nf4 or fp4", True, ("model.quantization",))
         return
-    moved.set("model.quantization", kind, told)
+    moved.set("model.quantization", kind, origin)
     if nested:
         moved.notes.append("the scales of the 4-bit weights are in float32: they are not quantised a second time")
 
 
-def lora(moved: Imported, entries: Mapping[str, Any], told: str) -> None:
+def lora(moved: Imported, entries: Mapping[str, Any], origin: str) -> None:
     """An adapter of peft; entries that were not given are left out."""
     adapter = {key: value for key, value in entries.items() if value is not None}
-    moved.set("model.adapter", {"type": "lora", **adapter}, told)
+    moved.set("model.adapter", {"type": "lora", **adapter}, origin)

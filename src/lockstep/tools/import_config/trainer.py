@@ -183,7 +183,7 @@ def move_trl(theirs: Mapping[str, Any], moved: Imported, processes: int | None) 
     move({k: v for k, v in full.items() if k != "dataset_text_field"}, moved, processes, TABLE | TRL)
     for name in ("learning_rate", "gradient_checkpointing", "bf16"):
         if name not in theirs and (key := TABLE[name].here) in moved.keys:
-            moved.told[key] = f"{name}, by TRL's default"
+            moved.comments[key] = f"{name}, by TRL's default"
     _length(theirs, moved, task)
     if task == "language_modeling":
         _texts(theirs, moved)
@@ -273,15 +273,17 @@ def _model(theirs: Mapping[str, Any], moved: Imported) -> None:
         quantized(moved, theirs.get("bnb_4bit_quant_type", "nf4"), nested, "load_in_4bit")
 
 
-def set_dtype(moved: Imported, dtype: str, told: str) -> None:
+def set_dtype(moved: Imported, dtype: str, origin: str) -> None:
     """What weights are kept in, by its name at torch."""
     name = dtype.rpartition(".")[2].lower()
     if name in ("bfloat16", "bf16"):
-        moved.set("model.dtype", "bfloat16", f"{told} {name}")
+        moved.set("model.dtype", "bfloat16", f"{origin} {name}")
         moved.notes.append("model.dtype bfloat16: a float32 copy of what is trained is updated (optim.master_weights)")
     elif name in ("float16", "fp16", "half"):
         moved.drop(
-            told, name, "model.dtype is float32 or bfloat16; precision: fp16 computes so", True, ("model.dtype",)
+            origin, name, "model.dtype is float32 or bfloat16; precision: fp16 computes so", True, ("model.dtype",)
         )
     elif name == "auto":
-        moved.notes.append(f"{told} auto: weights are kept in float32 here (with an adapter in bfloat16): model.dtype")
+        moved.notes.append(
+            f"{origin} auto: weights are kept in float32 here (with an adapter in bfloat16): model.dtype"
+        )

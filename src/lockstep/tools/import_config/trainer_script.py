@@ -13,7 +13,7 @@ from collections.abc import Callable
 from lockstep.config.run import RunError
 from lockstep.tools.import_config import loading, trainer
 from lockstep.tools.import_config.loading import RUNS, Reading
-from lockstep.tools.import_config.script import Call, Script, is_trainer, kind_of, shown
+from lockstep.tools.import_config.script import Call, Script, code_of, is_trainer, kind_of
 from lockstep.tools.import_config.table import Imported, decides
 
 Move = Callable[[Imported, int | None], None]
@@ -188,7 +188,7 @@ def _subclass(kind: ast.ClassDef, at: Reading) -> None:
     if any(base in ("Dataset", "IterableDataset") for base in bases):
         why = "save its texts to a file, and give that: --data FILE"
         at.moved.unclear(
-            f"line {kind.lineno}: class {kind.name}({', '.join(map(shown, kind.bases))})",
+            f"line {kind.lineno}: class {kind.name}({', '.join(map(code_of, kind.bases))})",
             why,
             by=("data.source", "data.train"),
         )
@@ -219,7 +219,7 @@ def own_tokenizer(at: Reading) -> None:
     source = moved.keys.get("tokenizer.source")
     if source is not None and source == moved.keys.get("model.source"):
         del moved.keys["tokenizer.source"]
-        moved.told.pop("tokenizer.source", None)
+        moved.comments.pop("tokenizer.source", None)
     elif source is None and at.tokenizer is not None and at.tokenizer[0] not in at.models:
         code, where = at.tokenizer
         moved.unclear(where, f"{code} is known when the script runs", by=("tokenizer.source", "model.source"))
@@ -289,36 +289,36 @@ _SILENT += ("preprocess_logits_for_metrics", "train_dataset", "eval_dataset", "c
 def arguments(call: Call, at: Reading) -> None:
     """TrainingArguments, SFTConfig and their kin."""
     at.kind = call.name
-    given = at.script.arguments(call, ("output_dir",))
-    at.arguments |= given.known
+    arguments = at.script.arguments(call, ("output_dir",))
+    at.arguments |= arguments.known
     table = trainer.TABLE | trainer.TRL
-    for name, code in given.unknown.items():
+    for name, code in arguments.unknown.items():
         row = table.get(name)
         deciding = row is None or row.decides or (bool(row.here) and decides(row.here))
         by = (row.here,) if row is not None and row.here else ()
         at.moved.unclear(f"line {call.line}: {name}={code}", f"{RUNS}; a default is taken", deciding, by)
-    for code in given.more:
+    for code in arguments.more:
         at.moved.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
-    at.read(call, f"{len(given.known)} settings: see the comments of the run file")
+    at.read(call, f"{len(arguments.known)} settings: see the comments of the run file")
 
 
 def stopping(call: Call, at: Reading) -> None:
     """EarlyStoppingCallback."""
-    given = at.script.arguments(call, ("early_stopping_patience", "early_stopping_threshold"))
-    at.unknown(call, given, {"early_stopping_patience": "evaluate.patience"})
-    at.set(call, "evaluate.patience", given.known.get("early_stopping_patience", 1))
-    if threshold := given.known.get("early_stopping_threshold"):
+    arguments = at.script.arguments(call, ("early_stopping_patience", "early_stopping_threshold"))
+    at.unknown(call, arguments, {"early_stopping_patience": "evaluate.patience"})
+    at.set(call, "evaluate.patience", arguments.known.get("early_stopping_patience", 1))
+    if threshold := arguments.known.get("early_stopping_threshold"):
         at.set(call, "evaluate.min_delta", threshold)
     at.read(call, "evaluate.patience")
 
 
 def collator(call: Call, at: Reading) -> None:
     """DataCollatorForLanguageModeling: mlm is its default."""
-    given = at.script.arguments(call, ("tokenizer", "mlm", "mlm_probability"))
-    mlm = given.known.get("mlm", "mlm" not in given.unknown)
+    arguments = at.script.arguments(call, ("tokenizer", "mlm", "mlm_probability"))
+    mlm = arguments.known.get("mlm", "mlm" not in arguments.unknown)
     if call.name == "DataCollatorForWholeWordMask" or mlm:
         at.moved.set("task.name", "masked_language_modeling", f"{call.name}, line {call.line}")
-        at.set(call, "task.mlm_probability", given.known.get("mlm_probability", 0.15))
+        at.set(call, "task.mlm_probability", arguments.known.get("mlm_probability", 0.15))
         if call.name == "DataCollatorForWholeWordMask":
             at.set(call, "task.whole_word_mask", True)
     at.read(call, f"task.name: {at.moved.keys.get('task.name')}")
@@ -331,35 +331,35 @@ def completion_collator(call: Call, at: Reading) -> None:
 
 def trainer_call(call: Call, at: Reading) -> None:
     """`Trainer(...)` and its kin: data, callbacks, a loss or an optimizer of the script's own."""
-    given = at.script.arguments(call, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
+    arguments = at.script.arguments(call, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
     for prefix, task in trainer.CONFIGS.items():
         if call.name.startswith(prefix):
             at.kind = f"{prefix}Config"
             at.moved.set("task.name", task, f"{call.name}, line {call.line}")
-    model = given.known.get("model")
+    model = arguments.known.get("model")
     if isinstance(model, str):
         at.set(call, "model.source", model)
-    for name, node in given.nodes.items():
+    for name, node in arguments.nodes.items():
         if name in OLDER and call.name.startswith(tuple(trainer.CONFIGS)):
-            if name in given.known:
-                at.arguments.setdefault(name, given.known[name])
+            if name in arguments.known:
+                at.arguments.setdefault(name, arguments.known[name])
             else:
-                at.moved.unclear(f"line {call.line}: {name}={given.unknown[name]}", RUNS)
+                at.moved.unclear(f"line {call.line}: {name}={arguments.unknown[name]}", RUNS)
         elif name == "args" and kind_of(at.script, node) is None and not isinstance(node, ast.Constant):
             at.moved.unclear(
-                f"line {call.line}: args={shown(node)}", "where these are made was not seen", not at.arguments
+                f"line {call.line}: args={code_of(node)}", "where these are made was not seen", not at.arguments
             )
         elif name not in _SILENT:
             _own(call, at, name, node)
-    for code in given.more:
+    for code in arguments.more:
         at.moved.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
-    if "compute_metrics" in given.nodes:
+    if "compute_metrics" in arguments.nodes:
         why = "metrics takes functions of (predictions, labels); the task has scores of its own"
-        at.moved.drop(f"line {call.line}: compute_metrics={shown(given.nodes['compute_metrics'])}", None, why)
-    collate = given.nodes.get("data_collator")
+        at.moved.drop(f"line {call.line}: compute_metrics={code_of(arguments.nodes['compute_metrics'])}", None, why)
+    collate = arguments.nodes.get("data_collator")
     if collate is not None and (own := _own_collator(at.script, collate)):
         at.moved.drop(f"line {call.line}: data_collator={own}", None, "batches are made as the task says", True)
-    callbacks(call, at, given.nodes.get("callbacks"))
+    callbacks(call, at, arguments.nodes.get("callbacks"))
     at.read(call, "the task and its data")
 
 
@@ -378,15 +378,15 @@ def _own(call: Call, at: Reading, name: str, node: ast.expr) -> None:
         "compute_loss_func": ("the loss is the task's own, or that of task.name=module", ("task.loss",)),
     }
     why, by = whys.get(name, ("not an argument that is known here", ()))
-    at.moved.drop(f"line {call.line}: {name}={shown(node)}", None, why, True, by)
+    at.moved.drop(f"line {call.line}: {name}={code_of(node)}", None, why, True, by)
 
 
 def _own_collator(script: Script, node: ast.expr) -> str | None:
     """The code of a collator that the script has made itself."""
     value = script.bound(node, last=True) if isinstance(node, ast.Name) else node
-    name = ast.unparse(value.func) if isinstance(value, ast.Call) else shown(node)
+    name = ast.unparse(value.func) if isinstance(value, ast.Call) else code_of(node)
     own = name in script.functions or name in script.classes or isinstance(value, ast.Lambda)
-    return shown(node) if own else None
+    return code_of(node) if own else None
 
 
 def callbacks(call: Call, at: Reading, node: ast.expr | None) -> None:
@@ -398,7 +398,7 @@ def callbacks(call: Call, at: Reading, node: ast.expr | None) -> None:
         one = (at.script.bound(one, last=True) or one) if isinstance(one, ast.Name) else one
         name = at.script.origin_of(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2]
         if name not in _CALLBACKS and not (isinstance(one, ast.Constant) and one.value is None):
-            at.moved.unclear(f"line {call.line}: the callback {shown(one)}", "what it does is not known")
+            at.moved.unclear(f"line {call.line}: the callback {code_of(one)}", "what it does is not known")
 
 
 def add_callback(call: Call, at: Reading) -> None:
@@ -424,8 +424,8 @@ def compiled(call: Call, at: Reading) -> None:
 
 def added_tokens(call: Call, at: Reading) -> None:
     """`add_special_tokens`, `add_tokens`: one for padding alone is never learned."""
-    given = at.script.known(call.node.args[0]) if call.node.args else None
-    if call.name == "add_special_tokens" and isinstance(given, dict) and set(given) <= {"pad_token"}:
+    tokens = at.script.known(call.node.args[0]) if call.node.args else None
+    if call.name == "add_special_tokens" and isinstance(tokens, dict) and set(tokens) <= {"pad_token"}:
         at.read(call, "nothing: padding is not learned")
         return
     at.moved.drop(str(call), None, "a tokenizer is used as it is saved", True, ("tokenizer.source",))
@@ -464,7 +464,7 @@ def settings(at: Reading) -> None:
 
 
 def _setting(node: ast.Assign, target: ast.Attribute, at: Reading) -> None:
-    kind, where = kind_of(at.script, target.value), f"line {node.lineno}: {shown(node)}"
+    kind, where = kind_of(at.script, target.value), f"line {node.lineno}: {code_of(node)}"
     value = at.script.known(node.value)
     if kind == "arguments":
         at.arguments[target.attr] = value

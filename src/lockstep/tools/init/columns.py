@@ -44,7 +44,7 @@ class Look:
         str, str
     ]  # column -> text, texts, label, labels, number, decimal, true/false, messages, image or another
     few: dict[str, int]  # column of few different values -> how many
-    characters: dict[str, int]  # text column -> characters, of which 99 of 100 rows have no more
+    characters: dict[str, int]  # text column -> the 99th percentile of its characters
     languages: tuple[str, ...] = ()  # of a column of pairs
     plain: bool = False  # a .txt file without labels
     binary: tuple[str, ...] = ()  # columns of 0 and 1
@@ -52,7 +52,7 @@ class Look:
     lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # split -> columns of train it has not
     same: tuple[str, ...] = ()  # columns that hold the same in every row
     joined: tuple[str, ...] = ()  # columns of few texts that are lists of each other's: "a", "b", "a,b"
-    apart: str | None = None  # the column that says which split each row belongs to
+    split_column: str | None = None  # the column that says which split each row belongs to
     ends: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # of numbers, the least and the greatest
     deep: bool = False  # whether columns hold others, which were not looked at
     nearly_apart: tuple[str, tuple[str, ...]] | None = None  # a column that says it of most rows, and what else it says
@@ -111,8 +111,8 @@ def look(data: DataSection, seed: int = 0, deep: bool = False) -> Look:
     )
 
 
-def _is_hollow(held: Mapping[str, Any] | None) -> bool:
-    return held is not None and all(value == [] for value in held.values())
+def _is_hollow(members: Mapping[str, Any] | None) -> bool:
+    return members is not None and all(value == [] for value in members.values())
 
 
 def _check_texts(whole: Dataset, train: Dataset, name: str, source: str) -> None:

@@ -41,8 +41,8 @@ def recognised(data: DataSection, talk: Prompter) -> DataSection:
         return data
     if data.layout == "rows" and "layout" not in data.model_fields_set:
         train = data.train[0] if isinstance(data.train, list) else data.train
-        if (given := data.source or train) is not None:
-            root = Path(given).expanduser()
+        if (place := data.source or train) is not None:
+            root = Path(place).expanduser()
             data = _annotated(data, root, talk) or (_layout(data, root, talk) if data.source is not None else data)
     if data.layout != "rows":
         return data
@@ -57,9 +57,11 @@ def looked(data: DataSection, talk: Prompter) -> tuple[DataSection, Look]:
     """What the rows hold; with `split_column`, where a column says which split they belong to, and with the columns
     within columns, where those alone fit no task. Errors: `RunError`."""
     look = columns.look(data)
-    if look.apart is not None and list(look.sizes) == ["train"] and data.split_column is None:
-        talk.console.say(f"column {look.apart} says which split a row belongs to: data.split_column={look.apart}")
-        data = data.model_copy(update={"split_column": look.apart})
+    if look.split_column is not None and list(look.sizes) == ["train"] and data.split_column is None:
+        talk.console.say(
+            f"column {look.split_column} says which split a row belongs to: data.split_column={look.split_column}"
+        )
+        data = data.model_copy(update={"split_column": look.split_column})
         look = columns.look(data)
     if look.nearly_apart is not None and data.split_column is None:
         column, odd = look.nearly_apart
@@ -154,17 +156,17 @@ def _header(data: DataSection, local: dict[str, list[Path]], talk: Prompter) -> 
         return data  # its reader says that it is empty
     first = rows[0]
     named = has_header(rows)
-    shown = " | ".join(cell if len(cell) <= 40 else f"{cell[:37]}..." for cell in first)
+    first_cells = " | ".join(cell if len(cell) <= 40 else f"{cell[:37]}..." for cell in first)
     if named is None:
-        named = talk.sure(f"The first row of {file.name} is: {shown}. Does it name the columns?", True)
+        named = talk.sure(f"The first row of {file.name} is: {first_cells}. Does it name the columns?", True)
         if talk.ask is None:
             talk.note(
-                f"the first row of {file.name} ({shown}) is taken for the names of its columns; if it is an example, "
-                f"give them: data.columns=[{', '.join(_numbered(len(first)))}]"
+                f"the first row of {file.name} ({first_cells}) is taken for the names of its columns; if it is an "
+                f"example, give them: data.columns=[{', '.join(_numbered(len(first)))}]"
             )
     if named:
         return data
-    talk.console.say(f"{file.name} has no header; its first row is: {shown}")
+    talk.console.say(f"{file.name} has no header; its first row is: {first_cells}")
     test = local.get("test")
     if test and len(file_formats.scanned(test[0], "data.test", data).names) < len(first) and data.test is None:
         data = without_test(data, talk)
@@ -178,8 +180,8 @@ def without_test(data: DataSection, talk: Prompter) -> DataSection:
         f"the test split ({', '.join(map(str, local['test']))}) lacks a column: it is not scored, and left out here; "
         "`lockstep predict` reads it"
     )
-    given = {split: [str(f) for f in files] for split, files in local.items() if files and split != "test"}
-    return data.model_copy(update={"source": None, "test": None, **given})
+    file_names = {split: [str(f) for f in files] for split, files in local.items() if files and split != "test"}
+    return data.model_copy(update={"source": None, "test": None, **file_names})
 
 
 def has_header(rows: list[list[str]]) -> bool | None:
@@ -223,11 +225,11 @@ def _names(data: DataSection, count: int, talk: Prompter) -> list[str]:
         (c for c in look.few if look.kinds[c] in ("text", "number", "true/false")), key=lambda c: look.few[c]
     )
     texts = sorted((c for c in look.texts if c not in labels), key=lambda c: -look.characters[c])
-    told: dict[str, str] = {}
+    names_of: dict[str, str] = {}
     if texts and labels:
-        told = {texts[0]: "text", labels[0]: "label"}
+        names_of = {texts[0]: "text", labels[0]: "label"}
     elif len(texts) == 1:
-        told = {texts[0]: "text"}
+        names_of = {texts[0]: "text"}
     elif talk.ask is None:
         raise RunError(
             "LS8280",
@@ -235,7 +237,7 @@ def _names(data: DataSection, count: int, talk: Prompter) -> list[str]:
             "in order: data.columns=[text,label], [source,target] for translations, [prompt,response] for "
             "instructions",
         )
-    rest = [c for c in texts if c not in told]
+    rest = [c for c in texts if c not in names_of]
     if talk.ask is None and (rest or len(labels) > 1):
         others = ", ".join([*rest, *labels[1:]])
         talk.note(f"which column is the text and which the label is guessed ({others} might be): see data.columns")
@@ -246,7 +248,7 @@ def _names(data: DataSection, count: int, talk: Prompter) -> list[str]:
             raise RunError("LS8281", f"expected {count} different names, separated by commas")
         return names
 
-    return talk.answer("Names of its columns, in order", ",".join(told.get(c, c) for c in numbered), check)
+    return talk.answer("Names of its columns, in order", ",".join(names_of.get(c, c) for c in numbered), check)
 
 
 def _numbered(count: int) -> list[str]:
@@ -284,8 +286,8 @@ def together(
             theirs = look_of.characters.get(rename.get(ours, ours), 0)
             characters[ours] = max(characters.get(ours, 0), theirs)
         own = {key: getattr(section, key) for key in OWN if key in section.model_fields_set}
-        given = {key: value for key, value in own.items() if value not in (None, {})}
-        entries.append(OneSource.model_validate({"name": name, **given} | ({"rename": rename} if rename else {})))
+        keys_set = {key: value for key, value in own.items() if value not in (None, {})}
+        entries.append(OneSource.model_validate({"name": name, **keys_set} | ({"rename": rename} if rename else {})))
     sizes: Counter[str] = Counter()
     for _, look_of in parts:
         sizes.update(look_of.sizes)
@@ -321,8 +323,8 @@ def _rename(columns: list[str], task: dict[str, Any], look: Look, talk: Prompter
             f"--data: {look.source} has no column {missing[0]!r}, and no other column can be identified with "
             f"it; it has {look.described()}. Rename the column, or {_BY_HAND}",
         )
-    told = ", ".join(f"{ours} is called {theirs}" for ours, theirs in known.items())
-    talk.console.say(f"{look.source}: {told}")
+    renamed = ", ".join(f"{ours} is called {theirs}" for ours, theirs in known.items())
+    talk.console.say(f"{look.source}: {renamed}")
     for key, why in fitted.doubts.items():
         talk.note(f"{look.source}: task.{key}: {fitted.keys.get(key)}; {why}")
     return known

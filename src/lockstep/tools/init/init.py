@@ -40,7 +40,7 @@ class Trial:
     """What came of preparing the data with a run file."""
 
     examples: int  # of the training split, as training will have them
-    held: bool  # whether validation examples were cut off them
+    held_out: bool  # whether validation examples were cut off them
     exact: bool  # False: with another tokenizer than the run's, whose blocks may be more or fewer
     warnings: tuple[str, ...] = ()  # of the data, that training will say
 
@@ -53,26 +53,25 @@ def init(
     ask: Ask | None,
     more: Sequence[str] = (),
 ) -> int:
-    """The whole command. `flags`: data, task and model where given; `ask`: None where nobody can be asked; `more`: data
-    sources besides the first.
+    """The whole command. `flags`: data, task and model from the command line; `ask`: asks a person, None without a
+    terminal; `more`: data sources besides the first.
 
-    Errors: `RunError`; then nothing was written.
-    """
+    Errors: `RunError`; then nothing was written."""
     free(path, force)
     console = Console(True)
-    talk, given = Prompter(ask, console), keys_of(overrides)
-    data, look = _data(flags.get("data") or given.get("data.source"), given, talk)
-    parts = [(data, look), *(_data(each, given, talk) for each in more)]
+    talk, overridden = Prompter(ask, console), keys_of(overrides)
+    data, look = _data(flags.get("data") or overridden.get("data.source"), overridden, talk)
+    parts = [(data, look), *(_data(each, overridden, talk) for each in more)]
     for _, each in parts:
         console.say(f"{each.source}: {_sizes(each)}; columns {each.described()}")
-    task = _task(look, flags.get("task") or given.get("task.name"), given, talk)
+    task = _task(look, flags.get("task") or overridden.get("task.name"), overridden, talk)
     if more:
         data, look, task = detect_layout.together(parts, task, talk)
     else:
         data = _without_test(data, task, look, talk)
     console.say(f"task: {', '.join(f'{key} {value}' for key, value in task.items())}{_unread(look, task)}")
     here = MachineInfo.look()
-    filled, trial = _tried_with_model(path, data, task, look, here, flags.get("model"), given, talk)
+    filled, trial = _tried_with_model(path, data, task, look, here, flags.get("model"), overridden, talk)
     for text in trial.warnings:
         talk.note(text)
     filled = questions.with_steps(filled, trial.examples, here)
@@ -133,8 +132,8 @@ def loaded(path: Path, text: str) -> Run:
 # -- what is asked ---------------------------------------------------------------------------------------------------
 
 
-def _data(given_source: str | None, given: dict[str, Any], talk: Prompter) -> tuple[DataSection, Look]:
-    more = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("data.")}
+def _data(given_source: str | None, overridden: dict[str, Any], talk: Prompter) -> tuple[DataSection, Look]:
+    more = {key.partition(".")[2]: value for key, value in overridden.items() if key.startswith("data.")}
 
     def read(source: str | None) -> tuple[DataSection, Look]:
         try:
@@ -152,10 +151,12 @@ def _data(given_source: str | None, given: dict[str, Any], talk: Prompter) -> tu
     return talk.answer(f"Data (a folder, a file, a Hub id, or {BUILTIN})", BUILTIN, read)
 
 
-def _task(look: Look, name: str | None, given: dict[str, Any], talk: Prompter) -> dict[str, Any]:
+def _task(look: Look, name: str | None, overridden: dict[str, Any], talk: Prompter) -> dict[str, Any]:
     """The `task` section: the guess, or what was asked for, with the columns that fit it."""
     own = {
-        key.partition(".")[2]: value for key, value in given.items() if key.startswith("task.") and key != "task.name"
+        key.partition(".")[2]: value
+        for key, value in overridden.items()
+        if key.startswith("task.") and key != "task.name"
     }
     guessed: tuple[str, columns.Fit] | None = None
     if name is None:
@@ -219,23 +220,23 @@ def _tried_with_model(
     look: Look,
     here: MachineInfo,
     flag: str | None,
-    given: dict[str, Any],
+    overridden: dict[str, Any],
     talk: Prompter,
 ) -> tuple[dict[str, Any], Trial]:
     """The keys with a model that the data can be prepared for."""
-    given_model = flag or given.get("model.source") or (SCRATCH if "model.type" in given else None)
+    given_model = flag or overridden.get("model.source") or (SCRATCH if "model.type" in overridden else None)
     default = questions.model_for(task["name"], look, here)
 
     def tried(model: str) -> tuple[dict[str, Any], Trial]:
         filled = questions.values(path, _from(path, "data", data), task, local(path, model), look, here)
-        if "model.type" in given and not any(key.startswith("model.config") for key in given):
+        if "model.type" in overridden and not any(key.startswith("model.config") for key in overridden):
             length = filled["task"].get("block_size") or filled["data"].get("max_length", 0)
-            filled["model"]["config"] = questions.small_config(str(given["model.type"]), length)
-        for key, value in given.items():
+            filled["model"]["config"] = questions.small_config(str(overridden["model.type"]), length)
+        for key, value in overridden.items():
             section, _, inner = key.partition(".")
             if not (section == "data" and inner in (PATHS["data"] if data.sources is None else OWN)):
                 set_key(filled, key, value)
-        if filled["task"].get("bleu") is False and "task.bleu" not in given:
+        if filled["task"].get("bleu") is False and "task.bleu" not in overridden:
             talk.note("sacrebleu is not installed, so task.bleu is false: pip install 'lockstep-train[translation]'")
         talk.console.say("reading the data as training will (its tokens are kept for it)")
         try:
@@ -297,8 +298,8 @@ def _prepared(path: Path, filled: dict[str, Any], look: Look, exact: bool) -> Tr
     with _aside(path, write(filled, [], {})) as aside:
         run = load(aside, [])
         prepared = prepare(run, plugins.find("tasks", run.task.name))
-    held = "validation" not in look.sizes
-    return Trial(examples_in(prepared.splits["train"]), held, exact, tuple(splitting.warnings(prepared.facts)))
+    held_out = "validation" not in look.sizes
+    return Trial(examples_in(prepared.splits["train"]), held_out, exact, tuple(splitting.warnings(prepared.facts)))
 
 
 # -- paths -----------------------------------------------------------------------------------------------------------
@@ -336,7 +337,7 @@ def _header(
     """What the file begins with: where it comes from, its arithmetic, and what was taken to be so."""
     epoch, total = questions.steps_of(filled, trial.examples)
     micro, about = filled["micro_batches"], "" if trial.exact else "about "
-    cut = f" (after {filled['data'].get('validation_fraction', 0.1):.0%} for validation)" if trial.held else ""
+    cut = f" (after {filled['data'].get('validation_fraction', 0.1):.0%} for validation)" if trial.held_out else ""
     blocks = "blocks of tokens" if filled["task"]["name"] == "language_modeling" else "examples"
     return [
         f"{look.source}: {_sizes(look)}. Written by `lockstep init`.",
@@ -396,21 +397,21 @@ _ABOUT = {
 _WIDTH = 44  # of keys, where comments begin
 
 
-def write(filled: Mapping[str, Any], header: list[str], told: Mapping[str, str]) -> str:
-    """`told`: dotted key -> what its comment says instead of, or (with a `+`) after, the key's description."""
+def write(filled: Mapping[str, Any], header: list[str], comments: Mapping[str, str]) -> str:
+    """`comments`: dotted key -> what its comment says instead of, or (with a `+`) after, the key's description."""
     rows: list[tuple[str, str]] = []
     for key, value in filled.items():
         if not isinstance(value, dict):
             about = (
                 Run.model_fields[key].description if key in Run.model_fields else ""
             )  # then it is refused as a whole
-            rows.append((f"{key}: {scalar(value)}", _comment(key, told, about)))
+            rows.append((f"{key}: {scalar(value)}", _comment(key, comments, about)))
             continue
-        rows.append((f"{key}:", told.get(key, "")))
+        rows.append((f"{key}:", comments.get(key, "")))
         known = _known(key, value) if key in Run.model_fields else {}
         for inner, each in value.items():
             about = known[inner].description if inner in known else ""
-            rows.append((f"  {inner}: {scalar(each)}", _comment(f"{key}.{inner}", told, about)))
+            rows.append((f"  {inner}: {scalar(each)}", _comment(f"{key}.{inner}", comments, about)))
     width = min(_WIDTH, max(len(left) for left, _ in rows))
     lines = [f"# {line}".rstrip() for text in header for line in _wrapped(text)]
     return "\n".join([*lines, *(f"{left:<{width}}  # {about}" if about else left for left, about in rows)]) + "\n"
@@ -427,8 +428,8 @@ def _known(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _comment(key: str, told: Mapping[str, str], about: str | None) -> str:
-    text = told.get(key, "")
+def _comment(key: str, comments: Mapping[str, str], about: str | None) -> str:
+    text = comments.get(key, "")
     about = _ABOUT.get(key, about or "")
     return f"{about}; {text[1:]}" if text.startswith("+") else text or about
 

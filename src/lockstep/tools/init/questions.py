@@ -121,11 +121,11 @@ def values(
 def with_steps(filled: dict[str, Any], examples: int, here: MachineInfo) -> dict[str, Any]:
     """Fill in the sizes of steps, and intervals that come due within the run."""
     batch = filled["batch_size"] if filled["batch_size"] > 1 else _batch(examples)
-    apart = filled["task"]["name"] == "embedding"  # the larger a micro-batch, the more is told apart
-    if apart and filled["batch_size"] == 1:
+    in_batch_negatives = filled["task"]["name"] == "embedding"  # the larger a micro-batch, the more is told apart
+    if in_batch_negatives and filled["batch_size"] == 1:
         batch = max(batch, min(32, examples))
     micro = filled["micro_batches"] if filled["micro_batches"] > 1 else _micro_batches(batch, here)
-    if apart and filled["micro_batches"] == 1:
+    if in_batch_negatives and filled["micro_batches"] == 1:
         micro = max(1, min(2 ** math.ceil(math.log2(max(1, here.processes))), batch // 8))
     epoch, total = steps_of(filled | {"batch_size": batch}, examples)
     each = max(1, min(epoch, total // 2))  # the end is evaluated and saved anyway
@@ -190,7 +190,7 @@ def _micro_batches(batch: int, here: MachineInfo) -> int:
     return max(2 ** math.floor(math.log2(min(batch, wanted))), min(batch, here.processes))
 
 
-Ask = Callable[[str, str], str]  # a question and the answer that an empty line stands for
+Ask = Callable[[str, str], str]  # a question and its default answer
 MOST = 10  # wrong answers to a question, after which a person gave up, or is none
 
 Answer = TypeVar("Answer")
@@ -223,7 +223,7 @@ class Prompter:
             return check(default)
         for tries in range(MOST):
             try:
-                given = self.ask(question, default)
+                reply = self.ask(question, default)
             except EOFError:
                 raise RunError(
                     "LS8300",
@@ -231,7 +231,7 @@ class Prompter:
                     "--yes to accept the guesses",
                 ) from None
             try:
-                return check(given)
+                return check(reply)
             except NoAnswerMends:
                 raise
             except RunError as error:

@@ -135,8 +135,8 @@ class Leaderboard:
         self.tree = shared_steps({trial.name: trial.run for trial in self.trials})
         for trial in self.trials:
             at = sorted({*trial.run.checkpoint.at, *self.tree.left_at(trial.name)})
-            kept = trial.run.checkpoint.model_copy(update={"at": at})
-            trial.run = trial.run.model_copy(update={"checkpoint": kept})
+            checkpoint = trial.run.checkpoint.model_copy(update={"at": at})
+            trial.run = trial.run.model_copy(update={"checkpoint": checkpoint})
         if self.tree.summary:
             self.console.say(f"shared     {self.tree.summary}")
 
@@ -198,7 +198,7 @@ class Leaderboard:
                 "scores": t.scores,
                 "begins_with": self.tree.begins.get(t.name) if self.tree else None,  # a trial, and steps of it
             }
-            for t in self.trials  # in the order they were tried, which is what a search goes on from
+            for t in self.trials  # in the order they were tried, from which a search continues
         ]
         values = {"metric": self.sweep.metric, "split": self.sweep.split, "trials": rows}
         try:
@@ -221,8 +221,8 @@ class Leaderboard:
         for trial in self.ranked():
             scores = [f"{trial.scores[k]:.4f}" if k in trial.scores else "-" for k in (first, *others)]
             state = f"{trial.state}: {trial.reason}" if trial.reason else trial.state
-            given = [format_value(trial.keys[k]) if k in trial.keys else "-" for k in keys]
-            cells.append([*given, *scores, state])
+            key_cells = [format_value(trial.keys[k]) if k in trial.keys else "-" for k in keys]
+            cells.append([*key_cells, *scores, state])
         return columns, cells
 
 
@@ -274,41 +274,43 @@ def prepare_trials(sweep: Sweep) -> int:
     board = Leaderboard(sweep, console)
     for trial in board.trials:
         keep(trial.run)
-        console.say(f"lockstep train {trial.run.folder}/run.yaml")
+        console.say(f"lockstep train {trial.run.folder}/run.yaml", whole=True)
     board.write()
     return 0
 
 
-def sweep(asked: Sweep) -> int:
+def sweep(request: Sweep) -> int:
     """Run what is not finished; then the table and the comparison. Returns 0, 1 when a trial failed, 75 when the sweep
     was stopped. Errors: `RunError`, before anything starts where that can be."""
     if start.joining():
         raise RunError("LS8357", "sweep starts the processes of each trial itself; run it outside of torchrun and srun")
     console = Console(True)
-    board = Leaderboard(asked, console)
+    board = Leaderboard(request, console)
     for trial in board.trials:
         board.check_metric(trial)
-    count = asked.search.trials if asked.search is not None else len(board.trials)
+    count = request.search.trials if request.search is not None else len(board.trials)
     there = sum(trial.state == "done" for trial in board.trials)
     already = f", {there} of them finished already" if there else ""
-    console.say(f"{count} trial(s){already} -> {asked.folder}; {asked.parallel} at once, sorted by {asked.metric}")
+    console.say(
+        f"{count} trial(s){already} -> {request.folder}; {request.parallel} at once, sorted by {request.metric}"
+    )
     board.share()
     board.write()
-    if asked.base.launch.name == "slurm" and asked.search is None:
+    if request.base.launch.name == "slurm" and request.search is None:
         stopped = _array(board)
     else:
         try:
             stopped = _run_all(board, count)
         finally:
             board.write()
-    console.table(f"{asked.base.name}: {asked.split}, best first", *board.table(), key="trials")
+    console.table(f"{request.base.name}: {request.split}, best first", *board.table(), key="trials")
     folders = [t.run.folder for t in board.ranked() if (t.run.folder / "metrics.jsonl").exists()]
     if folders:
-        console.say(f"comparison {write_comparison(folders, asked.folder / 'comparison.html')}")
+        console.say(f"comparison {write_comparison(folders, request.folder / 'comparison.html')}")
     if folders and (value := board.metric(best := board.ranked()[0])) is not None:
-        console.say(f"best       {best.run.folder}/export ({asked.metric.removeprefix('-')} {value})")
+        console.say(f"best       {best.run.folder}/export ({request.metric.removeprefix('-')} {value})")
     if endless := [t.name for t in board.trials if t.state == "done" and board.metric(t) is None]:
-        console.say(f"{asked.metric.removeprefix('-')} is not a finite number in {', '.join(endless)}")
+        console.say(f"{request.metric.removeprefix('-')} is not a finite number in {', '.join(endless)}")
     if stopped or any(trial.state == "stopped" for trial in board.trials):
         console.say("stopped: the same command goes on from there")
         return STOPPED
@@ -318,7 +320,7 @@ def sweep(asked: Sweep) -> int:
 def _array(board: Leaderboard) -> bool:
     """Queue what is not finished, as one array job, and do not wait for it. Errors: `RunError`."""
 
-    asked = board.sweep
+    request = board.sweep
     check([key for trial in board.trials for key in trial.keys])
     for trial in board.trials:
         if trial.state != "done" and (word := live(trial.run.folder)) is not None:
@@ -327,8 +329,8 @@ def _array(board: Leaderboard) -> bool:
     for trial in left:
         keep(trial.run)
     if left:
-        at_most = asked.parallel if asked.parallel > 1 else None
-        job = submit(asked.base, [trial.run for trial in left], asked.folder, at_most)
+        at_most = request.parallel if request.parallel > 1 else None
+        job = submit(request.base, [trial.run for trial in left], request.folder, at_most)
         for trial in left:
             trial.state = "submitted"
         board.console.say(f"array job {job} is queued: {len(left)} trial(s). The same command, later, collects them")
@@ -340,18 +342,18 @@ def _run_all(board: Leaderboard, count: int) -> bool:
     """Every trial to its end. Returns whether it was asked to stop before."""
     running: dict[int, tuple[SweepTrial, Child, float]] = {}
     ended = sum(trial.state == "done" for trial in board.trials)
-    with asked_to_stop() as asked:
+    with asked_to_stop() as stop_event:
         try:
             while True:
-                while not asked.is_set() and (slot := board.slots.free(running)) is not None:
+                while not stop_event.is_set() and (slot := board.slots.free(running)) is not None:
                     if (trial := board.next()) is None:
                         break
                     running[slot] = (trial, _start(board, trial, slot), time.monotonic())
-                if asked.is_set():
+                if stop_event.is_set():
                     for _, child, _ in running.values():
                         child.stop()
                 if not running:
-                    return asked.is_set()
+                    return stop_event.is_set()
                 time.sleep(0.1)
                 for slot, (trial, child, since) in list(running.items()):
                     if child.status is not None:

@@ -109,23 +109,23 @@ def read(path: str | None, defaults: Mapping[str, Any], words: Sequence[str], op
     over: dict[str, list[Any] | Range] = dict(section.over) if section is not None else {}
     over |= {key: _range(key, values) for key, values in parse(options["over"]).items()}
     trials = [overrides_of(keys) for keys in (section.trials if section is not None else [])]
-    given = {name: value for name, value in options.items() if value is not None}
+    options_set = {name: value for name, value in options.items() if value is not None}
     filed = section.model_dump(exclude_none=True) if section is not None else {}
     search = None if section is None else section.search
-    if "search" in given:
-        search = SearchSection(trials=given["search"], seed=0)
+    if "search" in options_set:
+        search = SearchSection(trials=options_set["search"], seed=0)
     sweep = Sweep(
         path=run,
         defaults=defaults,
         overrides=overrides,
         over=over,
         trials=trials,
-        metric=given.get("metric") or filed.get("metric") or base.checkpoint.best or "-loss",
-        split=given.get("split") or filed.get("split", "validation"),
-        parallel=given.get("parallel", filed.get("parallel", 1)),
-        share=given.get("share", filed.get("share", True)),
+        metric=options_set.get("metric") or filed.get("metric") or base.checkpoint.best or "-loss",
+        split=options_set.get("split") or filed.get("split", "validation"),
+        parallel=options_set.get("parallel", filed.get("parallel", 1)),
+        share=options_set.get("share", filed.get("share", True)),
         search=search,
-        folder=Path(given.get("out") or filed.get("output") or f"{base.folder}-sweep"),
+        folder=Path(options_set.get("out") or filed.get("output") or f"{base.folder}-sweep"),
         base=base,
     )
     _check(sweep)
@@ -222,7 +222,7 @@ def format_value(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).replace("\n...", "").strip()
 
 
-Found = tuple[Mapping[str, Any], float | None]  # keys of a trial -> its metric, None while it runs
+TrialResult = tuple[Mapping[str, Any], float | None]  # keys of a trial -> its metric, None while it runs
 
 
 def check() -> None:
@@ -239,7 +239,7 @@ def corners(over: Mapping[str, Sequence[Any] | Range]) -> list[Overrides]:
 
 
 def propose(
-    over: Mapping[str, Sequence[Any] | Range], results: Sequence[Found], seed: int, more_is_better: bool
+    over: Mapping[str, Sequence[Any] | Range], results: Sequence[TrialResult], seed: int, more_is_better: bool
 ) -> Overrides:
     """The keys of the trial after `found`, by optuna's tree-structured Parzen estimator (Bergstra et al., "Algorithms
     for hyper-parameter optimization", NeurIPS 2011); the first ten are drawn at random."""

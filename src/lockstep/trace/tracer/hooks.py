@@ -38,7 +38,7 @@ class Hooks:
         self.backward_depth = 0
         self.failed = False
         self.engine_steps = False  # an engine makes a step, and its inner optimizers' are parts of it
-        self.at_first_call: Callable[[Hooks], None] | None = None  # of a model
+        self.at_first_call: list[Callable[[], None]] = []  # of a model
         self._stepping: dict[int, dict[str, Any]] = {}
         self._scaled: Any = None
 
@@ -118,9 +118,8 @@ def _wrap_call(hooks: Hooks) -> None:
             return original(module, *args, **kwargs)
         if next(module.parameters(), None) is None:
             return original(module, *args, **kwargs)
-        if hooks.at_first_call is not None:
-            later, hooks.at_first_call = hooks.at_first_call, None
-            later(hooks)
+        while hooks.at_first_call:
+            hooks.at_first_call.pop()()
         hooks.guarded(fsdp1.install, hooks)
         hooks.guarded(recorder.entered, module, args, kwargs)
         _THREAD.depth = 1
@@ -256,14 +255,14 @@ def _wrap_schedulers(hooks: Hooks) -> None:
     module = torch.optim.lr_scheduler
     for kind in [k for k in vars(module).values() if isinstance(k, type) and "step" in vars(k)]:
         _wrap_step(hooks, kind)
-    made = module.LRScheduler.__init__
+    original_init = module.LRScheduler.__init__
 
-    @functools.wraps(made)
+    @functools.wraps(original_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         for kind in type(self).__mro__:  # classes of the script's own, which may not call torch's `step`
             if isinstance(vars(kind).get("step"), types.FunctionType):
                 _wrap_step(hooks, kind)
-        made(self, *args, **kwargs)
+        original_init(self, *args, **kwargs)
         if hooks.recorder is not None and not _by_a_trainer(sys._getframe(1)):
             hooks.guarded(hooks.recorder.has_scheduler, self)
 

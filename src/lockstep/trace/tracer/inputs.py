@@ -22,7 +22,7 @@ IGNORED = (MASK, "position_ids", "cache_position", "num_items_in_batch", "past_k
 LABELS = ("labels", "label", "label_ids", "start_positions")
 
 
-class Seen(NamedTuple):
+class CallInputs(NamedTuple):
     """What one call was given: hashes [B] and the number of targets (None: no labels among the inputs)."""
 
     hashes: Tensor
@@ -45,7 +45,7 @@ def _tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, 
             yield from _tensors(inner, name, depth + 1)
 
 
-def seen(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Seen | None:
+def call_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallInputs | None:
     """None where no input has a batch."""
     tensors = [(n, t) for n, t in [*_tensors(args), *_tensors(kwargs)] if t.dim() and t.numel()]
     if not tensors:
@@ -61,7 +61,7 @@ def seen(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Seen | None:
         if name in IGNORED or tensor.shape[0] != size or tensor.device != device or tensor.requires_grad:
             continue
         total += _scrambled(_rows(tensor, mask))
-    return Seen(total, targets)
+    return CallInputs(total, targets)
 
 
 def _rows(tensor: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,26 +1,29 @@
-"""Waits for an engine to be imported, and installs what listens to it then."""
+"""Waits for an engine or an evaluator to be imported, and installs what listens to it then."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from .evaluators import EVALUATORS
+from .evaluators import install as install_evaluator
 from .hooks import Hooks
 
 ENGINE = "deepspeed"
 
 
-class EngineFinder:
-    """Finds DeepSpeed as Python would, and calls `install` after its import."""
+class Finder:
+    """Finds a module as Python would, and calls `install` after its import."""
 
-    def __init__(self, hooks: Hooks) -> None:
-        self.hooks = hooks
+    def __init__(self, hooks: Hooks, module: str) -> None:
+        self.hooks, self.module = hooks, module
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != ENGINE:
+        if name != self.module:
             return None
         sys.meta_path.remove(self)
         try:
@@ -35,24 +38,30 @@ class EngineFinder:
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
             load(module)
-            install(self.hooks)
+            install(self.hooks, self.module)
 
         setattr(spec.loader, "exec_module", exec_module)  # noqa: B010
         return spec
 
 
-def install(hooks: Hooks) -> None:
+def install(hooks: Hooks, module: str) -> None:
     from . import deepspeed_engine
 
-    hooks.guarded(deepspeed_engine.install, hooks)
+    if module == ENGINE:
+        hooks.guarded(deepspeed_engine.install, hooks)
+    else:
+        hooks.guarded(install_evaluator, hooks, module)
 
 
 def watch(hooks: Hooks) -> None:
-    """Listen to the engine now, or when it is imported."""
-    module = sys.modules.get(ENGINE)
-    if getattr(getattr(module, "__spec__", None), "_initializing", False):
-        hooks.at_first_call = install  # the engine's own import of torch began the trace
-    elif module is not None:
-        install(hooks)
-    else:
-        sys.meta_path.insert(0, EngineFinder(hooks))
+    """Listen to each now, or when it is imported."""
+    for name in (ENGINE, *EVALUATORS):
+        module = sys.modules.get(name)
+        if getattr(getattr(module, "__spec__", None), "_initializing", False):
+            hooks.at_first_call.append(
+                functools.partial(install, hooks, name)
+            )  # its own import of torch began the trace
+        elif module is not None:
+            install(hooks, name)
+        else:
+            sys.meta_path.insert(0, Finder(hooks, name))

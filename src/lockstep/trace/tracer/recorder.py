@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from . import fsdp1, placement
 from .fingerprint import Block, measure, width_of
-from .inputs import Seen, seen
+from .inputs import CallInputs, call_inputs
 from .pending import Pending, bits_of, number_of
 from .settings import Settings
 from .writer import Writer, blob
@@ -33,7 +33,7 @@ HASHES = 200_000  # of an evaluation pass that are written down
 class Since:
     """What happened since the last step of an optimizer."""
 
-    seen: list[Seen] = field(default_factory=list)
+    inputs: list[CallInputs] = field(default_factory=list)
     losses: list[tuple[Tensor, bool]] = field(default_factory=list)  # value, whether it is scaled
     backwards: int = 0
     clips: list[dict[str, Any]] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Recorder:
         if self.settings.perturb and not self.perturbed:
             self.perturbed = True
             perturb(module)
-        batch = seen(args, kwargs)
+        batch = call_inputs(args, kwargs)
         if not gradients:
             self._evaluated(module, batch)
             return
@@ -122,7 +122,7 @@ class Recorder:
         training = self.trains(module)
         self.since.training = training if self.since.training is None else self.since.training and training
         if batch is not None:
-            self.since.seen.append(batch)
+            self.since.inputs.append(batch)
 
     def inside(self) -> None:
         """The first module inside of the outermost one is called: wrappers switch autocast on in between."""
@@ -150,7 +150,7 @@ class Recorder:
             self._deciding[module] = [weakref.ref(m) for m in placement.deciding(module)]
         return any(m.training for ref in self._deciding[module] if (m := ref()) is not None)
 
-    def _evaluated(self, module: nn.Module, batch: Seen | None) -> None:
+    def _evaluated(self, module: nn.Module, batch: CallInputs | None) -> None:
         name, training = type(module).__name__, self.trains(module)
         now = self.evaluation
         if now is None or (now.root, now.loader, now.training) != (name, self.loader, training):
@@ -178,7 +178,7 @@ class Recorder:
 
     def backward(self, tensors: Any, scaled: bool) -> None:
         """`backward` is about to be called on tensors."""
-        if self.evaluation is not None and self.since.seen:
+        if self.evaluation is not None and self.since.inputs:
             self.end_evaluation()
         self._look_for_zeroed_gradients()
         self.since.backwards += 1
@@ -204,7 +204,7 @@ class Recorder:
         """The gradients as this backward left them: what is written to them from now on is somebody else's."""
         for number, grads in self.last_grads.items():
             if not self.zeroed.get(number, True):
-                self.last_grads[number] = _held(p for ref, _, _ in grads if (p := ref()) is not None)
+                self.last_grads[number] = _gradient_versions(p for ref, _, _ in grads if (p := ref()) is not None)
 
     # -- clipping, scaling, schedules --------------------------------------------------------------------------------
 
@@ -233,11 +233,11 @@ class Recorder:
 
     def idle(self, optimizer: Any) -> list[tuple[int, str]]:
         """Number and name of the schedulers of an optimizer of which none was ever stepped."""
-        held = _inside(optimizer)
+        members = _inside(optimizer)
         return [
             (i, each.name)
             for i, each in enumerate(self.schedulers)
-            if not each.stepped and each.ref() is not None and held & _inside(each.optimizer())
+            if not each.stepped and each.ref() is not None and members & _inside(each.optimizer())
         ]
 
     def scheduled(self, name: str, by: str) -> None:
@@ -326,7 +326,7 @@ class Recorder:
             vectors = self._measured(optimizer, here, record)
         sources = (getattr(p, "source", p) for p, _ in here["parameters"])
         own = (p if p.grad is not None else q for p, (q, _) in zip(sources, here["parameters"], strict=True))
-        self.last_grads[number] = _held(own)
+        self.last_grads[number] = _gradient_versions(own)
         self.zeroed[number] = not self.last_grads[number]
         pending = Pending(record, self.since, vectors | _numbers(self.since, here["groups"]))
         self.pending.append(pending)
@@ -339,7 +339,7 @@ class Recorder:
         number, since = here["number"], self.since
         names, _, _ = self.names()
         outside = {}
-        held = {
+        optimized = {
             id(getattr(p, "source", p))
             for ref in self.optimizers
             if (o := ref()) is not None
@@ -348,7 +348,7 @@ class Recorder:
         }
         for root in (r for ref in self.roots if (r := ref()) is not None):
             for parameter in root.parameters():
-                if parameter.requires_grad and id(parameter) not in held:
+                if parameter.requires_grad and id(parameter) not in optimized:
                     if id(parameter) not in names:  # made or replaced since
                         names = self.names(fresh=True)[0]
                     outside[names.get(id(parameter), "?")] = parameter.grad is not None
@@ -357,7 +357,7 @@ class Recorder:
             "step": self.steps[number],
             "layout": here["layout"].number,
             "loader": self.loader,
-            "forwards": len(since.seen),
+            "forwards": len(since.inputs),
             "backwards": since.backwards,
             "clips": since.clips,
             "schedulers": since.schedulers,
@@ -495,7 +495,7 @@ class Recorder:
         number = self.number_of(optimizer)
         self.flush()
         scale = None if self.since.scale is None else float(self.since.scale)  # the scaler has waited for the device
-        examples = hexed([s.hashes for s in self.since.seen])
+        examples = hexed([s.hashes for s in self.since.inputs])
         self.write("skipped", opt=number, step=self.steps[number], scale=scale, examples=examples)
         self.last_grads = {}
         self.since = Since()
@@ -569,8 +569,8 @@ OF_STEP = ("examples", "targets", "losses", "scale", "norms", "options")  # of `
 def _numbers(since: Since, groups: list[dict[str, Any]]) -> dict[str, list[Tensor]]:
     """What was kept since the last step and may lie on a device. `_fill_in` reads it a step later."""
     return {
-        "examples": [s.hashes for s in since.seen],
-        "targets": [s.targets.reshape(1) for s in since.seen if s.targets is not None],
+        "examples": [s.hashes for s in since.inputs],
+        "targets": [s.targets.reshape(1) for s in since.inputs if s.targets is not None],
         "losses": [bits_of(value) for value, _ in since.losses],
         "scale": [] if since.scale is None else [bits_of(since.scale)],
         "norms": [bits_of(norm) for _, norm in since.norms],
@@ -582,9 +582,9 @@ def _fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tenso
     """Put what `_numbers` kept into a step's record."""
     scale = record["scale"] = next((number_of(v) for v in numbers["scale"]), None)
     record["examples"] = hexed(numbers["examples"])
-    record["micro"] = [len(s.hashes) for s in since.seen]
+    record["micro"] = [len(s.hashes) for s in since.inputs]
     targets = iter(numbers["targets"])
-    record["targets"] = [None if s.targets is None else int(next(targets)) for s in since.seen]
+    record["targets"] = [None if s.targets is None else int(next(targets)) for s in since.inputs]
     values = zip(numbers["losses"], since.losses, strict=True)
     record["losses"] = [[number_of(v), scale if scaled else None] for v, (_, scaled) in values]
     for (clip, _), norm in zip(since.norms, numbers["norms"], strict=True):
@@ -632,7 +632,7 @@ def memoryview_of(tensor: Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())
 
 
-def _held(parameters: Iterable[Any]) -> list[tuple[weakref.ref[Any], weakref.ref[Any], int]]:
+def _gradient_versions(parameters: Iterable[Any]) -> list[tuple[weakref.ref[Any], weakref.ref[Any], int]]:
     """Of the first few parameters with gradients, what tells whether the gradient is written to."""
     references = ((weakref.ref(p), weakref.ref(p.grad), _version(p.grad)) for p in parameters if p.grad is not None)
     return list(itertools.islice(references, 8))

@@ -57,13 +57,13 @@ def states(data: Any) -> dict[str, str]:
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         digests["numpy"] = _hash(numpy.random.get_state())
-    seen: set[int] = set()
+    visited: set[int] = set()
     waiting = [("dataset", data, 0)]
-    while waiting and len(seen) < LOOKED_AT:
+    while waiting and len(visited) < LOOKED_AT:
         path, value, depth = waiting.pop(0)
-        if id(value) in seen:
+        if id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         state = _state(value, numpy)
         if state is not None:
             digests[path] = _hash(state)

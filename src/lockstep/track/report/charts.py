@@ -15,7 +15,7 @@ from itertools import pairwise
 
 WIDTH, HEIGHT = 360, 180
 LEFT, RIGHT, ABOVE, BELOW = 44, 8, 18, 18  # room for the numbers at the axes, and above for what is pointed at
-POINTS = 150  # at most so many are drawn of a series: each stands for a stretch, and a band shows what lies in it
+POINTS = 150  # points drawn of a series at most: each is the mean of a stretch, whose range a band shows
 COLOURS = 8  # classes c0 ... c7; further series are dashed
 STRIPS = 100  # of a plot that can be pointed at
 ROWS = 13  # of the table behind a chart, for each series
@@ -239,7 +239,7 @@ def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: Axes) 
     body = ""
     for end, begin, until, values in zip(ends, edges[:-1], edges[1:], entries, strict=True):
         at, first, last = place.across(end), place.across(begin), place.across(until)
-        told = "".join(
+        labels = "".join(
             f'<tspan class="c{drawn[name][1] % COLOURS}" dx="7">{names[name]}{number(float(f"{value:.4g}"))}</tspan>'
             for name, value in values.items()
         )
@@ -247,7 +247,7 @@ def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: Axes) 
         body += (
             f'<g class="at"><rect x="{first:.1f}" y="{-ABOVE}" width="{max(last - first, 0.5):.1f}" '
             f'height="{HEIGHT + ABOVE}"/><path d="M{at:.1f} 0V{HEIGHT}"/><text x="{x}" y="-7" text-anchor="{side}">'
-            f"{escape(x_name)} {number(end)}{told}</text></g>"
+            f"{escape(x_name)} {number(end)}{labels}</text></g>"
         )
     return body
 
@@ -255,8 +255,8 @@ def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: Axes) 
 def grid(levels: Sequence[float], place: Axes, below: Sequence[float] | None = None) -> str:
     """Level lines with their numbers, and numbers below: at both ends of each axis and between, or `below`."""
     body = ""
-    apart = min((b - a for a, b in pairwise(levels)), default=1.0)
-    digits = max(0, 1 - math.floor(math.log10(apart)))  # so many that no two numbers are written alike
+    spacing = min((b - a for a, b in pairwise(levels)), default=1.0)
+    digits = max(0, 1 - math.floor(math.log10(spacing)))  # so many that no two numbers are written alike
     for level in levels:
         y = place.up(level)
         text = number(round(level, digits)) if abs(level) > 1e-12 else "0"
@@ -281,11 +281,11 @@ def bars(
     rows: Mapping[str, Mapping[str, float]],
     colours: Mapping[str, str],
     unit: str = "",
-    told: Callable[[float], str] = seconds,
+    format_value: Callable[[float], str] = seconds,
     shares: bool = False,
 ) -> str:
-    """A bar of stacked parts for each row, in seconds, or in what `told` writes; `colours` gives each part's class.
-    `shares`: all bars are of one length, and what is shown of each row is its parts' shares."""
+    """A bar of stacked parts for each row, in seconds, or in what `format_value` writes; `colours` gives each part's
+    class. `shares`: all bars are of one length, and what is shown of each row is its parts' shares."""
     if not rows:
         return ""
     longest = max(sum(parts.values()) for parts in rows.values()) or 1.0
@@ -294,16 +294,16 @@ def bars(
         cells, most = "", (sum(parts.values()) or 1.0) if shares else longest
         for part, value in parts.items():
             if value / most >= 0.0005:
-                tip = escape(f"{name}: {part} {told(value)}{unit}")
+                tip = escape(f"{name}: {part} {format_value(value)}{unit}")
                 used.add(part)
                 cells += f'<i class="{colours[part]}" style="width:{value / most * 100:.2f}%" title="{tip}"></i>'
-        total = escape(told(sum(parts.values())) + unit)
+        total = escape(format_value(sum(parts.values())) + unit)
         body += f'<b title="{escape(name)}">{escape(name)}</b><div class="bar">{cells}</div><span>{total}</span>'
-    seen = [part for part in colours if part in used]
-    legend = _legend(seen, [colours[part] for part in seen])
-    table = "".join(f"<th>{escape(part)}</th>" for part in ("", *seen))
+    parts_used = [part for part in colours if part in used]
+    legend = _legend(parts_used, [colours[part] for part in parts_used])
+    table = "".join(f"<th>{escape(part)}</th>" for part in ("", *parts_used))
     for name, parts in rows.items():
-        cells = "".join(f"<td>{escape(told(parts[part])) if part in parts else ''}</td>" for part in seen)
+        cells = "".join(f"<td>{escape(format_value(parts[part])) if part in parts else ''}</td>" for part in parts_used)
         table += f"</tr><tr><td>{escape(name)}</td>{cells}"
     table = folded(f'<div class="scroll"><table><tr>{table}</tr></table></div>')
     return wide_figure(title, f'<div class="bars">{body}</div>{table}', legend)

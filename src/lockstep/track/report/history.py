@@ -113,7 +113,7 @@ class History:
         saved = Best(_section(self.run, "checkpoint").get("best"))
         for line in self.metrics:
             if line["split"] == "validation":
-                saved.seen(line["step"], line)
+                saved.update(line["step"], line)
         return saved
 
     @property

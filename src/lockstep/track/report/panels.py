@@ -111,9 +111,10 @@ def time_of_ranks(history: History) -> dict[str, Any] | None:
         return None
     sums = history.seconds
     ranks = int(history.timed[-1]["ranks"])
-    shown = _shown(history, ranks)
+    ranks_shown = _longest_ranks(history, ranks)
     rows = {
-        f"rank {rank}": {_PHASES[phase][0]: sums[phase][rank] for phase in _PHASES if phase in sums} for rank in shown
+        f"rank {rank}": {_PHASES[phase][0]: sums[phase][rank] for phase in _PHASES if phase in sums}
+        for rank in ranks_shown
     }
     total = sum(map(sum, sums.values())) / ranks or 1.0
     table = []
@@ -126,10 +127,10 @@ def time_of_ranks(history: History) -> dict[str, Any] | None:
     steps = sum(line["steps"] for line in history.timed)
     return {
         "bars": charts.bars("seconds of each rank", rows, _COLOURS),
-        "heat": _heat(history, shown),
+        "heat": _heat(history, ranks_shown),
         "table": table,
         "ranks": ranks,
-        "shown": len(shown),
+        "shown": len(ranks_shown),
         "steps": steps,
         "slowest": history.slowest,
         "blind": ranks > 1 and not history.sees_stragglers,
@@ -138,7 +139,7 @@ def time_of_ranks(history: History) -> dict[str, Any] | None:
     }
 
 
-def _shown(history: History, ranks: int) -> list[int]:
+def _longest_ranks(history: History, ranks: int) -> list[int]:
     """All ranks, or those that work longest, in their order."""
     if ranks <= MOST_RANKS:
         return list(range(ranks))
@@ -147,10 +148,10 @@ def _shown(history: History, ranks: int) -> list[int]:
     return sorted(sorted(range(ranks), key=lambda rank: -work[rank])[:MOST_RANKS])
 
 
-def _heat(history: History, shown: Sequence[int]) -> str:
+def _heat(history: History, ranks_shown: Sequence[int]) -> str:
     """Each rank's own work over time, relative to the middle rank's at that time."""
     lines = [line for line in history.timed if line["steps"]]
-    if len(shown) < 2 or not lines or not history.sees_stragglers:
+    if len(ranks_shown) < 2 or not lines or not history.sees_stragglers:
         return ""
     every = -(-len(lines) // 100)
     columns = []
@@ -159,7 +160,7 @@ def _heat(history: History, shown: Sequence[int]) -> str:
         work = [sum(each) for each in zip(*part, strict=True)]
         usual = middle(work) or 1.0
         columns.append([seconds / usual for seconds in work])
-    rows = {f"rank {rank}": [column[rank] for column in columns] for rank in shown}
+    rows = {f"rank {rank}": [column[rank] for column in columns] for rank in ranks_shown}
     ends = (f"step {lines[0]['step']:,}", f"step {lines[-1]['step']:,}")
     return charts.heat(
         "own work relative to the median rank (no colour: equal; full colour: twice)", rows, ends, "times"
@@ -394,26 +395,26 @@ def _labels(table: Mapping[str, Any]) -> dict[str, Any]:
     precision, examples). A dash where there is nothing to divide by."""
     rows = []
     areas = table.get("average_precision")
-    told = [table[key] for key in ("names", "right", "examples", "given")]
-    for name, right, true, given, area in zip(*told, areas or [None] * len(table["names"]), strict=True):
-        f1 = 2 * right / (true + given) if true + given else None
-        rows.append((name, right / given if given else None, right / true if true else None, f1, area, true))
-    shown = sorted(rows, key=lambda row: -row[5])[:_MOST_LABELS]
-    shown.sort(key=lambda row: -(row[3] or 0.0))
+    columns = [table[key] for key in ("names", "right", "examples", "given")]
+    for name, right, true, predicted, area in zip(*columns, areas or [None] * len(table["names"]), strict=True):
+        f1 = 2 * right / (true + predicted) if true + predicted else None
+        rows.append((name, right / predicted if predicted else None, right / true if true else None, f1, area, true))
+    rows_shown = sorted(rows, key=lambda row: -row[5])[:_MOST_LABELS]
+    rows_shown.sort(key=lambda row: -(row[3] or 0.0))
     bars = ""
-    for name, _, _, f1, _, _ in shown:
+    for name, _, _, f1, _, _ in rows_shown:
         tip = escape(f"{name}: F1 {_score(f1)}")
         cell = f'<i class="c0" style="width:{100 * (f1 or 0.0):.2f}%" title="{tip}"></i>'
         bars += f'<b title="{escape(name)}">{escape(name)}</b><div class="bar">{cell}</div><span>{_score(f1)}</span>'
     title = f"F1 of each {table.get('of', 'label')}" + (
-        f", the {len(shown)} commonest of {len(rows)}" if len(shown) < len(rows) else ""
+        f", the {len(rows_shown)} commonest of {len(rows)}" if len(rows_shown) < len(rows) else ""
     )
     return {
         "bars": charts.wide_figure(title, f'<div class="bars">{bars}</div>'),
         "of": table.get("of", "label"),
         "threshold": table.get("threshold"),
         "areas": areas is not None,
-        "rows": [(name, *map(_score, scores), true) for name, *scores, true in shown],
+        "rows": [(name, *map(_score, scores), true) for name, *scores, true in rows_shown],
     }
 
 

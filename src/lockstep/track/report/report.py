@@ -180,14 +180,14 @@ def _classes(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> list[tup
 # -- several runs ----------------------------------------------------------------------------------------------------
 
 
-def _comparison(histories: Mapping[str, History], beside: Path) -> dict[str, Any]:
+def _comparison(histories: Mapping[str, History], folder: Path) -> dict[str, Any]:
     """What the page of several runs shows."""
     flat = {name: messages.flat(history.run) for name, history in histories.items()}
     keys = list(dict.fromkeys(key for values in flat.values() for key in values if key not in ("name", "output")))
     differing = [key for key in keys if len({repr(values.get(key)) for values in flat.values()}) > 1]
     return {
         "runs": [
-            (name, history, quote(os.path.relpath(history.folder / "report.html", beside)))
+            (name, history, quote(os.path.relpath(history.folder / "report.html", folder)))
             for name, history in histories.items()
         ],
         "differing": [(key, [_value(values.get(key)) for values in flat.values()]) for key in differing],

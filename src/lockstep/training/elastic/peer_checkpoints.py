@@ -69,7 +69,8 @@ class _Layout:
 
 
 class PeerCheckpoints:
-    """Of the ranks of one generation, and what is left of those before."""
+    """The copies of training state in the memory of the ranks of one generation, and those left from generations
+    before."""
 
     def __init__(self, session: Session) -> None:
         """Nothing is copied where `launch.replicate_every` is 0."""

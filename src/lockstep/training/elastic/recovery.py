@@ -71,7 +71,7 @@ def recovery_for(
 
 
 class Recovery:
-    """Trains one session, of which it replaces parts as ranks come and go."""
+    """Trains one session, and replaces parts of it when ranks fail or join."""
 
     def __init__(self, session: Session, state: TrainState, watch: Watchdog, moved: Callable[[int, str], None]) -> None:
         """`moved` is called once ranks have met again: after so many updates, and what happened, in words."""

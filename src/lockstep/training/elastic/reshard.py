@@ -27,11 +27,11 @@ from lockstep.training.train_state import TrainState
 
 
 class Resharder:
-    """Of one rank."""
+    """Brings the training state of one rank into a strategy for another number of ranks."""
 
     def __init__(self, session: Session) -> None:
         self.copies = PeerCheckpoints(session)
-        self.options: dict[str, Any] | None = None  # of the strategy, as the job began: a rank that comes is told
+        self.options: dict[str, Any] | None = None  # of the strategy, as the job began: sent to a joining rank
         if not session.world.joining:
             self.options = dict(session.strategy.run.strategy.options)
         self._formed = 0  # the generation that this rank's part is cut for
@@ -65,9 +65,9 @@ class Resharder:
         self._versions = [*copied, *(each for each in (self._before, self._live) if each is not None)]
 
     def restore(self, session: Session, state: TrainState) -> tuple[Session, Key]:
-        """The session with a strategy for these ranks and the newest state of which all is there, and which state that
-        is; `state` is the one that goes with it. Nothing that was held is changed but by an update made late.
-        Collective. Errors: `TrainingFailed`."""
+        """A session with a strategy for the present ranks, loaded with the newest state for which every shard is
+        available, and the key of that state; `state` becomes the training state that belongs to it. The shards that
+        ranks hold do not change, except by a deferred update. Collective. Errors: `TrainingFailed`."""
         world, strategy = session.world, session.strategy
         self._apply_deferred_update(session, state)
         offers = world.all_gather(
@@ -138,7 +138,7 @@ def build_strategy(session: Session, run: Run) -> Any:
 
 
 def newest_complete(offers: list[list[tuple[Key, list[int], int]]]) -> Key:
-    """The newest state of which all shares are there, by what each rank has. Errors: `TrainingFailed`."""
+    """The newest state for which every shard is available, from what each rank offers. Errors: `TrainingFailed`."""
     shares: dict[Key, set[int]] = {}
     counts: dict[Key, int] = {}
     for versions in offers:

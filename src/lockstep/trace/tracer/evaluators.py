@@ -1,0 +1,42 @@
+"""Scores that an evaluation comes to, where a function returns them to an evaluator that is known.
+
+In: what `Trainer.evaluate` of transformers and `compute` of the library evaluate return. Out: a record of its numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from .hooks import Hooks
+from .recorder import Recorder
+
+EVALUATORS = {"transformers.trainer": ("Trainer", "evaluate"), "evaluate.module": ("EvaluationModule", "compute")}
+TIMES = ("runtime", "per_second", "compilation_time", "epoch")  # parts of names of what is no score
+
+
+def install(hooks: Hooks, module: str) -> None:
+    """Called when the module was imported."""
+    name, method = EVALUATORS[module]
+    kind = getattr(sys.modules[module], name)
+    original = getattr(kind, method)
+
+    @functools.wraps(original)
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scores = original(self, *args, **kwargs)
+        if hooks.recorder is not None and isinstance(scores, Mapping):
+            hooks.guarded(_write, hooks.recorder, f"{name}.{method}", scores)
+        return scores
+
+    setattr(kind, method, evaluate)
+
+
+def _write(recorder: Recorder, by: str, scores: Mapping[str, Any]) -> None:
+    named = {str(name): value for name, value in scores.items() if isinstance(value, numbers.Real)}
+    values = {name: float(value) for name, value in named.items() if not any(part in name for part in TIMES)}
+    if values:
+        recorder.end_evaluation()
+        recorder.write("scores", by=by, scores=values, steps=list(recorder.steps))
