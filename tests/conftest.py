@@ -183,6 +183,30 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def run_file(here: Path) -> Path:
+    """`run.yaml` of a small run of two processes, in the folder in which the test runs."""
+    from support.command import write
+
+    return write(here)
+
+
+@pytest.fixture
+def module_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder from which the test imports modules, with a token cache of its own."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has two GPUs, as far as counting goes."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.fixture
 def job(tmp_path: Path, cache: Path) -> "CommandJob":
     """A job by the command in a folder of the test's own."""
     from support.command import CommandJob

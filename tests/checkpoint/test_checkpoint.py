@@ -19,14 +19,11 @@ from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.classification import Classification
 from lockstep.training.data_loader import StepLoader
-from support.harness import build, digest, tiny
+from support.harness import build, digest
 from support.messages import raises
+from support.saving import run_in
 
 SHARD = "shard-00001-of-00001.safetensors"
-
-
-def run_in(folder: Path, *overrides: str) -> Run:
-    return tiny(f"output={folder}", "strategy.name=single", "launch.processes=1", *overrides)
 
 
 def opened(run: Run) -> tuple[Checkpoints, Strategy, StepLoader]:

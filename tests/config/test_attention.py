@@ -42,12 +42,9 @@ def test_a_machine_that_only_submits_may_have_no_gpu(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_before_a_process_starts(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_before_a_process_starts(command: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "launch.processes=1", "launch.device=cpu", *FLASH]) == 2
     said = capsys.readouterr().err
     assert mentions(said, "LS3127", "flash_attention_2")
     assert len(said.splitlines()) == 1
-    assert not (tmp_path / "outputs/quickstart/metrics.jsonl").exists()
+    assert not (here / "outputs/quickstart/metrics.jsonl").exists()

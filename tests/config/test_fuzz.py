@@ -24,23 +24,21 @@ MORE = [pytest.param(kind, 2, 125, marks=pytest.mark.slow) for kind in KINDS]  #
 
 @pytest.mark.parametrize(("kind", "seed", "cases"), [*FEW, *MORE])
 def test_what_is_given_is_used_or_refused(
-    kind: str, seed: int, cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, seed: int, cases: int, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(here / "cache"))
     without_ranks(monkeypatch.setattr)
-    fuzz = Fuzz(tmp_path / "case", seed)
+    fuzz = Fuzz(here / "case", seed)
     for number in range(cases):
         fuzz.run(number * len(KINDS) + KINDS.index(kind))
     assert fuzz.findings == []
     assert sum(fuzz.statuses.values()) == cases
 
 
-def test_a_finding_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finding_is_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that nobody explains, and a failure without a word."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lockstep.cli.main", lambda words: 1 // 0)
-    fuzz = Fuzz(tmp_path / "case", seed=1)
+    fuzz = Fuzz(here / "case", seed=1)
     fuzz.run(0)
     monkeypatch.setattr("lockstep.cli.main", lambda words: 2)
     fuzz.run(1)
@@ -136,8 +134,7 @@ class Payload:
 
 
 @pytest.mark.parametrize("what", ["payload", "cut off", "no safetensors"])
-def test_weights_that_cannot_be_trusted_or_read(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_weights_that_cannot_be_trusted_or_read(what: str, here: Path) -> None:
     GPT2Config(n_layer=1, n_head=2, n_embd=32, n_positions=32, vocab_size=400).save_pretrained("weights")
     if what == "no safetensors":
         Path("weights/model.safetensors").write_bytes(b"garbage" * 9)
@@ -145,7 +142,7 @@ def test_weights_that_cannot_be_trusted_or_read(what: str, tmp_path: Path, monke
         torch.save({"x": Payload()}, "weights/pytorch_model.bin")
     if what == "cut off":
         os.truncate("weights/pytorch_model.bin", 100)
-    run = run_in(tmp_path / "out", "model.type=null", "model.config={}", "model.source=./weights")
+    run = run_in(here / "out", "model.type=null", "model.config={}", "model.source=./weights")
     with raises("LS2081") as caught:
         build(run, World(run))
     assert ("more than tensors is not loaded" in str(caught.value)) == (what == "payload")

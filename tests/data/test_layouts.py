@@ -168,25 +168,21 @@ def test_paths_beside_the_run_file_are_found_from_any_folder(tmp_path: Path, mon
     assert load("run.yaml", []).data.source == "texts"
 
 
-def test_other_names_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "job/train/x.txt", "")
-    write(tmp_path / "job/a-1.csv", "")
-    run = write(tmp_path / "job/run.yaml", f"data: {{source: some/set, train: train}}\n{MODEL}")
+def test_other_names_stay_as_they_are(here: Path) -> None:
+    write(here / "job/train/x.txt", "")
+    write(here / "job/a-1.csv", "")
+    run = write(here / "job/run.yaml", f"data: {{source: some/set, train: train}}\n{MODEL}")
     assert (load(run, []).data.source, load(run, []).data.train) == ("some/set", "train")
-    run = write(tmp_path / "job/run.yaml", f"data: {{train: ['a-*.csv', b.csv]}}\n{MODEL}")
+    run = write(here / "job/run.yaml", f"data: {{train: ['a-*.csv', b.csv]}}\n{MODEL}")
     assert load("job/run.yaml", []).data.train == ["job/a-*.csv", "b.csv"]
 
 
-def test_the_paths_of_a_finished_run_are_not_looked_for_in_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "out/export/train.jsonl", "{}")
+def test_the_paths_of_a_finished_run_are_not_looked_for_in_its_folder(here: Path) -> None:
+    write(here / "out/export/train.jsonl", "{}")
     text = f"data: {{source: export}}\noutput: out\n{MODEL}"
-    write(tmp_path / "out/run.yaml", text)
+    write(here / "out/run.yaml", text)
     assert load("out/run.yaml", []).data.source == "export"
-    write(tmp_path / "out/other.yaml", text.replace("output: out\n", ""))
+    write(here / "out/other.yaml", text.replace("output: out\n", ""))
     assert load("out/other.yaml", []).data.source == "out/export"
 
 

@@ -7,11 +7,10 @@ from typing import Any
 import datasets
 import pytest
 
-from lockstep.config import plugins
-from lockstep.config.run import Run, RunError
-from lockstep.data.arrow_cache import Columns, Prepared
-from lockstep.data.prepare import prepare
+from lockstep.config.run import RunError
+from lockstep.data.arrow_cache import Columns
 from lockstep.data.splitting import left_out
+from support.caches import prepared
 from support.messages import raises
 from support.rows import run_of
 from support.task_runs import TASKS, rows_of, write
@@ -28,10 +27,6 @@ LACKING: dict[str, tuple[dict[str, Any], str]] = {
     "an empty label": ({"label": ""}, "task.label"),
     "a blank label": ({"label": "  "}, "task.label"),
 }
-
-
-def prepared(run: Run) -> Prepared:
-    return prepare(run, plugins.find("tasks", run.task.name))  # type: ignore[type-abstract]
 
 
 def save(path: Path, rows: list[dict]) -> Path:

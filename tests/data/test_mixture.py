@@ -17,12 +17,12 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.order import PERIOD, ByLength, MixedOrder, _counts
-from lockstep.data.prepare import prepare
 from lockstep.distributed.consistency_check import facts
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import share
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
+from support.caches import prepared
 from support.fed import CPU, rows_in, wanted_rows
 from support.harness import build, digest, run_on, tiny
 from support.messages import mentions, raises
@@ -179,10 +179,6 @@ def test_paths_of_sources_are_found_beside_the_run_file(tmp_path: Path, monkeypa
 
 
 # -- the data --------------------------------------------------------------------------------------------------------
-
-
-def prepared(run: Run) -> Prepared:
-    return prepare(run, plugins.find("tasks", run.task.name))  # type: ignore[type-abstract]
 
 
 def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:

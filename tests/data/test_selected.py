@@ -13,11 +13,12 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config import plugins
-from lockstep.config.run import DataSection, Run, RunError, load
+from lockstep.config.run import DataSection, RunError, load
 from lockstep.data import arrow_cache, source, splitting
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.cache import cache_folder
 from lockstep.data.prepare import prepare
+from support.caches import prepared
 from support.harness import tiny
 from support.marks import slow
 from support.messages import mentions, raises
@@ -169,10 +170,6 @@ def test_a_column_of_splits_that_says_something_else(tmp_path: Path) -> None:
 
 
 # -- what every task does --------------------------------------------------------------------------------------------
-
-
-def prepared(run: Run) -> Prepared:
-    return prepare(run, plugins.find("tasks", run.task.name))  # type: ignore[type-abstract]
 
 
 def sizes(found: Prepared) -> dict[str, int]:

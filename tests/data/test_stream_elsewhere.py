@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run
 from lockstep.data import arrow_cache as shard_index
 from lockstep.data import object_store, remote
 from lockstep.data.cache import cache_folder
-from lockstep.data.prepare import prepare
 from lockstep.data.stream import ABOUT
 from lockstep.data.streamed import Unreadable
-from lockstep.tasks.classification import Classification
 from support.harness import run_on
 from support.hub_server import Hub
 from support.messages import mentions, raises
 from support.store_server import BUCKET, Asked, Store
-from support.stream_runs import SMALL, batches, content, feed_of, folder, shards, streamed, trained
+from support.stream_runs import SMALL, batches, content, feed_of, folder, refusal, shards, streamed, trained
 from support.web_server import Served, web
 
 __all__ = ["folder", "web"]  # fixtures
@@ -54,13 +52,6 @@ def held() -> int:
             with suppress(FileNotFoundError):
                 found += os.stat(f"{at}/{name}").st_size if name.endswith(".jsonl.gz") else 0
     return found
-
-
-def told(run: Run) -> str:
-    with pytest.raises(RunError) as caught:
-        prepare(run, Classification)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # -- what comes ------------------------------------------------------------------------------------------------------
@@ -180,21 +171,23 @@ def test_a_shard_that_changed_there_is_refused_by_its_address(how: str, web: Ser
 def test_bad_rows_and_shards_are_named_by_their_address(web: Served, folder: Path) -> None:
     run = on_web(web, folder)
     web.files["train-03.jsonl.gz"] = web.files["train-03.jsonl.gz"][:-20]
-    assert f"cannot unpack {web.address}/train-03.jsonl.gz from row " in told(run)
+    assert f"cannot unpack {web.address}/train-03.jsonl.gz from row " in refusal(run)
     web.files["train-03.jsonl.gz"] = b""
-    assert f"{web.address}/train-03.jsonl.gz" in told(run)
+    assert f"{web.address}/train-03.jsonl.gz" in refusal(run)
     del web.files["train-03.jsonl.gz"]
-    assert told(run).startswith(f"data.train: {web.address}/train-03.jsonl.gz does not exist; correct the address [LS")
+    assert refusal(run).startswith(
+        f"data.train: {web.address}/train-03.jsonl.gz does not exist; correct the address [LS"
+    )
 
 
 def test_what_cannot_be_streamed_from_there_is_refused(web: Served, folder: Path) -> None:
     run = on_web(web, folder, "data.stream_cache_gb=1e-6")
-    assert told(run).startswith("data.stream_cache_gb: 1e-06 GB cannot hold two shards; the largest, http")
+    assert refusal(run).startswith("data.stream_cache_gb: 1e-06 GB cannot hold two shards; the largest, http")
     run = on_web(web, folder)
     train = [*run.data.train[:1], str(folder / "train-01.jsonl.gz")]  # type: ignore[index]
-    assert mentions(told(streamed(folder, data={"source": None, "train": train})), "LS2178")
+    assert mentions(refusal(streamed(folder, data={"source": None, "train": train})), "LS2178")
     data = {"source": None, "train": run.data.train}
-    assert mentions(told(streamed(folder, data=data)), "LS2260", "data.validation")
+    assert mentions(refusal(streamed(folder, data=data)), "LS2260", "data.validation")
     with raises("LS1039", "stream_cache_gb"):
         streamed(folder, "data.stream=false", "data.stream_window=8192", "data.stream_cache_gb=3")
 
@@ -249,14 +242,14 @@ def test_shards_of_the_hub_are_compared_with_their_hash(hub: Hub, folder: Path) 
             return super().get(name, default)[::-1] if "train-05" in name else super().get(name, default)
 
     hub.repositories["datasets", "user/set"].commits[commit] = Wrong(there)
-    assert mentions(told(run), "LS2170", "data/train-05.jsonl.gz")
+    assert mentions(refusal(run), "LS2170", "data/train-05.jsonl.gz")
 
 
 def test_what_the_hub_does_not_have_is_said(hub: Hub, folder: Path) -> None:
     hub.put("datasets", "user/set", {"train.jsonl": b'{"text": "a", "label": 1}\n'})
-    assert "the Hub has no such repository" in told(streamed(folder, data={"source": "user/none"}))
-    assert "it has no revision 'v9'" in told(streamed(folder, data={"source": "user/set", "revision": "v9"}))
-    said = told(streamed(folder, data={"source": "user/set", "train": "other"}))
+    assert "the Hub has no such repository" in refusal(streamed(folder, data={"source": "user/none"}))
+    assert "it has no revision 'v9'" in refusal(streamed(folder, data={"source": "user/set", "revision": "v9"}))
+    said = refusal(streamed(folder, data={"source": "user/set", "train": "other"}))
     assert said.startswith("data.train: user/set has no split 'other'; it has train [LS")
 
 

@@ -17,12 +17,22 @@ from lockstep.data import arrow_cache as shard_index
 from lockstep.data import object_store, row_reader
 from lockstep.data import order as orders
 from lockstep.data.order import MixedShards
-from lockstep.data.prepare import prepare
 from lockstep.data.streamed import Streamed, Unreadable
-from lockstep.tasks.classification import Classification
 from support.harness import TINY, run_on
 from support.messages import raises
-from support.stream_runs import LM, batches, changed, content, examples_of, feed_of, rows_of, task_of, trained, write
+from support.stream_runs import (
+    LM,
+    batches,
+    changed,
+    content,
+    examples_of,
+    feed_of,
+    refusal,
+    rows_of,
+    task_of,
+    trained,
+    write,
+)
 from support.web_server import Served, web
 
 __all__ = ["web"]  # fixtures
@@ -254,13 +264,6 @@ def test_sources_here_and_elsewhere_are_mixed(web: Served, tmp_path: Path, monke
 # -- bad sources -----------------------------------------------------------------------------------------------------
 
 
-def said(run: Run) -> str:
-    with pytest.raises(RunError) as caught:
-        prepare(run, Classification)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -280,21 +283,23 @@ def test_keys_of_a_source_that_do_not_go_with_a_stream_are_refused(given: dict[s
 def test_what_is_wrong_in_a_source_names_it(tmp_path: Path) -> None:
     run = mixed(tmp_path)
     (tmp_path / "chat.txt").write_text("")
-    assert said(run).startswith(
+    assert refusal(run).startswith(
         f"data.sources: chat: data.train: nothing to train on: 1 shard(s), {tmp_path / 'chat.txt'} first"
     )
     (tmp_path / "chat.txt").write_text("no label here\n")
-    assert "data.sources: chat: data.train: " in said(run)
-    assert "line 1: expected 'text;label'" in said(run)
+    assert "data.sources: chat: data.train: " in refusal(run)
+    assert "line 1: expected 'text;label'" in refusal(run)
     run = mixed(tmp_path)
     packed = (tmp_path / "web-1.jsonl.gz").read_bytes()
     (tmp_path / "web-1.jsonl.gz").write_bytes(packed[:-30])
-    assert said(run).startswith(f"data.sources: web: data.train: cannot unpack {tmp_path / 'web-1.jsonl.gz'} from row ")
+    assert refusal(run).startswith(
+        f"data.sources: web: data.train: cannot unpack {tmp_path / 'web-1.jsonl.gz'} from row "
+    )
     values = {"data": {"sources": [{"train": str(tmp_path / "chat.txt")}], "stream": True}}
-    assert said(load(None, [], TINY | values)).startswith("data.validation: missing; a share of a stream")
+    assert refusal(load(None, [], TINY | values)).startswith("data.validation: missing; a share of a stream")
     values["data"]["sources"][0]["rename"] = {"txt": "text"}  # type: ignore[index]
     values["data"]["sources"][0]["validation"] = str(tmp_path / "held.jsonl")  # type: ignore[index]
-    assert "data.sources: chat: rename: the task reads no column 'txt'" in said(load(None, [], TINY | values))
+    assert "data.sources: chat: rename: the task reads no column 'txt'" in refusal(load(None, [], TINY | values))
 
 
 def test_a_shard_that_changes_is_told_with_its_source(tmp_path: Path) -> None:

@@ -125,16 +125,10 @@ def job(folder: Path, name: str, **launch: Any) -> Run:
     return tiny("strategy.name=ddp", launch=launch, output=str(folder / "out"))
 
 
-@pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs of this machine."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-
-
 POD = {"image": "lockstep", "pvc": "disk"}
 
 
-@pytest.mark.usefixtures("two")
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("name", "launch", "processes", "said"),
     [
@@ -159,7 +153,7 @@ def test_a_process_a_gpu_and_all_of_them_are_asked_for(
     assert "ACCELERATE_USE_CPU" not in plan.variables
 
 
-@pytest.mark.usefixtures("two")
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("name", "launch", "code"),
     [
@@ -177,7 +171,7 @@ def test_gpus_that_are_too_few_are_told_by_the_plan(
         find("launchers", name)().plan(job(tmp_path, name, **launch))
 
 
-@pytest.mark.usefixtures("two")
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("name", ["torchrun", "accelerate"])
 def test_or_before_a_process_starts_where_the_plan_may_be_of_another_machine(name: str, tmp_path: Path) -> None:
     launcher = find("launchers", name)()

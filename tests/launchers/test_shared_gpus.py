@@ -13,13 +13,7 @@ from support.messages import raises
 FOUR = "launch.processes_per_gpu=4"
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of them."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-
-
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_neighbours_share_one(device: str) -> None:
     run = tiny(f"launch.device={device}", FOUR)
@@ -27,7 +21,7 @@ def test_neighbours_share_one(device: str) -> None:
     assert processes_of(tiny("strategy.name=ddp", f"launch.device={device}", FOUR, "micro_batches=16")) == 8
 
 
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_none_is_left_to_the_cpu(device: str) -> None:
     """On the CPU some ranks would compute other bits than the others."""
@@ -65,7 +59,7 @@ def test_what_cannot_share(keys: tuple[str, ...], code: str) -> None:
         resolve_strategy(tiny(*keys, FOUR, f"launch.device={place}"), 2)
 
 
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("two_gpus")
 def test_fsdp2_gathers_once_a_step_then() -> None:
     run = tiny("strategy.name=fsdp2", "strategy.options.gather=step", FOUR, "launch.device=auto")
     run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": {}})})

@@ -190,21 +190,20 @@ def test_torchrun_inside_srun(tmp_path: Path, cache: Path, cluster: slurm_cluste
 
 @pytest.mark.processes
 def test_an_array_of_runs(
-    tmp_path: Path, cluster: slurm_cluster.Cluster, untouched: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, cluster: slurm_cluster.Cluster, untouched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for name, value in cluster.variables.items():
         monkeypatch.setenv(name, value)
     for trial in ("a", "b"):
-        write(tmp_path / trial, launch=PLAIN | {"machines": 1}, output=f"{trial}/out")
+        write(here / trial, launch=PLAIN | {"machines": 1}, output=f"{trial}/out")
     files = [Path("a/run.yaml"), Path("b/run.yaml")]
     number = submit(array_plan(load("a/run.yaml", []), files, Path("trials"), at_most=1))
     for index, trial in enumerate(("a", "b")):
         done(cluster, f"{number}_{index}")
-        assert bits(tmp_path / trial) == bits(untouched)
-        record = job_record.read(tmp_path / trial / "out")
+        assert bits(here / trial) == bits(untouched)
+        record = job_record.read(here / trial / "out")
         assert record is not None
-        assert record.facts == {"log": str(tmp_path / f"trials/slurm-{number}_{index}.out")}
+        assert record.facts == {"log": str(here / f"trials/slurm-{number}_{index}.out")}
 
 
 @pytest.mark.parametrize(

@@ -171,13 +171,11 @@ def test_a_stage_that_waits_leaves_its_core_to_others() -> None:
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path)
     assert main(["bench", "run.yaml", "--calibrate", *words]) == 2
     assert said in capsys.readouterr().err
-    assert [p.name for p in tmp_path.iterdir()] == ["run.yaml"]
+    assert [p.name for p in run_file.parent.iterdir()] == ["run.yaml"]
 
 
 def job(world: World, run: Run) -> int:

@@ -22,16 +22,8 @@ from lockstep_plan.estimate import (
     turns,
 )
 from lockstep_plan.planner import Plan, candidates, looked_at, ranked
-from support.command import write
 from support.harness import tiny
 from support.planned_memory import simulated
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize("name", ["h100", "a100"])
@@ -157,12 +149,12 @@ def test_what_fits_comes_first_then_what_is_quick() -> None:
         (["--simulate", "model.compile=true", "strategy=ddp", "--processes", "2"], "cannot be simulated"),
     ],
 )
-def test_what_is_refused(words: list[str], said: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(words: list[str], said: str, run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "run.yaml", *words]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_device_file_says_what_is_wrong_with_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_file_says_what_is_wrong_with_it(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = yaml.safe_load((devices.FOLDER / "h100.yaml").read_text())
     assert Device.model_validate(good).name == "NVIDIA H100 SXM, 80 GB"
     for changed, said in (
@@ -171,13 +163,13 @@ def test_a_device_file_says_what_is_wrong_with_it(here: Path, capsys: pytest.Cap
         ({"sources": {}}, "missing memory_bytes"),
         ({"flops": {"bf16": 1.0}}, "has no flops for precision=fp32"),
     ):
-        (here / "mine.yaml").write_text(yaml.safe_dump(good | changed))
+        (run_file.parent / "mine.yaml").write_text(yaml.safe_dump(good | changed))
         assert main(["plan", "run.yaml", "--simulate", "--processes", "2", "--device", "mine.yaml"]) == 2
         assert said in capsys.readouterr().err
 
 
 def test_a_plan_on_the_terminal_and_as_a_page(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ops = [("forward", 10**15, 10**6, 2.0), ("backward", 2 * 10**15, 10**6, 2.0)]
     sent = [("backward", "alltoall_base", (0, 1), 10**9, None, 1.0)]
@@ -190,11 +182,11 @@ def test_a_plan_on_the_terminal_and_as_a_page(
     assert "2.0 GB of 80.0 GB in backward: weights 1.0 GB, activations 1.0 GB" in said
     assert "all to all, inside a machine: 1 messages, 500.0 MB" in said
     assert "device-hours, " in said
-    assert "weights 1.0 GB" in (here / "plan.html").read_text()
+    assert "weights 1.0 GB" in (run_file.parent / "plan.html").read_text()
     assert (
         main(["plan", "run.yaml", "--simulate", "--processes", "2", "4", "precision=bf16", "--out", "grown.html"]) == 0
     )
-    grown = (here / "grown.html").read_text()
+    grown = (run_file.parent / "grown.html").read_text()
     assert all(f"<td>{count}</td>" in grown for count in (2, 4))
     assert "sent by a rank in a step, GB" in grown
     monkeypatch.setattr(planner, "simulate", lambda *_: [simulated(ops=ops, peak=79 * 10**9)])

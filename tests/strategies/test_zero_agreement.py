@@ -125,8 +125,7 @@ def test_under_accelerate_the_same() -> None:
         check(run_of({"deepspeed": {"zero_stage": 1, **ORDINARY}}, "hf_accelerate"), 2)
 
 
-def test_plan_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_plan_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "strategy.name=zero2", "launch.processes=2"]
     assert main([*words, "strategy.options={train_batch_size: 7, gradient_clipping: 3.0}"]) == 2
     said = capsys.readouterr().err

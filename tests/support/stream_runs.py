@@ -23,11 +23,12 @@ import pytest
 import torch
 
 from lockstep.config import plugins
-from lockstep.config.run import Run, load
+from lockstep.config.run import Run, RunError, load
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import share
+from lockstep.tasks.classification import Classification
 from lockstep.training.data_loader import StepLoader
 from support.harness import TINY, build, digest
 from support.task_runs import sentence
@@ -144,6 +145,14 @@ SMALL: dict[str, Any] = {"stream_window": 16}
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return shards(tmp_path / "data", ".jsonl.gz", SIZES)
+
+
+def refusal(run: Run) -> str:
+    """The one line with which preparing a run is refused."""
+    with pytest.raises(RunError) as caught:
+        prepare(run, Classification)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def content(folder: Path) -> dict[str, bytes]:

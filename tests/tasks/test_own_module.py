@@ -16,13 +16,6 @@ from support.own_modules import TOY, found_of, job
 from support.places import ROOT
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     ("loss", "kind", "each"),
     [
@@ -32,8 +25,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("((outputs - answers) ** 2).sum(-1)", "each", 1),
     ],
 )
-def test_what_a_loss_is_is_found_out(loss: str, kind: str, each: int, here: Path) -> None:
-    found = found_of(job(here, TOY.replace("LOSS", loss)))
+def test_what_a_loss_is_is_found_out(loss: str, kind: str, each: int, module_folder: Path) -> None:
+    found = found_of(job(module_folder, TOY.replace("LOSS", loss)))
     assert (found["loss"], found["each"]) == (kind, each)
     assert found["doubts"] == []
 
@@ -50,43 +43,43 @@ def test_what_a_loss_is_is_found_out(loss: str, kind: str, each: int, here: Path
         ("outputs.missing", "task.loss: TOY.loss failed: AttributeError: 'Tensor' object has no attribute 'missing' "),
     ],
 )
-def test_a_loss_that_cannot_be_told_is_refused(loss: str, said: str, here: Path) -> None:
-    run = job(here, TOY.replace("LOSS", loss))
+def test_a_loss_that_cannot_be_told_is_refused(loss: str, said: str, module_folder: Path) -> None:
+    run = job(module_folder, TOY.replace("LOSS", loss))
     with pytest.raises(RunError) as caught:
         found_of(run)
     assert said.replace("TOY", str(run.task.options["loss"]).partition(".")[0]) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_loss_that_would_have_to_be_trained_is_refused(here: Path) -> None:
+def test_a_loss_that_would_have_to_be_trained_is_refused(module_folder: Path) -> None:
     """Nothing would train it, and the numbers would look like training."""
     code = TOY.replace("LOSS", "0")
     trained = code + "\n\nloss = torch.nn.Bilinear(2, 2, 1)\n"
     with raises("LS3202"):
-        found_of(job(here, trained))
+        found_of(job(module_folder, trained))
     frozen = code + "\n\nloss = torch.nn.HuberLoss()\n"
-    assert found_of(job(here, frozen))["loss"] == "mean"
+    assert found_of(job(module_folder, frozen))["loss"] == "mean"
 
 
-def test_a_sum_that_hangs_on_the_other_examples_is_told(here: Path) -> None:
+def test_a_sum_that_hangs_on_the_other_examples_is_told(module_folder: Path) -> None:
     loss = "((outputs - outputs.mean(0)) ** 2).sum()"
-    assert "not the sum of both" in found_of(job(here, TOY.replace("LOSS", loss)))["doubts"][0]
+    assert "not the sum of both" in found_of(job(module_folder, TOY.replace("LOSS", loss)))["doubts"][0]
 
 
-def test_the_example_of_the_page(here: Path) -> None:
+def test_the_example_of_the_page(module_folder: Path) -> None:
     page = (ROOT / "docs/how-to/own-module.md").read_text()
-    (here / "my_file.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    (module_folder / "my_file.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     values = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
     assert found_of(Run.load(values))["loss"] == "mean"
 
 
-def test_a_list_of_modules_is_a_row_of_them(here: Path) -> None:
+def test_a_list_of_modules_is_a_row_of_them(module_folder: Path) -> None:
     code = (
         TOY.replace("LOSS", "outputs.sum()")
         .replace("nn.Sequential(", "[")
         .replace("nn.Linear(8, 2))", "nn.Linear(8, 2)]")
     )
-    assert isinstance(dataset.model(job(here, code)), torch.nn.Sequential)
+    assert isinstance(dataset.model(job(module_folder, code)), torch.nn.Sequential)
 
 
 METRICS = {
@@ -104,9 +97,9 @@ METRICS = {
 
 
 @pytest.mark.parametrize("metrics", METRICS)
-def test_what_a_metric_is_is_found_out(metrics: str, here: Path) -> None:
+def test_what_a_metric_is_is_found_out(metrics: str, module_folder: Path) -> None:
     code = TOY.replace("LOSS", "outputs.sum()") + f"\n\ndef metrics(outputs, answers):\n    return {metrics}\n"
-    run, wanted = job(here, code, functions=("metrics",)), METRICS[metrics]
+    run, wanted = job(module_folder, code, functions=("metrics",)), METRICS[metrics]
     if isinstance(wanted, dict):
         assert found_of(run)["metrics"] == wanted
         return
@@ -115,14 +108,14 @@ def test_what_a_metric_is_is_found_out(metrics: str, here: Path) -> None:
     assert wanted in str(caught.value)
 
 
-def test_a_loss_of_other_lengths_needs_to_know_its_targets(here: Path) -> None:
+def test_a_loss_of_other_lengths_needs_to_know_its_targets(module_folder: Path) -> None:
     code = RAGGED.replace("REDUCTION", "mean")
     with raises("LS3234", "task.targets"):
-        found_of(job(here, code, functions=("collate",)))
-    assert found_of(job(here, code, functions=("collate", "targets")))["loss"] == "mean"
+        found_of(job(module_folder, code, functions=("collate",)))
+    assert found_of(job(module_folder, code, functions=("collate", "targets")))["loss"] == "mean"
     with raises("LS3231"):
-        found_of(job(here, RAGGED.replace("REDUCTION", "none"), functions=("collate",)))
-    run = job(here, RAGGED.replace("REDUCTION", "none"), functions=("collate", "targets", "length"))
+        found_of(job(module_folder, RAGGED.replace("REDUCTION", "none"), functions=("collate",)))
+    run = job(module_folder, RAGGED.replace("REDUCTION", "none"), functions=("collate", "targets", "length"))
     task = Module(run, prepare(run, Module))
     columns = task.splits["train"]
     assert columns.lengths.tolist() == [int(n) + 1 for n in columns.targets]  # type: ignore[attr-defined]
@@ -209,16 +202,18 @@ BY_WEIGHT = "nn.functional.cross_entropy(outputs[:, 0], batch[:, 0] % 2, weight=
     [(SMOOTH, RAGGED_ITEMS), (SMOOTH, FILLED_ITEMS), (BY_WEIGHT, FILLED_ITEMS)],
     ids=["ragged", "filled", "class weights"],
 )
-def test_a_mean_over_kept_targets_is_no_mean_over_examples(build: str, loss: str, items: str, here: Path) -> None:
+def test_a_mean_over_kept_targets_is_no_mean_over_examples(
+    build: str, loss: str, items: str, module_folder: Path
+) -> None:
     """Also of a model whose losses of all targets are alike before training."""
     code = (KEPT + SMALL_CLASS).replace("BUILD", build).replace("DATA", items).replace("LOSS", loss)
     with raises("LS3234", "task.targets"):
-        found_of(job(here, code, functions=("collate",)))
+        found_of(job(module_folder, code, functions=("collate",)))
     kept = code + "\n\ndef targets(item):\n    return int((item != PAD).sum())\n"
     if loss == SMOOTH:
-        assert found_of(job(here, kept, functions=("collate", "targets")))["loss"] == "mean"
+        assert found_of(job(module_folder, kept, functions=("collate", "targets")))["loss"] == "mean"
         with pytest.raises(RunError) as caught:
-            found_of(job(here, kept, functions=("collate", "targets", "metrics")))
+            found_of(job(module_folder, kept, functions=("collate", "targets", "metrics")))
         assert caught.value.code in ("LS3235", "LS3240")  # a mean, but not over examples; neither a sum nor a mean
 
 
@@ -235,11 +230,11 @@ def test_a_mean_over_kept_targets_is_no_mean_over_examples(build: str, loss: str
     ],
     ids=["classes", "recurrent", "probabilities", "overflows"],
 )
-def test_a_mean_over_examples_stays_one(loss: str, build: str, here: Path) -> None:
+def test_a_mean_over_examples_stays_one(loss: str, build: str, module_folder: Path) -> None:
     more = "\n\nclass First(nn.Module):\n    def forward(self, both):\n        return both[0]\n"
     more += "\n\nclass Cube(nn.Module):\n    def forward(self, x):\n        return x**3 / 2\n"
     code = (KEPT + more).replace("BUILD", build).replace("DATA", FILLED_ITEMS).replace("LOSS", loss)
-    assert found_of(job(here, code, functions=("collate",)))["loss"] == "mean"
+    assert found_of(job(module_folder, code, functions=("collate",)))["loss"] == "mean"
 
 
 RARE = """
@@ -260,18 +255,21 @@ loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, WEIGHT]))
 """
 
 
-def test_weights_of_a_class_that_no_item_of_the_trial_has_are_seen(here: Path) -> None:
+def test_weights_of_a_class_that_no_item_of_the_trial_has_are_seen(module_folder: Path) -> None:
     with raises("LS3234"):
-        found_of(job(here, RARE.replace("WEIGHT", "9.0")))
-    assert found_of(job(here, RARE.replace("WEIGHT", "1.0")))["loss"] == "mean"
+        found_of(job(module_folder, RARE.replace("WEIGHT", "9.0")))
+    assert found_of(job(module_folder, RARE.replace("WEIGHT", "1.0")))["loss"] == "mean"
 
 
 @pytest.mark.parametrize("state", ["self.dice.random()", "next(self.count)"])
-def test_items_that_are_others_the_second_time_are_told(state: str, here: Path) -> None:
+def test_items_that_are_others_the_second_time_are_told(state: str, module_folder: Path) -> None:
     code = TOY.replace("LOSS", "outputs.sum()").partition("def data")[0] + UNSTEADY.replace("STATE", state)
-    assert "is something else when it is read again" in found_of(job(here, code))["doubts"][0]
+    assert "is something else when it is read again" in found_of(job(module_folder, code))["doubts"][0]
     assert (
-        found_of(job(here, code.replace(state, "random.random() + np.random.rand() + torch.rand(())")))["doubts"] == []
+        found_of(job(module_folder, code.replace(state, "random.random() + np.random.rand() + torch.rand(())")))[
+            "doubts"
+        ]
+        == []
     )
 
 

@@ -25,13 +25,6 @@ TAIL = "\n\ndef loss(outputs, answers):\n    return torch.nn.functional.mse_loss
 PAIRS = "[(torch.randn(3), torch.randn(2)) for _ in range({})]"
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    return tmp_path
-
-
 def of_data(data: str) -> str:
     return f"{HEAD}def data():\n    return {data}\n{TAIL}"
 
@@ -49,10 +42,10 @@ def task_of(run: Run) -> Module:
          {"train": 20, "validation": 5, "test": 4}),
     ],
 )  # fmt: skip
-def test_data_sets_by_split(data: str, sizes: dict[str, int], here: Path) -> None:
-    task = task_of(job(here, of_data(data)))
+def test_data_sets_by_split(data: str, sizes: dict[str, int], module_folder: Path) -> None:
+    task = task_of(job(module_folder, of_data(data)))
     assert {split: len(columns) for split, columns in task.splits.items()} == sizes
-    limited = task_of(job(here, of_data(data), "data.limit=3", "batch_size=4"))
+    limited = task_of(job(module_folder, of_data(data), "data.limit=3", "batch_size=4"))
     assert max(map(len, limited.splits.values())) <= 3
 
 
@@ -70,24 +63,24 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("data", REFUSED)
-def test_data_that_cannot_be_used_are_refused(data: str, here: Path) -> None:
+def test_data_that_cannot_be_used_are_refused(data: str, module_folder: Path) -> None:
     with pytest.raises(RunError) as caught:
-        found_of(job(here, of_data(data)))
+        found_of(job(module_folder, of_data(data)))
     assert REFUSED[data] in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_hugging_face_data_set_gives_tensors(here: Path) -> None:
+def test_a_hugging_face_data_set_gives_tensors(module_folder: Path) -> None:
     rows = "{'input': [[float(i), 1.0, 2.0] for i in range(30)], 'answers': [[1.0, 2.0]] * 30}"
     code = of_data(f"datasets.Dataset.from_dict({rows})").replace("import random", "import datasets")
-    task = task_of(job(here, code.replace("(outputs, answers)\n", "(outputs, answers['answers'])\n")))
+    task = task_of(job(module_folder, code.replace("(outputs, answers)\n", "(outputs, answers['answers'])\n")))
     batch = task.collate(task.splits["train"], np.arange(4), 0).inputs[INPUT].batch  # type: ignore[attr-defined]
     assert batch["input"].shape == (4, 3)
 
 
 @pytest.mark.processes
-def test_what_an_item_draws_hangs_on_seed_step_and_place_alone(here: Path) -> None:
-    task = task_of(job(here, NET, functions=NET_FUNCTIONS))
+def test_what_an_item_draws_hangs_on_seed_step_and_place_alone(module_folder: Path) -> None:
+    task = task_of(job(module_folder, NET, functions=NET_FUNCTIONS))
     columns = task.splits["train"]
 
     def pixels(rows: list[int], index: int, step: int) -> torch.Tensor:
@@ -107,16 +100,16 @@ def test_what_an_item_draws_hangs_on_seed_step_and_place_alone(here: Path) -> No
     assert not (made[2].targets >= 0).any()
 
 
-def test_an_error_in_an_item_names_it(here: Path) -> None:
-    run = job(here, NET.replace("noise = ", "assert i != 50 or random.getstate() is None\n        noise = "))
+def test_an_error_in_an_item_names_it(module_folder: Path) -> None:
+    run = job(module_folder, NET.replace("noise = ", "assert i != 50 or random.getstate() is None\n        noise = "))
     with raises("LS3204", "50"):
         found_of(run)
 
 
 @pytest.mark.processes
-def test_an_error_in_a_worker_is_one_line(here: Path) -> None:
+def test_an_error_in_a_worker_is_one_line(module_folder: Path) -> None:
     code = NET.replace("noise = ", "assert torch.utils.data.get_worker_info() is None, 'here'\n        noise = ")
-    task = task_of(job(here, code, "data.workers=1"))
+    task = task_of(job(module_folder, code, "data.workers=1"))
     with pytest.raises(RunError) as caught:
         list(task.in_workers(task.splits["train"], [(0, 0, np.array([3]))]))  # type: ignore[arg-type]
     assert re.fullmatch(
@@ -124,10 +117,10 @@ def test_an_error_in_a_worker_is_one_line(here: Path) -> None:
     )
 
 
-def test_a_batch_of_targets_that_differ_from_the_first_count_is_refused(here: Path) -> None:
+def test_a_batch_of_targets_that_differ_from_the_first_count_is_refused(module_folder: Path) -> None:
     code = of_data(PAIRS.format(20)).replace("answers)\n\n", "answers, reduction='sum')\n\n")
     code += "\n\ndef targets(item):\n    return 1 + int(2 * torch.rand(()))\n"
-    task = task_of(job(here, code, functions=("targets",)))
+    task = task_of(job(module_folder, code, functions=("targets",)))
     with raises("LS3218"):
         [task.collate_at(task.splits["train"], np.arange(18), 0, step) for step in range(9)]
 
@@ -162,7 +155,7 @@ def targets(item):
     ["task.length", "task.length=longer", "task.targets", "STEP = 2", "data.limit=50", "seed=1", "drawn", "factor"],
 )
 def test_a_cache_that_other_runs_filled_gives_the_same_lengths(
-    change: str, here: Path, monkeypatch: pytest.MonkeyPatch
+    change: str, module_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever what is measured hangs on: the functions, what they call, the items that are asked about, and what these
     draw."""
@@ -170,10 +163,10 @@ def test_a_cache_that_other_runs_filled_gives_the_same_lengths(
     code = code.replace("def data():", "def data(factor=1):").replace("torch.full((3,), ", "torch.full((3,), factor * ")
     if change == "drawn":
         code = code.replace("int(item[0][0])", "1 + int(9 * torch.rand(()))")
-    first = job(here, code)
+    first = job(module_folder, code)
     module = str(first.task.options["model"]).partition(".")[0]
     measured = [] if change.startswith("task.") else [f"task.length={module}.length"]
-    prepare(job(here, code, *measured), Module)
+    prepare(job(module_folder, code, *measured), Module)
     key, _, value = change.partition("=")
     name = f"{module}.{value or key.removeprefix('task.')}"
     keys = (
@@ -185,11 +178,11 @@ def test_a_cache_that_other_runs_filled_gives_the_same_lengths(
         keys.append("task.data_arguments.factor=3")
     if change == "STEP = 2":
         code = code.replace("STEP = 1", change)
-        (here / f"{module}.py").write_text(code)
+        (module_folder / f"{module}.py").write_text(code)
         del sys.modules[module]
-    run = load(None, keys, job(here, code).model_dump() | {"task": first.task.model_dump()})
+    run = load(None, keys, job(module_folder, code).model_dump() | {"task": first.task.model_dump()})
     kept = task_of(run)
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(here / "another"))
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(module_folder / "another"))
     fresh = task_of(run)
     for split in fresh.splits:
         for column in ("lengths", "targets"):
@@ -198,14 +191,16 @@ def test_a_cache_that_other_runs_filled_gives_the_same_lengths(
     assert kept.prepared.key == fresh.prepared.key
 
 
-def test_an_item_that_has_changed_is_measured_again(here: Path) -> None:
+def test_an_item_that_has_changed_is_measured_again(module_folder: Path) -> None:
     """One of those that are not looked at when a run starts: the first batch that holds it says so."""
     code = of_data("[(torch.full((3,), n), torch.randn(2)) for n in eval(open(PLACE).read())]")
     code += "\n\ndef length(item):\n    return int(item[0][0]) + int(SPREAD * torch.rand(()))\n"
-    (place := here / "numbers").write_text(repr([1.0] * 300))
+    (place := module_folder / "numbers").write_text(repr([1.0] * 300))
     for spread in (0, 5):
         place.write_text(repr([1.0] * 300))
-        run = job(here, code.replace("PLACE", repr(str(place))).replace("SPREAD", str(spread)), functions=("length",))
+        run = job(
+            module_folder, code.replace("PLACE", repr(str(place))).replace("SPREAD", str(spread)), functions=("length",)
+        )
         before = task_of(run)
         everything = np.arange(len(before.splits["train"]))
         before.collate_at(before.splits["train"], everything, 0, 3)  # drawn anew, which is as it should be
@@ -221,29 +216,29 @@ def test_an_item_that_has_changed_is_measured_again(here: Path) -> None:
         after.collate_at(after.splits["train"], everything, 0, 3)
 
 
-def test_other_data_have_another_key(here: Path) -> None:
+def test_other_data_have_another_key(module_folder: Path) -> None:
     code = of_data("[(torch.full((3,), float(open(PLACE).read())), torch.randn(2)) for _ in range(20)]")
-    (place := here / "number").write_text("1")
-    run = job(here, code.replace("PLACE", repr(str(place))))
+    (place := module_folder / "number").write_text("1")
+    run = job(module_folder, code.replace("PLACE", repr(str(place))))
     first = prepare(run, Module)
     assert prepare(run, Module) == first
     place.write_text("2")
     assert prepare(run, Module).key != first.key
 
 
-def test_the_export_is_loaded_again_by_its_import_path(here: Path) -> None:
-    run = job(here, MEAN)
+def test_the_export_is_loaded_again_by_its_import_path(module_folder: Path) -> None:
+    run = job(module_folder, MEAN)
     model = task_of(run).model()
-    (here / "out/export").mkdir(parents=True)
-    task_of(run).write(here / "out/export", model.state_dict())
-    assert json.loads((here / "out/export/config.json").read_text())["model"] == run.task.options["model"]
-    loaded = lockstep.load(here / "out")
+    (module_folder / "out/export").mkdir(parents=True)
+    task_of(run).write(module_folder / "out/export", model.state_dict())
+    assert json.loads((module_folder / "out/export/config.json").read_text())["model"] == run.task.options["model"]
+    loaded = lockstep.load(module_folder / "out")
     assert not loaded.training
     inputs = torch.randn(4, 3)
     assert torch.equal(loaded(inputs), model.eval()(inputs))
-    (here / "out/export/config.json").write_text("{}")
+    (module_folder / "out/export/config.json").write_text("{}")
     with raises("LS3257"):
-        lockstep.load(here / "out")
+        lockstep.load(module_folder / "out")
 
 
 @pytest.mark.parametrize(
@@ -256,16 +251,16 @@ def test_the_export_is_loaded_again_by_its_import_path(here: Path) -> None:
         ("task.metrics=nowhere.metrics", "task.metrics: cannot import 'nowhere.metrics'"),
     ],
 )
-def test_keys_that_cannot_be_meant_are_refused(override: str, said: str, here: Path) -> None:
+def test_keys_that_cannot_be_meant_are_refused(override: str, said: str, module_folder: Path) -> None:
     with pytest.raises(RunError) as caught:
-        found_of(job(here, MEAN, override))
+        found_of(job(module_folder, MEAN, override))
     assert said in str(caught.value)
 
 
-def test_the_files_of_its_functions_are_what_a_checkpoint_compares(here: Path) -> None:
-    run = job(here, MEAN, "task.loss=torch.nn.functional.cross_entropy")
+def test_the_files_of_its_functions_are_what_a_checkpoint_compares(module_folder: Path) -> None:
+    run = job(module_folder, MEAN, "task.loss=torch.nn.functional.cross_entropy")
     file = str(run.task.options["model"]).partition(".")[0] + ".py"
     assert set(code_of(run)) == {file}
     before = code_of(run)
-    (here / file).write_text(MEAN.replace("Linear(3, 8)", "Linear(3, 9)"))
+    (module_folder / file).write_text(MEAN.replace("Linear(3, 8)", "Linear(3, 9)"))
     assert code_of(run) != before

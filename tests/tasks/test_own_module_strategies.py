@@ -21,19 +21,14 @@ from support.own_modules import MEAN, NET, NET_FUNCTIONS, job
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    return tmp_path
-
-
-def trained(here: Path, code: str, name: str, ranks: int, *overrides: str, **values: Any) -> dict[str, torch.Tensor]:
+def trained(
+    module_folder: Path, code: str, name: str, ranks: int, *overrides: str, **values: Any
+) -> dict[str, torch.Tensor]:
     """The exported weights."""
     functions = NET_FUNCTIONS if code is NET else ()
     strategy = {"name": name} | values.pop("strategy", {})
-    folder = values.pop("output", f"{here}/{name}-{ranks}{'-'.join(overrides)}")
-    run = job(here, code, *overrides, functions=functions, strategy=strategy, output=folder, **values)
+    folder = values.pop("output", f"{module_folder}/{name}-{ranks}{'-'.join(overrides)}")
+    run = job(module_folder, code, *overrides, functions=functions, strategy=strategy, output=folder, **values)
     status = run_on(ranks, works, run, run=run, joined=False)
     assert status == [75 if run.max_time else 0] * ranks
     return {} if run.max_time else load_file(run.folder / "export/model.safetensors")
@@ -51,47 +46,47 @@ def lines(folder: Path, split: str) -> list[dict[str, Any]]:
     ]
 
 
-def test_ddp_on_three_and_fsdp2_on_two_have_the_bits_of_one(here: Path) -> None:
-    alone = trained(here, NET, "single", 1)
+def test_ddp_on_three_and_fsdp2_on_two_have_the_bits_of_one(module_folder: Path) -> None:
+    alone = trained(module_folder, NET, "single", 1)
     assert "blocks.0.0.weight" in alone  # the user's own names
     for name, ranks, *overrides in (("ddp", 3, "data.workers=1"), ("fsdp2", 2)):
-        assert same(trained(here, NET, name, ranks, *overrides), alone), name
-    scores = lines(here / "single-1", "validation")[-1]
+        assert same(trained(module_folder, NET, name, ranks, *overrides), alone), name
+    scores = lines(module_folder / "single-1", "validation")[-1]
     assert scores["accuracy"] == scores["right"]
     assert scores["examples"] == 10
-    assert '"guess"' in (here / "single-1/samples.jsonl").read_text(), "task.generate writes it"
+    assert '"guess"' in (module_folder / "single-1/samples.jsonl").read_text(), "task.generate writes it"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("override", ["precision=bf16", "batch_size=4", "data.group_by_length=2"])
-def test_the_same_with(override: str, here: Path) -> None:
+def test_the_same_with(override: str, module_folder: Path) -> None:
     """bf16; steps of an epoch's end with fewer examples than micro-batches, where ranks run blank ones."""
     words = (override, "steps=16") if override == "batch_size=4" else (override,)
-    alone = trained(here, NET, "single", 1, *words)
+    alone = trained(module_folder, NET, "single", 1, *words)
     for name, ranks in (("ddp", 3), ("fsdp2", 2)):
-        assert same(trained(here, NET, name, ranks, *words), alone), name
+        assert same(trained(module_folder, NET, name, ranks, *words), alone), name
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("zero1", 2), slow("zero2", 2), slow("zero3", 2)])
-def test_zero_agrees_to_rounding(name: str, ranks: int, here: Path) -> None:
+def test_zero_agrees_to_rounding(name: str, ranks: int, module_folder: Path) -> None:
     pytest.importorskip("deepspeed")
-    alone, ours = trained(here, MEAN, "single", 1), trained(here, MEAN, name, ranks)
+    alone, ours = trained(module_folder, MEAN, "single", 1), trained(module_folder, MEAN, name, ranks)
     assert alone.keys() == ours.keys()
     for key, tensor in alone.items():
         torch.testing.assert_close(ours[key], tensor, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["hf_accelerate", slow("allreduce"), slow("hf_trainer")])
-def test_other_engines_have_the_bits_of_one(name: str, here: Path) -> None:
+def test_other_engines_have_the_bits_of_one(name: str, module_folder: Path) -> None:
     pytest.importorskip("accelerate")
-    assert same(trained(here, NET, name, 2), trained(here, NET, "single", 1))
+    assert same(trained(module_folder, NET, name, 2), trained(module_folder, NET, "single", 1))
 
 
-def test_a_stopped_run_goes_on_under_other_strategies(here: Path) -> None:
-    alone, folder = trained(here, NET, "single", 1), str(here / "resumed")
+def test_a_stopped_run_goes_on_under_other_strategies(module_folder: Path) -> None:
+    alone, folder = trained(module_folder, NET, "single", 1), str(module_folder / "resumed")
     for name, ranks in (("fsdp2", 2), ("allreduce", 3)):
-        trained(here, NET, name, ranks, output=folder, max_time="0.001s")
-    resumed = trained(here, NET, "single", 1, output=folder)
+        trained(module_folder, NET, name, ranks, output=folder, max_time="0.001s")
+    resumed = trained(module_folder, NET, "single", 1, output=folder)
     starts = [
         e["step"]
         for e in map(json.loads, Path(folder, "events.jsonl").read_text().splitlines())
@@ -101,17 +96,17 @@ def test_a_stopped_run_goes_on_under_other_strategies(here: Path) -> None:
     assert same(resumed, alone)
 
 
-def test_a_pipeline_cuts_a_row_of_modules(here: Path) -> None:
-    alone = trained(here, MEAN, "single", 1)
-    assert same(trained(here, MEAN, "pipeline", 2), alone)
+def test_a_pipeline_cuts_a_row_of_modules(module_folder: Path) -> None:
+    alone = trained(module_folder, MEAN, "single", 1)
+    assert same(trained(module_folder, MEAN, "pipeline", 2), alone)
     with raises("LS4062", "Net"):
-        resolve_strategy(job(here, NET, strategy={"name": "pipeline"}), 2)
+        resolve_strategy(job(module_folder, NET, strategy={"name": "pipeline"}), 2)
     with raises("LS4245", "2 layers"):
-        resolve_strategy(job(here, MEAN, strategy={"name": "pipeline"}), 3)
+        resolve_strategy(job(module_folder, MEAN, strategy={"name": "pipeline"}), 3)
 
 
-def test_blocks_are_found_by_size_or_named(here: Path) -> None:
-    run = job(here, NET, strategy={"name": "fsdp2"})
+def test_blocks_are_found_by_size_or_named(module_folder: Path) -> None:
+    run = job(module_folder, NET, strategy={"name": "fsdp2"})
     model = Module(run, prepare(run, Module)).model()
     assert {"blocks.0", "blocks.0.0", "head"} <= set(model.lockstep_called_once)  # type: ignore[arg-type]
     row: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.PReLU())

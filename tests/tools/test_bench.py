@@ -65,13 +65,11 @@ def test_a_job_that_cannot_run_is_a_line_and_the_others_run(tmp_path: Path, cach
     ],
 )
 def test_bad_values_are_refused_before_anything_starts(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path)
     assert main(["bench", "run.yaml", *words]) == 2
     assert said in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["run.yaml"]
+    assert os.listdir(run_file.parent) == ["run.yaml"]
 
 
 def asked(folder: Path, **values: Any) -> Bench:

@@ -137,9 +137,8 @@ def test_there_is_a_bar_in_a_notebook_and_nowhere_else(monkeypatch: pytest.Monke
 
 
 @pytest.mark.processes
-def test_a_job_is_followed_and_stopped(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_followed_and_stopped(here: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of event once, in order, from a job that is stopped by its listener and goes on."""
-    monkeypatch.chdir(tmp_path)
     for name, value in lockstep_environment(cache).items():
         monkeypatch.setenv(name, value)
     changes = {"output": "out", "steps": 12, "launch.processes": 1, "track.every": 4, "evaluate.every": 4}

@@ -23,29 +23,22 @@ from support.harness import tiny
 from support.messages import mentions
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path)
-    return tmp_path
-
-
-def test_plan_starts_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_starts_nothing(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "run.yaml"]) == 0
     said = capsys.readouterr().out
     assert "2, each with 2 of 4 micro-batches" in said
     assert "-m lockstep train out/run.yaml" in said
-    assert {p.name for p in here.iterdir()} == {"run.yaml"}
+    assert {p.name for p in run_file.parent.iterdir()} == {"run.yaml"}
 
 
 @pytest.mark.parametrize(("status", "imports"), [(None, 1), (75, 1), (0, 0)])
 def test_what_is_finished_needs_no_server_to_fork_ranks_from(
-    status: int | None, imports: int, here: Path, monkeypatch: pytest.MonkeyPatch
+    status: int | None, imports: int, run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began = []
     monkeypatch.setattr("lockstep.launchers.local.prestart", lambda: began.append(1))
-    (here / "out").mkdir()
-    job_record.write(here / "out", replace(job_record.here("local", 2), status=status))
+    (run_file.parent / "out").mkdir()
+    job_record.write(run_file.parent / "out", replace(job_record.here("local", 2), status=status))
     start.planned(load("run.yaml", []))
     assert len(began) == imports
 
@@ -61,7 +54,7 @@ def test_what_is_finished_needs_no_server_to_fork_ranks_from(
     ],
 )
 def test_overrides_in_every_spelling_and_order(
-    words: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *words]) == 0
     said = capsys.readouterr().out
@@ -69,17 +62,17 @@ def test_overrides_in_every_spelling_and_order(
     assert "3, each with 1 or 2 of 4" in said
 
 
-def test_a_step_that_is_smaller_than_the_run_file_says(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_is_smaller_than_the_run_file_says(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for size, told in ((100, 0), (101, 1)):
-        write(here, batch_size=size, micro_batches=2, steps=1, epochs=None, strategy={"name": "single"})
+        write(run_file.parent, batch_size=size, micro_batches=2, steps=1, epochs=None, strategy={"name": "single"})
         for command in ("plan", "train"):
             assert main([command, "run.yaml", f"output=out-{size}", "launch.processes=1"]) == 0
             said = capsys.readouterr()
             assert (said.out + said.err).count("note: batch_size is 101, and train has 100 examples") == told
 
 
-def test_plan_says_what_a_run_amounts_to(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(here, epochs=2.5, steps=None, evaluate={"every": "epoch"}, micro_batches=8)
+def test_plan_says_what_a_run_amounts_to(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run_file.parent, epochs=2.5, steps=None, evaluate={"every": "epoch"}, micro_batches=8)
     assert main(["plan", "run.yaml"]) == 0
     rows = {line[:11].strip(): line[11:].strip() for line in capsys.readouterr().out.splitlines()}
     run = load("run.yaml", [])
@@ -126,13 +119,13 @@ def test_plan_says_what_a_run_amounts_to(here: Path, capsys: pytest.CaptureFixtu
         (["strategy=pipeline", "strategy.options={stages: 2}"], (2, 2, 4)),
     ],
 )
-def test_bytes_of_a_parameter_are_those_of_the_docs(words: list[str], held: tuple[float, ...], here: Path) -> None:
+def test_bytes_of_a_parameter_are_those_of_the_docs(words: list[str], held: tuple[float, ...], run_file: Path) -> None:
     """docs/reference/strategies.md, of four processes; tests/strategies/test_memory.py measures them."""
     run = load("run.yaml", words)
     assert tuple(strategy_class(run).bytes_held(run, 4).values()) == held
 
 
-def test_plan_says_how_fsdp2_gathers_here(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_says_how_fsdp2_gathers_here(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in ([], "; gather: step, by the memory of this machine;"), (["strategy.exact=false"], ""):
         assert main(["plan", "run.yaml", "strategy=fsdp2", *words]) == 0
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("memory"))
@@ -156,18 +149,18 @@ def test_plan_says_how_fsdp2_gathers_here(here: Path, capsys: pytest.CaptureFixt
     ],
 )
 def test_plan_refuses_what_train_refuses(
-    words: list[str], said: str, here: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refusals = []
     for command in ("plan", "train"):
         assert main([command, "run.yaml", "launch.processes=1", *words]) == 2
         refusals.append(capsys.readouterr().err)
-        assert {p.name for p in here.iterdir()} == {"run.yaml"} or command == "train"
+        assert {p.name for p in run_file.parent.iterdir()} == {"run.yaml"} or command == "train"
     assert refusals[0] == refusals[1]
     assert said in refusals[0]
 
 
-def test_what_the_hub_alone_knows_is_said_to_be_unknown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_hub_alone_knows_is_said_to_be_unknown(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, status in ([], 1), (["--offline"], 0):  # HF_HUB_OFFLINE is set
         assert main(["plan", "run.yaml", "data.source=somebody/texts", *words]) == status
         said = capsys.readouterr()
@@ -179,7 +172,7 @@ def test_what_the_hub_alone_knows_is_said_to_be_unknown(here: Path, capsys: pyte
 
 
 def test_a_job_that_needs_more_memory_than_there_is_would_fail(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = load("run.yaml", [])
     task_class = find("tasks", run.task.name)
@@ -200,7 +193,7 @@ def test_a_job_that_needs_more_memory_than_there_is_would_fail(
 
 @pytest.mark.parametrize("launcher", ["local", "sagemaker"])
 def test_what_init_has_left_to_be_filled_in_is_refused(
-    launcher: str, here: Path, capsys: pytest.CaptureFixture[str]
+    launcher: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert resolve.FILL_IN == FILL_IN
     launch = (
@@ -214,7 +207,7 @@ def test_what_init_has_left_to_be_filled_in_is_refused(
         assert mentions(said, "LS5130", "data.source", "model.source")
 
 
-def test_plan_without_a_file_is_the_quick_start(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_without_a_file_is_the_quick_start(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--epochs", "2"]) == 0
     said = capsys.readouterr().out
     assert "outputs/quickstart" in said

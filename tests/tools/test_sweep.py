@@ -99,20 +99,15 @@ def test_a_trial_that_fails_is_a_line_with_its_reason(tmp_path: Path, cache: Pat
     ],
 )
 def test_bad_keys_and_values_are_refused_before_anything_starts(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path)
     assert main(["sweep", "run.yaml", *words]) == 2
     assert said in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["run.yaml"]
+    assert os.listdir(run_file.parent) == ["run.yaml"]
 
 
-def test_prepared_trials_are_plain_run_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, hub={"push_to": "somebody/something"})
+def test_prepared_trials_are_plain_run_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(here, hub={"push_to": "somebody/something"})
     assert main(["sweep", "run.yaml", "--over", "seed=1,2", "steps=5", "--prepare"]) == 0
     lines = capsys.readouterr().out.split("\n")[:2]
     assert lines == [f"lockstep train out-sweep/seed-{i}/run.yaml" for i in (1, 2)]

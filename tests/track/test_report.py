@@ -160,11 +160,8 @@ def test_the_report_command_writes_a_page_each_and_one_for_all(tmp_path: Path, c
         (["a", "--to", "x.html"], "--to: writes a comparison, which needs two"),
     ],
 )
-def test_what_cannot_be_compared(
-    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder_of(tmp_path / "a")
+def test_what_cannot_be_compared(words: list[str], says: str, here: Path, capsys: pytest.CaptureFixture) -> None:
+    folder_of(here / "a")
     assert main(["report", *words]) == 2
     assert says in capsys.readouterr().err
 

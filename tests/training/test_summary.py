@@ -24,9 +24,8 @@ from support.harness import tiny
     ],
 )
 def test_the_same_weights_on_another_number_of_processes(
-    output: str, overrides: list[str], now: int, then: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    output: str, overrides: list[str], now: int, then: tuple[str, int], here: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     elsewhere = {"hub": {"push_to": "somebody/model"}, "remote_dir": "s3://bucket/run"}
     run = tiny(*overrides, "max_time=1h", output=output, **elsewhere)
     found, said = pasted(run, now)
@@ -39,9 +38,8 @@ def test_the_same_weights_on_another_number_of_processes(
 
 
 def test_where_another_number_gives_other_bits_or_cannot_be_started_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     _, said = pasted(tiny("strategy.exact=false", "launch.processes=2", output="out"), 2, "verify")
     assert "same training" in said
     run = tiny("launch.name=slurm", output="my out")
