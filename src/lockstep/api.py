@@ -34,7 +34,7 @@ class JobFailed(Exception):
 class Result:
     """What became of a run."""
 
-    status: Literal["done", "stopped", "submitted"]  # stopped: the same call goes on; submitted: a scheduler has it
+    status: Literal["done", "stopped", "submitted"]  # stopped: the same call continues; submitted: a scheduler has it
     folder: Path  # OUTPUT
     metrics: Mapping[str, Mapping[str, float]] = field(repr=False)
     """Split -> name -> value, with the step they are of: of the exported model once there is one, else the last."""

@@ -291,7 +291,7 @@ class Checkpoints:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     (self.folder / name).touch()
                 except OSError:
-                    is_writable = False  # nobody will be able to write, and each will say why
+                    is_writable = False  # no rank will be able to write, and each reports why
             name, is_writable = self.world.broadcast((name, is_writable))
             self._sees = not is_writable or (self.folder / name).exists()
             self.world.barrier()

@@ -147,7 +147,7 @@ class RemoteSync:
         assert run.remote_dir is not None
         self.run, self.address, self._say = run, address_of(run.remote_dir), say
         self.in_use: frozenset[str] = frozenset()  # checkpoints that are being copied, which must not be removed
-        self.fault: str | None = None  # why the last try to copy did not come to its end
+        self.fault: str | None = None  # why the last copy failed
         self._there: dict[int, Manifest] | None = None  # whole ones by step; None: not asked yet
         self._damaged: set[str] = (
             set()
@@ -252,7 +252,7 @@ class RemoteSync:
             try:
                 self.copy()
                 self.fault = None
-            except Exception as error:  # whatever it is: training goes on, and nobody would hear of it in a thread
+            except Exception as error:  # any error: training continues, and an exception in a thread is lost
                 self.fault = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
                 self._words.append(
                     f"{self.run.folder} could not be copied to {self.address} ({self.fault}); it is tried again with "
@@ -323,7 +323,7 @@ class RemoteSync:
             except StoreError as error:
                 if error.again:
                     raise
-                return  # nothing may be removed here, which `check` has told: all of them stay
+                return  # nothing may be removed here, as `check` has said: keep all of them
             there.pop(step, None)
 
     def copy_export(self, source: Path) -> None:

@@ -136,7 +136,7 @@ class OptimSection(PluginSection):
         values = dict(values)
         if values.get("schedule") is None:
             values["schedule"] = _USUAL.get(str(values.get("name")), "linear")
-        with suppress(ValueError):  # points that will not do are told by their own key
+        with suppress(ValueError):  # invalid points are refused under their own key
             if isinstance(points := _schedule(values["schedule"]), list):
                 values.setdefault("learning_rate", max(rate for _, rate in points))
         return values

@@ -28,7 +28,7 @@ from lockstep.config.errors import InvalidValue
 
 Steps = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
-Interval = Steps | Literal["epoch"]  # every so many steps, or at the end of every epoch
+Interval = Steps | Literal["epoch"]  # interval in steps, or the end of every epoch
 
 # Sections that a text may stand for, as in `model: gpt2` -> the key that it gives.
 SHORT = {

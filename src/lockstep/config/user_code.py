@@ -22,7 +22,7 @@ from lockstep.config.entry_points import spec_of
 from lockstep.config.run import Run
 
 _INSTALLED = ("site-packages", "dist-packages")
-# Nobody's own code, also where they are checked out beside it: their versions are compared, not their files.
+# Not the user's code, even where they are checked out beside it: their versions are compared, not their files.
 _LIBRARIES = ("lockstep", "lockstep_clouds", "lockstep_plan",
               "torch", "transformers", "datasets", "tokenizers", "numpy", "pyarrow", "pydantic", "accelerate",
               "deepspeed", "peft", "safetensors", "scipy", "sklearn", "pandas")  # fmt: skip

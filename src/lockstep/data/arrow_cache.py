@@ -296,7 +296,7 @@ _POLL_S = 0.5
 MakeBatches = Callable[
     [range, Path, Callable[[int], None]], None
 ]  # its rows, where to write it, told how many are done
-First = tuple[Callable[[int], None], int]  # called by this process for each part, so many before they are made
+First = tuple[Callable[[int], None], int]  # called by this process for each part, and how many parts ahead
 Batches = Iterable[tuple[pa.RecordBatch, int]]  # record batches, each with how many rows it took
 
 
@@ -449,7 +449,7 @@ def _by_processes(
             left = _asking(pool, todo, futures, *first) if first else None
             while (left is not None and left.is_alive()) or not all(each.done() for each in futures):
                 if not wait([each for each in futures if not each.done()], _POLL_S, FIRST_EXCEPTION).done:
-                    time.sleep(_POLL_S / 10)  # none is asked for yet, or all that were are made
+                    time.sleep(_POLL_S / 10)  # no part is submitted yet, or all submitted ones are done
                 say()
                 if any(each.done() and each.exception() for each in [*futures]):
                     pool.shutdown(wait=True, cancel_futures=True)
@@ -500,7 +500,7 @@ def _begin(one: Callable[[int], None], parent: int) -> None:
     if os.getppid() != parent:
         os._exit(1)
     gc.freeze()  # to look for garbage in what is shared would copy it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever forked this one decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # terminal signals: the parent process decides
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     setattr(multiprocessing.current_process(), _WORK, one)

@@ -141,7 +141,7 @@ def documents_in(dataset: Dataset, how: Writing) -> int:
 def further_keys(dataset: Dataset, column: str) -> list[str]:
     """What messages have besides role and content."""
     inner = getattr(dataset.features[column], "feature", None)
-    if not isinstance(inner, Mapping):  # values of any kind, told by none of the features
+    if not isinstance(inner, Mapping):  # values of any kind; the features do not describe them
         inner = {key for _, part in usable_rows.lists(dataset, column) for row in part for each in row for key in each}
     return sorted(set(inner) - {"role", "content"})
 

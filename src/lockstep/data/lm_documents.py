@@ -34,7 +34,7 @@ SCHEMA = pa.schema(
 )
 WITH_STARTS = SCHEMA.append(pa.field("starts", _NUMBERS))
 WITH_LEFT = SCHEMA.append(pa.field("left", pa.int64()))  # tokens that were cut off its text
-# Tokens of its text that nothing comes before, which are no targets, and what they stand for.
+# Tokens of its text without a token before them, which are no targets, and their bytes and words.
 OPENINGS = (
     pa.field("openings", _NUMBERS),
     pa.field("opening_bytes", pa.int64()),

@@ -32,7 +32,7 @@ class Vocabulary:
     begins: np.ndarray | None  # bool [size]: a word begins with it, whatever comes before; None: not known
     joins: (
         np.ndarray | None
-    )  # int8 [size]: the token after it never goes on with its word, may, or always does: 0, 1, 2
+    )  # int8 [size]: the next token never (0), possibly (1) or always (2) continues this token's word
 
 
 def vocabulary(tokenizer: Any) -> Vocabulary:

@@ -47,7 +47,7 @@ class _Chunks(Shards):
         self._opened, self._lists = {}, {}
         self._how = how
         self._parts: tuple[Stream, Make] | None = None
-        self._lock = threading.Lock()  # of the file that is open; whoever collates ahead is not the only reader
+        self._lock = threading.Lock()  # of the open file; the thread that collates ahead is not the only reader
         self._open: dict[int, tuple[int, RowReader]] = {}  # of each source a file, by its number
 
     def column(self, shard: int, name: str) -> pa.Array:

@@ -121,7 +121,7 @@ def of_targets(run: Run) -> Path | None:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-    except OSError:  # no such repository: that is told when the sources' tokenizer is loaded
+    except OSError:  # no such repository: reported when the source's tokenizer is loaded
         return None
     return _in_cache(_load_source(run, source, subfolder=TARGET), f"{source}/{TARGET}") if vocabulary else None
 

@@ -7,7 +7,7 @@ docs/explanation/lost-rank.md tells the whole protocol; `training/recovery.py` i
 
 A generation is never taken back or changed: the next one has the next number, and the store takes each number once.
 Ranks act on the newest they can see and meet there; one that is still at an older one finds the newer one and follows.
-Nobody guesses who is left, and who does not reach the store goes on with nobody.
+Membership comes from the store alone: a process that cannot reach the store belongs to no group.
 """
 
 from __future__ import annotations

@@ -283,7 +283,9 @@ class _Geometry:
         for offsets in itertools.product(*map(range, self.kernel)):
             rows = zip(offsets, self.dilation, self.stride, places, strict=True)
             spans = [slice(o * gap, o * gap + step * (count - 1) + 1, step) for o, gap, step, count in rows]
-            whole[(slice(None), *spans)] += windows[(slice(None), *offsets)]
+            into: list[Any] = [slice(None), *spans]
+            place: list[Any] = [slice(None), *offsets]
+            whole[tuple(into)] += windows[tuple(place)]
         return self.inside(whole)
 
     def inside(self, whole: Tensor) -> Tensor:

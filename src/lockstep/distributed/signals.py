@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-# The last one is what a terminal sends when it is closed; nohup has it ignored.
+# The last one is sent by a terminal that closes; nohup ignores it.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Of one Ctrl-C a process may hear several times: from the terminal, and from a torchrun or a timeout that passes it on.
 AGAIN_S = 1.0

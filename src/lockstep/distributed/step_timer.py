@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 
-# In this order over the wire. What they mean is told in docs/how-to/report.md.
+# In this order in messages between ranks. docs/how-to/report.md explains them.
 NAMES = (
     "other",
     "data",

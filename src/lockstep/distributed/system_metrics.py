@@ -128,7 +128,7 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: up to a GiB comes from the heap, not from a mapping of its own
-        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: of which at most 2 GiB stay free
+        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: at most 2 GiB of it stay free
 
 
 # In this order over the wire; NaN where a rank has none.

@@ -103,7 +103,7 @@ class Watchdog:
                 self.world.log,
             )
             os._exit(FAILED)
-        except RuntimeError as caught:  # the store is gone, and with it whoever held it
+        except RuntimeError as caught:  # the store is gone, and with it the process that held it
             if self._over.wait(LEFT_S):
                 return
             text = " ".join(str(caught).split())[:200]
@@ -273,7 +273,7 @@ def tell_failure(caught: Exception, world: World | None, log: Path | None = None
                 pass
         except FileExistsError:
             return
-        except OSError:  # a full disk, no folder: told twice is better than not at all
+        except OSError:  # a full disk, no folder: a message twice is better than none
             pass
     who = f"rank {world.rank} of {world.size} on {world.host}" if world is not None else "a process"
     if lost_contact(caught):

@@ -52,7 +52,7 @@ class World:
         self.threads = threads_of(run, self.local_size)
         self.agreed = ""  # the hash of what is the same on every rank: agreement.py
         self.stop = StopRequest(run.max_time_s)
-        self.refusal: str | None = None  # why this rank may not write into OUTPUT, until all ranks are told
+        self.refusal: str | None = None  # why this rank may not write into OUTPUT, until all ranks know
         timeout = timedelta(seconds=run.launch.timeout_s)
         several, shared = self.size > self.local_size, share_gpus(run)
         self._rendezvous = Rendezvous(init_method, self.rank, self.size, several, timeout, shared)

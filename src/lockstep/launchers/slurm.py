@@ -413,7 +413,7 @@ class Job:
     tasks: int  # of a node
     processes: int  # of a task: 1, or the ranks that an elastic agent starts
     folder: Path  # of the logs and of the file itself
-    command: Sequence[str]  # of one task; of an array `$run` stands for the run file
+    command: Sequence[str]  # of one task; in an array `$run` is the run file
     here: Path  # where it runs: relative paths of the run file are meant from here
     cpus: int | None = None  # of a process
     gpus: int = 0  # of a node

@@ -197,7 +197,7 @@ def joined(run: Run) -> int:
                 if job_record.VARIABLE not in os.environ:
                     job_record.write(run.folder, job_record.here("", int(os.environ["WORLD_SIZE"])))
             except RunError as caught:
-                refusal = str(caught)  # told once all ranks are there: alone, this one would leave them waiting
+                refusal = str(caught)  # reported once all ranks are there: otherwise they would wait for this one
         job = run if sent is None else Job.load(Path(sent).read_text(encoding="utf-8"))
         status = worker.main(job, words=words, refusal=refusal)
         listen_no_more()

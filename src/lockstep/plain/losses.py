@@ -146,7 +146,7 @@ def pooled(hidden: Tensor, inputs: dict[str, Tensor], task: dict) -> Tensor:
     return normalize(ways[task["pooling"]], dim=-1)
 
 
-def _embedding(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
+def _embedding(job: Any, model: Any, examples: list[dict], device: Any) -> Loss:
     """Of each row the cross entropy of its positive among the texts of its batch, by cosine; or the squared error of
     the cosine. A text is not told apart from itself, nor from other positives of its anchor."""
     task, count, sides = job.run["task"], len(examples), len(examples[0]["texts"])
@@ -156,7 +156,7 @@ def _embedding(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
     if task["score"]:
         wanted = torch.tensor([example["score"] for example in examples], device=device).float()
         if job.libraries:
-            return losses.CosineSimilarityLoss(None).compute_loss_from_embeddings([*vectors], wanted) * count, count
+            return losses.CosineSimilarityLoss(model).compute_loss_from_embeddings([*vectors], wanted) * count, count
         return ((vectors[0] * vectors[1]).sum(1) - wanted).square().sum(), count
     own, other = ([e["names"][side] for side in some for e in examples] for some in ((0,), range(1, sides)))
     most = task["negatives"] or count  # other rows that a row is told apart from
@@ -170,7 +170,7 @@ def _embedding(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
     scale, never, right = task["similarity_scale"], torch.tensor(hidden, device=device), torch.arange(count).to(device)
     if job.libraries:
         ranking = losses.MultipleNegativesRankingLoss(
-            None, scale, lambda a, b: (a @ b.T).masked_fill(never, -torch.inf)
+            model, scale, lambda a, b: (a @ b.T).masked_fill(never, -torch.inf)
         )
         return ranking.compute_loss_from_embeddings([*vectors], right) * count, count
     scores = scale * vectors[0] @ vectors[1:].flatten(0, 1).T

@@ -460,7 +460,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         return loss.detach()
 
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
-        def call() -> None:  # the same examples on every rank, and no backward that would let go of what is gathered
+        def call() -> None:  # the same examples on every rank, and no backward that would release the gathered weights
             with torch.no_grad(), self.autocast():
                 self.model(**first_inputs(self.task, self.world.device))
             reshard(self.model)

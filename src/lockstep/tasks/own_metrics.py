@@ -130,7 +130,7 @@ def functions(run: Run) -> dict[str, Metric]:
             raise RunError(
                 "LS3303", f"metrics: {name} must accept two arguments, (predictions, labels): {error}"
             ) from error
-        except ValueError:  # of a built-in one nobody knows what it takes
+        except ValueError:  # the arguments of a built-in function are unknown
             pass
         metrics[name] = function
     return metrics

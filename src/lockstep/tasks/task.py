@@ -51,7 +51,7 @@ class Task(ABC):
     has them for each of its `column_keys` needs nothing else to be found."""
 
     default_model: ClassVar[str | None] = None  # on the Hub: `init` fine-tunes it unless a person names another
-    small_model: ClassVar[str] = "gpt2"  # a type of transformers, of which `init` makes a small model from scratch
+    small_model: ClassVar[str] = "gpt2"  # a model type of transformers that `init` builds small, from scratch
     usual_rate: ClassVar[float] = 5e-5  # the learning rate that `init` writes for a pretrained model
     head: ClassVar[str | None] = None  # of its model of transformers: one of `models/heads.py`, or a `Head` of its own
     chunks_loss: ClassVar[bool] = False  # whether it has the key `loss_chunk`

@@ -46,8 +46,8 @@ from lockstep.training.plain_sides import FOLDER, UNTRAINED, PlainRecord, PlainS
 COLUMNS = ["step", "loss", "norm", "gradients", "changes"]  # relative differences
 TENSORS = ("gradient", "change")
 STEPS = 2  # that are compared
-FACTOR, LOW = 10.0, 5.0  # times what a change of the last bit of a float32, of a bfloat16 comes to, may differ
-LEAST = {"loss": 2e-6, "norm": 1e-5, "gradient": 2e-5, "change": 1e-3}  # may differ whatever that comes to, relatively
+FACTOR, LOW = 10.0, 5.0  # allowed difference, as a multiple of the effect of a last bit: float32, bfloat16
+LEAST = {"loss": 2e-6, "norm": 1e-5, "gradient": 2e-5, "change": 1e-3}  # relative differences that are always allowed
 LEAST_LOW = {"loss": 1e-3, "norm": 2**-8, "gradient": 2**-8, "change": 2**-6}  # under autocast, whose unit is 2^-8
 FLOOR = 1e-3  # of the whole: the norm that a parameter counts for at least, as gradients that cancel hold its rounding
 NOTHING = 1e-5  # of the whole: a gradient below it is zero but for rounding

@@ -65,7 +65,7 @@ def branch(spec: str, run: Run) -> int:
             "LS8051", f"output: {run.folder} is the output of the original run; give the branch another output=FOLDER"
         )
     begun = None
-    if next(newest_first(run), None) is None:  # else it was placed before, and is gone on from
+    if next(newest_first(run), None) is None:  # otherwise it was placed by an earlier start, which is resumed
         with output_lock.owned(run, console.note):
             begun = _begun(output, step, run, console)
     status = start.train(run)

@@ -51,7 +51,7 @@ class Following:
         self._began = record.began if record else None
         self._steps: int | None = None
         self._after = 0  # updates done at the newest start
-        self._reported: set[tuple[str, int, str]] = set()  # since then: a step that is trained again is told again
+        self._reported: set[tuple[str, int, str]] = set()  # since then: a step that is trained again is reported again
 
     def new(self) -> Iterator[Event]:
         """What happened since this was last asked; of one question in the order of steps."""

@@ -45,7 +45,7 @@ class MLflow(Tracker):
         folder = self.run.folder.resolve()
         uri = self.options.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
         self._client: Any = MlflowClient(uri)
-        self._last_steps: dict[str, int] = {}  # metric -> last step that the store has, of a run that goes on
+        self._last_steps: dict[str, int] = {}  # metric -> last step that the store has, for a resumed run
         if self.run_id is not None:
             self._client.update_run(self.run_id, status="RUNNING")
             return f"{uri}, run {self.run_id} goes on"

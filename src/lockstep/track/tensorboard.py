@@ -20,7 +20,7 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = self.run.folder / "tensorboard"
-        # Events of steps that are trained again are dropped by whoever reads the files.
+        # Readers of the files drop events of steps that are trained again.
         self._writer = SummaryWriter(str(folder), purge_step=self.after + 1 if self.after else None)
         return f"tensorboard --logdir {folder}"
 

@@ -136,7 +136,7 @@ def _sides(sides: Sides, key: str, values: dict[str, Any]) -> Sides:
 
 
 EXAMPLES = 3  # that are computed together, at most
-FACTOR = 10.0  # times what a change of a weight's last bit comes to, or half precision by itself, may differ
+FACTOR = 10.0  # allowed difference, as a multiple of the effect of a weight's last bit or of half precision
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def differences(sides: Sides, strategy: Strategy) -> list[PlainDifference]:
     if strict:
         for name, places in groups.items():
             own = own_numbers(sides, places, strategy.autocast(False))
-            if compared(name, own, plain[name], LEAST):  # rounding may come to more, which is measured only then
+            if compared(name, own, plain[name], LEAST):  # rounding may be larger, and is measured only then
                 measured = largest_differences(perturbed_numbers(sides, places), plain[name])
                 differing += compared(name, own, plain[name], LEAST.at_least(measured))
     if low:

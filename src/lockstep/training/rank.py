@@ -138,7 +138,7 @@ class RankZeroSinks(Sinks):
 
     def __init__(self, session: Session, console: Console, step: int) -> None:
         self._session, self._console, self._loud = session, console, session.world.is_main
-        self._reported_steps: dict[str, int] = {}  # of each split, the step of what was told last
+        self._reported_steps: dict[str, int] = {}  # of each split, the step that was reported last
         self._open(step)
 
     def _open(self, step: int) -> None:

@@ -81,7 +81,7 @@ class Job:
     processes: int  # ranks, over all machines; 0: a rank that joins a job whose size others have looked at
     scope: Scope
     task: type[Task]
-    strategy: type[Strategy]  # the class that does the work, where one name stands for several
+    strategy: type[Strategy]  # the class that does the work, where one name means several
     same_bits: bool  # whether it ends with the bits of a single process
     prepared: Prepared | None = None  # from `Scope.DATA` on
     padding: str | None = None  # why padding is computed; None: it is left out

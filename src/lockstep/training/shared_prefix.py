@@ -21,7 +21,7 @@ from lockstep.data.arrow_cache import Prepared
 from lockstep.data.order import Order
 from lockstep.training.data_loader import StepLoader
 
-# Keys of which a step knows its learning rate only.
+# Keys that affect a step only through its learning rate.
 _OF_RATES: tuple[str, ...] = ("learning_rate", "schedule", "warmup_steps", "warmup_fraction", "min_lr_ratio", "power")
 _OF_RATES += ("decay_fraction", "decay_steps", "decay_shape")
 OF_RATES = {"epochs", "steps", REVISION, *(f"optim.{key}" for key in _OF_RATES)}

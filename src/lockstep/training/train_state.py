@@ -86,7 +86,7 @@ class TrainState:
         """Whether `evaluate.patience` has ended training: the same on every rank."""
         return self.progress.over(self._run)
 
-    # -- as others have it -------------------------------------------------------------------------------------------
+    # -- plain data, as others store it ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain data that later steps do not change. The host waits for the device."""

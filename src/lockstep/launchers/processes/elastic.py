@@ -60,7 +60,7 @@ class Survivors(LocalElasticAgent):
     stop_requested: bool  # to stop
     goes_on = False  # whether ranks may be lost one by one in this formation
     _room = "", 0  # that this machine comes into, and how many machines formed the job there
-    _in = _dead = ""  # the room of this machine's ranks; one in which nobody lives
+    _in = _dead = ""  # the room of this machine's ranks; an empty one
 
     @property
     def several(self) -> bool:

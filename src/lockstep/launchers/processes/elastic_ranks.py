@@ -70,7 +70,7 @@ class Ranks:
         self._vacant: list[int] = []  # local ranks that nobody has
         self._spares: set[int] = set()  # local ranks of processes that were started in the place of lost ones
         self._started = len(variables)
-        self.stop_asked = False  # whether one was asked to stop before it came in, by somebody who asked nobody else
+        self.stop_asked = False  # whether a rank was asked to stop before it joined, and no other rank was
         self.why = ""  # this machine's ranks have ended, where none of them has failed
         for local in variables:
             self._start(local, joining)
@@ -319,7 +319,7 @@ class RanksAmongMachines(Ranks):
         lost."""
         self._machines, self._fewest, self._most, self._missed = machines, fewest, most, missed
         self._accused = 0.0  # when it was last looked for
-        self._ended = False  # whether this machine's ranks have come to their end
+        self._ended = False  # whether this machine's ranks have finished
         self.stopped = False  # the same, because they were asked to stop
         super().__init__(*arguments, **named)
 
@@ -361,7 +361,7 @@ class RanksAmongMachines(Ranks):
         with suppress(RuntimeError):  # the store is gone
             machines.mine.left, machines.mine.done = machines.mine.left or not self._ended, self._ended
             machines.say()
-        # whoever waits for a machine that is lost does not end by itself
+        # a rank that waits for a lost machine does not end by itself
         super().close(death_sig, GONE_S if any(map(machines.silent, machines.others)) else timeout)
 
     def leave(self, holds: bool, tell: Callable[[], None]) -> bool:

@@ -26,7 +26,7 @@ from lockstep.strategies.exact.leaf_gradients import LeafGradients
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds, Node
 from lockstep.strategies.exact.reduction import ReductionTree, Scatter, buckets
 
-Layout = Sequence[Sequence[Node]]  # by rank: the nodes of which it has a partial sum
+Layout = Sequence[Sequence[Node]]  # by rank: the nodes whose partial sums it has
 
 
 @dataclass(frozen=True)

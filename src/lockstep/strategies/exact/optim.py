@@ -271,7 +271,7 @@ class Stepper(torch.optim.Optimizer):
             own: list[State] = [{key: lists[key][i] for key in keys} for i in range(len(parts))]
             self.rule.update(group, parts, slopes, own)
 
-    # -- whole tensors of which each rank has a part -----------------------------------------------------------------
+    # -- whole tensors, each rank holding a part ---------------------------------------------------------------------
 
     def _cut(self, group: Mapping[str, Any]) -> bool:
         """Whether ranks hold parts of this group's parameters (single numbers are never cut)."""

@@ -92,7 +92,7 @@ class ReduceStage:
     nodes: tuple[Node, ...]  # the partial sums that the rank holds before
     own_rows: slice  # rows that it goes on with
     sends: tuple[tuple[int, slice], ...]  # to whom, which rows
-    receives: tuple[tuple[int, tuple[Node, ...]], ...]  # from whom, of which partial sums; as many rows as it keeps
+    receives: tuple[tuple[int, tuple[Node, ...]], ...]  # sender and partial sums; as many rows as this rank keeps
 
     @property
     def rows(self) -> int:

@@ -147,7 +147,7 @@ class _Installed:
     def begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         kwargs = dict(kwargs)
         self.targets, self.loss, self.scores = kwargs.pop(TARGETS, None), None, None
-        if self.last is not None:  # a forward that did not come to its head, in a stage of a pipeline
+        if self.last is not None:  # a forward that did not reach the head, in a pipeline stage
             self.last.remove()
         if self.targets is not None:
             # at every forward, so that it is the last one: an engine's hook may put a node of its own behind the output

@@ -62,7 +62,7 @@ class Decoding:
     new_tokens: int  # at most
     pad: int
     end: int | None  # the token after which nothing follows
-    start: int | None = None  # what a decoder starts with; None: the model goes on with its input
+    start: int | None = None  # the decoder's first token; None: the model continues its input
     beams: int = 1  # 1: greedy, or drawn where there is a temperature
     temperature: float = 0.0  # 0: the likeliest token
     seed: int = 0  # of what is drawn

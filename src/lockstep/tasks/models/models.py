@@ -310,5 +310,5 @@ def exported_model(head: str, folder: Path, run: Run) -> Any:
             model = PeftModel.from_pretrained(model, folder, is_trainable=run.model.quantization is not None)
     model = model.float().eval()
     if adapter and run.model.quantization is not None:
-        quantized.pack(run, model)  # what is trained is told from the base by its gradient
+        quantized.pack(run, model)  # trained weights are those with a gradient
     return model

@@ -80,7 +80,7 @@ def of_source(run: Run) -> str | None:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-    except OSError:  # no such repository: that is told when the model is loaded
+    except OSError:  # no such repository: reported when the model is loaded
         return None
     return _mode(Path(modules_file), run.model.source) if modules_file else None
 

@@ -84,7 +84,7 @@ class RowMap:
         return value
 
     def _once(self, value: Tensor, laid: Callable[[], Tensor]) -> Tensor:
-        if id(value) not in self._laid:  # kept with what it was made of, whose id is nobody else's meanwhile
+        if id(value) not in self._laid:  # stored with its source, so that the source's id is not reused
             self._laid[id(value)] = value, laid()
         return self._laid[id(value)][1]
 

@@ -34,7 +34,7 @@ from lockstep.tasks.modules import dataset, wrapped_module
 from lockstep.tasks.modules.wrapped_module import Calling
 
 GROUPS, HALF = 3, 4  # groups of items, and how many of each hold little, and as many much
-LOOKED_AT = 64  # items of which they are chosen, evenly spread
+LOOKED_AT = 64  # items to choose them from, evenly spread
 TIMES = 4  # how often a batch holds one half of its items
 
 
@@ -151,7 +151,7 @@ class _Trial:
     calling: Calling
     batches: Mapping[str, Any]
     sizes: Mapping[str, int]
-    weights: Mapping[str, int]  # targets of each batch; examples where nobody says more
+    weights: Mapping[str, int]  # targets of each batch; examples without task.targets
     fresh: Callable[[], nn.Module] | None = None  # a new model for every batch: this one keeps state between them
 
     def forward(self, name: str) -> tuple[Any, Any]:

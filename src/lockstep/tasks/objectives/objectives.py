@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lockstep.data.batch import Sums
 
 
-MOST_CLASSES = 100  # of which a table of true against predicted labels is counted
+MOST_CLASSES = 100  # up to which a confusion matrix is counted
 
 
 class OneLabel(Objective):

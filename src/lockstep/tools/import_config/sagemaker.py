@@ -177,7 +177,7 @@ def _product(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-# -- what becomes of it ----------------------------------------------------------------------------------------------
+# -- translation -----------------------------------------------------------------------------------------------------
 
 
 def move(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> None:

@@ -44,7 +44,7 @@ class Look:
         str, str
     ]  # column -> text, texts, label, labels, number, decimal, true/false, messages, image or another
     few: dict[str, int]  # column of few different values -> how many
-    characters: dict[str, int]  # text column -> characters, of which 99 of 100 rows have no more
+    characters: dict[str, int]  # text column -> the 99th percentile of its characters
     languages: tuple[str, ...] = ()  # of a column of pairs
     plain: bool = False  # a .txt file without labels
     binary: tuple[str, ...] = ()  # columns of 0 and 1

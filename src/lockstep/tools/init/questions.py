@@ -190,7 +190,7 @@ def _micro_batches(batch: int, here: MachineInfo) -> int:
     return max(2 ** math.floor(math.log2(min(batch, wanted))), min(batch, here.processes))
 
 
-Ask = Callable[[str, str], str]  # a question and the answer that an empty line stands for
+Ask = Callable[[str, str], str]  # a question and its default answer
 MOST = 10  # wrong answers to a question, after which a person gave up, or is none
 
 Answer = TypeVar("Answer")

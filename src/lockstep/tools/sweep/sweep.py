@@ -198,7 +198,7 @@ class Leaderboard:
                 "scores": t.scores,
                 "begins_with": self.tree.begins.get(t.name) if self.tree else None,  # a trial, and steps of it
             }
-            for t in self.trials  # in the order they were tried, which is what a search goes on from
+            for t in self.trials  # in the order they were tried, from which a search continues
         ]
         values = {"metric": self.sweep.metric, "split": self.sweep.split, "trials": rows}
         try:

@@ -255,14 +255,14 @@ def _wrap_schedulers(hooks: Hooks) -> None:
     module = torch.optim.lr_scheduler
     for kind in [k for k in vars(module).values() if isinstance(k, type) and "step" in vars(k)]:
         _wrap_step(hooks, kind)
-    made = module.LRScheduler.__init__
+    original_init = module.LRScheduler.__init__
 
-    @functools.wraps(made)
+    @functools.wraps(original_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         for kind in type(self).__mro__:  # classes of the script's own, which may not call torch's `step`
             if isinstance(vars(kind).get("step"), types.FunctionType):
                 _wrap_step(hooks, kind)
-        made(self, *args, **kwargs)
+        original_init(self, *args, **kwargs)
         if hooks.recorder is not None and not _by_a_trainer(sys._getframe(1)):
             hooks.guarded(hooks.recorder.has_scheduler, self)
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 WIDTH, HEIGHT = 360, 180
 LEFT, RIGHT, ABOVE, BELOW = 44, 8, 18, 18  # room for the numbers at the axes, and above for what is pointed at
-POINTS = 150  # at most so many are drawn of a series: each stands for a stretch, and a band shows what lies in it
+POINTS = 150  # points drawn of a series at most: each is the mean of a stretch, whose range a band shows
 COLOURS = 8  # classes c0 ... c7; further series are dashed
 STRIPS = 100  # of a plot that can be pointed at
 ROWS = 13  # of the table behind a chart, for each series

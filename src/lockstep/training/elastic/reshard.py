@@ -31,7 +31,7 @@ class Resharder:
 
     def __init__(self, session: Session) -> None:
         self.copies = PeerCheckpoints(session)
-        self.options: dict[str, Any] | None = None  # of the strategy, as the job began: a rank that comes is told
+        self.options: dict[str, Any] | None = None  # of the strategy, as the job began: sent to a joining rank
         if not session.world.joining:
             self.options = dict(session.strategy.run.strategy.options)
         self._formed = 0  # the generation that this rank's part is cut for
