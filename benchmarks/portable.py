@@ -38,15 +38,16 @@ IMAGES: dict[str, dict[str, Any]] = {
 }
 
 
-def rows(path: Path) -> None:
-    """A few hundred texts of two classes, of one to thirty words."""
+def rows(folder: Path) -> None:
+    """Texts of two classes, of one to thirty words: many to train with, few to evaluate."""
     draw = random.Random(5)
     words = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("a", "el", "in", "ost", "ur")]
     lines = ["text,label"]
     for _ in range(260):
         text = [draw.choice(words) for _ in range(draw.randint(1, 30))]
         lines.append(f"{' '.join(text)},{'even' if len(text) % 2 == 0 else 'odd'}")
-    path.write_text("\n".join(lines) + "\n")
+    (folder / "train.csv").write_text("\n".join(lines) + "\n")
+    (folder / "validation.csv").write_text("\n".join(lines[:17]) + "\n")
 
 
 def images(folder: Path) -> None:
@@ -72,7 +73,7 @@ def emulated(cpu: str) -> list[str]:
 def write_run(folder: Path, cpu: str, family: str, precision: str, steps: int, exact: str) -> Path:
     """A run file in a folder of its own. `cpu`: of one process; or of each rank, with + between them."""
     texts = family in FAMILIES
-    data: dict[str, Any] = {"train": str(folder / "rows.csv"), "validation": str(folder / "rows.csv"), "max_length": 40}
+    data: dict[str, Any] = {name: str(folder / f"{name}.csv") for name in ("train", "validation")} | {"max_length": 40}
     home = folder / f"{cpu}-{family}-{precision}-{steps}-{exact}"
     run: dict[str, Any] = {
         "data": data if texts else {"source": str(folder / "images"), "layout": "class_folders"},
@@ -343,7 +344,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows(folder / "rows.csv")
+        rows(folder)
         if any(family in IMAGES for family in known.families):
             images(folder / "images")
         kinds = [(f, p, s) for s in known.steps for f in known.families for p in known.precisions]

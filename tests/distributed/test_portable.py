@@ -203,6 +203,18 @@ for power in (0.1, -0.3):
     short = w.bfloat16()
     true = torch.from_numpy(np.power(short.double().numpy(), power))
     errors[f"bfloat16 to the {power}"] = far(short**power / true, true / true) / 2**8
+solve = torch.linalg.solve_triangular
+for upper in (False, True):
+    lower = r(4, 8, 8).double() / 9 + torch.eye(8)
+    t, y = (lower.triu() if upper else lower.tril()), r(8, 3).double()
+    ones = t - torch.diag_embed(t.diagonal(dim1=1, dim2=2)) + torch.eye(8)
+    x, name = solve(t, y, upper=upper), f"triangular, {upper}"
+    errors[name] = far(slow(t, x), y.expand(4, 8, 3))
+    errors[f"{name}, on the right"] = far(slow(solve(t, y.T, upper=upper, left=False), t), y.T.expand(4, 3, 8))
+    errors[f"{name}, ones"] = far(slow(ones, solve(t, y, upper=upper, unitriangular=True)), y.expand(4, 8, 3))
+    errors[f"{name}, out"] = far(solve(t, y, upper=upper, out=torch.empty(0).double()), x)
+    leaves = t.requires_grad_(), y.requires_grad_()
+    assert torch.autograd.gradcheck(lambda t, y: solve(t, y, upper=upper), leaves)
 errors["float64 alone"] = float(errors["float64 to the 0.1"] > 1e-14)
 whole = torch.arange(5)
 errors["whole numbers"] = float((whole**2).dtype != torch.int64 or (whole**2).tolist() != [0, 1, 4, 9, 16])

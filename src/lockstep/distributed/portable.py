@@ -44,8 +44,8 @@ REFUSED = (
     *("_fft_c2c", "_fft_r2c", "_fft_c2r", "geqrf", "ormqr", "linalg_qr", "linalg_householder_product", "linalg_lstsq"),
     *("_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_eigvals", "_linalg_eigvals", "_linalg_det"),
     *("_linalg_slogdet", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_inv_ex", "linalg_cholesky_ex"),
-    *("cholesky", "cholesky_inverse", "_cholesky_solve_helper", "_linalg_solve_ex", "linalg_solve_triangular"),
-    *("triangular_solve", "linalg_ldl_factor_ex", "linalg_ldl_solve"),
+    *("cholesky", "cholesky_inverse", "_cholesky_solve_helper", "_linalg_solve_ex", "triangular_solve"),
+    *("linalg_ldl_factor_ex", "linalg_ldl_solve"),
     "_scaled_dot_product_flash_attention_for_cpu",
 )
 
@@ -218,6 +218,21 @@ def _added_vector(bias: Tensor, a: Tensor, x: Tensor, beta: float = 1, alpha: fl
     return _added(bias.unsqueeze(-1), a, x.unsqueeze(1), beta, alpha).squeeze(1)
 
 
+def _solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
+    """x, where a @ x = b, or x @ a = b, and `a` is triangular: row after row, each by one product."""
+    if not left:
+        return _solve_triangular(a.mT, b.mT, upper=not upper, unitriangular=unitriangular).mT
+    size, batch = a.shape[-1], torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    whole = a.detach().expand(*batch, size, size).reshape(-1, size, size)
+    x = b.detach().expand(*batch, *b.shape[-2:]).reshape(-1, *b.shape[-2:]).clone()
+    for row in reversed(range(size)) if upper else range(size):
+        known = slice(row + 1, size) if upper else slice(0, row)
+        x[:, row] -= product(whole[:, row : row + 1, known], x[:, known])[:, 0]
+        if not unitriangular:
+            x[:, row] /= whole[:, row, row].unsqueeze(-1)
+    return x.reshape(*batch, *b.shape[-2:])
+
+
 def _into(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The variant with `out=`."""
 
@@ -242,6 +257,7 @@ _PLAIN = {"mm": product, "bmm": product, "mv": _times_vector, "dot": _dot}
 KERNELS: dict[str, Callable[..., Any]] = _PLAIN | _ADDED
 KERNELS |= {f"{name}.out": _into(function) for name, function in (_ADDED | {"mm": product, "bmm": product}).items()}
 KERNELS |= {f"{name}_": _in_place(function) for name, function in _ADDED.items()}
+KERNELS |= {"linalg_solve_triangular": _solve_triangular, "linalg_solve_triangular.out": _into(_solve_triangular)}
 
 
 # -- convolutions ----------------------------------------------------------------------------------------------------

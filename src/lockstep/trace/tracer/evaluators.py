@@ -26,6 +26,7 @@ def install(hooks: Hooks, module: str) -> None:
 
     @functools.wraps(original)
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The library evaluate copies this function's code, and adds to the docstring that is in it."""
         scores = original(self, *args, **kwargs)
         if hooks.recorder is not None and isinstance(scores, Mapping):
             hooks.guarded(_write, hooks.recorder, f"{name}.{method}", scores)
