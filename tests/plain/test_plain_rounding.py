@@ -105,7 +105,8 @@ def compared(
     monkeypatch.setattr(against_plain, "_check_numbers", lambda *_: None)
     monkeypatch.setattr(against_plain, "_recorded", lambda *_: iter([ours]))
     monkeypatch.setattr(against_plain, "_trained", trained)
-    run: Any = SimpleNamespace(seed=0, precision=precision, optim=SimpleNamespace(name=optimizer))
+    named = SimpleNamespace(name="classification")
+    run: Any = SimpleNamespace(seed=0, precision=precision, task=named, optim=SimpleNamespace(name=optimizer))
     return against_plain.compare(run, None).differences  # type: ignore[arg-type]
 
 
