@@ -1,11 +1,12 @@
 """Training by Accelerate and by the Trainer of transformers, on a tiny model, with one fault of a list.
 
-    python engines.py --engine accelerate|trainer|distilled|resumed|stream [--fault NAME] [--batch N] [--accumulate N]
+    python engines.py --engine accelerate|trainer|distilled|resumed|stream|checkpoint [--fault NAME] [--batch N]
 
 `distilled` is the Trainer with the loss of TRL's GKDTrainer, between the model and a teacher. `resumed` skips the
 batches of a second epoch that an earlier run has seen, with the sampler of Accelerate or (`--sampler swift`) of
-ms-swift. `stream` reads an iterable data set of datasets in DDP. It imports torch, transformers, accelerate and, where
-they are named, datasets, trl and a file of swift.
+ms-swift. `stream` reads an iterable data set of datasets in DDP. `checkpoint` goes on from what torch's distributed
+checkpoints hold of another model and optimizer, as KempnerForge does. It imports torch, transformers, accelerate and,
+where they are named, datasets, trl and a file of swift.
 """
 
 import argparse
@@ -239,7 +240,35 @@ def stream() -> None:
         optimizer.step()
 
 
+def checkpoint() -> None:
+    """KempnerForge's manager of checkpoints, before and after its repair."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    batches = [torch.utils.data.default_collate([Texts()[i] for i in range(n, n + 8)]) for n in range(0, 64, 8)]
+    with tempfile.TemporaryDirectory() as folder:
+        for part in (batches[:4], batches[4:]):
+            net = model()
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+            if os.listdir(folder):
+                raw = a.fault == "raw-state"  # empty before a step: nothing is there to be filled
+                state = optimizer.state_dict() if raw else get_optimizer_state_dict(net, optimizer)
+                held = {"model": net.state_dict(), "optimizer": state}
+                dcp.load(held, checkpoint_id=folder, no_dist=True)
+                net.load_state_dict(held["model"])
+                if raw:
+                    optimizer.load_state_dict(held["optimizer"])
+                else:
+                    set_optimizer_state_dict(net, optimizer, held["optimizer"])
+            for batch in part:
+                net(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            state = optimizer.state_dict() if a.fault == "raw-state" else get_optimizer_state_dict(net, optimizer)
+            dcp.save({"model": net.state_dict(), "optimizer": state}, checkpoint_id=folder, no_dist=True)
+
+
 if a.patch:
     patches.apply(a.patch)
 engines = {"trainer": by_trainer, "accelerate": by_accelerate, "distilled": distilled}
-(engines | {"resumed": resumed, "stream": stream})[a.engine]()
+(engines | {"resumed": resumed, "stream": stream, "checkpoint": checkpoint})[a.engine]()

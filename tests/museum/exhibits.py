@@ -307,6 +307,7 @@ HEALTHY = (
     Healthy("loop.py", "--workers 2 --batch 32 --fault numpy-noise"),
     Healthy("engines.py", "--engine resumed", 1, "--engine resumed --fault whole-epoch"),
     Healthy("engines.py", "--engine resumed --batch 4", 2, "--engine resumed"),
+    Healthy("engines.py", "--engine checkpoint"),
     Healthy("sharded.py", "--stage 2 --batch 4 --accumulate 4 --offload", 2, "--batch 32"),
     Healthy("sharded.py", "--stage 2 --batch 8 --accumulate 2 --offload --boundary", 2, "--batch 32"),
     Healthy("loop.py", "--batch 16 --workers 2", 2),

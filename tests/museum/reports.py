@@ -68,6 +68,7 @@ REPORTS = {
     "warmup-groups": Report("deepspeedai/DeepSpeed#8171", "patch"),
     "cosine-groups": Report("deepspeedai/DeepSpeed#7969", "patch"),
     "resumed-order": Report("huggingface/accelerate#4071", "patch"),
+    "resumed-state": Report("KempnerInstitute/KempnerForge#115", "library", "torch"),
     "numpy-workers": Report("pytorch/pytorch#5059", "patch"),
     "first-label-counts": Report("huggingface/transformers#46204", "patch"),
     "local-norm": Report("pytorch/pytorch#170862", "patch"),
@@ -281,6 +282,15 @@ AS_RELEASED = (
         "--engine resumed",
     ),
     Exhibit(
+        "resumed-state",
+        "a resumed run loads weights and no moments: the optimizer's own `state_dict` is empty before a step",
+        "engines.py",
+        "--engine checkpoint --fault raw-state",
+        1,
+        "optimizer's state (moments",
+        "--engine checkpoint",
+    ),
+    Exhibit(
         "numpy-workers",
         "workers of a data loader draw the same numbers from numpy",
         "loop.py",
@@ -384,7 +394,6 @@ NOT_SHOWN = (
     ),
     ("huggingface/transformers#46634", "we could not read it"),
     ("huggingface/accelerate#4233", "we could not read it"),
-    ("KempnerInstitute/KempnerForge#115", "we could not read it"),
 )
 
 # What was seen in public scripts that nobody changed (pytorch/examples, accelerate and transformers as fetched on

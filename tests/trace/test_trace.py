@@ -453,6 +453,29 @@ def test_a_pass_that_the_trace_cuts_off_lacks_no_examples(tmp_path: Path, steps:
         assert [f.code for f in findings(read(tmp_path / name))] == (["seen-part"] if name == "wrong" else [])
 
 
+@pytest.mark.parametrize("makes_state", [False, True])
+def test_a_step_that_makes_the_state_before_a_load_is_none(tmp_path: Path, makes_state: bool) -> None:
+    """As torch's distributed checkpoints have it; a first step of a warm-up at the rate 0 is one."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    tracer.begin(Settings(str(tmp_path)))
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
+    if makes_state:
+        assert get_optimizer_state_dict(model, optimizer)["state"]
+    for i in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 6) + i).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    tracer.end()
+    trace = read(tmp_path)
+    steps = trace.ranks[0].steps[0]
+    assert [steps[i].groups[0]["lr"] for i in sorted(steps)] == [0.0, 0.05, 0.1]
+    assert not findings(trace)
+
+
 @pytest.mark.parametrize(
     ("stepped", "steps", "kept", "code"),
     [

@@ -81,6 +81,8 @@ class Hooks:
             return None
         self._stepping[id(optimizer)] = {}
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
+        if closure is None and self._makes_state(optimizer):
+            return None
         if closure is None:
             self._stepping[id(optimizer)] = self.guarded(self.recorder.before_step, optimizer) or {}
             return None
@@ -94,6 +96,13 @@ class Hooks:
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
+
+    def _makes_state(self, optimizer: Any) -> bool:
+        """Whether a step only lets the optimizer make its state, as `torch.distributed.checkpoint` has it before it
+        loads: the first one, at the rate 0, before any backward."""
+        if optimizer.state or self.recorder is None or self.recorder.since.backwards:
+            return False
+        return all("lr" in group and float(group["lr"]) == 0 for group in optimizer.param_groups)
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         here = self._stepping.pop(id(optimizer), None)
