@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from lockstep.config import processor
 from lockstep.config.run import Run, load
@@ -88,11 +89,25 @@ def test_what_has_other_bits_elsewhere_is_refused_before_a_process_starts() -> N
 
 
 def test_processors_that_lack_the_instructions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert processor._flags_of_glibc() in (None, set(processor.INSTRUCTIONS) & (processor._flags_of_linux() or set()))
     text = "model name : Intel Atom C3000 (Denverton)\nflags : fpu sse4_2 aes\n"
+    monkeypatch.setattr(processor, "_flags_of_glibc", lambda: None)
     monkeypatch.setattr(Path, "read_text", lambda *_args, **_named: text)
     assert "no AVX2 and no FMA" in (processor.missing_instructions() or "")
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert "aarch64" in (processor.missing_instructions() or "")
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(QEMU is None, reason="needs qemu-x86_64 (Debian's qemu-user)")
+@pytest.mark.parametrize("processor_", ["Denverton", "SandyBridge", "Haswell,fma=off"])
+def test_an_emulated_processor_is_refused(processor_: str, tmp_path: Path) -> None:
+    """Also those on which numpy and torch end with an illegal instruction when they are imported."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(TINY | {"strategy": {"exact": "portable"}}))
+    words = [QEMU, "-cpu", processor_, sys.executable, "-m", "lockstep", "train", "run.yaml"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2
+    assert mentions(done.stderr, "LS5139", "no FMA")
 
 
 @pytest.mark.processes

@@ -7,6 +7,7 @@ heavy.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from pathlib import Path
@@ -52,10 +53,48 @@ def missing_instructions() -> str | None:
     """Why this processor is none of those whose bits are the same, in words; None: it is one of them."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return f"this machine's processor is of the kind {platform.machine()}, and not x86-64"
+    flags = _flags_of_glibc()
+    if flags is None:
+        flags = _flags_of_linux()
+    if flags is None:
+        return None  # another system: what torch says of itself decides, once it is loaded
+    lacking = [name.upper() for name in INSTRUCTIONS if name not in flags]
+    return f"this machine's processor has no {' and no '.join(lacking)}" if lacking else None
+
+
+def refuse() -> None:
+    """Errors: `RunError` where the ranks of this machine could not compute portably. Before numpy and torch are loaded,
+    which may not even start on such a processor."""
+    from lockstep.config.errors import RunError
+
+    if (lacking := missing_instructions()) is not None:
+        raise RunError("LS5139", f"strategy.exact: portable: {lacking}; set strategy.exact=true")
+
+
+class _Leaf(ctypes.Structure):
+    """`struct cpuid_feature` of glibc's <sys/platform/x86.h>: eax, ebx, ecx, edx as the processor has them, and those
+    that the system lets programs use."""
+
+    _fields_ = (("cpuid", ctypes.c_uint * 4), ("active", ctypes.c_uint * 4))
+
+
+def _flags_of_glibc() -> set[str] | None:
+    """The instructions of `INSTRUCTIONS` that programs may use, asked of the processor itself by glibc 2.33 or later;
+    None: it cannot be asked."""
+    try:
+        leaf = ctypes.CDLL(None).__x86_get_cpuid_feature_leaf
+    except (AttributeError, OSError, TypeError):
+        return None
+    leaf.restype, leaf.argtypes = ctypes.POINTER(_Leaf), [ctypes.c_uint]
+    first, seventh = leaf(0).contents.active, leaf(1).contents.active  # CPUID 1 and 7
+    return {name for name, there in {"fma": first[2] >> 12 & 1, "avx2": seventh[1] >> 5 & 1}.items() if there}
+
+
+def _flags_of_linux() -> set[str] | None:
+    """Those that /proc/cpuinfo lists; None: there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None  # no Linux: what torch says of itself decides, once it is loaded
-    flags = next((line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags")), [])
-    lacking = [name.upper() for name in INSTRUCTIONS if name not in flags]
-    return f"this machine's processor has no {' and no '.join(lacking)}" if lacking else None
+        return None
+    lines = (line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags"))
+    return set(next(lines, []))

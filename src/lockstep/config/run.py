@@ -281,7 +281,10 @@ def load(
     if (hidden := messages.secret(values)) is not None:
         raise secret_in(f"{hidden} ({messages.where(hidden, origin, {}, overridden)})")
     strategy: Any = values.get("strategy")
-    processor.pin(isinstance(strategy, dict) and strategy.get("exact") == "portable")
+    portable = isinstance(strategy, dict) and strategy.get("exact") == "portable"
+    processor.pin(portable)
+    if portable and _ranks_are_here(values.get("launch")):
+        processor.refuse()
     try:
         return _validated(values, origin, lines, overridden, imports)
     except RunError as error:
@@ -290,6 +293,11 @@ def load(
         except RunError as of_file:
             raise RunError.read(messages.fair(str(error), str(of_file))) from None
         raise
+
+
+def _ranks_are_here(launch: Any) -> bool:
+    """Whether the ranks of a run run on this machine, as far as its file says."""
+    return not isinstance(launch, dict) or launch.get("name", "local") == "local"
 
 
 def _validated(

@@ -300,7 +300,7 @@ def _refuse_unportable(run: Run, strategy: type[Strategy], like_this_one: bool) 
     """Refuse under `strategy.exact: portable` what has other bits on other processors. Errors: `RunError`."""
     if run.strategy.exact != "portable":
         return
-    from lockstep.config.processor import missing_instructions
+    from lockstep.config import processor
 
     why: dict[str, str | None] = {
         f"launch.device: {run.launch.device}": "a GPU is no x86-64 processor" if gpus_of(run) else None,
@@ -318,8 +318,8 @@ def _refuse_unportable(run: Run, strategy: type[Strategy], like_this_one: bool) 
             raise RunError(
                 "LS5140", f"strategy.exact: portable cannot be had with {key}: {reason}; set strategy.exact=true"
             )
-    if like_this_one and (lacking := missing_instructions()) is not None:
-        raise RunError("LS5139", f"strategy.exact: portable: {lacking}; set strategy.exact=true")
+    if like_this_one:
+        processor.refuse()
 
 
 def _output(run: Run, scope: Scope) -> tuple[str, ...]:
