@@ -317,7 +317,7 @@ def test_a_rank_that_is_killed_starts_all_again(two: Hosts, alone: str, note: Ca
     hold(8, *(folders := own(two)))
     first, second = (torchrun(two, host, *QUICK, HELD) for host in range(2))
     until_step(folders[0], 8, first)
-    os.kill(max(two.pids(1)), signal.SIGKILL)  # the youngest process is the rank
+    os.kill(two.youngest(1), signal.SIGKILL)  # the rank
     second.says("was killed by SIGKILL; restarting from the last checkpoint")
     release(*folders)
     assert (first.ended(), second.ended()) == (0, 0), first.err + second.err

@@ -42,7 +42,7 @@ BACK = "rank 1 came in, with the state of the others"
 def test_a_rank_and_then_its_host_are_lost_and_come_back(two: Hosts, tmp_path: Path, alone: str) -> None:
     first, second = begun(two, shared := write(tmp_path / "shared"))
     before = len(regrouped(shared))
-    os.kill(max(two.pids(1)), signal.SIGKILL)  # the youngest process is the rank
+    os.kill(two.youngest(1), signal.SIGKILL)  # the rank
     second.says("rank process 0 of host-1 was killed by SIGKILL; the other ranks continue; another takes its place (3")
     until(lambda: regrouped(shared)[before:] == ["rank 1 was lost", BACK], first)
     hold(step_of(shared) + 1, shared)
@@ -170,7 +170,7 @@ def test_a_machine_that_comes_late_costs_no_restart(two: Hosts, tmp_path: Path, 
     until(lambda: regrouped(shared) == [BACK], first)
     hold(step := step_of(shared) + 2, shared)
     until(lambda: step_of(shared) >= step, first)
-    os.kill(max(two.pids(1)), signal.SIGSTOP)
+    os.kill(two.youngest(1), signal.SIGSTOP)
     second.says("rank process 0 of host-1 was killed by SIGKILL; the other ranks continue")
     until(lambda: regrouped(shared)[1:2] == ["rank 1 was lost"], first)
     release(shared)

@@ -57,7 +57,7 @@ def test_a_rank_and_then_its_host_are_lost_and_come_back(
         return sum(what.count("came in") for what in regrouped(shared)[since:]) > 0 and ranks_of(shared) == 4
 
     before = len(regrouped(shared))
-    os.kill(max(two.pids(1)), signal.SIGKILL)  # the youngest process is a rank
+    os.kill(two.youngest(1), signal.SIGKILL)  # a rank
     second.says("was killed by SIGKILL; the other ranks continue; another takes its place (3")
     until(lambda: came(before), first)
     hold(step_of(shared) + 3, shared)

@@ -205,6 +205,14 @@ class Hosts:
     def pids(self, host: int) -> list[int]:
         return [int(word) for word in run("ip", "netns", "pids", self.space(host)).split()]
 
+    def youngest(self, host: int) -> int:
+        """The process that began last, a rank as a rule. (Numbers of processes begin again at some point.)"""
+        began = {}
+        for pid in self.pids(host):
+            with contextlib.suppress(OSError):
+                began[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        return max(began, key=lambda pid: (began[pid], pid))
+
     def kill(self, host: int) -> None:
         """End every process of a host at once, as a loss of power does, except that the kernel still says goodbye."""
         while pids := self.pids(host):
