@@ -35,10 +35,10 @@ import torch.distributed.fsdp  # noqa: E402
 import torch.utils.checkpoint  # noqa: E402, F401
 
 from lockstep.trace import tracer  # noqa: E402
-from lockstep.trace.compare import compare  # noqa: E402
+from lockstep.trace.compare import Verdict, compare  # noqa: E402
 from lockstep.trace.errors import TraceError  # noqa: E402
 from lockstep.trace.findings import findings  # noqa: E402
-from lockstep.trace.read import read  # noqa: E402
+from lockstep.trace.read import Trace, read  # noqa: E402
 from lockstep.trace.run import environment_of, prepare  # noqa: E402
 from lockstep.trace.tracer import late_imports, recorder  # noqa: E402, F401
 from lockstep.trace.tracer.settings import Settings  # noqa: E402
@@ -216,11 +216,17 @@ def look(runs: Runs, exhibit: Exhibit) -> Result:
             return Result("", False)
         return Result(f"[{found[0].code}] {found[0].what}: {found[0].cause}", found[0].code == exhibit.expected)
     reference, perturbed = (runs.trace(exhibit.script, exhibit.reference, 1, p) for p in (False, True))
-    verdict = compare(read(reference), trace, read(perturbed))
-    if verdict.first is None:
+    verdict = _first(read(reference), trace, read(perturbed))
+    if verdict is None:
         return Result("", False)
     text = f"{verdict.first}, step {verdict.step}: {verdict.cause}"
     return Result(text, any(part in verdict.cause for part in exhibit.expected.split("|")))
+
+
+def _first(reference: Trace, trace: Trace, perturbed: Trace) -> Verdict | None:
+    """The verdict of the first optimizer whose steps differ, as `lockstep diff` says them; None: all agree."""
+    verdicts = (compare(reference, trace, perturbed, optimizer=number) for number in reference.optimizers)
+    return next((verdict for verdict in verdicts if verdict.first is not None), None)
 
 
 def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
@@ -230,8 +236,8 @@ def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
         return Result(f"[{found[0].code}] {found[0].what}", False)
     if healthy.reference is not None:
         reference, perturbed = (runs.trace(healthy.script, healthy.reference, 1, p) for p in (False, True))
-        verdict = compare(read(reference), trace, read(perturbed))
-        if verdict.first is not None:
+        verdict = _first(read(reference), trace, read(perturbed))
+        if verdict is not None:
             return Result(f"{verdict.first}, step {verdict.step}: {'; '.join(verdict.lines)}", False)
     return Result("", True)
 
