@@ -107,7 +107,7 @@ def test_an_emulated_processor_is_refused(processor_: str, tmp_path: Path) -> No
     words = [QEMU, "-cpu", processor_, sys.executable, "-m", "lockstep", "train", "run.yaml"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
-    assert mentions(done.stderr, "LS5139", "no FMA")
+    assert mentions(done.stderr, "LS1142", "no FMA")
 
 
 @pytest.mark.processes

@@ -68,7 +68,7 @@ def refuse() -> None:
     from lockstep.config.errors import RunError
 
     if (lacking := missing_instructions()) is not None:
-        raise RunError("LS5139", f"strategy.exact: portable: {lacking}; set strategy.exact=true")
+        raise RunError("LS1142", f"strategy.exact: portable: {lacking}; set strategy.exact=true")
 
 
 class _Leaf(ctypes.Structure):
