@@ -98,6 +98,16 @@ def test_processors_that_lack_the_instructions_are_told(monkeypatch: pytest.Monk
     assert "aarch64" in (processor.missing_instructions() or "")
 
 
+def test_a_run_is_read_on_any_processor_and_trained_on_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its export can be used everywhere."""
+    monkeypatch.setattr(processor, "missing_instructions", lambda: "this machine's processor has no FMA")
+    values = TINY | {"strategy": {"exact": "portable"}}
+    assert load(None, {}, values).strategy.exact == "portable"
+    assert load(None, {"launch.name": "slurm"}, values, trains=True).launch.name == "slurm"
+    with raises("LS1142", "no FMA"):
+        load(None, {}, values, trains=True)
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(QEMU is None, reason="needs qemu-x86_64 (Debian's qemu-user)")
 @pytest.mark.parametrize("processor_", ["Denverton", "SandyBridge", "Haswell,fma=off"])

@@ -244,10 +244,12 @@ def load(
     defaults: Mapping[str, Any] | None = None,
     origin: str = "the command line",
     imports: bool = True,
+    trains: bool = False,
 ) -> Run:
     """The run of a file and overrides (`key=value` words, or dotted key -> value); `defaults` is the mapping used where
     there is no file, and `origin` what messages call it. Without `imports` modules that the file names are not
-    imported: keys of such plug-ins stay as they were written.
+    imported: keys of such plug-ins stay as they were written. With `trains` a processor that cannot compute what the
+    run asks for is refused, before any library is imported that may not start on it; an export is read on any machine.
 
     Errors: `RunError` with key, value, what is allowed, file and line.
     """
@@ -283,7 +285,7 @@ def load(
     strategy: Any = values.get("strategy")
     portable = isinstance(strategy, dict) and strategy.get("exact") == "portable"
     processor.pin(portable)
-    if portable and _ranks_are_here(values.get("launch")):
+    if portable and trains and _ranks_are_here(values.get("launch")):
         processor.refuse()
     try:
         return _validated(values, origin, lines, overridden, imports)

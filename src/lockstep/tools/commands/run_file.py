@@ -21,7 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_of(known: argparse.Namespace) -> Run:
     """The run that was asked for; without a file the quick start."""
-    return load(*split(known), QUICK_START)
+    return load(*split(known), QUICK_START, trains=True)
 
 
 def split(known: argparse.Namespace) -> tuple[str | None, list[str]]:
