@@ -340,7 +340,8 @@ def main() -> None:
 
         exact = known.exact if known.exact == "portable" else True
         of = {head: known.families or families.families(head) for head in known.heads}
-        sys.exit(any([compare_libraries(head, names, exact, known.out) for head, names in of.items()]))
+        changed = [compare_libraries(head, names, exact, known.out) for head, names in of.items()]
+        sys.exit(any(changed))
     known.families = known.families or list(FAMILIES)
     if known.operations:
         compare_operations(known.cpus, known.exact, known.out)

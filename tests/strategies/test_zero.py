@@ -5,6 +5,7 @@ swallow."""
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest

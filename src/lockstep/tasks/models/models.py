@@ -295,7 +295,7 @@ def _no_import_of_deepspeed() -> Iterator[None]:
     if "deepspeed" in sys.modules or not hasattr(other, "is_deepspeed_available"):
         yield
     else:
-        with mock.patch.object(other, "is_deepspeed_available", lambda: False):
+        with mock.patch.object(other, "is_deepspeed_available", return_value=False):
             yield
 
 
