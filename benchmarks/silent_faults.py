@@ -35,7 +35,7 @@ import torch.distributed.fsdp  # noqa: E402
 import torch.utils.checkpoint  # noqa: E402, F401
 
 from lockstep.trace import tracer  # noqa: E402
-from lockstep.trace.compare import Verdict, compare  # noqa: E402
+from lockstep.trace.compare import Comparison, compare  # noqa: E402
 from lockstep.trace.errors import TraceError  # noqa: E402
 from lockstep.trace.findings import findings  # noqa: E402
 from lockstep.trace.read import Trace, read  # noqa: E402
@@ -223,7 +223,7 @@ def look(runs: Runs, exhibit: Exhibit) -> Result:
     return Result(text, any(part in verdict.cause for part in exhibit.expected.split("|")))
 
 
-def _first(reference: Trace, trace: Trace, perturbed: Trace) -> Verdict | None:
+def _first(reference: Trace, trace: Trace, perturbed: Trace) -> Comparison | None:
     """The verdict of the first optimizer whose steps differ, as `lockstep diff` says them; None: all agree."""
     verdicts = (compare(reference, trace, perturbed, optimizer=number) for number in reference.optimizers)
     return next((verdict for verdict in verdicts if verdict.first is not None), None)

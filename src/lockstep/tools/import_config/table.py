@@ -1,8 +1,8 @@
 """A row for each key of another system, and what comes of a file of such keys.
 
-In: a table of `config/foreign_keys/` (their key -> `Row`) and the keys of a file. Out: `Imported`: keys of a run file,
-what their comments say, and the gaps: what has no counterpart or is not understood, with why, and whether it decides
-what is trained. docs/reference/coming-from shows the same tables; a test compares them.
+In: a table of `config/foreign_keys/` (their key -> `KeyTranslation`) and the keys of a file. Out: `Imported`: keys of
+a run file, what their comments say, and the gaps: what has no counterpart or is not understood, with why, and whether
+it decides what is trained. docs/reference/coming-from shows the same tables; a test compares them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OFF = (None, False, "", "no", "none", "off", "NO", "None", 0, -1)
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyTranslation:
     """How one key is translated."""
 
     here: str = ""  # dotted keys of a run file, with commas between them; none: it has no counterpart
@@ -32,7 +32,7 @@ class Row:
     by: tuple[str, ...] = ()  # keys of a run file, one of which given by hand stands in for it
 
 
-Table = dict[str, Row]
+Table = dict[str, KeyTranslation]
 
 
 def _with_enumeration(values: Mapping[str, str], name: str) -> dict[str, str]:
@@ -48,7 +48,7 @@ _SHARED = {"schedules": SCHEDULES, "optimizers": OPTIMIZERS}
 def read_table(system: str) -> Table:
     """The rows of `config/foreign_keys/SYSTEM.yaml`."""
     return {
-        name: Row(
+        name: KeyTranslation(
             here=row.get("to", ""),
             how=row.get("how", row.get("none", "")),
             values=_SHARED[values] if isinstance(values := row.get("values"), str) else values,
