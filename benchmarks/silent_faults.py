@@ -35,7 +35,7 @@ import torch.distributed.fsdp  # noqa: E402
 import torch.utils.checkpoint  # noqa: E402, F401
 
 from lockstep.trace import tracer  # noqa: E402
-from lockstep.trace.compare import Verdict, compare  # noqa: E402
+from lockstep.trace.compare import Comparison, compare  # noqa: E402
 from lockstep.trace.errors import TraceError  # noqa: E402
 from lockstep.trace.findings import findings  # noqa: E402
 from lockstep.trace.read import Trace, read  # noqa: E402
@@ -223,14 +223,14 @@ def look(runs: Runs, exhibit: Exhibit) -> Result:
     return Result(text, any(part in verdict.cause for part in exhibit.expected.split("|")))
 
 
-def _first(reference: Trace, trace: Trace, perturbed: Trace) -> Verdict | None:
+def _first(reference: Trace, trace: Trace, perturbed: Trace) -> Comparison | None:
     """The verdict of the first optimizer whose steps differ, as `lockstep diff` says them; None: all agree."""
     verdicts = (compare(reference, trace, perturbed, optimizer=number) for number in reference.optimizers)
     return next((verdict for verdict in verdicts if verdict.first is not None), None)
 
 
 def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
-    trace = read(runs.trace(healthy.script, healthy.arguments, healthy.processes))
+    trace = read(runs.trace(healthy.script, healthy.arguments, healthy.processes, libraries=healthy.libraries))
     found = findings(trace)
     if found:
         return Result(f"[{found[0].code}] {found[0].what}", False)
@@ -300,7 +300,8 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
     for each, result in healthy:
         side = f"`{each.reference}`" if each.reference else "alone"
         said = result.said.replace("|", "\\|") or "none"
-        lines.append(f"| `{each.script} {each.arguments}` | {each.processes} | {side} | {said} |")
+        beside = f" ({each.libraries[0]})" if each.libraries else ""
+        lines.append(f"| `{each.script} {each.arguments}`{beside} | {each.processes} | {side} | {said} |")
     return "\n".join(lines) + "\n"
 
 

@@ -24,7 +24,7 @@ from lockstep.config import plugins
 from lockstep.config.run import QUICK_START, Run, RunError, keep, load
 from lockstep.strategies.strategy import strategy_class
 from lockstep.tools.verify import RECORD, compare, findings, record_alone
-from lockstep.trace.compare import Verdict
+from lockstep.trace.compare import Comparison
 from lockstep.training.recording import Recording, read
 
 # (name in the table, strategy.name, strategy.options)
@@ -68,13 +68,13 @@ def record(run: Run, steps: int, timed: int) -> str | None:
     return None if done.returncode == 0 else done.stderr[-2000:]
 
 
-def apart(verdict: Verdict, what: str) -> str:
+def apart(verdict: Comparison, what: str) -> str:
     """The largest difference from `single` over all steps."""
     most = max(getattr(row, what) or 0.0 for row in verdict.rows)
     return "same bits" if most == 0 else f"{most:.0e}"
 
 
-def row(label: str, found: Recording, verdict: Verdict, wrong: list[str], base: Recording) -> list[str]:
+def row(label: str, found: Recording, verdict: Comparison, wrong: list[str], base: Recording) -> list[str]:
     speed = (found.examples_per_s or 0) / (base.examples_per_s or 1)
     mib = [max(h[key] for h in found.held) / 2**20 for key in ("at_rest", "at_update")]
     first = found.steps[0]

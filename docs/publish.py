@@ -34,6 +34,7 @@ ARTICLE_HEAD = (
     '<article class="md-content__inner md-typeset" style="max-width: 45rem"><a id="__skip" tabindex="-1"></a>'
 )
 TABS = re.compile(r'<a href="([^"]+)" class="md-tabs__link">\s*([\w-]+)\s*</a>')
+WRAPPED = '<pre style="white-space: pre-wrap">'  # a message is one long line
 FOOTER = re.compile(r'<nav class="md-footer__inner.*?</nav>\s*', re.S)
 REDIRECT = """<!doctype html>
 <html lang="en">
@@ -69,7 +70,7 @@ def write_code_pages(built: Path, codes: Collection[str]) -> None:
         page = re.sub(r'(<meta name="description" content=")[^"]*', lambda m: m[1] + message, page, count=1)  # noqa: B023
         page = page.replace("Messages by code", code)
         body = section.replace("<h2 ", "<h1 ", 1).replace("</h2>", "</h1>", 1).rstrip()
-        body = body.replace("<pre>", '<pre style="white-space: pre-wrap">', 1)  # a message is one long line
+        body = body.replace("<pre>", WRAPPED, 1)
         folder = built / PAGES / code
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "index.html").write_text(f"{page}\n{body}\n<p>{links}</p>\n{after}", encoding="utf-8")
@@ -77,7 +78,7 @@ def write_code_pages(built: Path, codes: Collection[str]) -> None:
     index = built / INDEX
     entries = index.read_text(encoding="utf-8")
     _compare(codes, {heading[3] for heading in HEADING.finditer(entries)}, "entries of the index")
-    linked = HEADING.sub(r'<h\1 id="\2"><a href="messages/\3/index.html">\3</a>', entries)
+    linked = HEADING.sub(r'<h\1 id="\2"><a href="messages/\3/index.html">\3</a>', entries).replace("<pre>", WRAPPED)
     index.write_text(linked, encoding="utf-8")
     search = built / "search.json"
     found = json.loads(search.read_text(encoding="utf-8"))

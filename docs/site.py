@@ -28,6 +28,8 @@ CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.M | re.S)
 BADGE = re.compile(r"^\[!\[.*\]\(https://.*\)\]\(.*\)\n", re.M)  # nothing is loaded from elsewhere
 # A picture with a form for dark pages, as GitHub reads it. The theme wants two images.
 PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">\s*</picture>')
+# GitHub wants a backslash before a bar in the code of a table's cell, and shows none. Here it would be shown.
+ROW = re.compile(r"^\|.*$", re.M)
 # Who reads a page needs not know what the test of its commands needs.
 COMMENT = re.compile(r"^<!--.*?-->\n", re.M | re.S)
 
@@ -71,6 +73,7 @@ def _moved(text: str, home: str, page: str) -> tuple[str, set[str]]:
         return posixpath.relpath(target, posixpath.dirname(page) or ".") + anchor
 
     text = PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", COMMENT.sub("", BADGE.sub("", text)))
+    text = ROW.sub(lambda row: CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), text)
     parts = CODE.split(text)
     return "".join(part if at % 2 else LINK.sub(moved, part) for at, part in enumerate(parts)), places
 

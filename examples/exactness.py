@@ -40,7 +40,7 @@ FOLDER.mkdir(parents=True)
 subprocess.run(command("one", 1), check=True)
 subprocess.run(command("two", 2), check=True)
 # %% Two that are killed after their first checkpoint, and started again
-killed = subprocess.Popen(command("killed", 2))
+killed = subprocess.Popen(command("killed", 2), stderr=subprocess.DEVNULL)  # Python tells of what a kill leaves
 while not (FOLDER / "killed/checkpoints/latest").exists() and killed.poll() is None:
     time.sleep(0.05)
 killed.send_signal(signal.SIGKILL)

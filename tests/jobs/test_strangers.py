@@ -135,7 +135,7 @@ def test_a_link_is_not_pushed(linked: str, theirs: Path, tmp_path: Path, monkeyp
         push(theirs, "user/model", True, print)
 
 
-def job(folder: Path, **values: object) -> slurm.Job:
+def job(folder: Path, **values: object) -> slurm.BatchJob:
     asked = {
         "name": "run",
         "nodes": 1,
@@ -145,7 +145,7 @@ def job(folder: Path, **values: object) -> slurm.Job:
         "here": Path("/"),
         "command": ["x"],
     }
-    return slurm.Job(**(asked | values))  # type: ignore[arg-type]
+    return slurm.BatchJob(**(asked | values))  # type: ignore[arg-type]
 
 
 @pytest.mark.processes

@@ -13,7 +13,7 @@ from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.tools.import_config import axolotl, command_line, trainer
-from lockstep.tools.import_config.table import Row, Table
+from lockstep.tools.import_config.table import KeyTranslation, Table
 from support.documents import chapters
 from support.messages import mentions
 
@@ -49,7 +49,7 @@ def section(called: str) -> str:
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
-def row(name: str, of: Row) -> str:
+def row(name: str, of: KeyTranslation) -> str:
     """As the page has it."""
     how = of.how.replace("|", "\\|")
     return f"| `{name}` | `{of.here}` | {how} |" if of.here else f"| `{name}` | {how} |"

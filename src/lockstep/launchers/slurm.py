@@ -171,7 +171,7 @@ class Slurm(SubmittedJob):
 
     # -- the file ----------------------------------------------------------------------------------------------------
 
-    def _job(self, run: Run, files: Sequence[str]) -> Job:
+    def _job(self, run: Run, files: Sequence[str]) -> BatchJob:
         """What is asked for one run. Errors: `RunError`."""
         options = self.options(run)
         processes = processes_of(run, options)
@@ -185,7 +185,7 @@ class Slurm(SubmittedJob):
                 f"launch.signal_before: {options.signal_before} must be shorter than launch.time ({options.time})",
             )
         elastic = options.ranks == "elastic"
-        return Job(
+        return BatchJob(
             name=run.name,
             nodes=options.machines,
             tasks=1 if elastic else processes,
@@ -405,7 +405,7 @@ def _absolute(path: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Job:
+class BatchJob:
     """What is asked of SLURM."""
 
     name: str
@@ -429,7 +429,7 @@ class Job:
     at_most: int | None = None  # of them at a time
 
 
-def text_of(job: Job) -> str:
+def text_of(job: BatchJob) -> str:
     """The file. Errors: `RunError` for a folder whose name would end a line of it."""
     for path in (job.folder, job.here, *job.array):
         if not str(path).isprintable():
@@ -441,7 +441,7 @@ def text_of(job: Job) -> str:
     return "\n".join([*_head(job), "", *_before(job), "", *_ranks(job), "", *_after(job)]) + "\n"
 
 
-def _head(job: Job) -> list[str]:
+def _head(job: BatchJob) -> list[str]:
     options: dict[str, object] = {
         "job-name": job.name,
         "nodes": job.nodes,
@@ -470,7 +470,7 @@ FILE = "job.sbatch"
 STATUS = "LOCKSTEP_SLURM_STATUS"  # the file in which the first task leaves its exit status
 
 
-def _before(job: Job) -> list[str]:
+def _before(job: BatchJob) -> list[str]:
     lines = ["export LOCKSTEP_LAUNCHER=slurm LOCKSTEP_JOB_ID=$SLURM_JOB_ID PYTHONUNBUFFERED=1", *job.setup]
     if job.no_kill:
         lines.append(f'export {STATUS}={shlex.quote(str(job.folder))}"/slurm-$SLURM_JOB_ID.status"')
@@ -482,7 +482,7 @@ def _before(job: Job) -> list[str]:
     return lines
 
 
-def _ranks(job: Job) -> list[str]:
+def _ranks(job: BatchJob) -> list[str]:
     srun = ["srun", "--kill-on-bad-exit=0"]  # a rank that is through first must not end the others
     if job.no_kill:
         srun.append("--no-kill")
@@ -506,7 +506,7 @@ def _ranks(job: Job) -> list[str]:
     ]
 
 
-def _after(job: Job) -> list[str]:
+def _after(job: BatchJob) -> list[str]:
     if not job.requeue:
         return ["exit $status"]
     return [

@@ -65,7 +65,7 @@ class StepComparison:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PlainComparison:
     """What came of a comparison."""
 
     steps: list[StepComparison] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Verdict:
     scores: list[str] = field(default_factory=list)  # names of those of an evaluation that were compared
 
 
-def differences(run: Run, steps: int = 2) -> Verdict:
+def differences(run: Run, steps: int = 2) -> PlainComparison:
     """Train some steps in this process under `single`, and compare them with plain's. Errors: `RunError`."""
     from lockstep.distributed.world import World
     from lockstep.training.resolve import for_rank
@@ -104,9 +104,11 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
     ACTIVITY.at("computing the same steps by the plain reference")
     folder = output / FOLDER
     if not folder.exists():
-        result = Verdict(uncovered=f"task.name: {run.task.name} is code of yours")
+        result = PlainComparison(uncovered=f"task.name: {run.task.name} is code of yours")
     elif (needed := _bytes(run, folder)) > (free := capacity(torch.device("cpu"), 1)):
-        result = Verdict(uncovered=f"it needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are there")
+        result = PlainComparison(
+            uncovered=f"it needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are there"
+        )
     else:
         result = compare(run, folder)
     if result.steps:
@@ -144,9 +146,9 @@ def _row(number: int, sizes: Mapping[str, float]) -> list[str]:
     return [str(number), *(f"{sizes[key]:.1e}" if key in sizes else "" for key in ("loss", "norm", *TENSORS))]
 
 
-def compare(run: Run, folder: Path) -> Verdict:
+def compare(run: Run, folder: Path) -> PlainComparison:
     """What plain makes of the steps recorded in a folder."""
-    record, verdict = PlainRecord.read(folder), Verdict()
+    record, verdict = PlainRecord.read(folder), PlainComparison()
     try:
         seed_libraries(run.seed)  # data of the user's own may be drawn
         job = Plain(plain_run(run, folder), record.tokenizer)
@@ -333,8 +335,8 @@ def _differences(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[s
     sizes, whole = _sizes(b.gradients)
     kinds = [("gradient", a.gradients, b.gradients, [*sizes], FLOOR * whole)]
     if b.changes:  # Adam makes whole steps of a gradient that is nothing but rounding
-        moved = [name for name, size in sizes.items() if size > NOTHING * whole]
-        kinds.append(("change", a.changes, b.changes, moved, _sizes(b.changes)[1]))
+        updated_names = [name for name, size in sizes.items() if size > NOTHING * whole]
+        kinds.append(("change", a.changes, b.changes, updated_names, _sizes(b.changes)[1]))
     for kind, mine, theirs, names, least in kinds:
         differences_of = {}
         for name in names:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.tools.verdicts import finding_lines, lines_of, page, refusing, say_numbers
 from lockstep.trace.alignment import window
-from lockstep.trace.compare import Verdict, compare
+from lockstep.trace.compare import Comparison, compare
 from lockstep.trace.errors import TraceError
 from lockstep.trace.findings import findings
 from lockstep.trace.matching import match
@@ -61,7 +61,7 @@ def diff(a: Path, b: Path, exact: bool = False, perturbed: Path | None = None, a
     return int(any(v.first is not None for v in compared(a, b, exact, perturbed, align)))
 
 
-def compared(a: Path, b: Path, exact: bool, perturbed: Path | None, align: bool = False) -> list[Verdict]:
+def compared(a: Path, b: Path, exact: bool, perturbed: Path | None, align: bool = False) -> list[Comparison]:
     """Compare two traces. Returns a verdict for each optimizer, after printing it. Errors: `RunError`."""
     with refusing():
         one, other = read(a), read(b)
@@ -90,7 +90,7 @@ def _aligned(one: Trace, other: Trace, optimizer: int) -> str:
     return f"--align: {steps}{losses}{change}"
 
 
-def _say(console: Console, verdict: Verdict, name: str) -> None:
+def _say(console: Console, verdict: Comparison, name: str) -> None:
     say_numbers(console, verdict)
     console.say(f"{name}tolerance: {verdict.tolerance}")
     if verdict.first is None:

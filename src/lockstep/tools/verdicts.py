@@ -1,6 +1,6 @@
 """What came of a comparison of two traces, as `diff` and `verify` say it, and its page.
 
-In: `Verdict`s and traces. Out: lines on the terminal, and `report.html`.
+In: `Comparison`s and traces. Out: lines on the terminal, and `report.html`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.config.run import RunError
-from lockstep.trace.compare import COLUMNS, Verdict, row_cells
+from lockstep.trace.compare import COLUMNS, Comparison, row_cells
 from lockstep.trace.errors import TraceError
 from lockstep.trace.findings import Finding
 from lockstep.trace.page import values_of
@@ -30,7 +30,7 @@ def refusing() -> Iterator[None]:
         raise RunError(error.code, error.message) from None
 
 
-def say_numbers(console: Console, verdict: Verdict, title: str = "") -> None:
+def say_numbers(console: Console, verdict: Comparison, title: str = "") -> None:
     """The table of the steps that were compared, up to the first difference, and where they are furthest apart."""
     rows = verdict.rows
     rows_shown = rows if len(rows) <= ROWS else (*rows[: ROWS // 2], *rows[-ROWS // 2 :])
@@ -49,7 +49,7 @@ def _size(value: float | None) -> float:
     return -1.0 if value is None else math.inf if math.isnan(value) else value
 
 
-def lines_of(verdict: Verdict) -> list[str]:
+def lines_of(verdict: Comparison) -> list[str]:
     """The first difference, and its likely cause; none where nothing differs beyond what may."""
     if verdict.first is None:
         return []
@@ -63,7 +63,7 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
     return [line for each in findings for line in (f"[{each.code}] {each.what}", f"    {each.cause}")]
 
 
-def page(folder: Path, reference: Path | None = None, verdicts: Sequence[Verdict] = ()) -> Path:
+def page(folder: Path, reference: Path | None = None, verdicts: Sequence[Comparison] = ()) -> Path:
     """Write `report.html` of a trace, beside a reference if there is one. `verdicts`: those of the comparison, one for
     each optimizer, unless it was `diff` without options. Errors: `RunError`."""
     from lockstep.track.report.report import write_page

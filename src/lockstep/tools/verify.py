@@ -33,7 +33,7 @@ from lockstep.launchers.processes import accelerate_config
 from lockstep.tools import against_plain
 from lockstep.tools.verdicts import lines_of, page, refusing, say_numbers
 from lockstep.trace import compare as comparing
-from lockstep.trace.compare import Tolerance, Verdict
+from lockstep.trace.compare import Comparison, Tolerance
 from lockstep.trace.read import read as read_trace
 from lockstep.track.console import Console
 from lockstep.training.recording import TRACE, Recording, read
@@ -42,7 +42,7 @@ RECORD = "lockstep.training.recording.record"  # the job that every rank does
 DRIFT = 1e-2  # of the whole change: AdamW blows rounding up where a gradient is all but zero
 
 
-def compare(ours: Path, single: Path) -> Verdict:
+def compare(ours: Path, single: Path) -> Comparison:
     """The first thing in which two recordings part by more than the strategy of the first one promises. Errors:
     `RunError`."""
     with refusing():
@@ -58,7 +58,7 @@ def allowed(mine: Recording) -> Tolerance:
     return Tolerance({}, limits | {"start weights": drift}, f"{mine.rounding:.0e}, as {mine.strategy} promises")
 
 
-def findings(mine: Recording, verdict: Verdict) -> list[str]:
+def findings(mine: Recording, verdict: Comparison) -> list[str]:
     """What differs by more than the strategy is allowed, and what was found in the user's own code before anything was
     trained; none when all is as promised."""
     lines = lines_of(verdict)

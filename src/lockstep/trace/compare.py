@@ -1,7 +1,7 @@
 """Two traces compared: the first step and, in causal order, the first thing in which they part.
 
 In: a reference trace and another, of any command or of a run's own steps (tools/verify.py), and what may differ. Out:
-`Verdict`. Order: start weights, scores before training, examples, loss, gradient, clipping, learning rate, update,
+`Comparison`. Order: start weights, scores before training, examples, loss, gradient, clipping, learning rate, update,
 buffers. What follows from the first difference is not looked at.
 """
 
@@ -40,7 +40,7 @@ WITHOUT_REFERENCE = {
 
 
 @dataclass(frozen=True)
-class Row:
+class StepDifferences:
     """What a step's comparison came to, up to the first difference: the reference's loss and gradient norm, and the
     largest relative difference of each kind with the parameter that has it; None: not compared."""
 
@@ -56,7 +56,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """`first`: of `ORDER`, None where nothing differs beyond what may. `lines`: what differs. `cause`: one sentence."""
 
     optimizer: int
@@ -64,7 +64,7 @@ class Verdict:
     step: int | None
     lines: tuple[str, ...]
     cause: str
-    rows: tuple[Row, ...]
+    rows: tuple[StepDifferences, ...]
     tolerance: str
 
     @property
@@ -101,7 +101,7 @@ def compare(
     exact: bool = False,
     optimizer: int = 0,
     tolerance: Tolerance | None = None,
-) -> Verdict:
+) -> Comparison:
     """`a`: the reference. `perturbed`: the reference again with weights that differ in their last bit, which says what
     rounding comes to. `tolerance`: what may differ, where it is known. Errors: `TraceError` where they share no
     parameter name or no step."""
@@ -110,7 +110,7 @@ def compare(
     if not steps:
         raise TraceError("LS9000", f"{a.folder} and {b.folder} have no step in common")
     tolerance = tolerance or (EXACT if exact else _tolerance(a, perturbed, optimizer))
-    rows: list[Row] = []
+    rows: list[StepDifferences] = []
     at: int | None = None
     try:
         _start(a, b, optimizer, names, tolerance.at(steps[0]))
@@ -120,11 +120,11 @@ def compare(
             try:
                 _step(_Pair(a, b, optimizer, at, names), tolerance.at(at), numbers)
             finally:
-                rows.append(Row(at, **numbers))
+                rows.append(StepDifferences(at, **numbers))
         _lengths(a, b, optimizer)
     except _Parted as parted:
-        return Verdict(optimizer, parted.first, at, parted.lines, parted.cause, tuple(rows), tolerance.words)
-    return Verdict(optimizer, None, None, (), "", tuple(rows), tolerance.words)
+        return Comparison(optimizer, parted.first, at, parted.lines, parted.cause, tuple(rows), tolerance.words)
+    return Comparison(optimizer, None, None, (), "", tuple(rows), tolerance.words)
 
 
 def gradient_differences(a: Trace, b: Trace, optimizer: int, step: int) -> dict[str, float]:
@@ -232,7 +232,7 @@ def _ties(trace: Trace, optimizer: int) -> set[str]:
 
 
 def _step(pair: _Pair, limits: Mapping[str, float], numbers: dict[str, Any]) -> None:
-    """`numbers`: of a `Row`, as far as the step is compared."""
+    """`numbers`: of a `StepDifferences`, as far as the step is compared."""
     _examples(pair)
     losses = _loss(pair, limits["loss"], numbers)
     measured = all(s.measured for side in pair.records() for s in side)
@@ -256,7 +256,7 @@ def _examples(pair: _Pair) -> None:
         return
     n, m, shared = one.total(), other.total(), (one & other).total()
     text = f"other examples: {n} in the reference, {m} here, {shared} of them in both"
-    raise _Parted("examples", (text,), causes.of_examples(pair.b, pair.optimizer, pair.step, one, other))
+    raise _Parted("examples", (text,), causes.of_examples(pair.a, pair.b, pair.optimizer, pair.step, one, other))
 
 
 def _loss(pair: _Pair, limit: float, numbers: dict[str, Any]) -> tuple[Losses, Losses, str] | None:
@@ -509,7 +509,7 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def row_cells(row: Row) -> list[str]:
+def row_cells(row: StepDifferences) -> list[str]:
     """Of a table with `COLUMNS`."""
     numbers = ["" if x is None else f"{x:.6f}" for x in (row.losses, row.norms)]
     cells = [_in_words(x) for x in (row.loss, row.norm, row.gradient, row.update)]
@@ -525,9 +525,9 @@ def _in_words(difference: float | None) -> str:
 __all__ = [
     "COLUMNS",
     "ORDER",
-    "Row",
+    "Comparison",
+    "StepDifferences",
     "Tolerance",
-    "Verdict",
     "compare",
     "data_ranks",
     "factor",

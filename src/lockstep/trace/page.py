@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.trace.compare import COLUMNS as COMPARED
-from lockstep.trace.compare import Verdict, compare, gradient_differences, row_cells
+from lockstep.trace.compare import Comparison, compare, gradient_differences, row_cells
 from lockstep.trace.findings import findings
 from lockstep.trace.merge import merged
 from lockstep.trace.ranks import data_ranks
@@ -23,7 +23,7 @@ ROWS = 200  # parameters
 LANES = 48  # steps of the ranks' examples
 
 
-def values_of(trace: Trace, reference: Trace | None, verdicts: Sequence[Verdict] = ()) -> dict[str, Any]:
+def values_of(trace: Trace, reference: Trace | None, verdicts: Sequence[Comparison] = ()) -> dict[str, Any]:
     """`verdicts`: of the comparison, by optimizer; none: it is made here. Errors: `TraceError` where the two have
     nothing in common."""
     known = {verdict.optimizer: verdict for verdict in verdicts}
@@ -39,7 +39,7 @@ def values_of(trace: Trace, reference: Trace | None, verdicts: Sequence[Verdict]
     }
 
 
-def _part(trace: Trace, reference: Trace | None, verdict: Verdict | None, optimizer: int) -> dict[str, Any]:
+def _part(trace: Trace, reference: Trace | None, verdict: Comparison | None, optimizer: int) -> dict[str, Any]:
     """What one optimizer did."""
     kind = next(s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()).layout.optimizer
     heat = _norms(trace, optimizer) if reference is None or verdict is None else None

@@ -62,7 +62,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Layout:
+class OptimizerLayout:
     """The parameters of an optimizer on a rank, in its order."""
 
     optimizer: str
@@ -78,7 +78,7 @@ class Step:
     """What a rank wrote at one step of an optimizer. Tensors are decoded when they are asked for."""
 
     raw: Mapping[str, Any]
-    layout: Layout
+    layout: OptimizerLayout
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -167,8 +167,8 @@ class Rank:
 
     head: Mapping[str, Any]
     path: Path
-    layouts: dict[int, Layout] = field(default_factory=dict)
-    starts: dict[int, tuple[Layout, dict[str, Value]]] = field(default_factory=dict)  # by optimizer
+    layouts: dict[int, OptimizerLayout] = field(default_factory=dict)
+    starts: dict[int, tuple[OptimizerLayout, dict[str, Value]]] = field(default_factory=dict)  # by optimizer
     steps: dict[int, dict[int, Step]] = field(default_factory=dict)  # by optimizer, by step
     models: list[Mapping[str, Any]] = field(default_factory=list)
     loaders: list[Mapping[str, Any]] = field(default_factory=list)  # passes that began
@@ -302,13 +302,15 @@ def _take(rank: Rank, kind: str, record: Mapping[str, Any]) -> None:
         lists.get(kind, []).append(record)
 
 
-def _layout(record: Mapping[str, Any]) -> Layout:
+def _layout(record: Mapping[str, Any]) -> OptimizerLayout:
     rows: list[dict[str, Any]] = [
         {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()} for row in record["parameters"]
     ]
     parameters = tuple(Parameter(**row) for row in rows)
     ties = tuple(tuple(names) for names in record["ties"])
-    return Layout(record["optimizer"], parameters, ties, record["untied"], record["mesh"], tuple(record["models"]))
+    return OptimizerLayout(
+        record["optimizer"], parameters, ties, record["untied"], record["mesh"], tuple(record["models"])
+    )
 
 
 def decode(packed: Mapping[str, str] | None, widths: Sequence[int]) -> list[Value]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .fingerprint import Block
 from .hooks import Hooks
-from .placement import Part
+from .placement import FlatPart
 
 
 class EngineOptimizer:
@@ -25,11 +25,11 @@ class EngineOptimizer:
         self.kind = type(engine.optimizer).__name__
         self.state: dict[Any, Any] = {}
         self.param_groups: list[dict[str, Any]] = []
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, FlatPart] = {}
 
     def refresh(self, gradients: bool) -> None:
         """Read the parts that this rank has now."""
-        groups: dict[int, list[Part]] = {}
+        groups: dict[int, list[FlatPart]] = {}
         for parameter in self.engine.module.parameters():
             gradient_part = _part(parameter, gradients)
             if gradient_part is None:
@@ -49,7 +49,7 @@ class EngineOptimizer:
             part.grad.tensor = part.grad.tensor.float() / scale
 
 
-def _part(parameter: Any, gradients: bool) -> tuple[int, Part] | None:
+def _part(parameter: Any, gradients: bool) -> tuple[int, FlatPart] | None:
     """(parameter group, this rank's part); None: it has none."""
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is not None:
@@ -57,14 +57,14 @@ def _part(parameter: Any, gradients: bool) -> tuple[int, Part] | None:
         shape, tensor = tuple(parameter.shape), mapping.hp_fragment
         block = Block(shape, (start,), (tensor.numel(),))
         grad = mapping.get_lp_grad_fragment(parameter._index_in_param_group) if gradients else None
-        part = None if grad is None else Part(parameter, grad.reshape(-1)[: tensor.numel()], block)
-        return mapping.param_group_index, Part(parameter, tensor.detach().reshape(-1), block, part)
+        part = None if grad is None else FlatPart(parameter, grad.reshape(-1)[: tensor.numel()], block)
+        return mapping.param_group_index, FlatPart(parameter, tensor.detach().reshape(-1), block, part)
     if hasattr(parameter, "ds_id") and parameter.ds_tensor is not None:
         return _of_stage_3(parameter, gradients)
     return None
 
 
-def _of_stage_3(parameter: Any, gradients: bool) -> tuple[int, Part] | None:
+def _of_stage_3(parameter: Any, gradients: bool) -> tuple[int, FlatPart] | None:
     from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_grad
 
     tensor = safe_get_local_fp32_param(parameter)
@@ -77,8 +77,8 @@ def _of_stage_3(parameter: Any, gradients: bool) -> tuple[int, Part] | None:
     count = max(min(numel, parameter.ds_numel - start), 0)  # the last parts are padded
     block = Block(tuple(parameter.ds_shape), (min(start, parameter.ds_numel),), (count,))
     grad = safe_get_local_grad(parameter) if gradients else None
-    part = None if grad is None else Part(parameter, _flat(grad)[:count], block)
-    return 0, Part(parameter, _flat(tensor)[:count], block, part)
+    part = None if grad is None else FlatPart(parameter, _flat(grad)[:count], block)
+    return 0, FlatPart(parameter, _flat(tensor)[:count], block, part)
 
 
 def _flat(tensor: Tensor) -> Tensor:

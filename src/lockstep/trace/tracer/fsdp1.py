@@ -1,6 +1,6 @@
 """FSDP1's flat parameters, cut into the parameters that they are made of.
 
-In: an optimizer's parameters and the models that were called. Out: `Part`s, each with its place in the whole parameter.
+In: an optimizer's parameters and the models that were called. Out: `FlatPart`s, each with its place in the whole.
 There is no public name for what a rank's shard holds, so this file reads `_handle` and `_shard_param_infos`, which
 torch has had by these names since 2.1.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .fingerprint import Block
-from .placement import Part, plain_name
+from .placement import FlatPart, plain_name
 
 MODULE = "torch.distributed.fsdp"
 
@@ -26,13 +26,13 @@ def wrapper() -> Any:
 
 
 def expanded(parameters: Iterable[Any], roots: Iterable[nn.Module]) -> list[list[Any]]:
-    """Of each parameter what stands for it: itself, or the `Part`s of a rank's shard. A part of length 0 stands for a
+    """Of each parameter what stands for it: itself, or the `FlatPart`s of a rank's shard. One of length 0 stands for a
     parameter of which the rank has nothing."""
     known = dict(_known(roots)) if wrapper() is not None else {}
     return [known.get(id(p)) or [p] for p in parameters]
 
 
-def _known(roots: Iterable[nn.Module]) -> Iterator[tuple[int, list[Part]]]:
+def _known(roots: Iterable[nn.Module]) -> Iterator[tuple[int, list[FlatPart]]]:
     """(id of what an optimizer holds, its parts), of all sharded flat parameters."""
     for root in roots:
         for name, module in root.named_modules():
@@ -52,7 +52,7 @@ def _known(roots: Iterable[nn.Module]) -> Iterator[tuple[int, list[Part]]]:
                 yield id(parameter), [_part(parameter, n, shape, info, False)]
 
 
-def _part(source: Any, name: str, shape: Any, info: Any, flat: bool) -> Part:
+def _part(source: Any, name: str, shape: Any, info: Any, flat: bool) -> FlatPart:
     """`flat`: `source` is the whole shard, else the part itself."""
     size = info.numel_in_shard if info.in_shard else 0
     start = info.intra_param_start_idx if info.in_shard else 0
@@ -62,8 +62,8 @@ def _part(source: Any, name: str, shape: Any, info: Any, flat: bool) -> Part:
     def own(tensor: Tensor) -> Tensor:
         return tensor.detach().reshape(-1)[first : first + size]
 
-    grad = None if source.grad is None else Part(source, own(source.grad), block)
-    return Part(source, own(source), block, grad, name)
+    grad = None if source.grad is None else FlatPart(source, own(source.grad), block)
+    return FlatPart(source, own(source), block, grad, name)
 
 
 def install(hooks: Any) -> None:

@@ -16,13 +16,13 @@ from .fingerprint import Block, whole
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 
 
-class Part:
+class FlatPart:
     """A rank's part of a parameter, or of its gradient, that an engine keeps in a flat tensor of its own. Stands for
     the parameter `source` where the recorder reads an optimizer's parameters. `name`: where `source` is a flat tensor
     of several parameters."""
 
     def __init__(
-        self, source: Tensor, tensor: Tensor, block: Block, grad: Part | None = None, name: str | None = None
+        self, source: Tensor, tensor: Tensor, block: Block, grad: FlatPart | None = None, name: str | None = None
     ) -> None:
         self.source, self.tensor, self.block, self.grad, self.name = source, tensor, block, grad, name
         self.shape, self.dtype, self.device = block.shape, tensor.dtype, tensor.device
@@ -31,14 +31,14 @@ class Part:
 
 def key(parameter: Any) -> Any:
     """What parameters are told apart by, also where several are parts of one flat tensor."""
-    if not isinstance(parameter, Part):
+    if not isinstance(parameter, FlatPart):
         return id(parameter)
     return id(parameter.source) if parameter.name is None else (id(parameter.source), parameter.name)
 
 
 def name_of(parameter: Any, names: dict[int, str]) -> str | None:
     """`names`: by `id`, of models' parameters."""
-    if isinstance(parameter, Part):
+    if isinstance(parameter, FlatPart):
         return parameter.name or names.get(id(parameter.source))
     return names.get(id(parameter))
 
@@ -65,7 +65,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 def local(tensor: Any) -> tuple[Tensor, Block, str]:
     """The rank's part, its block, and "partial" where the parts are summands of the whole, else ""."""
-    if isinstance(tensor, Part):
+    if isinstance(tensor, FlatPart):
         return tensor.tensor, tensor.block, ""
     if not is_dtensor(tensor):
         return tensor, whole(tensor), ""

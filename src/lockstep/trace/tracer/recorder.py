@@ -50,7 +50,7 @@ class Since:
 
 
 @dataclass
-class Layout:
+class SketchedLayout:
     """The parameters of an optimizer, as written down last."""
 
     signature: tuple[Any, ...]
@@ -92,7 +92,7 @@ class Recorder:
         self.optimizers: list[weakref.ref[Any]] = []
         self.schedulers: list[Scheduler] = []
         self.steps: list[int] = []
-        self.layouts: dict[int, Layout] = {}
+        self.layouts: dict[int, SketchedLayout] = {}
         self.since = Since()
         self.evaluation: Evaluation | None = None
         self.loader: str | None = None
@@ -416,7 +416,7 @@ class Recorder:
             for name, value in (optimizer.state.get(getattr(p, "source", p)) or {}).items():
                 if isinstance(value, Tensor) and value.shape == _local_shape(p) and value.numel() > 1:
                     tensor, block, _ = placement.local(value)
-                    block = p.block if isinstance(p, placement.Part) else block
+                    block = p.block if isinstance(p, placement.FlatPart) else block
                     tensors.append(tensor)
                     blocks.append(block)
                     names.append((i, str(name)))
@@ -430,7 +430,7 @@ class Recorder:
                     buffers.setdefault(placement.plain_name(name), buffer)
         return list(buffers.items())[:2000]
 
-    def _layout_of(self, optimizer: Any, number: int, parameters: list[tuple[Tensor, int]]) -> Layout:
+    def _layout_of(self, optimizer: Any, number: int, parameters: list[tuple[Tensor, int]]) -> SketchedLayout:
         fresh = self.steps[number] % 16 == 0
         names, _, ties = self.names(fresh)
         known = self.layouts.get(number)
@@ -441,7 +441,7 @@ class Recorder:
         )
         if known is not None and known.signature == signature:
             return known
-        layout = Layout(signature, self._layouts)
+        layout = SketchedLayout(signature, self._layouts)
         self._layouts += 1
         rows = []
         for i, (p, group) in enumerate(parameters):
@@ -645,7 +645,7 @@ def _same(parameter: Any, grad: Any, version: int) -> Tensor | None:
 
 def _local_shape(parameter: Any) -> torch.Size:
     """What a state of its optimizer has as its shape where it holds a number for each element."""
-    return parameter.tensor.shape if isinstance(parameter, placement.Part) else parameter.shape
+    return parameter.tensor.shape if isinstance(parameter, placement.FlatPart) else parameter.shape
 
 
 def _version(tensor: Any) -> int:
@@ -656,7 +656,7 @@ def _version(tensor: Any) -> int:
 
 def written(parameter: Any) -> tuple[int, int]:
     """What changes where a parameter's values do: its count of writes, and its address."""
-    if isinstance(parameter, placement.Part):
+    if isinstance(parameter, placement.FlatPart):
         parameter = parameter.tensor
     plain = isinstance(parameter, Tensor) and not placement.is_dtensor(parameter)
     return _version(parameter), parameter.data_ptr() if plain else 0
