@@ -5,6 +5,7 @@ swallow."""
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -434,3 +435,21 @@ def test_activations_that_all_models_share_are_made_the_models_own() -> None:
 def test_importing_the_strategies_imports_no_deepspeed() -> None:
     code = "import sys, lockstep.strategies.zero1, lockstep.strategies.zero3\nsys.exit(int('deepspeed' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_an_export_imports_no_deepspeed(tmp_path: Path) -> None:
+    """Accelerate would import it, for seconds, to see whether it wraps the model that transformers saves."""
+    code = (
+        "import sys; from pathlib import Path; from transformers import BertConfig, BertModel\n"
+        "from lockstep.tasks.models import models\n"
+        "sizes = dict(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)\n"
+        "model = BertModel(BertConfig(**sizes))\n"
+        "models.save(model, model.state_dict(), None, Path(sys.argv[1]))\n"
+        "unwanted = 'deepspeed' in sys.modules\n"
+        "model.save_pretrained(sys.argv[1])\n"
+        "print(unwanted, 'deepspeed' in sys.modules)  # the control: by itself transformers does\n"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-2:] == ["False", "True"]
+    assert (tmp_path / "model.safetensors").is_file()
