@@ -10,7 +10,7 @@ import pytest
 from support.page_commands import environment, script
 from support.places import ROOT
 
-PLANNED_SIZE = {
+WANTED = {
     "first_run.py": "superb -> good",
     "traced.py": "likely",
     "own_module.py": "is number 1",
@@ -19,13 +19,13 @@ PLANNED_SIZE = {
 
 
 def test_every_example_is_run() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == PLANNED_SIZE.keys()
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == WANTED.keys()
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", sorted(PLANNED_SIZE))
+@pytest.mark.parametrize("name", sorted(WANTED))
 def test_an_example_ends_well_and_says_so(name: str, tmp_path: Path, cache: Path) -> None:
     done = subprocess.run(
         ["python", ROOT / "examples" / name],
@@ -35,7 +35,7 @@ def test_an_example_ends_well_and_says_so(name: str, tmp_path: Path, cache: Path
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert PLANNED_SIZE[name] in done.stdout
+    assert WANTED[name] in done.stdout
 
 
 def test_notebooks_are_those_of_the_scripts() -> None:
@@ -73,4 +73,4 @@ def test_a_notebook_runs(name: str, tmp_path: Path, cache: Path, monkeypatch: py
     kernel.km.kernel_spec.argv[0] = sys.executable  # this Python, whatever kernels are installed
     kernel.execute()
     printed = "".join(output.get("text", "") for cell in book.cells for output in cell.get("outputs", []))
-    assert PLANNED_SIZE[f"{name}.py"] in printed
+    assert WANTED[f"{name}.py"] in printed

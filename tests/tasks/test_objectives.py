@@ -55,8 +55,8 @@ def focal_of_each(logits: Tensor, targets: Tensor) -> Tensor:
     return (-((1 - p) ** 1.5) * p.log()).mean()
 
 
-FilterValue = Callable[[Tensor, Tensor], Tensor]
-LOSSES: dict[str, tuple[str, dict[str, Any], FilterValue]] = {
+Wanted = Callable[[Tensor, Tensor], Tensor]
+LOSSES: dict[str, tuple[str, dict[str, Any], Wanted]] = {
     "plain": ("one", {}, functional.cross_entropy),
     "smoothed": ("one", {"label_smoothing": 0.1}, lambda x, y: functional.cross_entropy(x, y, label_smoothing=0.1)),
     "weights": ("one", {"class_weights": {"a": 2, "c": 0.5}}, lambda x, y: functional.cross_entropy(x, y, W)),
