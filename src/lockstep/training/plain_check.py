@@ -464,8 +464,8 @@ def _masked(sides: Sides, places: Sequence[int], examples: list[dict[str, Any]])
     rows = zip(micro.inputs["input_ids"].tolist(), micro.targets.tolist(), examples, strict=True)
     with plain_path():
         return [
-            masked(sides.job, example, read[: len(example["input_ids"])], wanted[: len(example["input_ids"])])
-            for read, wanted, example in rows
+            masked(sides.job, example, read[: len(example["input_ids"])], targets[: len(example["input_ids"])])
+            for read, targets, example in rows
         ]
 
 

@@ -121,13 +121,13 @@ def _written(path: Path, text: str, partial: bool, talk: Prompter) -> Run:
     return init.checked(path, text, planned=False)
 
 
-def _look(draft: RunDraft, wanted: bool, talk: Prompter) -> Look | None:
+def _look(draft: RunDraft, by_flag: bool, talk: Prompter) -> Look | None:
     """A look at the data, where they are here. Errors: `RunError` of data that were given on the command line."""
     own = {key.partition(".")[2]: value for key, value in draft.keys.items() if key.startswith("data.")}
     source = own.get("source")
     if source is None and "train" not in own:
         return None
-    if not wanted and not (source is not None and Path(str(source)).expanduser().exists()):
+    if not by_flag and not (source is not None and Path(str(source)).expanduser().exists()):
         return None
     try:
         section = detect_layout.recognised(DataSection(**own), talk)

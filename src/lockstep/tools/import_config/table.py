@@ -163,9 +163,9 @@ def apply(table: Table, theirs: Mapping[str, Any], draft: RunDraft) -> None:
             if (ours := row.values[known]) is not None:
                 draft.set(row.here, ours, f"{name} {value}")
         elif not _is_off(value):
-            wanted = ", ".join(dict.fromkeys(str(v) for v in row.values.values() if v is not None))
+            choices = ", ".join(dict.fromkeys(str(v) for v in row.values.values() if v is not None))
             draft.drop(
-                name, value, f"{row.here} is one of {wanted}; its default is taken", decides(row.here), (row.here,)
+                name, value, f"{row.here} is one of {choices}; its default is taken", decides(row.here), (row.here,)
             )
 
 
