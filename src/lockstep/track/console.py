@@ -26,6 +26,7 @@ from typing import Any, Literal, TextIO, cast
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -385,11 +386,15 @@ class Console:
             table.add_column(column, justify="right" if numbers and i > 0 else "left")
         for row in cells:
             table.add_row(*row)
-        if self._voice != "quiet":
-            self.rich.print(table)
         plain = RichConsole(file=io.StringIO(), width=120, highlight=False)
         plain.print(table)
         append(self._log, plain.file.getvalue().rstrip())  # type: ignore[attr-defined]
+        if self._voice == "quiet":
+            return
+        if Measurement.get(self.rich, self.rich.options.update(width=1000), table).maximum > self.rich.width:
+            for head in table.columns:
+                head.header = str(head.header).replace("_", "_\n")  # else names would be cut off
+        self.rich.print(table)
 
 
 class _Bar(Progress):
