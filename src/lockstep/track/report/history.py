@@ -141,7 +141,7 @@ class History:
             lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return ""
-        return next((found[1] for line in reversed(lines) if (found := _ERROR.match(line))), "")
+        return next((match[1] for line in reversed(lines) if (match := _ERROR.match(line))), "")
 
     @property
     def facts(self) -> dict[str, Any]:

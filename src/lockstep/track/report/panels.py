@@ -283,10 +283,10 @@ def findings(history: History, live: bool = False) -> list[tuple[str, str]]:
     rows = []
     failure = history.facts_of("failed") if history.state == "failed" else {}
     if failure:
-        said = history.last_error
-        if not said.endswith(f"[{failure.get('code')}]"):
-            said = f"{failure.get('error', '')} while {failure.get('place', '')}; {LOG} says more"
-        rows.append((f"The run failed after step {failure.get('step', 0):,}", said))
+        message = history.last_error
+        if not message.endswith(f"[{failure.get('code')}]"):
+            message = f"{failure.get('error', '')} while {failure.get('place', '')}; {LOG} says more"
+        rows.append((f"The run failed after step {failure.get('step', 0):,}", message))
     elif not history.attempts and history.last_error and not live:
         rows.append(("The run ended before its first step", history.last_error))
     elif history.attempts and history.attempts[-1].how == "lost" and not live:

@@ -193,9 +193,9 @@ def _comparison(histories: Mapping[str, History], folder: Path) -> dict[str, Any
             for name, history in histories.items()
         ],
         "findings": [
-            (name, [what for what, _ in found])
+            (name, [what for what, _ in rows])
             for name, history in histories.items()
-            if (found := panels.findings(history))
+            if (rows := panels.findings(history))
         ],
         "differing": [(key, [_value(values.get(key)) for values in flat.values()]) for key in differing],
         "same": len(keys) - len(differing),
