@@ -230,7 +230,7 @@ def _first(reference: Trace, trace: Trace, perturbed: Trace) -> Comparison | Non
 
 
 def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
-    trace = read(runs.trace(healthy.script, healthy.arguments, healthy.processes))
+    trace = read(runs.trace(healthy.script, healthy.arguments, healthy.processes, libraries=healthy.libraries))
     found = findings(trace)
     if found:
         return Result(f"[{found[0].code}] {found[0].what}", False)
@@ -300,7 +300,8 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
     for each, result in healthy:
         side = f"`{each.reference}`" if each.reference else "alone"
         said = result.said.replace("|", "\\|") or "none"
-        lines.append(f"| `{each.script} {each.arguments}` | {each.processes} | {side} | {said} |")
+        beside = f" ({each.libraries[0]})" if each.libraries else ""
+        lines.append(f"| `{each.script} {each.arguments}`{beside} | {each.processes} | {side} | {said} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,12 +1,14 @@
 """Training by Accelerate and by the Trainer of transformers, on a tiny model, with one fault of a list.
 
-    python engines.py --engine accelerate|trainer|distilled|resumed|stream|checkpoint [--fault NAME] [--batch N]
+    python engines.py --engine NAME [--fault NAME] [--batch N]
 
 `distilled` is the Trainer with the loss of TRL's GKDTrainer, between the model and a teacher. `resumed` skips the
 batches of a second epoch that an earlier run has seen, with the sampler of Accelerate or (`--sampler swift`) of
-ms-swift. `stream` reads an iterable data set of datasets in DDP. `checkpoint` goes on from what torch's distributed
+ms-swift; `--epochs 2` goes on with a third epoch. `stream` reads an iterable data set of datasets in DDP. `litdata`
+trains the rest of an epoch, which two ranks began, on one rank. `zero` is ZeRO 2 of DeepSpeed by Accelerate, and
+`plain` the same loop without it. `checkpoint` goes on from what torch's distributed
 checkpoints hold of another model and optimizer, as KempnerForge does. It imports torch, transformers, accelerate and,
-where they are named, datasets, trl and a file of swift.
+where they are named, datasets, deepspeed, litdata, trl and a file of swift.
 """
 
 import argparse
@@ -30,6 +32,8 @@ parser.add_argument("--batch", type=int, default=8, help="of a process")
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--smoothing", type=float, default=0.0, help="of labels, by the Trainer")
 parser.add_argument("--sampler", default="accelerate", help="of `resumed`: accelerate or swift")
+parser.add_argument("--epochs", type=int, default=1, help="of `resumed`, with the one that is resumed")
+parser.add_argument("--set-epoch", action="store_true", help="`resumed` says the number of each epoch")
 parser.add_argument("--patch", help="of patches.py")
 parser.add_argument("--no-datasets", action="store_true", help="old versions fail to import a newer datasets")
 a = parser.parse_args()
@@ -177,6 +181,42 @@ def by_accelerate() -> None:
     accelerator.end_training()
 
 
+def by_zero() -> None:
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    if a.engine == "plain":
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=a.accumulate)
+    else:
+        import deepspeed
+        from accelerate import DeepSpeedPlugin
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # is compiled otherwise, for half a minute
+        config = {
+            "train_micro_batch_size_per_gpu": a.batch,
+            "gradient_accumulation_steps": a.accumulate,
+            "zero_optimization": {"stage": 2},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "gradient_clipping": 0.0,
+        }
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        accelerator = Accelerator(gradient_accumulation_steps=a.accumulate, deepspeed_plugin=plugin)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    net, optimizer = accelerator.prepare(net, optimizer)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    share = range(
+        rank, 64, world
+    )  # by hand: without a GPU, Accelerate takes each process of DeepSpeed for the only one
+    for batch in DataLoader(Texts(), batch_size=a.batch, sampler=share):
+        with accelerator.accumulate(net):
+            accelerator.backward(net(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.end_training()
+
+
 def resumed() -> None:
     """The second half of a second epoch, as a run that goes on from a checkpoint trains it."""
     from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
@@ -202,6 +242,10 @@ def resumed() -> None:
         if a.fault == "whole-epoch" and i < len(loader) // 2:
             continue  # the reference: the epoch is gone through, and its first half is left out
         train_on([batch], accelerator, net, optimizer)
+    for epoch in range(2, 1 + a.epochs):
+        if a.set_epoch:
+            loader.set_epoch(epoch)
+        train_on(loader, accelerator, net, optimizer)
     accelerator.end_training()
 
 
@@ -240,6 +284,52 @@ def stream() -> None:
         optimizer.step()
 
 
+def litdata() -> None:
+    """Two ranks begin an epoch, in this one process; one goes on with the state that the first of them keeps. The
+    right job (`--fault whole-epoch`) trains the rest of both ranks' rows, and needs no litdata."""
+    data = Texts()
+    rows = [[data[i] for i in range(n, n + a.batch)] for n in range(0, len(data), a.batch)]
+    half, quarter = len(rows) // 2, len(rows) // 4
+    parts = list(zip(rows[:half], rows[half:], strict=True))
+    batches = [torch.utils.data.default_collate(one + other) for one, other in parts]
+    if a.fault != "whole-epoch":
+        with tempfile.TemporaryDirectory() as folder:
+            batches[quarter:] = rest_by_litdata(data, folder, quarter)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for batch in batches:
+        net(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def rest_by_litdata(data: Dataset, folder: str, seen: int) -> list[dict[str, torch.Tensor]]:
+    """The batches of one rank after the first of two has seen some."""
+    from litdata import StreamingDataLoader, StreamingDataset
+    from litdata.streaming import Cache
+
+    cache = Cache(folder, chunk_size=a.batch)
+    for i in range(len(data)):
+        cache[i] = data[i]
+    cache.done()
+    cache.merge()
+    kept = dict(os.environ)
+    try:
+        os.environ |= {"WORLD_SIZE": "2", "GLOBAL_RANK": "0"}  # what litdata goes by
+        loader = StreamingDataLoader(StreamingDataset(folder, drop_last=True), batch_size=a.batch)
+        for i, _ in enumerate(loader):
+            if i + 1 == seen:
+                break
+        state = loader.state_dict()
+        os.environ |= {"WORLD_SIZE": "1"}
+        loader = StreamingDataLoader(StreamingDataset(folder, drop_last=True), batch_size=2 * a.batch)
+        loader.load_state_dict(state)
+        return list(loader)
+    finally:
+        os.environ.clear()
+        os.environ |= kept
+
+
 def checkpoint() -> None:
     """KempnerForge's manager of checkpoints, before and after its repair."""
     from torch.distributed import checkpoint as dcp
@@ -271,4 +361,6 @@ def checkpoint() -> None:
 if a.patch:
     patches.apply(a.patch)
 engines = {"trainer": by_trainer, "accelerate": by_accelerate, "distilled": distilled}
-(engines | {"resumed": resumed, "stream": stream, "checkpoint": checkpoint})[a.engine]()
+engines |= {"resumed": resumed, "stream": stream, "litdata": litdata, "checkpoint": checkpoint}
+engines |= {"zero": by_zero, "plain": by_zero}
+engines[a.engine]()

@@ -23,9 +23,11 @@ class Exhibit:
 
 @dataclass(frozen=True)
 class Healthy:
-    """A script that no finding may be made of; `reference`: arguments beside which it has to be the same training."""
+    """A script that no finding may be made of; `reference`: arguments beside which it has to be the same training.
+    `libraries`: as of an exhibit."""
 
     script: str
     arguments: str
     processes: int = 1
     reference: str | None = None
+    libraries: tuple[str, ...] = ()

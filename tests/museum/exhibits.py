@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 from museum.exhibit import Exhibit, Healthy
-from museum.reports import AS_RELEASED, FROM_REPORTS
+from museum.reports import AS_RELEASED, FROM_REPORTS, LITDATA
 
 
 def alone(name: str, expected: str, symptom: str, extra: str = "", processes: int = 2) -> Exhibit:
@@ -307,6 +307,11 @@ HEALTHY = (
     Healthy("loop.py", "--workers 2 --batch 32 --fault numpy-noise"),
     Healthy("engines.py", "--engine resumed", 1, "--engine resumed --fault whole-epoch"),
     Healthy("engines.py", "--engine resumed --batch 4", 2, "--engine resumed"),
+    Healthy(
+        "engines.py", "--engine resumed --epochs 2 --set-epoch", 1, "--engine resumed --epochs 2 --fault whole-epoch"
+    ),
+    Healthy("engines.py", "--engine litdata", 1, "--engine litdata --fault whole-epoch", ("litdata==0.2.76", *LITDATA)),
+    Healthy("engines.py", "--engine zero --batch 4 --accumulate 2", 2, "--engine plain --batch 16"),
     Healthy("engines.py", "--engine checkpoint"),
     Healthy("sharded.py", "--stage 2 --batch 4 --accumulate 4 --offload", 2, "--batch 32"),
     Healthy("sharded.py", "--stage 2 --batch 8 --accumulate 2 --offload --boundary", 2, "--batch 32"),

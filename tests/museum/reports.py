@@ -77,6 +77,9 @@ REPORTS = {
     "distilled-mean": Report("huggingface/trl#6006", "patch"),
     "router-loss": Report("huggingface/transformers#48690", "library", "transformers"),
     "swift-epoch": Report("modelscope/ms-swift#10050", "version"),
+    "accelerate-zero": Report("huggingface/accelerate#3877", "version"),  # says no DeepSpeed: the newest of its day
+    "epoch-twice": Report("huggingface/accelerate#4233", "library", "accelerate"),
+    "other-ranks": Report("Lightning-AI/litData#878", "version"),
 }
 
 # of FROM_REPORTS, what the first run came to
@@ -177,6 +180,14 @@ FROM_REPORTS = (
 TRAINER = "--engine trainer --model gpt2"
 OLD = ("transformers==4.47.1", "tokenizers==0.21.4", "huggingface-hub==0.36.0", "accelerate==1.2.1")
 OLDER = ("transformers==4.45.2", "tokenizers==0.20.3", "huggingface-hub==0.26.5", "accelerate==1.0.1")
+LITDATA = (  # what litdata imports
+    "boto3==1.44.8",
+    "botocore==1.44.8",
+    "jmespath==1.1.0",
+    "lightning-utilities==0.15.3",
+    "s3transfer==0.19.3",
+    "tifffile==2026.3.3",
+)
 AS_RELEASED = (
     Exhibit(
         "stream-of-datasets",
@@ -365,18 +376,43 @@ AS_RELEASED += (
         "--engine resumed --sampler swift --fault whole-epoch",
         ("ms-swift==4.5.0",),
     ),
+    Exhibit(
+        "accelerate-zero",
+        "Accelerate's ZeRO 2 leaves out gradients of micro-batches",
+        "engines.py",
+        "--engine zero --batch 4 --accumulate 2",
+        2,
+        "left out",
+        "--engine plain --batch 16",
+        ("deepspeed==0.18.2", "accelerate==1.11.0"),
+    ),
+    Exhibit(
+        "epoch-twice",
+        "the epoch after a resumed one has the resumed one's order again: `skip_first_batches` counts it on a copy",
+        "engines.py",
+        "--engine resumed --epochs 2",
+        1,
+        "epoch (set_epoch)",
+        "--engine resumed --epochs 2 --fault whole-epoch",
+    ),
+    Exhibit(
+        "other-ranks",
+        "one rank goes on with the state that two ranks kept, and sees a part of their rows again",
+        "engines.py",
+        "--engine litdata",
+        1,
+        "lost its place in the epoch",
+        "--engine litdata --fault whole-epoch",
+        ("litdata==0.2.68", *LITDATA),
+    ),
 )
 
 # Reports that the museum was asked for and does not show as they are, each with the reason, and what stands for it.
 NOT_SHOWN = (
     (
         "NVIDIA/Megatron-LM#6660",
-        "Megatron-FSDP needs a GPU; `doubled` computes what the report describes, in a loop of ours",
-    ),
-    (
-        "huggingface/accelerate#3877",
-        "no fault of Accelerate's: ZeRO 2 with accumulation has another loss, as in `deepspeed-0.18.2`; the report's "
-        "version of DeepSpeed is not known to us",
+        "Megatron-FSDP needs a GPU; `doubled` computes what the report describes (at each micro-batch twice the buffer "
+        "and the gradient), in a loop of ours",
     ),
     (
         "huggingface/transformers#48706",
@@ -387,13 +423,16 @@ NOT_SHOWN = (
         "a paper on two faults: micro-batches that DeepSpeed's offloaded optimizer drops (`offload-drops`), and losses "
         "of micro-batches that weigh alike in OpenRLHF (`mean-of-means`)",
     ),
-    ("marin-community/marin#7237", "trains in JAX; `lockstep trace` is for torch"),
     (
-        "Lightning-AI/litData#878",
-        "on resuming with another number of workers; `resumed-order` and `swift-epoch` are of that kind",
+        "marin-community/marin#7237",
+        "trains in JAX, and `lockstep trace` is for torch; we could not read the report, so nothing stands for it",
     ),
-    ("huggingface/transformers#46634", "we could not read it"),
-    ("huggingface/accelerate#4233", "we could not read it"),
+    (
+        "huggingface/transformers#46634",
+        "we could not read it: of its days (#46628 is of 2026-06-13) we found other reports; no release from 5.10 to "
+        "5.14, nor 5.23, names it in its source, and from 5.12.1 to 5.14.0 nothing in `trainer.py` changed that "
+        "trains otherwise",
+    ),
 )
 
 # What was seen in public scripts that nobody changed (pytorch/examples, accelerate and transformers as fetched on

@@ -250,6 +250,26 @@ def test_the_first_difference_in_causal_order_is_named(tmp_path: Path) -> None:
     assert (rate.first, rate.step) == ("learning rate", 0)
 
 
+@pytest.mark.parametrize(
+    ("order", "cause"),
+    [([0, 2, 1, 3], "in another order"), ([0, 1, 0, 1], "8 examples come more often than any does in as many steps")],
+)
+def test_examples_that_come_again_are_not_taken_for_another_order(tmp_path: Path, order: list[int], cause: str) -> None:
+    data = torch.randn(4, 4, 6, generator=torch.Generator().manual_seed(1))
+    for name, numbers in (("a", [0, 1, 2, 3]), ("b", order)):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with lockstep.trace(model, optimizer, folder=tmp_path / name):  # type: ignore[operator]
+            for x in data[numbers]:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+    verdict = compare(read(tmp_path / "a"), read(tmp_path / "b"))
+    assert verdict.first == "examples"
+    assert cause in verdict.cause
+
+
 class Wrapper(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.trace.losses import Losses, agreeing
-from lockstep.trace.ranks import data_ranks
+from lockstep.trace.ranks import data_ranks, examples_of
 from lockstep.trace.read import Step, Trace
 
 COSINE = 0.99  # below it a factor means nothing
@@ -81,7 +81,9 @@ def of_names(tied: Sequence[str]) -> str:
     return "the optimizers hold different parameters: some are frozen, new or left out on one side"
 
 
-def of_examples(trace: Trace, optimizer: int, step: int, one: Counter[str], other: Counter[str]) -> str:
+def of_examples(
+    reference: Trace, trace: Trace, optimizer: int, step: int, one: Counter[str], other: Counter[str]
+) -> str:
     ranks = data_ranks(trace, optimizer)
     lists = [tuple(r.steps[optimizer][step].examples or ()) for r in ranks if step in r.steps[optimizer]]
     n, m = one.total(), other.total()
@@ -113,12 +115,26 @@ def of_examples(trace: Trace, optimizer: int, step: int, one: Counter[str], othe
         return (
             "some examples are in the step more than once: ranks share examples, or a sampler pads with repeated ones"
         )
+    if n == m and (again := _more_often(reference, trace, optimizer)):
+        return (
+            f"{again} examples come more often than any does in as many steps of the reference: a run that lost its "
+            "place in the epoch when it was resumed (a state of another number of processes or workers), or ranks or a "
+            "sampler that repeat examples"
+        )
     if n == m:
         return (
             "as many examples, in another order: the sampler's seed or epoch (set_epoch), or shuffling "
             "that depends on the process"
         )
     return "the step is cut elsewhere: compare batch size, the last, smaller batch (drop_last) and the sampler"
+
+
+def _more_often(reference: Trace, trace: Trace, optimizer: int) -> int:
+    """How many examples the steps of both have more often than the reference has any."""
+    steps = sorted(set(reference.steps(optimizer)) & set(trace.steps(optimizer)))
+    one, other = (Counter(h for s in steps for h in examples_of(t, optimizer, s)) for t in (reference, trace))
+    most = max(one.values(), default=0)
+    return sum(n > most for n in other.values())
 
 
 def of_loss(

@@ -256,7 +256,7 @@ def _examples(pair: _Pair) -> None:
         return
     n, m, shared = one.total(), other.total(), (one & other).total()
     text = f"other examples: {n} in the reference, {m} here, {shared} of them in both"
-    raise _Parted("examples", (text,), causes.of_examples(pair.b, pair.optimizer, pair.step, one, other))
+    raise _Parted("examples", (text,), causes.of_examples(pair.a, pair.b, pair.optimizer, pair.step, one, other))
 
 
 def _loss(pair: _Pair, limit: float, numbers: dict[str, Any]) -> tuple[Losses, Losses, str] | None:

@@ -378,12 +378,12 @@ def _starts(history: History) -> str:
 def overlaid(histories: Mapping[str, History]) -> list[str]:
     """A chart for each curve that some run has, a line for each run."""
     metrics = dict.fromkeys(key for history in histories.values() for key in _metrics(history))
-    wanted = {"training loss": ("train", "loss"), "validation loss": ("validation", "loss")}
-    wanted |= {f"{key.replace('_', ' ')}, validation": ("validation", key) for key in metrics}
-    wanted |= {title: next(iter(lines.values())) for title, lines in _CURVES.items() if title != "loss"}
+    chart_lines = {"training loss": ("train", "loss"), "validation loss": ("validation", "loss")}
+    chart_lines |= {f"{key.replace('_', ' ')}, validation": ("validation", key) for key in metrics}
+    chart_lines |= {title: next(iter(lines.values())) for title, lines in _CURVES.items() if title != "loss"}
     curves = []
     steps = span(*histories.values())
-    for title, (split, key) in wanted.items():
+    for title, (split, key) in chart_lines.items():
         series = {name: history.series(split, key) for name, history in histories.items()}
         smooth = tuple(series) if split == "train" and title != "learning rate" else ()
         curves.append(
