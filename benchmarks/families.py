@@ -118,7 +118,7 @@ ALSO: dict[str, dict[str, Any]] = {
     },
     "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 128},
     "luke": {"entity_vocab_size": 10, "entity_emb_size": 8},
-    "esm": {"position_embedding_type": "absolute", "token_dropout": False, "vocab_size": 120},
+    "esm": {"position_embedding_type": "absolute", "token_dropout": False, "vocab_size": 300},
     "gptj": {"rotary_dim": 8},
     "prophetnet": {"disable_ngram_loss": True},  # a term that lockstep does not compute
     "mimo_v2_flash": {"num_attention_heads": 4, "head_dim": 24},

@@ -286,12 +286,12 @@ os.environ.update(processor.VARIABLES)
 sys.path.insert(0, sys.argv[3])
 import families, warnings
 warnings.simplefilter("ignore")
-world, threads, exact = None, int(sys.argv[2]), json.loads(sys.argv[4])
+world, threads, exact, head = None, int(sys.argv[2]), json.loads(sys.argv[4]), sys.argv[5]
 with tempfile.TemporaryDirectory() as name:
     families.write_data(Path(name))
-    for family in sys.argv[5:]:
+    for family in sys.argv[6:]:
         try:
-            run = families.run_of("classification", family, Path(name), "single", "fp32", exact, threads)
+            run = families.run_of(head, family, Path(name), "single", "fp32", exact, threads)
             world = world or families.World(run).join()
             print(family, families.trained(world, run)["weights"], sep="\\t", flush=True)
         except Exception as error:
@@ -299,12 +299,12 @@ with tempfile.TemporaryDirectory() as name:
 """
 
 
-def compare_libraries(names: list[str], exact: bool | str, out: Path | None) -> bool:
-    """Train families with a head of classification, tiny, while MKL and oneDNN are told to take other code, with two
+def compare_libraries(head: str, names: list[str], exact: bool | str, out: Path | None) -> bool:
+    """Train families with a head, tiny, while MKL and oneDNN are told to take other code, with two
     threads. Print those whose bits change. Returns whether any does."""
     told = []
     for variables, threads in (({}, 1), ({"MKL_CBWR": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "ALL"}, 2)):
-        words = [json.dumps(variables), str(threads), str(Path(__file__).parent), json.dumps(exact), *names]
+        words = [json.dumps(variables), str(threads), str(Path(__file__).parent), json.dumps(exact), head, *names]
         done = subprocess.run([sys.executable, "-c", LIBRARIES, *words], capture_output=True, text=True, check=True)
         told.append(dict(line.split("\t") for line in done.stdout.splitlines() if "\t" in line))
     lines = {}
@@ -314,10 +314,11 @@ def compare_libraries(names: list[str], exact: bool | str, out: Path | None) -> 
     if out is not None:
         with out.open("a") as file:
             file.writelines(
-                json.dumps({"family": name, "exact": exact, "libraries": line}) + "\n" for name, line in lines.items()
+                json.dumps({"family": name, "head": head, "exact": exact, "libraries": line}) + "\n"
+                for name, line in lines.items()
             )
     for said in ("the same bits", "other bits"):
-        print(f"{said}: {', '.join(name for name in names if lines[name] == said)}")
+        print(f"{head}, {said}: {', '.join(name for name in names if lines[name] == said)}")
     print(*(f"{name}: {line}" for name, line in lines.items() if line.startswith("no")), sep="\n")
     return "other bits" in lines.values()
 
@@ -331,13 +332,16 @@ def main() -> None:
     parser.add_argument("--exact", default="portable", help="strategy.exact; true as the control")
     parser.add_argument("--operations", action="store_true", help="operations alone")
     parser.add_argument("--libraries", action="store_true", help="families while MKL and oneDNN take other code")
+    parser.add_argument("--heads", nargs="+", default=["classification"], help="tasks, with --libraries")
     parser.add_argument("--out", type=Path)
     known = parser.parse_args()
     if known.libraries:
         import families
 
-        names = known.families or families.families("classification")
-        sys.exit(compare_libraries(names, known.exact if known.exact == "portable" else True, known.out))
+        exact = known.exact if known.exact == "portable" else True
+        of = {head: known.families or families.families(head) for head in known.heads}
+        changed = [compare_libraries(head, names, exact, known.out) for head, names in of.items()]
+        sys.exit(any(changed))
     known.families = known.families or list(FAMILIES)
     if known.operations:
         compare_operations(known.cpus, known.exact, known.out)

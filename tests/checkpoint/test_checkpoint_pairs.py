@@ -128,7 +128,19 @@ def goes_on(name: str, savers: Sequence[str], saved_by: Saved, straight: dict[st
             assert (saver if saver not in EXACT else name) in found["notes"][0]
 
 
+# What every strategy saves is one layout, spread over as many files as there are ranks (`test_one_layout`): one that is
+# written by a rank alone, by ranks that are alike, by stages, by ranks that share everything and by an engine.
+SAVERS = ["single", "ddp", "pipeline", "fsdp2", "zero3"]
+
+
 @pytest.mark.processes
+@pytest.mark.parametrize("name", NAMES)
+def test_every_strategy_goes_on_from_others(name: str, saved_by: Saved, straight: dict[str, Any]) -> None:
+    goes_on(name, [*dict.fromkeys([name, *SAVERS])], saved_by, straight)
+
+
+@pytest.mark.processes
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_all_pairs(name: str, saved_by: Saved, straight: dict[str, Any]) -> None:
     goes_on(name, NAMES, saved_by, straight)

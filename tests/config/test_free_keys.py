@@ -16,7 +16,7 @@ import torch
 from lockstep.cli import main
 from lockstep.config import error_messages as messages
 from lockstep.config.run import Run
-from support.marks import slow
+from support.marks import long, slow
 from support.own_modules import NET, NET_FUNCTIONS, job
 from support.task_runs import TASKS, make
 
@@ -60,7 +60,9 @@ SHOWN = {
     "answer_tokens": 2,
     "corpus": 5,
 }
-SLOW = ("translation", "token_classification", "reward", "masked", "questions", "pairs")
+SLOW = ("translation", "token_classification", "masked", "pairs")
+# `reward` learns of the pairs of `preference`, and `questions` finds places of words as `token_classification` does.
+LONG = ("reward", "questions")
 # What is tried elsewhere: where a run takes place, what it is called, when it stops, and what needs a network.
 ELSEWHERE = {"name", "output", "remote_dir", "max_time", "hub.push_to", "track.to", "strategy.options"}
 ELSEWHERE |= {
@@ -114,7 +116,7 @@ def hashes(folder: Path, name: str, values: dict[str, Any]) -> dict[int, dict[st
     return {line["step"]: {k: line[k] for k in ("hash", "weights", "optimizer") if k in line} for line in lines}
 
 
-@pytest.mark.parametrize("kind", ["documents", *map(slow, ("preference", "module", *SLOW))])
+@pytest.mark.parametrize("kind", ["documents", *map(slow, ("preference", "module", *SLOW)), *map(long, LONG)])
 def test_keys_that_are_no_arithmetic_change_no_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     if kind == "module":

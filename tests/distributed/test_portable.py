@@ -21,8 +21,9 @@ import yaml
 
 from lockstep.config import processor
 from lockstep.config.run import Run, load
+from lockstep.distributed import portable
 from lockstep.training.resolve import Machine, Scope, resolve
-from support.command import start_anew, write
+from support.command import start, start_anew, write
 from support.harness import TINY
 from support.messages import mentions, raises
 
@@ -90,10 +91,16 @@ def test_what_has_other_bits_elsewhere_is_refused_before_a_process_starts() -> N
 
 def test_processors_that_lack_the_instructions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert processor._flags_of_glibc() in (None, set(processor.INSTRUCTIONS) & (processor._flags_of_linux() or set()))
+    with monkeypatch.context() as patch:  # where a process has gone on to load torch
+        patch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+        with raises("LS7075", "AVX2 or FMA"):
+            portable.check()
     text = "model name : Intel Atom C3000 (Denverton)\nflags : fpu sse4_2 aes\n"
     monkeypatch.setattr(processor, "_flags_of_glibc", lambda: None)
     monkeypatch.setattr(Path, "read_text", lambda *_args, **_named: text)
     assert "no AVX2 and no FMA" in (processor.missing_instructions() or "")
+    with raises("LS7075", "no AVX2 and no FMA"):
+        portable.check()
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert "aarch64" in (processor.missing_instructions() or "")
 
@@ -362,7 +369,8 @@ def test_nothing_is_left_to_libraries_that_look_at_the_processor() -> None:
 def trained(folder: Path, cache: Path, name: str, *words: str, exact: Any = "portable") -> tuple[str, str]:
     """The hash of the export of a short run, and what it printed."""
     path = write(folder / name, steps=3, strategy={"name": "ddp", "exact": exact}, evaluate={"every": 3})
-    process = start_anew([sys.executable, "-m", "lockstep", "train", str(path), *words], path.parent, cache)
+    begin = start if exact is True else start_anew  # libraries look at portable's variables as they are loaded
+    process = begin([sys.executable, "-m", "lockstep", "train", str(path), *words], path.parent, cache)
     told, errors = process.communicate(timeout=300)
     assert process.returncode == 0, told + errors
     weights = (path.parent / "out" / "export" / "model.safetensors").read_bytes()
@@ -376,8 +384,7 @@ def test_the_bits_depend_neither_on_processes_nor_on_threads(tmp_path: Path) -> 
     cache = tmp_path / "cache"
     one, told = trained(tmp_path, cache, "one", "launch.processes=1")
     assert "compared" in told  # with plain transformers, before the first step
-    assert trained(tmp_path, cache, "two", "launch.processes=2")[0] == one
-    assert trained(tmp_path, cache, "threads", "launch.processes=1", "launch.threads=3")[0] == one
+    assert trained(tmp_path, cache, "two", "launch.processes=2", "launch.threads=3")[0] == one
     shared = ("launch.processes=2", "strategy.name=fsdp2", "strategy.options={gather: micro_batch}")
     assert trained(tmp_path, cache, "fsdp2", *shared)[0] == one
     assert trained(tmp_path, cache, "exact", "launch.processes=1", exact=True)[0] != one  # other kernels
@@ -393,10 +400,6 @@ def test_emulated_processors_compute_the_same() -> None:
     assert QEMU is not None
     for cpu in ("Haswell-noTSX", "EPYC"):
         assert said(python(code, "1", before=(QEMU, "-cpu", cpu))) == here
-    for cpu in ("SandyBridge", "Haswell-noTSX,-fma"):
-        refused = python(code, "1", before=(QEMU, "-cpu", cpu))
-        assert refused.returncode
-        mentions(refused.stderr, "LS7075")
     # Without the kernels the same processors differ: the emulation can tell.
     bare = """
 import json, torch

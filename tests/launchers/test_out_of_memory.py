@@ -16,6 +16,7 @@ from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, L
 from lockstep.launchers.processes.out_of_memory import Memory, Sources
 from support.command import LOCKSTEP, bits, ended, start_anew, until, write
 from support.harness import tiny
+from support.marks import long, slow
 from support.places import TESTS_PATH
 
 KB, PID = 1024, 4711
@@ -195,9 +196,9 @@ def small(tmp_path: Path) -> Iterator[Path]:
     group.rmdir()
 
 
+# Where all start again is the way of every killed rank (tests/jobs/test_command.py); here it is asked by hand
 @pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("goes_on", [long(False), slow(True)])
 def test_a_rank_that_takes_all_memory(goes_on: bool, small: Path, tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path, checkpoint={"every": 10 if goes_on else 40, "keep": 2})
     words = ["launch.max_restarts=1", "strategy.name=support.misbehaving.Hungry"]

@@ -41,15 +41,15 @@ def of(case: str, **values: Any) -> Run:
 EACH_TIME: dict[str, tuple[int, ...]] = {
     "single": (1,),
     "allreduce": (3,),
-    "ddp": (2, 4),
+    "ddp": (2,),
     "hf_accelerate": (2,),
     "hf_trainer": (3,),
     "zero1": (2,),
     "zero2": (3,),
-    "zero3": (1, 4),
-    "fsdp2 step": (2, 3),
+    "zero3": (4,),
+    "fsdp2 step": (3,),
     "fsdp2 micro_batch": (1, 4),
-    "pipeline": (2, 3),
+    "pipeline": (2,),
 }
 
 

@@ -31,7 +31,7 @@ WORDS = {
     "held": 2,
     "seen": 1,
 }
-WORDS |= {"apart": 0, "beside": 0, "standing": 0, "leaving": 0, "waited": 0}
+WORDS |= {"apart": 0, "beside": 0, "standing": 0, "leaving": 0, "waited": 0, "moved": 0, "wanted": 0}
 LIMITS = WORDS | {"riddles": 0, "classes": 0}
 
 

@@ -134,8 +134,8 @@ def test_a_run_takes_no_code_that_was_made_for_other_sizes(cache: Path, monkeypa
 
 # Code for a precision takes a minute to make, once for all tests, and two more for layers that FSDP2 gathers, which
 # have code of their own. `.ci/run` asks of bf16 alone, whose code is that of fp32 with `autocast` in it. There `ddp` is
-# asked by the run that is resumed, and `fsdp2` where activations are computed again; a pipeline, whose stages take a
-# minute of the processor to compile, with layers that are compiled into themselves.
+# asked by the run that is resumed; `fsdp2` and a pipeline, which take a minute of the processor to compile, with layers
+# that are compiled into themselves: what is theirs is how the compiler meets gathered weights, and that is there.
 LATER = {"fp32": [pytest.mark.slow, pytest.mark.long], "bf16": [pytest.mark.slow]}
 PRECISIONS = [pytest.param(precision, marks=marks) for precision, marks in LATER.items()]
 LIMIT_S = 1500  # to compile takes minutes on a busy machine
@@ -184,11 +184,21 @@ def test_stages_of_a_pipeline_are_compiled() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("gather", ["step", "micro_batch"])
+def test_layers_of_fsdp2_are_compiled_and_computed_again(gather: str) -> None:
+    """With the bits of one process that compiles nothing. By inductor's code: the next one."""
+    words = (COMPILE, "model.checkpoint_activations=true", f"strategy.options.gather={gather}")
+    run, alone = tiny("strategy.name=fsdp2", *words), of("single", 1)
+    first, second = run_on(2, steps_in_themselves, run, run=run, timeout_s=LIMIT_S)
+    assert min(first["graphs"], second["graphs"]) > 0
+    assert first["digest"] == alone["digest"]
+    assert first["loss"] == second["loss"] == alone["loss"]
+
+
+@pytest.mark.processes
 @pytest.mark.timeout(2 * LIMIT_S)
-@pytest.mark.parametrize(
-    "gather",
-    [pytest.param("alone", marks=pytest.mark.long), "step", pytest.param("micro_batch", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("gather", ["alone", "step", "micro_batch"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_same_bits_where_activations_are_computed_again(gather: str, precision: str) -> None:
     words = (f"precision={precision}", COMPILE)

@@ -150,8 +150,8 @@ def of(folder: Path, name: str, ranks: int, saver: str | None, brief: bool = Fal
         long("allreduce", 2),
         slow("ddp", 2),
         long("hf_accelerate", 2),
-        slow("hf_accelerate fsdp", 2),
-        slow("hf_trainer", 2),
+        long("hf_accelerate fsdp", 2),
+        long("hf_trainer", 2),
         slow("pipeline", 2),
     ],
 )
@@ -164,9 +164,12 @@ def test_every_optimizer_has_the_bits_of_single(folder: Path, name: str, ranks: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks"), [("fsdp2 micro_batch", 1), ("allreduce", 2), ("hf_accelerate", 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("fsdp2 micro_batch", 1), ("allreduce", 2), ("hf_accelerate", 2), ("hf_accelerate fsdp", 2), ("hf_trainer", 2)],
+)
 def test_a_few_have_the_bits_of_single(folder: Path, name: str, ranks: int) -> None:
-    """Where `ddp`, `hf_trainer` and more ranks are asked with all: the updates are theirs."""
+    """Where `ddp`, `fsdp2` and more ranks are asked with all: the updates are theirs."""
     alone, found = of(folder, "single", 1, None, True), of(folder, name, ranks, "single", True)
     assert [{k: v for k, v in found[case].items() if k != "gone on"} for case in alone] == list(alone.values())
     assert [each["gone on"] for each in found.values()] == [each["after"] for each in alone.values()]

@@ -16,6 +16,7 @@ from lockstep.strategies.native import Native
 from lockstep.training.data_loader import StepLoader
 from support import task_runs
 from support.harness import build, run_on
+from support.marks import long
 from support.task_runs import TASKS, trained
 
 pytestmark = pytest.mark.processes
@@ -44,7 +45,7 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [long("ddp", 2), ("ddp", 3), ("fsdp2", 2)])  # two ranks, and ranks of ddp
 def test_the_same_bits_on_any_number_of_processes(kind: str, name: str, ranks: int, folder: Path, alone: dict) -> None:
     run = make(folder, kind, f"strategy.name={name}")
     first, *others = run_on(ranks, trained, run, run=run)

@@ -13,7 +13,7 @@ from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import load
 from lockstep.tools.import_config.sagemaker import NEWER, TABLE, arguments, move
-from lockstep.tools.import_config.table import Imported
+from lockstep.tools.import_config.table import RunDraft
 from support.documents import chapters
 from support.messages import raises
 
@@ -44,18 +44,18 @@ trainer.train(input_data_config=[InputData(channel_name="train", data_source="s3
 """
 
 
-def moved(text: str) -> Imported:
-    found, given = Imported(), arguments(ast.parse(text))
+def moved(text: str) -> RunDraft:
+    found, given = RunDraft(), arguments(ast.parse(text))
     assert given is not None
     move(given, found, None)
     return found
 
 
-def left(found: Imported) -> str:
+def left(found: RunDraft) -> str:
     return "\n".join(f"{name} ({why})" for name, why in ((gap.name, gap.why) for gap in found.gaps))
 
 
-def launch(found: Imported) -> dict[str, Any]:
+def launch(found: RunDraft) -> dict[str, Any]:
     return {k.removeprefix("launch."): v for k, v in found.keys.items() if k.startswith("launch.")}
 
 

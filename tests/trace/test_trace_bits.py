@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.command import LOCKSTEP, ended, start
+from support.marks import long, slow
 from support.places import TESTS
 
 pytestmark = pytest.mark.processes
@@ -33,6 +34,7 @@ ENGINES = {  # name: (script, arguments, processes, modules it needs)
     "zero-3": ("sharded.py", "--stage 3 --divisible", 2, ("deepspeed",)),
 }
 QUICK = ("plain", "ddp", "fsdp2")
+LONG = ("zero-1",)  # the optimizer is cut as in "zero-2", whose gradients are cut, too
 
 
 def digests(name: str, folder: Path, *options: str) -> tuple[list[str], str]:
@@ -51,7 +53,7 @@ def digests(name: str, folder: Path, *options: str) -> tuple[list[str], str]:
     return sorted(lines), err
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ENGINES])
+@pytest.mark.parametrize("name", [n if n in QUICK else long(n) if n in LONG else slow(n) for n in ENGINES])
 def test_a_traced_run_has_the_bits_of_an_untraced_one(name: str, tmp_path: Path) -> None:
     """The control is a run with weights perturbed in their last bit: the judge sees that."""
     plain, _ = digests(name, tmp_path)

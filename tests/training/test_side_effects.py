@@ -23,7 +23,7 @@ NONE = ["Plain", "FrozenRows", "SwitchedLate", "Queue", "Functional"]
 SEEN = {  # module -> what is seen of its forward, by field
     "LateHook": {"hooked": ["second.weight"]},
     "Clamped": {"written": ["second.weight"], "alike": ["second.weight"]},
-    "ClampedElsewhere": {"written": ["second.weight"], "moved": ["second.weight"], "alike": ["second.weight"]},
+    "ClampedElsewhere": {"written": ["second.weight"], "new_memory": ["second.weight"], "alike": ["second.weight"]},
     "Renormed": {"written": ["words.weight"]},
     "Decayed": {"written": ["second.weight"]},
     "Replaced": {"replaced": ["second.weight"]},
@@ -54,7 +54,7 @@ def effects(name: str) -> SideEffects:
 @pytest.mark.parametrize("name", [*NONE, *SEEN])
 def test_what_forward_does_is_seen_and_leaves_no_trace(name: str) -> None:
     found = effects(name)
-    fields = ("written", "moved", "replaced", "switched", "hooked", "evaluated", "alike")
+    fields = ("written", "new_memory", "replaced", "switched", "hooked", "evaluated", "alike")
     assert {f: sorted(getattr(found, f)) for f in fields if getattr(found, f)} == SEEN.get(name, {})
     assert bool(found.per_process) == (name in ALONE)
 

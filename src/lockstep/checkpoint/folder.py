@@ -116,7 +116,7 @@ class DiskSpace:
         spare = sum(size_of(path) for path in self._dispensable())
         keep = max(self.run.checkpoint.keep, self.run.average.last or 0) + len(self.run.checkpoint.at)
         most = min(keep + 1 + bool(self.run.checkpoint.best), saves + there)
-        wanted = records + self.export + max(0, most - there) * self.checkpoint
+        full_need = records + self.export + max(0, most - there) * self.checkpoint
         has = f"output: the disk of {self.run.folder} has {_size(free)} left"
         if free + spare < least:
             parts = [f"a checkpoint ({_size(self.checkpoint)})"] * bool(saves)
@@ -130,10 +130,10 @@ class DiskSpace:
                     "checkpoint.rescue=FOLDER on another disk with enough space for the export",
                 )
             return [f"{fault}. What has no room there at the end goes to {rescue}"]
-        if free < wanted:
+        if free < full_need:
             return [
                 f"{has}, and {most} checkpoints of {_size(self.checkpoint)} beside the export ({_size(self.export)}) "
-                f"need {_size(wanted)}: older ones are removed early where the next has no room"
+                f"need {_size(full_need)}: older ones are removed early where the next has no room"
             ]
         return []
 

@@ -68,11 +68,11 @@ class Candidate:
 
 def score_of(run: Run, scores: Mapping[str, float]) -> float | None:
     """More is better; None where there is no such score, or none that is finite."""
-    wanted = run.checkpoint.best or ""
-    score = scores.get(wanted.removeprefix("-"))
+    metric = run.checkpoint.best or ""
+    score = scores.get(metric.removeprefix("-"))
     if score is None or not math.isfinite(score):
         return None
-    return -score if wanted.startswith("-") else score
+    return -score if metric.startswith("-") else score
 
 
 def best_first(run: Run, evaluated: Mapping[int, Mapping[str, float]]) -> list[Candidate]:

@@ -390,7 +390,7 @@ class FromMain(Saved):
         return name in self.names
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
-        for name in sorted({name for wanted in self.world.all_gather(list(targets)) for name in wanted}):
+        for name in sorted({name for rank_names in self.world.all_gather(list(targets)) for name in rank_names}):
             tensor = self.files.whole(name) if self.files else None
             shape, dtype = self.world.broadcast((tensor.shape, tensor.dtype) if tensor is not None else None)
             on_device = torch.empty(shape, dtype=dtype) if tensor is None else tensor

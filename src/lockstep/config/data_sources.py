@@ -114,8 +114,8 @@ def address_of(text: str) -> Address:
     parts = [part for part in rest.split("/") if part]
     count = 3 if scheme == "hf" else 1
     if len(parts) < count or (scheme == "hf" and parts[0] != "datasets"):
-        wanted = "hf://datasets/USER/REPO/path" if scheme == "hf" else f"{scheme}://BUCKET/path"
-        raise InvalidValue("LS1013", f"{text}: expected {wanted}")
+        form = "hf://datasets/USER/REPO/path" if scheme == "hf" else f"{scheme}://BUCKET/path"
+        raise InvalidValue("LS1013", f"{text}: expected {form}")
     if ".." in parts or "." in parts:
         raise InvalidValue("LS1014", f"{text}: an address cannot contain . or ..; write the full path")
     return Address(scheme, "/".join(parts[:count]), "/".join(parts[count:]))
@@ -442,8 +442,8 @@ class Streaming(BaseModel):
 
 def _check_filter(section: Any, where: str) -> None:
     """Errors: `ValueError`."""
-    for column, wanted in getattr(section, "filter", {}).items():
-        if isinstance(wanted, Condition) and wanted.counts_tokens:
+    for column, condition in getattr(section, "filter", {}).items():
+        if isinstance(condition, Condition) and condition.counts_tokens:
             raise InvalidValue(
                 "LS1042",
                 f"{where}filter: {column}: the tokens of a stream cannot be counted before it is encoded; use "

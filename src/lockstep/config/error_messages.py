@@ -121,8 +121,8 @@ def explain(
             text = f"{key}: {uncoded(str(cause))}" if key else uncoded(str(cause))
             message = coded(cause.code, text) if isinstance(cause, CodedError) else coded("LS1003", text)
         else:
-            wanted = _wanted(dict(item), known.get(key))
-            message = coded("LS1002", f"{key}: invalid value {item['input']!r}; {wanted}")
+            expectation = _expectation(dict(item), known.get(key))
+            message = coded("LS1002", f"{key}: invalid value {item['input']!r}; {expectation}")
         if key not in rows:
             rows[key] = [message]
             continue
@@ -153,7 +153,7 @@ _KINDS = {
 }
 
 
-def _wanted(item: dict[str, Any], field: FieldInfo | None) -> str:
+def _expectation(item: dict[str, Any], field: FieldInfo | None) -> str:
     """What would do, of one of pydantic's errors, in the words of run files."""
     kind, context = str(item["type"]), item.get("ctx") or {}
     if kind == "literal_error":

@@ -78,11 +78,11 @@ def _groups(value: Any) -> Any:
         except ValidationError as error:
             first = error.errors()[0]
             key = str(first["loc"][0]) if first["loc"] else ""
-            wanted = first["msg"].removeprefix("Input should be ")
+            expectation = first["msg"].removeprefix("Input should be ")
             wrong = {
                 "extra_forbidden": f"unknown key {key!r}; known are {', '.join(Group.model_fields)}",
                 "missing": f"{key} is missing: the names of its weights, with * for any part of a name",
-            }.get(first["type"], f"{f'{key}: ' if key else ''}invalid value {first['input']!r}; must be {wanted}")
+            }.get(first["type"], f"{f'{key}: ' if key else ''}invalid value {first['input']!r}; must be {expectation}")
             raise InvalidValue("LS1076", f"group {place + 1}: {wrong}") from None
     return value
 

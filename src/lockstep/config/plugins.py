@@ -296,7 +296,7 @@ def refuse_old(packages: Sequence[str], distribution: str = "lockstep-train") ->
     from packaging.version import Version
 
     try:
-        wanted = [Requirement(line) for line in importlib.metadata.requires(distribution) or ()]
+        requirements = [Requirement(line) for line in importlib.metadata.requires(distribution) or ()]
     except importlib.metadata.PackageNotFoundError:  # lockstep is on a path of its own
         return
     for package in packages:
@@ -304,7 +304,7 @@ def refuse_old(packages: Sequence[str], distribution: str = "lockstep-train") ->
             installed = Version(importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             continue
-        for least in (bound for each in wanted if each.name == package for bound in each.specifier):
+        for least in (bound for each in requirements if each.name == package for bound in each.specifier):
             if least.operator == ">=" and installed < Version(least.version):
                 raise RunError(
                     "LS1094",

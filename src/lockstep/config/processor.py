@@ -30,12 +30,12 @@ INSTRUCTIONS = ("avx2", "fma")
 _before: dict[str, str | None] = {}  # what the variables were, while they are pinned
 
 
-def pin(wanted: bool) -> None:
+def pin(portable: bool) -> None:
     """Set the variables for a run that asks for it, and take back what was set for an earlier run of this process."""
-    if wanted and not _before:
+    if portable and not _before:
         _before.update({name: os.environ.get(name) for name in VARIABLES})
         os.environ.update(VARIABLES)
-    elif not wanted and _before:
+    elif not portable and _before:
         for name, value in _before.items():
             if value is None:
                 os.environ.pop(name, None)

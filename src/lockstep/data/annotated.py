@@ -256,13 +256,13 @@ def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
     except json.JSONDecodeError as error:
         raise RunError("LS2004", f"{key}: {file}, line {error.lineno}, column {error.colno}: {error.msg}") from None
     if _layout_of_json(document) != layout:
-        wanted = {
+        contents = {
             "squad": 'SQuAD\'s JSON: {"data": [{"paragraphs": [{"context": ..., "qas": [...]}]}]}',
             "columns": 'a mapping of columns to lists that are as long as each other: {"text": [...], "label": [...]}',
             "records": 'a document with one list of rows, {"data": [{"text": ..., "label": ...}, ...]}, or ids with '
             "a row each",
         }
-        raise RunError("LS2005", f"{key}: {file}: layout: {layout} expects {wanted[layout]}")
+        raise RunError("LS2005", f"{key}: {file}: layout: {layout} expects {contents[layout]}")
     return document
 
 

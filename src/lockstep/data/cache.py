@@ -356,22 +356,22 @@ def _files(path: Path) -> dict[str, Path]:
     return {str(file.relative_to(path)): file for file in files}
 
 
-def _differs(file: Path, path: Path, wanted: dict[str, Any], whole: bool, looked: bool) -> str | None:
+def _differs(file: Path, path: Path, record: dict[str, Any], whole: bool, looked: bool) -> str | None:
     """How a file differs from what its seal says, or None; where it is not `looked` into, its size and owner."""
     status = file.stat()
     if status.st_uid != path.parent.stat().st_uid:
         return "belongs to another user"
-    if status.st_size != wanted["size"]:
-        return f"has {status.st_size} bytes instead of {wanted['size']}"
+    if status.st_size != record["size"]:
+        return f"has {status.st_size} bytes instead of {record['size']}"
     if not looked:
         return None
     count = _count(status.st_size)
     blocks = list(range(count))
     if not whole and count > SAMPLED:  # the ends, where a file that was cut off differs, and some between
         blocks = sorted({0, count - 1, *random.Random().sample(blocks[1:-1], SAMPLED - 2)})
-    if _hashes(file, blocks) != [wanted["blocks"][i] for i in blocks]:
+    if _hashes(file, blocks) != [record["blocks"][i] for i in blocks]:
         return "holds other bytes than were written"
-    if _rows(file, path) != wanted["rows"]:
+    if _rows(file, path) != record["rows"]:
         return "holds another number of examples than were written"
     return None
 

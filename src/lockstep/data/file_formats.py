@@ -470,7 +470,7 @@ def _scan(file: Path, data: DataSection, dialect: Dialect) -> Table:
 
 def _misfit(file: Path, line: int, row: list[str], table: Table, data: DataSection) -> str:
     """What is said of a row that is wider or narrower than the header."""
-    wanted = "data.columns names" if data.columns else "the header has"
+    header = "data.columns names" if data.columns else "the header has"
     separator = table.dialect.separator
     called = NAMES.get(separator, repr(separator))
     alone = table.names[0] if len(table.names) == 1 else ""
@@ -486,7 +486,7 @@ def _misfit(file: Path, line: int, row: list[str], table: Table, data: DataSecti
     else:
         how = f"A cell that holds {called} stands between double quotes"
         how += "; a file with a text on each line is called .txt" if alone else ""
-    widths = f"the row has {len(row)} column(s), and {wanted} {len(table.names)}"
+    widths = f"the row has {len(row)} column(s), and {header} {len(table.names)}"
     return f"{file}, line {line:,}: {widths}: {_excerpt(row)}. {how}"
 
 

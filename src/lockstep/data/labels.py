@@ -67,31 +67,31 @@ class Codes:
         return np.bincount(self.of_all(dataset), minlength=len(self.names)).tolist()
 
 
-def called(values: list, wanted: list[str] | None, name: str) -> tuple[list, list[str]]:
+def called(values: list, label_names: list[str] | None, name: str) -> tuple[list, list[str]]:
     """The values of labels in order, and the names that the run file gives them, if any; else what they are. Errors:
     `RunError`."""
-    if wanted is None:
+    if label_names is None:
         return values, [str(value) for value in values]
     if isinstance(values[0], str):
         raise RunError("LS2100", f"task.label_names: the labels of {name} are strings already; remove task.label_names")
-    if len(wanted) < len(values):
+    if len(label_names) < len(values):
         raise RunError(
             "LS2101",
-            f"task.label_names: {len(wanted)} names given for {len(values)} labels; give one name for each label",
+            f"task.label_names: {len(label_names)} names given for {len(values)} labels; give one name for each label",
         )
-    return (list(range(len(wanted))) if values[0] >= 0 and values[-1] < len(wanted) else values), wanted
+    return (list(range(len(label_names))) if values[0] >= 0 and values[-1] < len(label_names) else values), label_names
 
 
-def codes_of(splits: dict[str, Dataset], column: str, wanted: list[str] | None, name: str) -> Codes:
-    """Names and codes of the labels of all splits. `wanted`: the names that the run file gives integers. Errors:
+def codes_of(splits: dict[str, Dataset], column: str, label_names: list[str] | None, name: str) -> Codes:
+    """Names and codes of the labels of all splits. `label_names`: the names that the run file gives integers. Errors:
     `RunError`."""
     feature_names = getattr(splits["train"].features[column], "names", None)
     labels = distinct(splits["train"], column, "train")
     values = list(range(len(feature_names))) if feature_names else labels
-    if wanted is None:
+    if label_names is None:
         names = feature_names or _named_by_column(splits["train"], column, values) or [str(v) for v in values]
     else:
-        values, names = called(values, wanted, name)
+        values, names = called(values, label_names, name)
     if len(values) < 2:
         raise RunError(
             "LS2102",
@@ -146,10 +146,10 @@ def merge_counts(counts: list[dict[str, list]], column: str) -> tuple[Dataset, C
     return datasets.Dataset.from_dict({column: sorted(values)}, features=features), values
 
 
-def _first(dataset: Dataset, column: str, wanted: Callable[[Any], bool]) -> tuple[int, Any]:
+def _first(dataset: Dataset, column: str, predicate: Callable[[Any], bool]) -> tuple[int, Any]:
     """The first row with such a label, and the label."""
     parts = usable_rows.lists(dataset, column)
-    return next((first + i, label) for first, part in parts for i, label in enumerate(part) if wanted(label))
+    return next((first + i, label) for first, part in parts for i, label in enumerate(part) if predicate(label))
 
 
 def distinct(dataset: Dataset, column: str, split: str) -> list:
@@ -223,16 +223,16 @@ class LabelNumbers:
 
 
 def number_codes_of(
-    splits: dict[str, Dataset], columns: list[str], wanted: list[str] | None, name: str
+    splits: dict[str, Dataset], columns: list[str], label_names: list[str] | None, name: str
 ) -> LabelNumbers:
-    """What is foretold, by the first row of train. `wanted`: what the run file calls them. Errors: `RunError`."""
+    """What is foretold, by the first row of train. `label_names`: what the run file calls them. Errors: `RunError`."""
     first = splits["train"][0][columns[0]]
     lists = len(columns) == 1 and isinstance(first, list)
     names = [f"{columns[0]}.{place}" for place in range(len(first))] if lists else list(columns)
-    if wanted is not None and len(wanted) != len(names):
+    if label_names is not None and len(label_names) != len(names):
         raise RunError(
             "LS2107",
-            f"task.label_names: {len(wanted)} names given for {len(names)} numbers per text; give one name "
+            f"task.label_names: {len(label_names)} names given for {len(names)} numbers per text; give one name "
             "for each number",
         )
     for split, dataset in splits.items():
@@ -246,7 +246,7 @@ def number_codes_of(
                 f"task.label: column {column!r} of {name} has the same value in every row ({str(first)[:40]}), "
                 "so nothing can be learned; name another column",
             )
-    return LabelNumbers(columns, list(wanted or names), lists)
+    return LabelNumbers(columns, list(label_names or names), lists)
 
 
 def _checked(dataset: Dataset, column: str, length: int | None, split: str, name: str) -> bool:
@@ -257,10 +257,10 @@ def _checked(dataset: Dataset, column: str, length: int | None, split: str, name
         for row, value in enumerate(part, first):
             numbers = value if length is not None else [value]
             if not isinstance(numbers, list) or len(numbers) != (length or 1) or not all(map(_is_number, numbers)):
-                wanted = "a number" if length is None else f"a list of {length} numbers, as the first of train,"
+                content = "a number" if length is None else f"a list of {length} numbers, as the first of train,"
                 raise RunError(
                     "LS2109",
-                    f"task.label: column {column!r} of the {split} split of {name} must hold {wanted} in every row "
+                    f"task.label: column {column!r} of the {split} split of {name} must hold {content} in every row "
                     f"for task.regression, all of them finite; row {row} holds {repr(value)[:60]}: correct or "
                     "remove it",
                 )
@@ -299,20 +299,22 @@ class LabelLists:
         return counts.tolist()
 
 
-def list_codes_of(splits: dict[str, Dataset], columns: list[str], wanted: list[str] | None, name: str) -> LabelLists:
-    """Names and codes of the labels of all splits. `wanted`: the names that the run file gives integers, or columns.
-    Errors: `RunError`."""
+def list_codes_of(
+    splits: dict[str, Dataset], columns: list[str], label_names: list[str] | None, name: str
+) -> LabelLists:
+    """Names and codes of the labels of all splits. `label_names`: those that the run file gives to integers or to
+    columns. Errors: `RunError`."""
     if len(columns) > 1:
         for split, dataset in splits.items():
             for column in columns:
                 _check_marks(dataset, column, split, name)
-        if wanted is not None and len(wanted) != len(columns):
+        if label_names is not None and len(label_names) != len(columns):
             raise RunError(
                 "LS2110",
-                f"task.label_names: {len(wanted)} names given for {len(columns)} columns; give one name for "
+                f"task.label_names: {len(label_names)} names given for {len(columns)} columns; give one name for "
                 "each column",
             )
-        return LabelLists(columns, list(wanted or columns), columns)
+        return LabelLists(columns, list(label_names or columns), columns)
     first_rows = _distinct(splits["train"], columns[0], "train", name)
     if not first_rows:
         raise RunError(
@@ -321,8 +323,8 @@ def list_codes_of(splits: dict[str, Dataset], columns: list[str], wanted: list[s
             "name another column",
         )
     feature_names = getattr(getattr(splits["train"].features[columns[0]], "feature", None), "names", None)
-    values, names = called(list(range(len(feature_names))) if feature_names else sorted(first_rows), wanted, name)
-    names = list(feature_names) if feature_names and wanted is None else names
+    values, names = called(list(range(len(feature_names))) if feature_names else sorted(first_rows), label_names, name)
+    names = list(feature_names) if feature_names and label_names is None else names
     known = set(values)
     for split, dataset in splits.items():
         for label, row in _distinct(dataset, columns[0], split, name).items():

@@ -79,7 +79,7 @@ def chosen(
     words no more than that, unless a single one is longer. `place`: the seed and the step."""
     can = (real == 1) & ~np.isin(ids, known.special)
     can |= (real == 1) & ~can.any(1, keepdims=True)  # where there is nothing but special tokens
-    wanted = np.maximum(1, np.rint(share * can.sum(1)).astype(np.int64))  # [B]
+    counts = np.maximum(1, np.rint(share * can.sum(1)).astype(np.int64))  # [B]
     at = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
     if whole_word_mask:
         at = _starts(ids, can, known)
@@ -88,9 +88,9 @@ def chosen(
     ranked = np.argsort(order, axis=1, kind="stable")
     mask = np.zeros(ids.shape, dtype=bool)
     if not whole_word_mask:
-        np.put_along_axis(mask, ranked, np.arange(ids.shape[1])[None] < wanted[:, None], axis=1)
+        np.put_along_axis(mask, ranked, np.arange(ids.shape[1])[None] < counts[:, None], axis=1)
         return mask
-    for row, most in enumerate(wanted.tolist()):
+    for row, most in enumerate(counts.tolist()):
         words = np.split(ranked[row], np.flatnonzero(np.diff(at[row][ranked[row]])) + 1)
         words = [word for word in words if can[row, word[0]]]
         left = most

@@ -139,10 +139,10 @@ def _table(files: list[Path], key: str, data: DataSection, known: dict[Path, fil
     if converters := file_formats.converters(tables):
         options |= {"converters": converters}
     rows = _loaded("csv", files, key, options)
-    if len(rows) != (wanted := sum(each.rows for each in tables)):
+    if len(rows) != (row_count := sum(each.rows for each in tables)):
         raise RunError(
             "LS2194",
-            f"{key}: {', '.join(map(str, files))}: {len(rows):,} rows were read but the file has {wanted:,}; "
+            f"{key}: {', '.join(map(str, files))}: {len(rows):,} rows were read but the file has {row_count:,}; "
             "write the data as .jsonl",
         )
     return rows
@@ -195,14 +195,14 @@ def _without_times(rows: Dataset, files: list[Path], key: str) -> Dataset:
 def agreeing(parts: Sequence[tuple[Any, Dataset]], key: str, what: str = "files of one split") -> list[Dataset]:
     """Give all parts columns of one order and type. Errors: `RunError`, which says in what two of them differ."""
     first, start = parts[0]
-    wanted = start.features
+    features = start.features
     for file, part in parts[1:]:
         if missing := [c for c in start.column_names if c not in part.column_names]:
             raise RunError(
                 "LS2211",
                 _differ(f"{key}: {what}", first, file, f"has no column {missing[0]!r}: it has {_named(part)}", start),
             )
-        if more := [c for c in part.column_names if c not in wanted]:
+        if more := [c for c in part.column_names if c not in features]:
             raise RunError("LS2212", _differ(f"{key}: {what}", first, file, f"has a column {more[0]!r} more", start))
     for column in start.column_names:
         kinds = {file: part.features[column] for file, part in parts}
@@ -214,8 +214,8 @@ def agreeing(parts: Sequence[tuple[Any, Dataset]], key: str, what: str = "files 
                 f"{key}: {what} must have columns of the same types, but {column!r} holds {_kind(kinds[first])} "
                 f"in {first} and {_kind(kinds[other])} in {other}",
             )
-        wanted = type(wanted)({**wanted, column: common})
-    return [part.select_columns(start.column_names).cast(wanted) for _, part in parts]
+        features = type(features)({**features, column: common})
+    return [part.select_columns(start.column_names).cast(features) for _, part in parts]
 
 
 def _common(kinds: list[Any]) -> Any:
@@ -451,13 +451,13 @@ def _of_split(root: Path, words: tuple[str, ...]) -> list[Path]:
     stems = parallel_in(root)
     for word in words:
         inside = parallel_in(root / word)
-        for wanted in (
+        for candidates in (
             stems.get(word, []),
             [file for stem, files in stems.items() if re.match(rf"{word}[-_.]", stem) for file in files],
             [file for files in inside.values() for file in files],
         ):
-            if wanted:
-                return wanted
+            if candidates:
+                return candidates
     return []
 
 

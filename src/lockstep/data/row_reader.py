@@ -66,13 +66,13 @@ def opened(path: Path) -> BinaryIO:
 def reader(
     path: Path,
     plain: str | None = None,
-    wanted: Sequence[str] = (),
+    column_paths: Sequence[str] = (),
     how: Opened = opened,
     key: str = "data.train",
 ) -> RowReader:
     """The reader of a file, by its name. `plain`: a .txt file has texts and no labels, and each `line` is one.
-    `wanted`: the columns, or the paths into them, that are asked for; none: all. `how` opens the file. `key` of the run
-    file names it. Errors: `RunError`."""
+    `column_paths`: the columns, or the paths into them, that are asked for; none: all. `how` opens the file. `key` of
+    the run file names it. Errors: `RunError`."""
     kinds: dict[str, type[RowReader]] = {
         ".jsonl": LineReader,
         ".txt": LineReader,
@@ -87,7 +87,7 @@ def reader(
         )
     if file_formats.plain(path).suffix == ".txt" and plain == "file":
         raise RunError("LS2221", f"{key}: {path}: a stream reads a .txt file line by line; set task.document=line")
-    return kind(path, plain, wanted, how, key)
+    return kind(path, plain, column_paths, how, key)
 
 
 def whole(file: Path, key: str, plain: str | None = None) -> Iterator[Rows]:
@@ -117,11 +117,11 @@ class RowReader(ABC):
         self,
         path: Path,
         plain: str | None = None,
-        wanted: Sequence[str] = (),
+        column_paths: Sequence[str] = (),
         how: Opened = opened,
         key: str = "data.train",
     ) -> None:
-        self.path, self.plain, self.wanted, self.how, self.key = path, plain, wanted, how, key
+        self.path, self.plain, self.column_paths, self.how, self.key = path, plain, column_paths, how, key
 
     def walk(self) -> Iterator[tuple[Chunk, Rows]]:
         """All chunks with their rows, in order. Errors: `RunError`."""
@@ -366,7 +366,9 @@ class ParquetReader(RowReader):
                 raise EOFError("it has fewer rows")
             row = sum(file.metadata.row_group(each).num_rows for each in range(chunk.at))
             names = file.schema_arrow.names
-            ends = [next((name for name in names if f"{path}.".startswith(f"{name}.")), None) for path in self.wanted]
+            ends = [
+                next((name for name in names if f"{path}.".startswith(f"{name}.")), None) for path in self.column_paths
+            ]
             batches = file.iter_batches(ROWS, [chunk.at], None if None in ends else list(dict.fromkeys(ends)) or None)
         parts: list[pa.RecordBatch] = []
         while (have := sum(map(len, parts))) < chunk.rows:

@@ -199,12 +199,12 @@ def overlap(splits: Mapping[str, Dataset], texts: Sequence[str]) -> tuple[dict[s
 
 def _among(pairs: np.ndarray, some: np.ndarray) -> np.ndarray:
     """The rows of hashes whose first half is one of `some`, in order: int64. Takes no memory that grows with them."""
-    wanted = np.unique(some)
+    sample = np.unique(some)
     rows = [np.empty(0, dtype=np.int64)]
     for start in range(0, len(pairs), arrow_cache.ROWS):
         part = pairs[start : start + arrow_cache.ROWS, 0]
-        at = np.minimum(np.searchsorted(wanted, part), max(0, len(wanted) - 1))
-        rows.append(start + np.flatnonzero(wanted[at] == part) if len(wanted) else rows[0])
+        at = np.minimum(np.searchsorted(sample, part), max(0, len(sample) - 1))
+        rows.append(start + np.flatnonzero(sample[at] == part) if len(sample) else rows[0])
     return np.concatenate(rows)
 
 

@@ -118,16 +118,16 @@ class StreamingSource:
     def opened(self, file: Path) -> RowReader:
         """A shard. Errors: `RunError` where it is none that can be streamed."""
         how = self.copies.opened if self.copies else row_reader.opened
-        return row_reader.reader(file, self.plain, self.wanted, how)
+        return row_reader.reader(file, self.plain, self.column_paths, how)
 
     @property
-    def wanted(self) -> list[str]:
+    def column_paths(self) -> list[str]:
         """All columns, or paths, that are looked at, as they are called in the files."""
         return list(dict.fromkeys([*source.theirs(self.entry, self.columns).values(), *self.data.filter]))
 
     def usable(self, chunk_rows: Rows, file: Path) -> Used:
         """Errors: `RunError`."""
-        rows = _dataset(chunk_rows, self.wanted, file, self.data.drop_missing, self.within)
+        rows = _dataset(chunk_rows, self.column_paths, file, self.data.drop_missing, self.within)
         _, holds = usable_rows.holding(rows, self.data, "train", file.name, None)
         some = rows if holds.all() else rows.select(np.flatnonzero(holds))
         if len(some):
@@ -181,16 +181,16 @@ class StreamingSource:
         return [(unpinned(name), size, tag) for name, size, tag in self.facts]
 
 
-def _dataset(rows: Rows, wanted: list[str], file: Path, lenient: bool, within: str | None) -> Dataset:
-    """The columns of a chunk that are read, or that the paths among `wanted` lead into. `lenient`: one that is not
-    there has nothing in every row. Errors: `RunError`."""
+def _dataset(rows: Rows, column_paths: list[str], file: Path, lenient: bool, within: str | None) -> Dataset:
+    """The columns of a chunk that are read, or that the paths among `column_paths` lead into. `lenient`: one that is
+    not there has nothing in every row. Errors: `RunError`."""
     import datasets
     from datasets.arrow_writer import OptimizedTypedSequence
 
     names = rows.column_names if isinstance(rows, pa.Table) else list(rows)
     roots: list[str] = []
     lacking: list[str] = []
-    for path in wanted:
+    for path in column_paths:
         parts = path.split(".")
         prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         root = next((prefix for prefix in prefixes if prefix in names), None)

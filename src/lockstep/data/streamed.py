@@ -56,19 +56,19 @@ class _Chunks(Shards):
             self._opened[shard] = batch = self._read(shard)
         return batch.column(name)
 
-    def hold(self, wanted: Sequence[int], behind: Sequence[int]) -> None:
+    def hold(self, current: Sequence[int], behind: Sequence[int]) -> None:
         """These chunks are in memory afterwards, and no others. `behind`: shards that come next, to be fetched where
         they are elsewhere."""
         chunks = self._opened
         rows_of, _ = self.how
-        of = np.searchsorted(self.ends, [chunk for chunk in wanted if chunk not in chunks], side="right")
+        of = np.searchsorted(self.ends, [chunk for chunk in current if chunk not in chunks], side="right")
         coming: dict[int, list[Path]] = {part: [] for part in range(len(rows_of.parts))}
         for file in dict.fromkeys([*of.tolist(), *behind]):
             coming[rows_of.part(file)].append(rows_of.files[file])
         for part, files in coming.items():
             if (copies := rows_of.parts[part].copies) is not None:
                 copies.coming(files)
-        self._opened = {chunk: chunks[chunk] if chunk in chunks else self._read(chunk) for chunk in wanted}
+        self._opened = {chunk: chunks[chunk] if chunk in chunks else self._read(chunk) for chunk in current}
         self._lists = {key: lists for key, lists in list(self._lists.items()) if key[0] in self._opened}
 
     @property

@@ -353,23 +353,23 @@ class TokenCounts:
                 f"data.filter: {path}: the {split} split of {name} holds {contents} in this column, and tokens can "
                 "be counted in texts only",
             )
-        wanted = path in self.targets
-        target_tokenizer = tokenizer.of_targets(self.run) if wanted else None
+        is_target = path in self.targets
+        target_tokenizer = tokenizer.of_targets(self.run) if is_target else None
         folder = target_tokenizer or tokenizer.prepare(self.run, iter(()), "")
         tok: Any = tokenizer.load(str(folder), self.run.model.trust_remote_code)
 
         def encoder(rows: dict[str, list]) -> dict[str, list]:
             texts = [text or "" for text in rows[path]]
-            tokenizer_input = {"text_target" if wanted else "text": texts}
+            tokenizer_input = {"text_target" if is_target else "text": texts}
             ids = tok(**tokenizer_input, return_attention_mask=False, verbose=False)["input_ids"]
             return {"tokens": [-1 if text is None else len(n) for text, n in zip(rows[path], ids, strict=True)]}
 
-        key = digest("tokens of texts", VERSION, content(column, [path]), folder.name, wanted)
+        key = digest("tokens of texts", VERSION, content(column, [path]), folder.name, is_target)
         features = datasets.Features({"tokens": datasets.Value("int32")})
         return np.asarray(Columns(encode(column, encoder, features, key)).flat("tokens"))
 
 
-Wanted = Scalar | list[Scalar] | Condition
+FilterValue = Scalar | list[Scalar] | Condition
 
 
 # -- by conditions ---------------------------------------------------------------------------------------------------
@@ -400,28 +400,30 @@ def holding(
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Whether each condition of `data.filter`, by its column, holds for each row, and whether all do: bool [rows].
     Errors: `RunError`."""
-    masks = {c: _mask(dataset, c, wanted, split, name, tokens) for c, wanted in data.filter.items()}
+    masks = {c: _mask(dataset, c, condition, split, name, tokens) for c, condition in data.filter.items()}
     return masks, np.logical_and.reduce([np.ones(len(dataset), dtype=bool), *masks.values()])
 
 
-def _format_condition(wanted: Wanted) -> str:
-    if isinstance(wanted, Condition):
-        return "{" + ", ".join(f"{key}: {value}" for key, value in wanted.conditions.items()) + "}"
-    return repr(wanted)
+def _format_condition(condition: FilterValue) -> str:
+    if isinstance(condition, Condition):
+        return "{" + ", ".join(f"{key}: {value}" for key, value in condition.conditions.items()) + "}"
+    return repr(condition)
 
 
-def _mask(dataset: Dataset, path: str, wanted: Wanted, split: str, name: str, tokens: TokenCounts | None) -> np.ndarray:
+def _mask(
+    dataset: Dataset, path: str, condition: FilterValue, split: str, name: str, tokens: TokenCounts | None
+) -> np.ndarray:
     """Whether a condition holds for each row: bool [rows]. A row that has nothing there is left out."""
     names = getattr(dataset.features.get(path), "names", None)
     parts = [np.empty(0, dtype=bool)]
     for column in values(dataset, "data.filter", path, split, name):
         try:
-            holds = _holds(_with_names(column, names), wanted)
+            holds = _holds(_with_names(column, names), condition)
         except _Unlike as error:
             raise RunError("LS2318", f"data.filter: {path}: the {split} split of {name} holds {error}") from None
         parts.append(pc.fill_null(holds, False).to_numpy(zero_copy_only=False))
     mask = np.concatenate(parts)
-    if not isinstance(wanted, Condition) or not wanted.counts_tokens or len(mask) == 0:
+    if not isinstance(condition, Condition) or not condition.counts_tokens or len(mask) == 0:
         return mask
     if tokens is None:
         raise RunError(
@@ -429,7 +431,7 @@ def _mask(dataset: Dataset, path: str, wanted: Wanted, split: str, name: str, to
             f"data.filter: {path}: this task has no tokenizer that counts tokens; use min_words and max_words instead",
         )
     counts = tokens(dataset, path, split, name)
-    least, most = wanted.min_tokens or 0, np.inf if wanted.max_tokens is None else wanted.max_tokens
+    least, most = condition.min_tokens or 0, np.inf if condition.max_tokens is None else condition.max_tokens
     return mask & (counts >= least) & (counts <= most)
 
 
@@ -444,12 +446,12 @@ def _with_names(column: pa.Array, names: list[str] | None) -> pa.Array:
     return pa.array(names).take(pc.if_else(pc.greater_equal(column, 0), column, pa.scalar(None, column.type)))
 
 
-def _holds(column: pa.Array, wanted: Wanted) -> pa.Array:
+def _holds(column: pa.Array, condition: FilterValue) -> pa.Array:
     """Bool [rows], null where the column is. Errors: `_Unlike`."""
-    if not isinstance(wanted, Condition):
-        return _among(column, wanted if isinstance(wanted, list) else [wanted])
+    if not isinstance(condition, Condition):
+        return _among(column, condition if isinstance(condition, list) else [condition])
     masks = [pc.is_valid(column)]
-    for key, value in wanted.conditions.items():
+    for key, value in condition.conditions.items():
         if key.endswith("_tokens"):
             continue  # of all rows at once, by `_mask`
         if key == "none_of":

@@ -30,7 +30,7 @@ FILE = "launch.json"
 TRAIN = ("lockstep.training.rank.work",)
 # Variables for ranks that another program starts for a launcher: how many there shall be in all; a file for the exit
 # status of a machine's first rank, where that program has only one of its own; what ranks do, where it is not `TRAIN`.
-WANTED, STATUS, JOB_WORDS = "LOCKSTEP_WORLD_SIZE", "LOCKSTEP_STATUS_FILE", "LOCKSTEP_JOB"
+PLANNED_SIZE, STATUS, JOB_WORDS = "LOCKSTEP_WORLD_SIZE", "LOCKSTEP_STATUS_FILE", "LOCKSTEP_JOB"
 RESOLVED = "LOCKSTEP_RESOLVED_JOB"  # a file of the launching process that holds what it has decided
 # Set for ranks by a launcher that has written launch.json itself; ranks without it were started by hand (torchrun,
 # accelerate launch, srun), and rank 0 writes the file.

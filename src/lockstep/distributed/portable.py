@@ -287,8 +287,8 @@ class _Geometry:
         self.inside(whole).copy_(image)
         places = self.places(image.shape[1:])
         gaps = [step * gap for step, gap in zip(whole.stride()[1:], self.dilation, strict=True)]
-        moved = [step * each for step, each in zip(whole.stride()[1:], self.stride, strict=True)]
-        windows = whole.as_strided((len(image), *self.kernel, *places), (whole.stride(0), *gaps, *moved))
+        window_strides = [step * each for step, each in zip(whole.stride()[1:], self.stride, strict=True)]
+        windows = whole.as_strided((len(image), *self.kernel, *places), (whole.stride(0), *gaps, *window_strides))
         return windows.reshape(self.groups, len(image) // self.groups * math.prod(self.kernel), math.prod(places))
 
     def added(self, windows: Tensor, channels: int, size: Sequence[int]) -> Tensor:

@@ -167,8 +167,8 @@ class PeerReader(Saved):
         return sorted(own_slices, key=lambda place: (place.name, place.offsets))
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
-        wanted = {name for names in self.world.all_gather(list(targets)) for name in names}
-        for name in sorted(wanted):
+        all_names = {name for names in self.world.all_gather(list(targets)) for name in names}
+        for name in sorted(all_names):
             pieces = self.holders[name]
             first = next(iter(pieces))
             whole = torch.empty(first.whole, dtype=first.dtype) if name in targets else None

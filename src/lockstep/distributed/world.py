@@ -279,14 +279,14 @@ class World:
 def pick_device(run: Run, local_rank: int, local_size: int = 1) -> torch.device:
     """The device of one of a machine's ranks. Errors: `RunError` when its GPUs are too few for all of them, or cannot
     compute in the run's precision."""
-    wanted, each = run.launch.device, run.launch.processes_per_gpu
-    count = torch.cuda.device_count() if wanted != "cpu" else 0
-    if not count and wanted != "cuda":
+    device_name, each = run.launch.device, run.launch.processes_per_gpu
+    count = torch.cuda.device_count() if device_name != "cpu" else 0
+    if not count and device_name != "cuda":
         return torch.device("cpu")
     if count * each < max(local_size, local_rank + 1):
         raise RunError(
             "LS7070",
-            f"launch.device: {wanted}, but local rank {local_rank} of {local_size} finds {count} CUDA "
+            f"launch.device: {device_name}, but local rank {local_rank} of {local_size} finds {count} CUDA "
             f"device(s), each for {each} process(es); use fewer processes, launch.device=cpu, or "
             "launch.processes_per_gpu for processes that share one",
         )

@@ -28,7 +28,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section, Steps
 from lockstep.distributed import job_record, network
 from lockstep.distributed.hardware import gpus_of
-from lockstep.distributed.job_record import JOB_WORDS, RESOLVED, STATUS, TRAIN, WANTED
+from lockstep.distributed.job_record import JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TRAIN
 from lockstep.distributed.signals import Interrupts, heard
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.local import check_gpus, memory_here, processes_of
@@ -74,7 +74,7 @@ class Accelerate(Launcher):
         command += ["--mixed_precision=no", "--dynamo_backend=no", "--num_cpu_threads_per_process=1"]
         path = str(run.folder / "launch" / f"machine-{options.machine_rank}.yaml")
         command += ["--module", "lockstep", "train", path]
-        variables = {WANTED: str(total), job_record.VARIABLE: "accelerate", "TOKENIZERS_PARALLELISM": "false"}
+        variables = {PLANNED_SIZE: str(total), job_record.VARIABLE: "accelerate", "TOKENIZERS_PARALLELISM": "false"}
         if not gpus_of(run):
             variables["ACCELERATE_USE_CPU"] = "1"
         notes = ["lockstep sets precision and threads itself; --mixed_precision and --num_cpu_threads do nothing here"]

@@ -179,14 +179,14 @@ def joined(run: Run) -> int:
     number of ranks than a launcher of ours wanted."""
     with plugins.importing():
         from lockstep.training import rank as worker
-    from lockstep.distributed.job_record import JOB_WORDS, RESOLVED, TRAIN, WANTED
+    from lockstep.distributed.job_record import JOB_WORDS, PLANNED_SIZE, RESOLVED, TRAIN
     from lockstep.training.resolve import Job
 
     accelerate_config.check_variables(run, os.environ)
-    came, wanted = os.environ["WORLD_SIZE"], os.environ.get(WANTED)
-    if wanted is not None and wanted != came:
+    came, planned_size = os.environ["WORLD_SIZE"], os.environ.get(PLANNED_SIZE)
+    if planned_size is not None and planned_size != came:
         leave_status(2)
-        raise RunError("LS7411", f"launch: expected {wanted} processes, but {came} joined; nothing was trained")
+        raise RunError("LS7411", f"launch: expected {planned_size} processes, but {came} joined; nothing was trained")
     words = tuple(os.environ.get(JOB_WORDS, "").split()) or TRAIN
     sent = os.environ.get(RESOLVED)
     with ExitStack() as stack:

@@ -114,8 +114,8 @@ def _pair(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     cut = {"truncation": True, "max_length": most}
     ids = tokens(job.tokenizer, task["prefix"] + get(row, task["source"]), **cut)
     target = {"text_target": get(row, task["target"]), **cut, "max_length": task["target_length"] or most}
-    wanted = tokens(job.target_tokenizer, **target)
-    example = {"input_ids": ids or closed(job.tokenizer, []), "next": wanted or closed(job.target_tokenizer, [])}
+    target_ids = tokens(job.target_tokenizer, **target)
+    example = {"input_ids": ids or closed(job.tokenizer, []), "next": target_ids or closed(job.target_tokenizer, [])}
     return example | {"reference": target["text_target"]}
 
 
@@ -205,10 +205,10 @@ def _language(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
 def _blocks(ids: list[int], known: list[bool], size: int, places: list[int] | None = None) -> list[dict[str, Any]]:
     """Blocks and what follows each token of them; the last token of all is only predicted. `known`: whether a token is
     learned; `places`: where it stands in its text, if texts do not see each other."""
-    blocks, wanted = [], [token if learned else IGNORED for token, learned in zip(ids, known, strict=True)]
+    blocks, labels = [], [token if learned else IGNORED for token, learned in zip(ids, known, strict=True)]
     for start in range(0, len(ids) - 1, size):
         stop = min(start + size, len(ids) - 1)
-        block: dict[str, Any] = {"input_ids": ids[start:stop], "next": wanted[start + 1 : stop + 1]}
+        block: dict[str, Any] = {"input_ids": ids[start:stop], "next": labels[start + 1 : stop + 1]}
         if places is not None:
             block["position_ids"] = [min(place, i) for i, place in enumerate(places[start:stop])]
         blocks += [block] * any(label != IGNORED for label in block["next"])

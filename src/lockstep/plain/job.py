@@ -53,11 +53,11 @@ class Plain:
     @cached_property
     def class_weights(self) -> list[float] | None:
         """The weight of each label in the loss, rounded to 2^-20."""
-        task, wanted = self.run["task"], self.run["task"].get("class_weights")
-        if not wanted:
+        task, setting = self.run["task"], self.run["task"].get("class_weights")
+        if not setting:
             return None
-        if isinstance(wanted, dict):
-            weights: Any = [wanted.get(name, 1.0) for name in task["label_names"] or map(str, self.labels)]
+        if isinstance(setting, dict):
+            weights: Any = [setting.get(name, 1.0) for name in task["label_names"] or map(str, self.labels)]
         else:  # balanced, as of scikit-learn
             encoded = [each["labels"] for each in self.examples("train")]
             of = np.sum(encoded, 0) if task["multi_label"] else np.bincount(encoded, minlength=len(self.labels))

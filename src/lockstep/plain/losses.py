@@ -75,17 +75,17 @@ def _tokens(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Lo
     of targets shifts what its decoder reads: the token that it starts from is no padding, though it may have its
     number."""
     task, inputs, config = job.run["task"], inputs_of(job, examples, device), getattr(model, "config")  # noqa: B009
-    wanted, causal = padded(examples, "next", IGNORED, device), task["name"] == "language_modeling"
+    targets, causal = padded(examples, "next", IGNORED, device), task["name"] == "language_modeling"
     # a causal model moves labels by one itself
-    labels = torch.cat([torch.full_like(wanted[:, :1], IGNORED), wanted[:, :-1]], 1) if causal else wanted
+    labels = torch.cat([torch.full_like(targets[:, :1], IGNORED), targets[:, :-1]], 1) if causal else targets
     if "target" in task:
-        inputs["decoder_attention_mask"] = (wanted != IGNORED).long()
+        inputs["decoder_attention_mask"] = (targets != IGNORED).long()
         if config.model_type in OWN_START:
-            shifted = wanted.roll(1, 1).masked_fill(wanted.roll(1, 1) == IGNORED, config.pad_token_id)
+            shifted = targets.roll(1, 1).masked_fill(targets.roll(1, 1) == IGNORED, config.pad_token_id)
             shifted[:, 0] = config.decoder_start_token_id
             inputs["decoder_input_ids"] = shifted
     output = _with_labels(model, inputs, labels)
-    total, count = _summed(output.logits, wanted, task.get("label_smoothing", 0.0))
+    total, count = _summed(output.logits, targets, task.get("label_smoothing", 0.0))
     means = [_summed(output.logits, labels)] + [_summed(output.logits[:, :-1], labels[:, 1:])] * causal
     return total + count * _added(output.loss, means), count
 
@@ -106,11 +106,11 @@ def _added(loss: Tensor, means: list[Loss]) -> Tensor | float:
     return 0.0 if any(near) or not each else loss - each[-1]
 
 
-def _summed(logits: Tensor, wanted: Tensor, smoothing: float = 0.0) -> Loss:
+def _summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Loss:
     """Cross entropy of [B, T, V] against [B, T], summed over what is not IGNORED."""
     flat = logits.float().flatten(0, 1)
-    total = cross_entropy(flat, wanted.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
-    return total, int((wanted != IGNORED).sum())
+    total = cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+    return total, int((targets != IGNORED).sum())
 
 
 def _questions(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
@@ -154,10 +154,12 @@ def _embedding(job: Any, model: Any, examples: list[dict], device: Any) -> Loss:
     if job.libraries:
         from sentence_transformers.sentence_transformer import losses
     if task["score"]:
-        wanted = torch.tensor([example["score"] for example in examples], device=device).float()
+        true_scores = torch.tensor([example["score"] for example in examples], device=device).float()
         if job.libraries:
-            return losses.CosineSimilarityLoss(model).compute_loss_from_embeddings([*vectors], wanted) * count, count
-        return ((vectors[0] * vectors[1]).sum(1) - wanted).square().sum(), count
+            return losses.CosineSimilarityLoss(model).compute_loss_from_embeddings(
+                [*vectors], true_scores
+            ) * count, count
+        return ((vectors[0] * vectors[1]).sum(1) - true_scores).square().sum(), count
     own, other = ([e["names"][side] for side in some for e in examples] for some in ((0,), range(1, sides)))
     most = task["negatives"] or count  # other rows that a row is told apart from
     hidden = [
@@ -180,12 +182,12 @@ def _embedding(job: Any, model: Any, examples: list[dict], device: Any) -> Loss:
 def _preference(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
     """The losses of DPO (arXiv:2305.18290), IPO (2310.12036), SLiC's hinge (2305.10425) and SimPO (2405.14734)."""
     task, pairs = job.run["task"], [answer for example in examples for answer in example["answers"]]
-    inputs, wanted = inputs_of(job, pairs, device), padded(pairs, "next", IGNORED, device)
+    inputs, targets = inputs_of(job, pairs, device), padded(pairs, "next", IGNORED, device)
 
     def log_probabilities(by: nn.Module) -> Tensor:
         """Of the answers, their mean where the loss says so: [B, 2]."""
-        each = cross_entropy(by(**inputs).logits.float().transpose(1, 2), wanted, reduction="none")  # [2B, T]
-        return -(each.sum(1) / ((wanted != IGNORED).sum(1) if task["loss"] in ("ipo", "simpo") else 1)).view(-1, 2)
+        each = cross_entropy(by(**inputs).logits.float().transpose(1, 2), targets, reduction="none")  # [2B, T]
+        return -(each.sum(1) / ((targets != IGNORED).sum(1) if task["loss"] in ("ipo", "simpo") else 1)).view(-1, 2)
 
     answers = log_probabilities(model)
     if task["loss"] != "simpo":

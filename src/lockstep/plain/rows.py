@@ -97,7 +97,7 @@ def get(row: Any, path: str) -> Any:
     return row
 
 
-def holds(value: Any, wanted: Any, tokenizer: Any) -> bool:
+def holds(value: Any, condition: Any, tokenizer: Any) -> bool:
     """Whether a condition of `data.filter` holds for a value; none holds where there is nothing."""
     measures = {
         "": lambda: value,
@@ -107,11 +107,11 @@ def holds(value: Any, wanted: Any, tokenizer: Any) -> bool:
     }
     if value is None or value != value:
         return False
-    if not isinstance(wanted, dict):
-        return value in (wanted if isinstance(wanted, list) else [wanted])
-    bounds = [(*key.partition("_"), limit) for key, limit in wanted.items() if key != "none_of"]
+    if not isinstance(condition, dict):
+        return value in (condition if isinstance(condition, list) else [condition])
+    bounds = [(*key.partition("_"), limit) for key, limit in condition.items() if key != "none_of"]
     fits = [measures[w]() >= limit if end == "min" else measures[w]() <= limit for end, _, w, limit in bounds]
-    return all(fits) and value not in wanted.get("none_of", [])
+    return all(fits) and value not in condition.get("none_of", [])
 
 
 def lacks(row: Row, task: dict) -> bool:

@@ -62,8 +62,8 @@ def _labels(job: Any, model: nn.Module, examples: list[dict], output: Any) -> di
 
 
 def _accuracy(job: Any, model: nn.Module, examples: list[dict], output: Any) -> dict[str, float]:
-    wanted = padded(examples, "next", IGNORED, output.logits.device)
-    right = (output.logits.argmax(-1) == wanted)[wanted != IGNORED]
+    labels = padded(examples, "next", IGNORED, output.logits.device)
+    right = (output.logits.argmax(-1) == labels)[labels != IGNORED]
     return {"accuracy": float(right.double().mean())}
 
 

@@ -124,8 +124,8 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
 
     def take_effects(self, effects: SideEffects) -> SideEffects:
         agreed = super().take_effects(effects)
-        if agreed.moved and not self.alone:
-            names = first_few(sorted(agreed.moved))
+        if agreed.new_memory and not self.alone:
+            names = first_few(sorted(agreed.new_memory))
             raise RunError(
                 "LS4190",
                 f"strategy.name: the model's forward gives {names} new memory (by `.data =`, or a new "
@@ -469,7 +469,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     def take_effects(self, effects: SideEffects) -> SideEffects:
         agreed = effects.together(self.world.all_gather)
-        names = sorted(agreed.moved | agreed.hooked | ((agreed.written | agreed.evaluated) & self.parts.keys()))
+        names = sorted(agreed.new_memory | agreed.hooked | ((agreed.written | agreed.evaluated) & self.parts.keys()))
         if names and (self.world.size == 1 or not self.named.keys().isdisjoint(names)):
             raise RunError(
                 "LS4191",

@@ -155,8 +155,8 @@ class Strategy(ABC):
     def autocast(self, enabled: bool = True) -> torch.autocast:
         """bf16 or fp16 where the run asks for it; weights, gradients and moments stay fp32."""
         low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.run.precision)
-        wanted = enabled and low is not None and not self.run.model.trained_in_bfloat16
-        return torch.autocast(self.world.device.type, low or torch.bfloat16, wanted)
+        use_autocast = enabled and low is not None and not self.run.model.trained_in_bfloat16
+        return torch.autocast(self.world.device.type, low or torch.bfloat16, use_autocast)
 
     @abstractmethod
     def build(self, task: Task) -> None:

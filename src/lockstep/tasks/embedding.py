@@ -226,8 +226,8 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         anchors, others = vectors[:count], vectors[count:]  # [B, H], [(texts - 1) B, H]
         real = (targets[:count] >= 0).float()
         if self.options.score is not None:
-            wanted = (targets[:count].double() / text_pairs.ONE).float()
-            return ((anchors * others).sum(1) - wanted).square() * real
+            true_scores = (targets[:count].double() / text_pairs.ONE).float()
+            return ((anchors * others).sum(1) - true_scores).square() * real
         with torch.autocast(vectors.device.type, enabled=False):
             scores = self.options.similarity_scale * anchors @ others.T  # [B, (texts - 1) B]
         place = torch.arange(count, device=targets.device)
@@ -341,10 +341,10 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         cosines = vectors[:count] @ vectors[count : 2 * count].T  # [B, B]
         sampled = np.unique(np.linspace(0, count - 1, self.options.samples).astype(int)).tolist()
         if self.options.score is not None:
-            wanted = (batch.targets[:count].double() / text_pairs.ONE).tolist()
+            true_scores = (batch.targets[:count].double() / text_pairs.ONE).tolist()
             return [
                 {"text": texts[i], "other": texts[count + i], "cosine": f"{float(cosines[i, i]):.3f}"}
-                | {"score": f"{wanted[i]:.3f}"}
+                | {"score": f"{true_scores[i]:.3f}"}
                 for i in sampled
             ]
         near = cosines.argmax(1).tolist()

@@ -78,7 +78,7 @@ class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
 
     plugin = "tasks"  # a base: it has no name in a run file
 
-    metric_inputs = ("foretold", "wanted")
+    metric_inputs = ("predictions", "labels")
     metric_names: tuple[str, ...] = ("accuracy", "perplexity")
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
@@ -98,14 +98,14 @@ class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
         if not self.per_example_outputs:
             return self.score(forward, batch) | examples
         logits, width = forward(batch.inputs).float(), own_metrics.longest(columns)
-        foretold = logits.argmax(-1).masked_fill(batch.targets < 0, own_metrics.NOTHING)
-        wanted = batch.targets.clamp(min=own_metrics.NOTHING)
-        gathered = {"foretold": own_metrics.as_wide(foretold, width), "wanted": own_metrics.as_wide(wanted, width)}
+        predicted = logits.argmax(-1).masked_fill(batch.targets < 0, own_metrics.NOTHING)
+        labels = batch.targets.clamp(min=own_metrics.NOTHING)
+        gathered = {"predictions": own_metrics.as_wide(predicted, width), "labels": own_metrics.as_wide(labels, width)}
         return self.sums(logits, batch.targets) | gathered | examples
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of tokens: int64 [N, longest], -1 where there is no target."""
-        return sums["foretold"].numpy().astype(np.int64), sums["wanted"].numpy().astype(np.int64)
+        return sums["predictions"].numpy().astype(np.int64), sums["labels"].numpy().astype(np.int64)
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         if self.loss_chunk:

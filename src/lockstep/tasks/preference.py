@@ -222,6 +222,6 @@ def _summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     `targets` [2B, T + 1], of which the last column is none."""
     from torch.nn.functional import cross_entropy
 
-    wanted = targets[:, :-1]
-    lost = cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), reduction="none")
-    return -lost.view(wanted.shape).sum(1), (wanted >= 0).sum(1)
+    labels = targets[:, :-1]
+    lost = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+    return -lost.view(labels.shape).sum(1), (labels >= 0).sum(1)

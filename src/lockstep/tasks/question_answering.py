@@ -162,10 +162,11 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         spans = self._spans(logits, columns, rows)
         right = columns.texts(qa_features.TEXTS, rows)
         each = [
-            qa_spans.scores(answer, wanted) for answer, wanted in zip(_texts(spans, columns, rows), right, strict=True)
+            qa_spans.scores(answer, references)
+            for answer, references in zip(_texts(spans, columns, rows), right, strict=True)
         ]
         exact, f1 = torch.tensor(each, dtype=torch.float64).reshape(-1, 2).sum(0).to(logits.device) * _SHARP
-        words = [len(qa_spans.normal(wanted[0] if wanted else "").split()) for wanted in right]
+        words = [len(qa_spans.normal(references[0] if references else "").split()) for references in right]
         by_words = torch.from_numpy(own_metrics.binned(words, [f1 for _, f1 in each])).to(logits.device)  # [bins, 3]
         placed = torch.tensor([[span.start, span.end] for span in spans], dtype=torch.int32).reshape(-1, 2)
         gathered = {"spans": placed.to(logits.device)} if self.per_example_outputs else {}

@@ -242,8 +242,8 @@ class TokenClassification(PerToken):
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tags by name: of each example a list, one a word as far as it was read."""
-        foretold, wanted = super().predictions(sums, columns, rows)
-        return tuple(self._named(each, wanted >= 0) for each in (foretold, wanted))  # type: ignore[return-value]
+        predicted, labels = super().predictions(sums, columns, rows)
+        return tuple(self._named(each, labels >= 0) for each in (predicted, labels))  # type: ignore[return-value]
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         """A few examples of several lengths, with every tag among them."""

@@ -88,8 +88,8 @@ def pairs(dataset: Dataset, options: WritingOptions, split: str, name: str, drop
         raise RunError(
             "LS3371", f"task.target: {options.target!r} is also task.source; name the column of translations"
         )
-    wanted = dataset.select_columns([*sides.values(), *(c for c in dataset.column_names if c == source.SOURCE)])
-    return wanted.rename_columns({column: key for key, column in sides.items() if column != key})
+    selection = dataset.select_columns([*sides.values(), *(c for c in dataset.column_names if c == source.SOURCE)])
+    return selection.rename_columns({column: key for key, column in sides.items() if column != key})
 
 
 def tokenizers(run: Run, train: Dataset | Stream, hashed: str, options: WritingOptions) -> Path:
@@ -303,13 +303,13 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         """Teacher forcing: the decoder reads its start token and then the targets, one behind."""
         from lockstep.data.batch import IGNORED
 
-        wanted, real = columns.ragged("target_ids").padded(rows, int(self.target_tokenizer.pad_token_id))  # [B, T]
-        read = np.roll(wanted, 1, axis=1)
+        target_ids, real = columns.ragged("target_ids").padded(rows, int(self.target_tokenizer.pad_token_id))  # [B, T]
+        read = np.roll(target_ids, 1, axis=1)
         read[:, 0] = self.entries["decoder_start_token_id"]
         inputs = self.padded_texts(columns, rows) | {"decoder_input_ids": read}  # [B, S]
         if self.unpadded or self.starts_from_first:  # which would take a start for padding that has its number
             inputs["decoder_attention_mask"] = real
-        return inputs, np.where(real == 1, wanted, IGNORED)
+        return inputs, np.where(real == 1, target_ids, IGNORED)
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return int(columns.ragged("target_ids").lengths[rows].sum())
@@ -327,12 +327,12 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         sums = {name: torch.from_numpy(counts).to(batch.targets.device).double() for name, counts in overlaps.items()}
         return gathered | sums
 
-    def _overlaps(self, written: list[str], wanted: list[str]) -> dict[str, np.ndarray]:
+    def _overlaps(self, written: list[str], references: list[str]) -> dict[str, np.ndarray]:
         """What the scores of texts are made of, in bins by the words of the references: [bins, ...] each."""
-        words = [len(text.split()) for text in wanted]
+        words = [len(text.split()) for text in references]
         place = own_metrics.bin_of(words)
         of_bins = [
-            self.overlap.sums(*([texts[i] for i in np.flatnonzero(place == b)] for texts in (written, wanted)))
+            self.overlap.sums(*([texts[i] for i in np.flatnonzero(place == b)] for texts in (written, references)))
             for b in range(len(own_metrics.BINS))
         ]
         return {_WORDS: own_metrics.binned(words)} | {

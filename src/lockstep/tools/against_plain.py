@@ -335,8 +335,8 @@ def _differences(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[s
     sizes, whole = _sizes(b.gradients)
     kinds = [("gradient", a.gradients, b.gradients, [*sizes], FLOOR * whole)]
     if b.changes:  # Adam makes whole steps of a gradient that is nothing but rounding
-        moved = [name for name, size in sizes.items() if size > NOTHING * whole]
-        kinds.append(("change", a.changes, b.changes, moved, _sizes(b.changes)[1]))
+        updated_names = [name for name, size in sizes.items() if size > NOTHING * whole]
+        kinds.append(("change", a.changes, b.changes, updated_names, _sizes(b.changes)[1]))
     for kind, mine, theirs, names, least in kinds:
         differences_of = {}
         for name in names:

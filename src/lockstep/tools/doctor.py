@@ -245,13 +245,13 @@ def probe(world: World, folder: Path, seconds: float = 3.0) -> dict[str, Any]:
     }
     if world.size > 1:
         latency, took = all_reduce(world, _SMALL, seconds), all_reduce(world, _LARGE, seconds)
-        moved = _LARGE * 4 * 2 * (world.size - 1) / world.size  # bytes a rank sends in a ring, as nccl-tests count
+        sent_bytes = _LARGE * 4 * 2 * (world.size - 1) / world.size  # bytes a rank sends in a ring, as nccl-tests count
         facts["all_reduce"] = {
             "backend": "nccl" if world.device.type == "cuda" else "gloo",
             "latency_us": round(latency * 1e6, 1),
             "bytes": _LARGE * 4,
             "ms": round(took * 1e3, 2),
-            "bus_mb_s": round(moved / took / 1e6),
+            "bus_mb_s": round(sent_bytes / took / 1e6),
         }
     speeds = world.all_gather(_gflops(world.device))
     middle = statistics.median(speeds)

@@ -188,11 +188,11 @@ def _other_scores(
         for name, own, theirs in scored
         if abs(own - theirs) > SAME_PRECISION * max(1.0, abs(own))
     }
-    moved = _moved(job, model, expected) if others else set()
-    return [line for name, line in others.items() if name not in moved]
+    unstable = _unstable_scores(job, model, expected) if others else set()
+    return [line for name, line in others.items() if name not in unstable]
 
 
-def _moved(job: Plain, model: nn.Module, expected: Evaluated) -> set[str]:
+def _unstable_scores(job: Plain, model: nn.Module, expected: Evaluated) -> set[str]:
     """Names of scores that rounding of the model's outputs moves: ranks of examples that score alike, correlations of
     numbers that are nearly one."""
     draw = torch.Generator().manual_seed(0)

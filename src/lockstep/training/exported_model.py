@@ -74,16 +74,16 @@ def scores(
     join_ranks(job, world)
     session = build_session(job, world, trained=True)
     task, strategy = session.task, session.strategy
-    wanted = [split] if split is not None else [name for name in ("validation", "test") if name in task.splits]
+    split_names = [split] if split is not None else [name for name in ("validation", "test") if name in task.splits]
     if split is not None and split not in task.splits:
         raise RunError("LS5053", f"split: this run has no split {split!r}; it has {', '.join(task.splits)}")
     if adapters.is_adapter(export):
         adapters.load(strategy.model, export)
     if isinstance(task, Calibrates):
         task.calibrate(task.calibration_in(export))
-        if task.needs_calibration and wanted != ["validation"]:  # of a checkpoint that was not evaluated
+        if task.needs_calibration and split_names != ["validation"]:  # of a checkpoint that was not evaluated
             task.calibrate(evaluated(alone, world, task, strategy, task.splits["validation"]))
-    metrics = {name: evaluated(alone, world, task, strategy, task.splits[name]) for name in wanted}
+    metrics = {name: evaluated(alone, world, task, strategy, task.splits[name]) for name in split_names}
     strategy.close()
     del session, strategy
     world.close()

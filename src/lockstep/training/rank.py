@@ -166,7 +166,7 @@ class RankZeroSinks(Sinks):
             self._console.show(step, samples)
             self._trackers.show(step, samples)
 
-    def moved(self, step: int, what: str) -> None:
+    def regroup(self, step: int, what: str) -> None:
         """After so many updates ranks have met again; the first of them may be another one than before."""
         session, console, world = self._session, self._console, self._session.world
         self._usage = SystemMetrics(world)
@@ -226,7 +226,7 @@ def train_and_evaluate(session: Session, console: Console, state: TrainState) ->
     try:
         console.start(session.feed.total, step, lambda: ACTIVITY.name, session.feed.order.steps_per_epoch, best)
         try:
-            if (recovery := recovery_for(session, state, watchdog, sinks.moved)) is None:
+            if (recovery := recovery_for(session, state, watchdog, sinks.regroup)) is None:
                 train(session, state)
             else:
                 watching = recovery

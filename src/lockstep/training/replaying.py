@@ -47,10 +47,10 @@ REPLAY, WEIGHTS, GRADIENTS = "replay.json", "before.safetensors", "gradient.safe
 _HASHED = ("weights", "optimizer")
 
 
-def replay(job: Job, world: World, output: str, wanted: str, begin: str) -> int:
-    """From the newest checkpoint of at most `begin` updates on to the step after which `wanted` are done. Collective.
-    Errors: `RunError`."""
-    step = int(wanted)
+def replay(job: Job, world: World, output: str, target_step: str, begin: str) -> int:
+    """From the newest checkpoint of at most `begin` updates on to the step after which `target_step` are done.
+    Collective. Errors: `RunError`."""
+    step = int(target_step)
     run, prepared = job.run, job.data
     join_ranks(job, world)
     session = build_session(job, world)
@@ -198,9 +198,9 @@ class Entry:
     value: float | None = None  # of a number
 
 
-def take_apart(job: Job, world: World, output: str, wanted: str) -> int:
-    """The step after which `wanted` updates are done. Collective. Errors: `RunError`."""
-    step = int(wanted)
+def take_apart(job: Job, world: World, output: str, target_step: str) -> int:
+    """The step after which `target_step` updates are done. Collective. Errors: `RunError`."""
+    step = int(target_step)
     run, prepared = job.run, job.data
     join_ranks(job, world)
     session = build_session(job, world)

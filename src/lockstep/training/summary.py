@@ -174,7 +174,7 @@ class Promised(StrEnum):
 
 def promised(strategy: Strategy, doubts: Sequence[str]) -> Promised:
     """The promises of a run that a strategy trained. `doubts`: about the user's code."""
-    if strategy.effects.per_process or strategy.effects.moved:
+    if strategy.effects.per_process or strategy.effects.new_memory:
         return Promised.ONE_PROCESS
     return Promised.NOT_CHECKED if doubts else Promised.YES
 

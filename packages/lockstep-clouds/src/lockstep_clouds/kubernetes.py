@@ -210,5 +210,5 @@ def state_from(resource: dict[str, Any]) -> State:
         pods = sum(int(j.get("active", 0)) for j in jobs)
         return State("running" if pods else "waiting", f"{pods} active" if pods else "its pods are being made")
     ready, active = int(status.get("ready", 0)), int(status.get("active", 0))
-    wanted = resource.get("spec", {}).get("completions", 1)
-    return State("running" if ready else "waiting", f"{ready} of {wanted} pods run, {active} are there")
+    completions = resource.get("spec", {}).get("completions", 1)
+    return State("running" if ready else "waiting", f"{ready} of {completions} pods run, {active} are there")

@@ -128,11 +128,11 @@ def _deepspeed(run: Run, details: Mapping[str, Any]) -> Iterator[tuple[str, str]
             "strategy.name=zero1, zero2 or zero3, and its entries in strategy.options",
         )
         return
-    wanted = str(details.get("zero_stage", 2))
-    if stage != wanted:
-        same = f"strategy.name=zero{wanted}" if wanted in ("1", "2", "3") else "strategy.name=ddp"
-        if not (wanted == "0" and name == "ddp"):
-            yield f"distributed_type DEEPSPEED, zero_stage {wanted}", same
+    config_stage = str(details.get("zero_stage", 2))
+    if stage != config_stage:
+        same = f"strategy.name=zero{config_stage}" if config_stage in ("1", "2", "3") else "strategy.name=ddp"
+        if not (config_stage == "0" and name == "ddp"):
+            yield f"distributed_type DEEPSPEED, zero_stage {config_stage}", same
     clip = str(details.get("gradient_clipping", "")).lower()
     if clip not in _UNUSED and float(clip) != (run.optim.max_grad_norm or 0.0):
         yield f"gradient_clipping {clip}", f"optim.max_grad_norm={clip}"

@@ -580,8 +580,8 @@ def _parsed(kind: Callable[..., Any], text: bytes) -> Any:
     try:
         values = json.loads(text)
         value = kind(**values) if isinstance(values, dict) else kind(*values)
-        for name, wanted in get_type_hints(kind).items() if is_dataclass(kind) else ():
-            if not isinstance(getattr(value, name), wanted):
+        for name, annotation in get_type_hints(kind).items() if is_dataclass(kind) else ():
+            if not isinstance(getattr(value, name), annotation):
                 raise TypeError(f"{name} is {getattr(value, name)!r:.80}")
         return value
     except (ValueError, TypeError, RecursionError) as caught:

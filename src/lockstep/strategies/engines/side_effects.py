@@ -44,7 +44,7 @@ class Writes(TorchDispatchMode):
         self.names: dict[int, str] = {}  # storage -> name
         self.known: dict[int, _Known] = {}  # by the tensor's id
         self.before: dict[str, tuple[Tensor, Tensor]] = {}  # name -> its memory, and a copy of what was there
-        self.moved: set[str] = set()
+        self.new_memory: set[str] = set()
         self.replaced: set[str] = set()
         self.switched: set[str] = set()
         self.hooked: set[str] = set()
@@ -85,7 +85,7 @@ class Writes(TorchDispatchMode):
         """What became of the tensors since they became known."""
         for known in self.known.values():
             now, own = known.module._parameters.get(known.last, known.tensor), known.tensor
-            self.moved |= {known.name} if _storage(own) != _storage(known.memory) else set()
+            self.new_memory |= {known.name} if _storage(own) != _storage(known.memory) else set()
             self.switched |= {known.name} if own.requires_grad != known.trained else set()
             self.hooked |= {known.name} if set(own._backward_hooks or ()) - known.hooks else set()
             if id(now) not in self.known and not is_dtensor(now):
@@ -97,7 +97,7 @@ class Writes(TorchDispatchMode):
             if memory.untyped_storage().nbytes() == copy.untyped_storage().nbytes():  # FSDP frees what it has gathered
                 memory.copy_(copy)
         for known in self.known.values():
-            if known.name in self.moved and not is_dtensor(known.tensor):
+            if known.name in self.new_memory and not is_dtensor(known.tensor):
                 known.tensor.data = known.memory
 
 
@@ -303,7 +303,7 @@ class SideEffects:
     """Side effects of forward, by the names of parameters and buffers."""
 
     written: frozenset[str] = frozenset()  # their numbers
-    moved: frozenset[str] = frozenset()  # those of them that got other memory
+    new_memory: frozenset[str] = frozenset()  # those of them that got other memory
     replaced: frozenset[str] = frozenset()  # parameters in whose place it puts others
     switched: frozenset[str] = frozenset()  # their `requires_grad`
     hooked: frozenset[str] = frozenset()  # those on whose gradients it puts hooks
@@ -326,7 +326,7 @@ class SideEffects:
 
         return SideEffects(
             union(each.written for each in effects),
-            union(each.moved for each in effects),
+            union(each.new_memory for each in effects),
             union(each.replaced for each in effects),
             union(each.switched for each in effects),
             union(each.hooked for each in effects),
@@ -455,7 +455,7 @@ def effects_of(model: nn.Module, forwards: Sequence[Forward], statistics: Collec
         return SideEffects()
     with preserved(model), watching(model) as writes:
         forwards[0]()
-    written = frozenset({*writes.before} | writes.moved) - set(statistics)
+    written = frozenset({*writes.before} | writes.new_memory) - set(statistics)
     alike = _alike(model, written, *forwards) if written and len(forwards) > 1 else {}
     with preserved(model), watching(model) as evaluating:
         model.eval()
@@ -465,7 +465,7 @@ def effects_of(model: nn.Module, forwards: Sequence[Forward], statistics: Collec
             model.train()
     return SideEffects(
         written,
-        frozenset(writes.moved),
+        frozenset(writes.new_memory),
         frozenset(writes.replaced),
         frozenset(writes.switched),
         frozenset(writes.hooked),

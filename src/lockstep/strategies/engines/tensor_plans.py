@@ -134,16 +134,16 @@ def differs(run: Run, head: str, config: Any) -> str | None:
     """Why a small model of this config cannot be cut, or computes something else then; None: it computes the same."""
     why = "no small model of it could be made"
     with torch.random.fork_rng([]):
-        for wanted in small_models.smaller(config, head):
+        for variant in small_models.smaller(config, head):
             batches = [small_models.examples(head, *lengths) for lengths in small_models.BATCHES[:2]]
             try:
-                whole, cut = (small_models.small(run, head, wanted, run.model.attention) for _ in range(2))
+                whole, cut = (small_models.small(run, head, variant, run.model.attention) for _ in range(2))
                 outputs = [small_models.computed(whole, head, batch) for batch in batches]
             except Exception as error:  # entries that do not fit each other any more
                 why = f"a small model of it could not be tried ({small_models.brief(error)})"
                 continue
             try:
-                install_leaves(cut, wanted, LeafRanks(2))
+                install_leaves(cut, variant, LeafRanks(2))
                 parts = [small_models.computed(cut, head, batch) for batch in batches]
             except Exception as error:
                 return f"what lies between its products cannot be computed in parts ({small_models.brief(error)})"

@@ -164,9 +164,9 @@ def _every(options: Mapping[str, Any]) -> bool:
 def _offloads(options: Mapping[str, Any]) -> bool:
     """Whether the optimizer's state is in host memory or on a disk."""
     section = options.get("zero_optimization", {})
-    wanted = section.get("offload_optimizer")
+    offload = section.get("offload_optimizer")
     return section.get("cpu_offload") is True or (
-        isinstance(wanted, Mapping) and wanted.get("device", "none") != "none"
+        isinstance(offload, Mapping) and offload.get("device", "none") != "none"
     )
 
 

@@ -151,11 +151,11 @@ def make_model(task: Task, empty: bool = False) -> nn.Module:
     Errors: `RunError` for trainable weights that are not float32, unless the run asks for others, and for hooks that
     see sums of micro-batches.
     """
-    wanted = torch.bfloat16 if task.run.model.trained_in_bfloat16 else torch.float32
+    dtype = torch.bfloat16 if task.run.model.trained_in_bfloat16 else torch.float32
     model = freeze(task.run, task.model(empty=True) if empty else task.model())
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype != wanted:
-            raise RunError("LS4174", f"model(): {name} is {parameter.dtype}; weights that are trained must be {wanted}")
+        if parameter.requires_grad and parameter.dtype != dtype:
+            raise RunError("LS4174", f"model(): {name} is {parameter.dtype}; weights that are trained must be {dtype}")
     if names := hooks(model, after=True):
         raise RunError(
             "LS4175",

@@ -250,12 +250,12 @@ class Scatter:
         return {node: tensors[0] for node, tensors in tree.nodes.items()}
 
 
-def in_order(rows: Tensor, has: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:
+def in_order(rows: Tensor, has: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
     """Rows that are in one order, in another; themselves where that is the same."""
-    if has == wanted:
+    if has == order:
         return rows
     places = dict(zip(has, range(len(has)), strict=True))
-    return rows.index_select(0, on_device([places[slot] for slot in wanted], rows.device))
+    return rows.index_select(0, on_device([places[slot] for slot in order], rows.device))
 
 
 def _together(parts: list[Tensor]) -> Tensor | None:
@@ -300,9 +300,9 @@ class Exchange:
     def _gather(self, nodes: dict[Node, Tensor]) -> Iterable[None]:
         (own,) = nodes.values()
         if (plan := self._scatter.plan) is not None:
-            has, wanted = plan.order(self._rank), self._order
+            has, order = plan.order(self._rank), self._order
             return gather_in_stages(
-                own, plan, self._rank, self._group, lambda total: self._gathered.append(in_order(total, has, wanted))
+                own, plan, self._rank, self._group, lambda total: self._gathered.append(in_order(total, has, order))
             )
         total = own.new_empty(self._ranks, own.numel())
         total[self._rank] = own  # sent from there: what was received is not kept

@@ -174,9 +174,9 @@ class _Installed:
         hidden = input  # [B, T, H]
         if hidden.shape[:2] != self.targets.shape:
             raise RunError("LS3095", f"{KEY}: the head of this model receives other positions than the targets{OUT}")
-        wanted = self.targets.flatten()
-        rows = (wanted >= 0).nonzero().flatten()  # on CUDA the host waits here
-        states, wanted = hidden.flatten(0, 1), wanted[rows]
+        labels = self.targets.flatten()
+        rows = (labels >= 0).nonzero().flatten()  # on CUDA the host waits here
+        states, labels = hidden.flatten(0, 1), labels[rows]
 
         def placed(tensor: Tensor) -> Tensor:
             """At the positions that have a target, 0 elsewhere: [B, T, ...]."""
@@ -184,13 +184,13 @@ class _Installed:
             return every.view(*hidden.shape[:2], *tensor.shape[1:])
 
         if not self.head.training:
-            self.scores = placed(_scores(states[rows], wanted, self.plain, self.finish, _size(self.chunk)))
+            self.scores = placed(_scores(states[rows], labels, self.plain, self.finish, _size(self.chunk)))
             return self.scores.new_zeros(1, 1, 1)
         if self.chunk == LIGER and len(rows):  # it divides by the rows of a micro-batch, and a blank one has none
-            return _by_liger(states[rows], wanted, self.head, self.finish, self.smoothing).view(1, 1, 1)
+            return _by_liger(states[rows], labels, self.head, self.finish, self.smoothing).view(1, 1, 1)
         weight, bias = self.head.weight, self.head.bias
         how = (self.finish, _size(self.chunk), self.smoothing, _compute_dtype(states))
-        loss, each = _Loss.apply(states, rows, wanted, weight, bias, how)
+        loss, each = _Loss.apply(states, rows, labels, weight, bias, how)
         self.scores = placed(each)
         return loss.view(1, 1, 1)
 
@@ -226,9 +226,9 @@ class _Loss(torch.autograd.Function):
             to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_grad[4] else None
             losses = [states.new_zeros(0, dtype=torch.float32)]
             for start in range(0, len(rows), size):
-                part, wanted = used[start : start + size], targets[start : start + size]
+                part, labels = used[start : start + size], targets[start : start + size]
                 logits = linear(part, matrix, None if bias is None else bias.to(dtype)).float()  # [n, V]
-                loss, slope = _losses(logits, wanted, finish, smoothing)  # slope: in the memory of logits
+                loss, slope = _losses(logits, labels, finish, smoothing)  # slope: in the memory of logits
                 losses.append(loss)
                 if to_bias is not None:
                     to_bias += slope.sum(0)
@@ -282,10 +282,10 @@ def _scores(states: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], f
     """The cross-entropy of each row, and 1 where its target is the likeliest token: float32 [n, 2]."""
     chunks = [torch.zeros(0, 2, device=states.device)]
     for start in range(0, len(states), size):
-        part, wanted = states[start : start + size], targets[start : start + size]
+        part, labels = states[start : start + size], targets[start : start + size]
         logits = finish(head(part).float())
-        loss = nn.functional.cross_entropy(logits, wanted, reduction="none")
-        chunks.append(torch.stack([loss, (logits.argmax(1) == wanted).float()], 1))
+        loss = nn.functional.cross_entropy(logits, labels, reduction="none")
+        chunks.append(torch.stack([loss, (logits.argmax(1) == labels).float()], 1))
     return torch.cat(chunks)
 
 

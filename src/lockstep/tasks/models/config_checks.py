@@ -122,11 +122,11 @@ def _print(run: Run, head: str, path: str, value: Any) -> bytes:
     """A hash of the weights of a small model with this value of an entry, and of what it computes. Errors: whatever a
     model raises that cannot be tried."""
     config = model_configs.load_config(_with(run, path, {"value": value}))
-    for wanted in small_models.smaller(config, head):
+    for variant in small_models.smaller(config, head):
         if head.endswith("classification"):
-            wanted.num_labels = 3
+            variant.num_labels = 3
         try:
-            return _computed(small_models.small(run, head, wanted, run.model.attention), head)
+            return _computed(small_models.small(run, head, variant, run.model.attention), head)
         except Exception as error:
             failure = error
     raise failure
@@ -215,12 +215,12 @@ def auxiliary_term(run: Run, head: str, config: Any) -> str | None:
     """What to do about a term that models of this config add; None: they add none. The text follows `model.config.`. A
     config of which no small model can be made is judged by `ROUTER_LOGITS` alone."""
     with torch.random.fork_rng([]):
-        for wanted in small_models.smaller(config, head):
+        for variant in small_models.smaller(config, head):
             try:
-                losses = loss_pairs(run, head, wanted)
+                losses = loss_pairs(run, head, variant)
             except Exception:  # entries that do not fit each other any more, or inputs that the model does not take
                 continue
-            return None if agree(losses) else _advice(run, head, wanted, losses)
+            return None if agree(losses) else _advice(run, head, variant, losses)
     for path, part in _parts(config):
         if model_configs.entry(part, ROUTER_LOGITS) is True:
             return _refusal(config, {f"{path}{ROUTER_LOGITS}": False}, "")
@@ -270,11 +270,13 @@ def cross_entropies(head: str, outputs: Any, labels: Mapping[str, Tensor]) -> tu
     for an encoder (BART) take labels as the next tokens already."""
     if head == "question_answering":
         ends = (outputs.start_logits, labels["start_positions"]), (outputs.end_logits, labels["end_positions"])
-        return (sum(float(cross_entropy(logits.float(), wanted)) for logits, wanted in ends) / 2,)
-    logits, wanted = outputs.logits.float(), labels["labels"]
-    means = [float(cross_entropy(logits.flatten(0, -2), wanted.flatten(), ignore_index=IGNORED))]
+        return (sum(float(cross_entropy(logits.float(), targets)) for logits, targets in ends) / 2,)
+    logits, targets = outputs.logits.float(), labels["labels"]
+    means = [float(cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED))]
     if head == "causal":
-        means.append(float(cross_entropy(logits[:, :-1].flatten(0, -2), wanted[:, 1:].flatten(), ignore_index=IGNORED)))
+        means.append(
+            float(cross_entropy(logits[:, :-1].flatten(0, -2), targets[:, 1:].flatten(), ignore_index=IGNORED))
+        )
     return tuple(means)
 
 

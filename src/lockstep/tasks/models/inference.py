@@ -140,8 +140,8 @@ def _to_the_right(ids: Tensor, mask: Tensor | None, pad: int) -> dict[str, Tenso
     width = ids.shape[1]
     place = torch.arange(width, device=ids.device) - (width - mask.sum(1, keepdim=True))  # [B, T], < 0 where padded
     real = place >= 0
-    moved = ids.gather(1, place.clamp(min=0)).masked_fill(~real, pad)
-    return {"input_ids": moved, "attention_mask": real.to(ids.dtype)}
+    aligned_ids = ids.gather(1, place.clamp(min=0)).masked_fill(~real, pad)
+    return {"input_ids": aligned_ids, "attention_mask": real.to(ids.dtype)}
 
 
 def continuation(

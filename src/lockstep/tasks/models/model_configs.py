@@ -116,9 +116,9 @@ def from_scratch(kind: Any, entries: Mapping[str, Any]) -> Any:
     set_entries(_usual(kind, parts), entries)  # names, and types, by the key
     specs = kind.sub_configs_defaults  # a decoder is one, unless something else is said
     parts = {k: (dict(specs[k].init_kwargs) if k in specs else {}) | v for k, v in parts.items()}
-    wanted = {k: v for k, v in copy.deepcopy(dict(entries) | parts).items() if k != "model_type"}
+    fields = {k: v for k, v in copy.deepcopy(dict(entries) | parts).items() if k != "model_type"}
     try:
-        config = kind(**wanted)
+        config = kind(**fields)
     except _UNFIT as error:
         raise RunError("LS3124", f"model.config: invalid entries: {_line(error)}") from None
     for name, part_entries in _parts(kind, entries).items():  # a config within it that is none unless entries make it

@@ -6,11 +6,13 @@ In: the `model` section, a tokenizer and label names. Out: a model on the CPU, t
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -272,16 +274,29 @@ def save(
     for part in texts(model.config):
         if getattr(part, "use_cache", None) is False:
             part.use_cache = True  # off in training only
-    if run is not None and run.model.adapter:
-        adapters.save(run, model, folder, str(load_config(run).dtype).removeprefix("torch."))
-    else:
-        model.save_pretrained(folder)  # type: ignore[operator]
+    with _no_import_of_deepspeed():
+        if run is not None and run.model.adapter:
+            adapters.save(run, model, folder, str(load_config(run).dtype).removeprefix("torch."))
+        else:
+            model.save_pretrained(folder)  # type: ignore[operator]
     if tokenizer is None:
         return
     if template is not None:
         tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = template
     tokenizers.save(tokenizer, folder)
+
+
+@contextmanager
+def _no_import_of_deepspeed() -> Iterator[None]:
+    """While transformers saves a model: Accelerate imports DeepSpeed, where it is installed, to see whether that wraps
+    the model. Its import takes 1 to 2 s, and what is not imported wraps nothing."""
+    other = sys.modules.get("accelerate.utils.other")
+    if "deepspeed" in sys.modules or not hasattr(other, "is_deepspeed_available"):
+        yield
+    else:
+        with mock.patch.object(other, "is_deepspeed_available", return_value=False):
+            yield
 
 
 def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:

@@ -104,9 +104,9 @@ def trial(run: Run, head: str, config: Any) -> str | None:
     """Compare the two ways on a small model of this config. Leaves torch's random state as it was."""
     why = ""
     with torch.random.fork_rng([]):
-        for wanted in small_models.smaller(config, head):
+        for variant in small_models.smaller(config, head):
             try:
-                plain: Any = small_models.small(run, head, wanted, None)
+                plain: Any = small_models.small(run, head, variant, None)
                 small_models.computed(plain, head, small_models.examples(head, *small_models.BATCHES[0]))
             except Exception as error:  # entries that do not fit each other any more
                 why = small_models.brief(error)
@@ -114,7 +114,7 @@ def trial(run: Run, head: str, config: Any) -> str | None:
             if plain.get_correct_attn_implementation(None) != "sdpa":  # its own choice
                 return "transformers has no attention by torch's function (sdpa) for it"
             return next(
-                (reason for each in small_models.windows(wanted) if (reason := differs(run, head, each)) is not None),
+                (reason for each in small_models.windows(variant) if (reason := differs(run, head, each)) is not None),
                 None,
             )
     return f"a small model of this family could not be tried ({why})"
@@ -138,7 +138,7 @@ def differs(run: Run, head: str, config: Any) -> str | None:
         batches += [(lengths, targets, inputs | small_models.typed(inputs)) for lengths, targets, inputs in batches[:2]]
     for lengths, targets, inputs in batches:
         try:
-            wanted = small_models.computed(plain, head, inputs)
+            reference = small_models.computed(plain, head, inputs)
         except Exception as error:
             if inputs is batches[0][2]:
                 return f"a small model with other windows could not be tried ({small_models.brief(error)})"
@@ -153,7 +153,7 @@ def differs(run: Run, head: str, config: Any) -> str | None:
             return f"its layers do not take examples laid end to end ({small_models.brief(error)})"
         if len(lengths) > 1 and not blocks:
             return "its layers do not use transformers' masks and attention functions"
-        if not small_models.near([wanted[0]], [outputs[0]]) or not small_models.near(wanted[1], outputs[1]):
+        if not small_models.near([reference[0]], [outputs[0]]) or not small_models.near(reference[1], outputs[1]):
             return "laid end to end, its examples would see each other" + _of(lengths)
         if ahead:
             return "laid end to end, its tokens would see those after them" + _of(lengths)
@@ -193,9 +193,9 @@ def tried_ahead(run: Run, head: str, config: Any) -> str | None:
 
 def _ahead(run: Run, head: str, config: Any) -> bool:
     """Whether a small model of this config, by transformers alone, reads ahead; no where none can be made."""
-    for wanted in small_models.smaller(config, head):
+    for variant in small_models.smaller(config, head):
         try:
-            model = small_models.small(run, head, wanted, None)
+            model = small_models.small(run, head, variant, None)
             return any(reads_ahead(model, small_models.examples(head, *batch)) for batch in small_models.BATCHES[:2])
         except Exception:
             continue
@@ -209,9 +209,9 @@ def tried_apart(run: Run, head: str, config: Any) -> str | None:
     why = ""
     attention = unpadded.NAME if unsupported_reason(run, head) is None else run.model.attention
     with torch.random.fork_rng([]):
-        for wanted in small_models.smaller(config, head):
+        for variant in small_models.smaller(config, head):
             try:
-                for each in small_models.windows(wanted):
+                for each in small_models.windows(variant):
                     model = small_models.small(run, head, each, attention)
                     if attention == unpadded.NAME:
                         unpadded.install(model)

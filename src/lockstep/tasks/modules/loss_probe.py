@@ -274,11 +274,11 @@ def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: l
     for strength in (1.0, 0.1, 0.0):  # less where a loss is no finite number any more; at last the model as it is
         model = dataset.model(trial.run).eval()
         measured = []
-        for group, moved in zip(groups, shaken(model, strength), strict=False):
+        for group, variant in zip(groups, shaken(model, strength), strict=False):
             batches, weights = _batches(trial.run, dict(zip("012", group.batches, strict=True)))
-            fresh = lambda of=moved: copy.deepcopy(of)  # noqa: E731 - where it keeps state, a batch changes the next
+            fresh = lambda of=variant: copy.deepcopy(of)  # noqa: E731 - where it keeps state, a batch changes the next
             sizes = {name: len(part) for name, part in zip("012", group.batches, strict=True)}
-            one = replace(trial, model=moved, batches=batches, sizes=sizes, weights=weights)
+            one = replace(trial, model=variant, batches=batches, sizes=sizes, weights=weights)
             try:
                 if trial.fresh is not None or not dataset.same(one.loss("0"), one.loss("0")):
                     one = replace(one, fresh=fresh)

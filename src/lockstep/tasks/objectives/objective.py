@@ -154,11 +154,11 @@ class ClassificationOptions(LabelOptions):
                 "LS3275",
                 "several columns in label need multi_label or regression; set one of them, or name a single column",
             )
-        wanted = ("mse", "mae") if self.regression else ("cross_entropy", "focal")
-        if self.loss not in (None, *wanted):
+        losses = ("mse", "mae") if self.regression else ("cross_entropy", "focal")
+        if self.loss not in (None, *losses):
             what = "numbers (regression)" if self.regression else "labels; for numbers set regression"
             raise InvalidValue(
-                "LS3276", f"loss {self.loss!r} is not supported for {what}; expected {' or '.join(wanted)}"
+                "LS3276", f"loss {self.loss!r} is not supported for {what}; expected {' or '.join(losses)}"
             )
         if self.regression:
             for key in ("class_weights", "label_smoothing", "threshold"):

@@ -12,7 +12,7 @@ from lockstep.config.run import RunError
 from lockstep.tools.import_config import trainer
 from lockstep.tools.import_config.table import (
     EIGHT_BITS,
-    Imported,
+    RunDraft,
     apply,
     batches,
     length,
@@ -43,45 +43,45 @@ _PAIRS = {"prompt": "messages", "chosen": "chosen", "rejected": "rejected"}  # a
 _LOSSES = ("dpo", "ipo", "simpo")
 
 
-def move(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> None:
+def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
     """Its task is language modelling, or learning from pairs of answers. Errors: `RunError`."""
-    apply(TABLE, theirs, moved)
-    _task(theirs, moved)
-    _data(theirs, moved)
+    apply(TABLE, theirs, draft)
+    _task(theirs, draft)
+    _data(theirs, draft)
     for key, value, origin in (
         ("optim.weight_decay", 0.0, "weight_decay"),
         ("optim.schedule", "cosine", "lr_scheduler"),
     ):
-        if key not in moved.keys:
-            moved.set(key, value, f"{origin}, by axolotl's default")
-    optimizer(moved, "optimizer", theirs.get("optimizer"))
+        if key not in draft.keys:
+            draft.set(key, value, f"{origin}, by axolotl's default")
+    optimizer(draft, "optimizer", theirs.get("optimizer"))
     for name, token in (theirs.get("special_tokens") or {}).items():
-        moved.drop(f"special_tokens: {name}", token, _TOKENS, name != "pad_token", ("tokenizer.source",))
+        draft.drop(f"special_tokens: {name}", token, _TOKENS, name != "pad_token", ("tokenizer.source",))
     each, times = whole(theirs.get("micro_batch_size")), whole(theirs.get("gradient_accumulation_steps"))
-    batches(moved, each, times, processes, ("micro_batch_size", "gradient_accumulation_steps"))
-    length(moved, theirs.get("num_epochs", 1), theirs.get("max_steps"), ("num_epochs", "max_steps"))
-    schedule(moved, theirs, "warmup_steps", "warmup_ratio", theirs.get("lr_scheduler"))
+    batches(draft, each, times, processes, ("micro_batch_size", "gradient_accumulation_steps"))
+    length(draft, theirs.get("num_epochs", 1), theirs.get("max_steps"), ("num_epochs", "max_steps"))
+    schedule(draft, theirs, "warmup_steps", "warmup_ratio", theirs.get("lr_scheduler"))
     if (rate := number(theirs.get("learning_rate"))) is not None:
-        moved.set("optim.learning_rate", rate, "learning_rate")
+        draft.set("optim.learning_rate", rate, "learning_rate")
     if "adam_beta1" in theirs or "adam_beta2" in theirs:
         betas = [number(theirs.get("adam_beta1", 0.9)), number(theirs.get("adam_beta2", 0.999))]
-        moved.set("optim.betas", betas, "adam_beta1 and adam_beta2")
-    _intervals(theirs, moved)
-    _packing(theirs, moved)
-    _adapter(theirs, moved)
-    _tracking(theirs, moved)
+        draft.set("optim.betas", betas, "adam_beta1 and adam_beta2")
+    _intervals(theirs, draft)
+    _packing(theirs, draft)
+    _adapter(theirs, draft)
+    _tracking(theirs, draft)
     if theirs.get("fsdp") or theirs.get("fsdp_config"):
-        moved.set("strategy.name", "fsdp2", "fsdp")
+        draft.set("strategy.name", "fsdp2", "fsdp")
     if theirs.get("deepspeed"):
-        moved.drop("deepspeed", theirs["deepspeed"], "`lockstep init --from` that file moves it, too")
+        draft.drop("deepspeed", theirs["deepspeed"], "`lockstep init --from` that file moves it, too")
 
 
-def _task(theirs: Mapping[str, Any], moved: Imported) -> None:
+def _task(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     """`rl` and `reward_model`. Errors: `RunError` for a way of learning that there is none of here."""
     way = theirs.get("rl")
     if theirs.get("reward_model") or theirs.get("process_reward_model"):
         way = "process_reward_model" if theirs.get("process_reward_model") else "reward_model"
-    if moved.task is None and way and way not in (*_LOSSES, "reward_model"):
+    if draft.task is None and way and way not in (*_LOSSES, "reward_model"):
         raise RunError(
             "LS8180",
             f"--from: {'rl: ' if theirs.get('rl') else ''}{way} has no counterpart: preference supports the "
@@ -89,8 +89,8 @@ def _task(theirs: Mapping[str, Any], moved: Imported) -> None:
             "task, give --task",
         )
     if way in _LOSSES:
-        moved.set("task.name", "preference", f"rl {way}")
-        moved.set("task.loss", way, f"rl {way}")
+        draft.set("task.name", "preference", f"rl {way}")
+        draft.set("task.loss", way, f"rl {way}")
         own = theirs.get("dpo") if isinstance(theirs.get("dpo"), Mapping) else {}
         beta = theirs.get("rl_beta", theirs.get("dpo_beta", (own or {}).get("beta")))
         for key, value, origin in (
@@ -99,97 +99,97 @@ def _task(theirs: Mapping[str, Any], moved: Imported) -> None:
             ("task.label_smoothing", theirs.get("dpo_label_smoothing"), "dpo_label_smoothing"),
         ):
             if value is not None:
-                moved.set(key, number(value), origin)
+                draft.set(key, number(value), origin)
     elif way:
-        moved.set("task.name", "reward", "reward_model")
+        draft.set("task.name", "reward", "reward_model")
         if theirs.get("center_rewards_coefficient") is not None:
-            moved.set("task.center", number(theirs["center_rewards_coefficient"]), "center_rewards_coefficient")
+            draft.set("task.center", number(theirs["center_rewards_coefficient"]), "center_rewards_coefficient")
     else:
-        moved.set("task.name", "language_modeling", "")
+        draft.set("task.name", "language_modeling", "")
 
 
-def _pairs(entry: Mapping[str, Any], moved: Imported) -> None:
+def _pairs(entry: Mapping[str, Any], draft: RunDraft) -> None:
     """The columns of a data set of pairs: `type` says how they become texts."""
     kind, fields = entry.get("type"), {}
     names = ("task.prompt", "task.chosen", "task.rejected")
     if isinstance(kind, Mapping):
         fields = {part: kind.get(f"field_{part}", part) for part in ("prompt", "chosen", "rejected")}
         if written := [name for name in ("prompt_format", "chosen_format", "rejected_format") if kind.get(name)]:
-            moved.drop("datasets: type", ", ".join(written), "columns are read as they are", True, names)
+            draft.drop("datasets: type", ", ".join(written), "columns are read as they are", True, names)
     elif str(kind).partition(".")[0] == "chat_template" or str(kind).endswith(".chat_template"):
         fields = {part: entry.get(f"field_{column}", column) for part, column in _PAIRS.items()}
-        moved.set("task.conversations", True, f"datasets: type {kind}")
+        draft.set("task.conversations", True, f"datasets: type {kind}")
     else:
-        moved.drop("datasets: type", kind, "name the columns: task.prompt, task.chosen, task.rejected", True, names)
+        draft.drop("datasets: type", kind, "name the columns: task.prompt, task.chosen, task.rejected", True, names)
     for part, column in fields.items():
-        moved.set(f"task.{part}", column, "datasets: type")
+        draft.set(f"task.{part}", column, "datasets: type")
 
 
-def _data(theirs: Mapping[str, Any], moved: Imported) -> None:
+def _data(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     sets = theirs.get("datasets") or []
     if theirs.get("pretraining_dataset") and not sets:
-        sets = _streamed(theirs["pretraining_dataset"], moved)
+        sets = _streamed(theirs["pretraining_dataset"], draft)
     elif theirs.get("pretraining_dataset"):
-        moved.drop("pretraining_dataset", None, "several are written by hand: data.sources", True, ("data.source",))
+        draft.drop("pretraining_dataset", None, "several are written by hand: data.sources", True, ("data.source",))
     if theirs.get("streaming"):
-        moved.set("data.stream", True, "streaming")
+        draft.set("data.stream", True, "streaming")
     if len(sets) > 1:
         for more in sets[1:]:
-            moved.drop(
+            draft.drop(
                 "datasets", more.get("path"), "several are written by hand: data.sources", True, ("data.source",)
             )
     if sets:
         entry = sets[0]
-        moved.set("data.source", entry.get("path"), "datasets: path")
+        draft.set("data.source", entry.get("path"), "datasets: path")
         if entry.get("name"):
-            moved.set("data.config", entry["name"], "datasets: name")
+            draft.set("data.config", entry["name"], "datasets: name")
         if entry.get("split"):
-            moved.set("data.train", entry["split"], "datasets: split")
+            draft.set("data.train", entry["split"], "datasets: split")
         if entry.get("data_files"):
-            moved.set("data.train", entry["data_files"], "datasets: data_files")
-        if moved.task in ("preference", "reward"):
-            _pairs(entry, moved)
+            draft.set("data.train", entry["data_files"], "datasets: data_files")
+        if draft.task in ("preference", "reward"):
+            _pairs(entry, draft)
         else:
-            _texts(entry, moved)
+            _texts(entry, draft)
     for entry in (theirs.get("test_datasets") or [])[:1]:
-        moved.set("data.validation", entry.get("path"), "test_datasets: path")
+        draft.set("data.validation", entry.get("path"), "test_datasets: path")
     if share := number(theirs.get("val_set_size")):
         if share < 1:
-            moved.set("data.validation_fraction", share, "val_set_size")
+            draft.set("data.validation_fraction", share, "val_set_size")
         else:
             why = "data.validation_fraction is a share, below 1"
-            moved.drop("val_set_size", theirs["val_set_size"], why, True, ("data.validation_fraction",))
+            draft.drop("val_set_size", theirs["val_set_size"], why, True, ("data.validation_fraction",))
 
 
-def _streamed(value: Any, moved: Imported) -> list[Mapping[str, Any]]:
+def _streamed(value: Any, draft: RunDraft) -> list[Mapping[str, Any]]:
     """The entries of `pretraining_dataset`, a path or entries, as those of `datasets`: texts, read while training."""
-    moved.set("data.stream", True, "pretraining_dataset")
+    draft.set("data.stream", True, "pretraining_dataset")
     entries = value if isinstance(value, list) else [value]
     entries = [{"path": each} if isinstance(each, str) else each for each in entries]
     for entry in entries:
         if entry.get("skip"):
-            moved.drop("pretraining_dataset: skip", entry["skip"], "all rows are read", True, ("data.source",))
+            draft.drop("pretraining_dataset: skip", entry["skip"], "all rows are read", True, ("data.source",))
     return [{**entry, "type": "completion", "field": entry.get("text_column", "text")} for entry in entries]
 
 
-def _texts(entry: Mapping[str, Any], moved: Imported) -> None:
+def _texts(entry: Mapping[str, Any], draft: RunDraft) -> None:
     kind = entry.get("type", "completion")
     keys = TYPES.get(kind) if isinstance(kind, str) else None
     if keys is None:
         names = ("task.text", "task.prompt", "task.messages")
         why = "name the columns: task.text, task.prompt and task.response, task.messages"
-        moved.drop("datasets: type", kind, why, True, names)
+        draft.drop("datasets: type", kind, why, True, names)
     if kind == "alpaca":
-        moved.drop("datasets: type", kind, _ALPACA, True, ("task.prompt", "task.messages", "task.text"))
+        draft.drop("datasets: type", kind, _ALPACA, True, ("task.prompt", "task.messages", "task.text"))
     for key, column in (keys or {}).items():
         if key == "task.messages":
             column = entry.get("field_messages", column)
         elif key == "task.text":
             column = entry.get("field", column)
-        moved.set(key, column, f"datasets: type {kind}")
+        draft.set(key, column, f"datasets: type {kind}")
 
 
-def _adapter(theirs: Mapping[str, Any], moved: Imported) -> None:
+def _adapter(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     kind = theirs.get("adapter")
     if kind in ("lora", "qlora"):
         linear = "all-linear" if theirs.get("lora_target_linear") else None
@@ -202,17 +202,17 @@ def _adapter(theirs: Mapping[str, Any], moved: Imported) -> None:
             "use_dora": theirs.get("peft_use_dora"),
             "use_rslora": theirs.get("peft_use_rslora"),
         }
-        lora(moved, entries, f"adapter {kind}")
+        lora(draft, entries, f"adapter {kind}")
         if kind == "qlora" or theirs.get("load_in_4bit"):
             nested = theirs.get("bnb_4bit_use_double_quant", True)
-            quantized(moved, theirs.get("bnb_4bit_quant_type", "nf4"), nested, f"adapter {kind}, load_in_4bit")
+            quantized(draft, theirs.get("bnb_4bit_quant_type", "nf4"), nested, f"adapter {kind}, load_in_4bit")
     elif kind:
-        moved.drop("adapter", kind, "model.adapter takes kinds that peft knows: {type: ...}", True, ("model.adapter",))
+        draft.drop("adapter", kind, "model.adapter takes kinds that peft knows: {type: ...}", True, ("model.adapter",))
     elif theirs.get("load_in_4bit"):
-        moved.drop("load_in_4bit", True, "weights in 4 bits are the base of an adapter", True, ("model.adapter",))
+        draft.drop("load_in_4bit", True, "weights in 4 bits are the base of an adapter", True, ("model.adapter",))
 
 
-def _intervals(theirs: Mapping[str, Any], moved: Imported) -> None:
+def _intervals(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     """Evaluations and checkpoints: by epoch, so often an epoch, or every so many steps (below 1: a share of all)."""
     for ours, count, steps, strategies in (
         ("evaluate.every", "evals_per_epoch", "eval_steps", ("eval_strategy", "evaluation_strategy")),
@@ -221,41 +221,41 @@ def _intervals(theirs: Mapping[str, Any], moved: Imported) -> None:
         name = next((each for each in strategies if each in theirs), strategies[0])
         strategy = str(theirs.get(name)).lower()  # YAML reads no as false
         if (times := whole(theirs.get(count), 0)) > 0:
-            moved.set(ours, "epoch" if times == 1 else f"1/{times} epoch", f"{count} {times}")
+            draft.set(ours, "epoch" if times == 1 else f"1/{times} epoch", f"{count} {times}")
         elif strategy in ("no", "false"):
-            moved.set(ours, 0, f"{name} no")
+            draft.set(ours, 0, f"{name} no")
         elif strategy == "epoch":
-            moved.set(ours, "epoch", f"{name} epoch")
+            draft.set(ours, "epoch", f"{name} epoch")
         elif (every := number(theirs.get(steps))) is not None:
-            moved.set(ours, int(every) if every >= 1 else every, f"{steps} {every:g}")
+            draft.set(ours, int(every) if every >= 1 else every, f"{steps} {every:g}")
 
 
-def _packing(theirs: Mapping[str, Any], moved: Imported) -> None:
+def _packing(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     """Packed samples do not see each other; without sample_packing each text is by itself."""
     packed = bool(theirs.get("sample_packing"))
-    if moved.task != "language_modeling":
+    if draft.task != "language_modeling":
         if packed:
-            moved.drop("sample_packing", True, f"{moved.task} reads each pair by itself")
+            draft.drop("sample_packing", True, f"{draft.task} reads each pair by itself")
         return
     if packed or "sample_packing" in theirs:
-        moved.set("task.packing", packed, "sample_packing")
-    elif "task.text" in moved.keys:  # texts alone are packed by default here
-        moved.set("task.packing", False, "sample_packing, by axolotl's default")
+        draft.set("task.packing", packed, "sample_packing")
+    elif "task.text" in draft.keys:  # texts alone are packed by default here
+        draft.set("task.packing", False, "sample_packing, by axolotl's default")
     if packed:
-        moved.set("task.attend_across_documents", False, "sample_packing")
+        draft.set("task.attend_across_documents", False, "sample_packing")
 
 
-def _tracking(theirs: Mapping[str, Any], moved: Imported) -> None:
+def _tracking(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     to = ["wandb"] if theirs.get("wandb_project") else []
     to += ["tensorboard"] if theirs.get("use_tensorboard") else []
     to += ["mlflow"] if theirs.get("use_mlflow") else []
     if to:
-        moved.set("track.to", to, "wandb_project, use_tensorboard, use_mlflow")
+        draft.set("track.to", to, "wandb_project, use_tensorboard, use_mlflow")
     for name in ("project", "entity"):
         if value := theirs.get(f"wandb_{name}"):
-            moved.set(f"track.wandb.{name}", value, f"wandb_{name}")
+            draft.set(f"track.wandb.{name}", value, f"wandb_{name}")
     if theirs.get("wandb_name"):
-        moved.set("name", theirs["wandb_name"], "wandb_name")
+        draft.set("name", theirs["wandb_name"], "wandb_name")
 
 
 LLAMA_FACTORY = read_table("llama_factory")  # beside these, all keys of `TrainingArguments` are known
@@ -272,11 +272,11 @@ _TEMPLATE = (
 )
 
 
-def move_llama_factory(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> None:
+def move_llama_factory(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
     """Its task is language modelling (pt, sft), or learning from pairs of answers (dpo, rm). Errors: `RunError`."""
     stage = str(theirs.get("stage", "sft"))
     loss = str(theirs.get("pref_loss", "sigmoid")) if stage == "dpo" else "sigmoid"
-    if moved.task is None and (stage not in _STAGES or loss not in _LLAMA_FACTORY_LOSSES):
+    if draft.task is None and (stage not in _STAGES or loss not in _LLAMA_FACTORY_LOSSES):
         way = f"stage: {stage}" if stage not in _STAGES else f"pref_loss: {loss}"
         raise RunError(
             "LS8181",
@@ -284,52 +284,52 @@ def move_llama_factory(theirs: Mapping[str, Any], moved: Imported, processes: in
             f"{', '.join(_LLAMA_FACTORY_LOSSES)}; to write the file of another task, give --task",
         )
     task, columns = _STAGES.get(stage, ("language_modeling", {}))
-    moved.set("task.name", task, f"stage {stage}")
-    trainer.move(theirs, moved, processes, trainer.TABLE | LLAMA_FACTORY)
+    draft.set("task.name", task, f"stage {stage}")
+    trainer.move(theirs, draft, processes, trainer.TABLE | LLAMA_FACTORY)
     for key, column in columns.items():
-        moved.set(key, column, f"stage {stage}: LLaMA-Factory's usual column, if dataset_info.json says no other")
+        draft.set(key, column, f"stage {stage}: LLaMA-Factory's usual column, if dataset_info.json says no other")
     template = theirs.get("template")
     if task != "language_modeling":
-        moved.set("task.conversations", True, f"stage {stage}: through the tokenizer's own chat template")
+        draft.set("task.conversations", True, f"stage {stage}: through the tokenizer's own chat template")
         if template:
-            moved.notes.append(f"template {template}: the tokenizer's own is used, or task.chat_template as Jinja")
+            draft.notes.append(f"template {template}: the tokenizer's own is used, or task.chat_template as Jinja")
     elif template not in (None, "empty") and stage != "pt":
-        moved.drop("template", template, _TEMPLATE, True, ("task.messages", "task.prompt"))
+        draft.drop("template", template, _TEMPLATE, True, ("task.messages", "task.prompt"))
     if stage == "dpo":
-        moved.set("task.loss", _LLAMA_FACTORY_LOSSES.get(loss, loss), f"pref_loss {loss}")
+        draft.set("task.loss", _LLAMA_FACTORY_LOSSES.get(loss, loss), f"pref_loss {loss}")
     for key, name in (("beta", "pref_beta"), ("gamma", "simpo_gamma"), ("label_smoothing", "dpo_label_smoothing")):
         if (value := number(theirs.get(name))) is not None:
-            moved.set(f"task.{key}", value, name)
+            draft.set(f"task.{key}", value, name)
     if task == "language_modeling":
         neat = bool(theirs.get("neat_packing"))
         packed = neat or bool(theirs["packing"] if theirs.get("packing") is not None else stage == "pt")
         origin = (
             "neat_packing" if neat else "packing" if "packing" in theirs else f"packing, by default of stage {stage}"
         )
-        moved.set("task.packing", packed, origin)
+        draft.set("task.packing", packed, origin)
         if neat:
-            moved.set("task.attend_across_documents", False, origin)
-    _data_llama_factory(theirs, moved)
-    _adapter_llama_factory(theirs, moved)
+            draft.set("task.attend_across_documents", False, origin)
+    _data_llama_factory(theirs, draft)
+    _adapter_llama_factory(theirs, draft)
 
 
-def _data_llama_factory(theirs: Mapping[str, Any], moved: Imported) -> None:
+def _data_llama_factory(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     if name := theirs.get("dataset"):
         names = [each.strip() for each in str(name).split(",")]
         folder = str(theirs.get("dataset_dir", "data"))
-        moved.set("data.source", f"{folder}/{names[0]}.json", f"dataset {names[0]}: see its file in dataset_info.json")
-        moved.notes.append(f"data.source is guessed from dataset {names[0]!r}: dataset_info.json says which file it is")
+        draft.set("data.source", f"{folder}/{names[0]}.json", f"dataset {names[0]}: see its file in dataset_info.json")
+        draft.notes.append(f"data.source is guessed from dataset {names[0]!r}: dataset_info.json says which file it is")
         for more in names[1:]:
-            moved.drop("dataset", more, "several are written by hand: data.sources", True, ("data.source",))
+            draft.drop("dataset", more, "several are written by hand: data.sources", True, ("data.source",))
     if share := number(theirs.get("val_size")):
         if share < 1:
-            moved.set("data.validation_fraction", share, "val_size")
+            draft.set("data.validation_fraction", share, "val_size")
         else:
             why = "data.validation_fraction is a share, below 1"
-            moved.drop("val_size", theirs["val_size"], why, True, ("data.validation_fraction",))
+            draft.drop("val_size", theirs["val_size"], why, True, ("data.validation_fraction",))
 
 
-def _adapter_llama_factory(theirs: Mapping[str, Any], moved: Imported) -> None:
+def _adapter_llama_factory(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     kind = theirs.get("finetuning_type", "lora")
     if kind == "lora":
         target = theirs.get("lora_target", "all")
@@ -341,12 +341,12 @@ def _adapter_llama_factory(theirs: Mapping[str, Any], moved: Imported) -> None:
             "use_dora": theirs.get("use_dora"),
             "use_rslora": theirs.get("use_rslora"),
         }
-        lora(moved, entries, "finetuning_type lora")
+        lora(draft, entries, "finetuning_type lora")
     elif kind != "full":
         why = "all weights are trained, or those of an adapter (model.adapter)"
-        moved.drop("finetuning_type", kind, why, True, ("model.adapter", "model.freeze"))
+        draft.drop("finetuning_type", kind, why, True, ("model.adapter", "model.freeze"))
     if bits := whole(theirs.get("quantization_bit"), 0):
         if bits == 4:
-            quantized(moved, theirs.get("quantization_type", "nf4"), True, "quantization_bit 4")
+            quantized(draft, theirs.get("quantization_type", "nf4"), True, "quantization_bit 4")
         else:
-            moved.drop("quantization_bit", bits, EIGHT_BITS, True, ("model.quantization", "model.dtype"))
+            draft.drop("quantization_bit", bits, EIGHT_BITS, True, ("model.quantization", "model.dtype"))

@@ -20,7 +20,7 @@ from lockstep.config.run import RunError
 from lockstep.strategies.engines.zero_config import other_arithmetic
 from lockstep.tools.import_config import trainer
 from lockstep.tools.import_config.script import Script
-from lockstep.tools.import_config.table import Imported, apply, batches, number, read_table, whole
+from lockstep.tools.import_config.table import RunDraft, apply, batches, number, read_table, whole
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "trl", "llamafactory-cli", "axolotl")
 # The examples of transformers and TRL, by what their names begin with.
@@ -86,7 +86,7 @@ class Command:
 
 def read(
     path: Path, text: str, read_file: Callable[[Path], Any], read_script: Callable[[Script], Any]
-) -> Callable[[Imported, int | None], None]:
+) -> Callable[[RunDraft, int | None], None]:
     """Errors: `RunError` for a file with no such command, or with several."""
     commands = [each for each in _commands(text) if each.program]
     if len(commands) != 1:
@@ -101,7 +101,7 @@ def read(
             )
             + f": a command of {', '.join(LAUNCHERS)}",
         )
-    return lambda moved, processes: _move(path, commands[0], moved, processes, read_file, read_script)
+    return lambda draft, processes: _move(path, commands[0], draft, processes, read_file, read_script)
 
 
 # -- the shell ---------------------------------------------------------------------------------------------------------
@@ -214,17 +214,17 @@ def _option(rest: list[str], into: dict[str, Any], switches: set[str]) -> list[s
 def _move(
     path: Path,
     command: Command,
-    moved: Imported,
+    draft: RunDraft,
     processes: int | None,
     read_file: Callable[[Path], Any],
     read_script: Callable[[Script], Any],
 ) -> None:
-    moved.read.append(f"line {command.line}: {command.starter} ... {command.program}")
+    draft.read.append(f"line {command.line}: {command.starter} ... {command.program}")
     for options in (command.launcher, command.options):
         for name, value in options.items():
             if isinstance(value, str) and "$" in value:
-                moved.unclear(f"line {command.line}: {name}={value}", "the variable is known when the command runs")
-    count = _launched(path, command, moved, read_file)
+                draft.unclear(f"line {command.line}: {name}={value}", "the variable is known when the command runs")
+    count = _launched(path, command, draft, read_file)
     count = processes or count
     file = next(
         (f for f in (*command.files, str(command.options.get("config", ""))) if f.endswith((".yaml", ".yml", ".json"))),
@@ -234,15 +234,15 @@ def _move(
     stem = Path(command.program).stem
     task = next((task for name, task in TASKS.items() if stem == name or stem.startswith(f"{name}_")), None)
     if file is not None and (path.parent / file).is_file():
-        read_file(path.parent / file).move(moved, count)
-        moved.read.append(f"line {command.line}: {file}")
+        read_file(path.parent / file).move(draft, count)
+        draft.read.append(f"line {command.line}: {file}")
     elif command.starter == "trl" or task is not None:
-        _example(command, stem, task, moved, count)
+        _example(command, stem, task, draft, count)
     elif program.is_file():
         script = Script(program, program.read_text(encoding="utf-8"), command.options)
         read = read_script(script)
-        moved.read.append(f"{command.program}: {read.called}")
-        read.move(moved, count)
+        draft.read.append(f"{command.program}: {read.called}")
+        read.move(draft, count)
     else:
         theirs = {k: v for k, v in command.options.items() if k in trainer.TABLE}
         if not theirs:
@@ -250,50 +250,50 @@ def _move(
                 "LS8191",
                 f"--from: {path}, line {command.line}: {program} does not exist, so its options cannot be read",
             )
-        moved.unclear(
+        draft.unclear(
             command.program,
             "the script is not here: what it does besides these options is not known",
             by=("task.name",),
         )
-        trainer.move(command.options, moved, count)
+        trainer.move(command.options, draft, count)
 
 
-def _launched(path: Path, command: Command, moved: Imported, read_file: Callable[[Path], Any]) -> int | None:
+def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable[[Path], Any]) -> int | None:
     """Processes, machines and precision, as the launcher is told. Returns the processes of all machines."""
     options = command.launcher
     file = options.get("config_file")
     if file is not None:
         if (path.parent / str(file)).is_file():
-            read_file(path.parent / str(file)).move(moved, None)
+            read_file(path.parent / str(file)).move(draft, None)
             for key in ("batch_size", "micro_batches"):
-                moved.keys.pop(key, None)
+                draft.keys.pop(key, None)
         else:
-            moved.unclear(
+            draft.unclear(
                 f"line {command.line}: --config_file {file}", "the file is not here", by=("launch.processes",)
             )
     each = next((number(options[name]) for name in _PROCESSES if name in options), None)
     machines = int(number(options.get("nnodes", options.get("num_machines"))) or 1)
     if each is None:
-        each = moved.keys.get("launch.processes")
-        machines = int(moved.keys.get("launch.machines", machines))
+        each = draft.keys.get("launch.processes")
+        machines = int(draft.keys.get("launch.machines", machines))
     elif "num_processes" in options:
         each = max(1, int(each) // machines)
     if each is not None:
-        moved.set("launch.processes", int(each), f"line {command.line}")
+        draft.set("launch.processes", int(each), f"line {command.line}")
     if machines > 1:
-        moved.set("launch.name", "torchrun", f"line {command.line}")
-        moved.set("launch.machines", machines, f"line {command.line}")
+        draft.set("launch.name", "torchrun", f"line {command.line}")
+        draft.set("launch.machines", machines, f"line {command.line}")
     if kind := options.get("mixed_precision"):
-        moved.set("precision", {"no": "fp32", False: "fp32"}.get(kind, kind), f"mixed_precision, line {command.line}")
+        draft.set("precision", {"no": "fp32", False: "fp32"}.get(kind, kind), f"mixed_precision, line {command.line}")
     if options.get("use_fsdp"):
-        moved.set("strategy.name", "fsdp2", f"use_fsdp, line {command.line}")
+        draft.set("strategy.name", "fsdp2", f"use_fsdp, line {command.line}")
     if options.get("use_deepspeed") or options.get("zero_stage"):
         stage = int(number(options.get("zero_stage")) or 2)
-        moved.set("strategy.name", f"zero{stage}" if stage else "ddp", f"use_deepspeed, line {command.line}")
+        draft.set("strategy.name", f"zero{stage}" if stage else "ddp", f"use_deepspeed, line {command.line}")
     config = command.options.get("deepspeed")
     if isinstance(config, str) and (path.parent / config).is_file():
         values = messages.read_yaml((path.parent / config).read_text(encoding="utf-8"))
-        move_deepspeed({k: v for k, v in values.items() if not _left_open(v)}, moved, None)
+        move_deepspeed({k: v for k, v in values.items() if not _left_open(v)}, draft, None)
         command.options.pop("deepspeed")
     return None if each is None else int(each) * machines
 
@@ -305,7 +305,7 @@ def _left_open(value: Any) -> bool:
     return value == "auto"
 
 
-def _example(command: Command, stem: str, task: str | None, moved: Imported, processes: int | None) -> None:
+def _example(command: Command, stem: str, task: str | None, draft: RunDraft, processes: int | None) -> None:
     """One of the examples of transformers or TRL, whose options are known."""
     if command.starter == "trl" or stem in _TRL:
         task = TASKS.get(command.program if command.starter == "trl" else stem)
@@ -315,42 +315,42 @@ def _example(command: Command, stem: str, task: str | None, moved: Imported, pro
                 f"--from: line {command.line}: trl {command.program} has no counterpart; supported are sft, dpo "
                 "and reward",
             )
-        moved.set("task.name", task, f"trl {stem}")
-        trainer.move_trl(command.options, moved, processes)
+        draft.set("task.name", task, f"trl {stem}")
+        trainer.move_trl(command.options, draft, processes)
         return
-    moved.set("task.name", task, command.program)
+    draft.set("task.name", task, command.program)
     options = dict(command.options)
     glue = options.pop("task_name", None) if task == "classification" else None
-    trainer.move(options, moved, processes, trainer.TABLE | EXAMPLES)
+    trainer.move(options, draft, processes, trainer.TABLE | EXAMPLES)
     if not options.get("do_train"):
-        moved.notes.append(f"line {command.line}: without --do_train it trains nothing")
+        draft.notes.append(f"line {command.line}: without --do_train it trains nothing")
     if glue is not None:
-        _glue(str(glue).lower(), moved)
+        _glue(str(glue).lower(), draft)
     if task in ("language_modeling", "masked_language_modeling"):
-        moved.keys.setdefault("task.packing", not options.get("line_by_line"))
+        draft.keys.setdefault("task.packing", not options.get("line_by_line"))
         key = "task.block_size" if task == "language_modeling" else "data.max_length"
-        if key not in moved.keys:
-            moved.unclear("block_size", "it is the tokenizer's own length, at most 1024", by=(key,))
-    elif "data.max_length" not in moved.keys:
+        if key not in draft.keys:
+            draft.unclear("block_size", "it is the tokenizer's own length, at most 1024", by=(key,))
+    elif "data.max_length" not in draft.keys:
         defaults = {"classification": 128, "question_answering": 384, "translation": 1024, "summarization": 1024}
         if task in defaults:
-            moved.set("data.max_length", defaults[task], f"by default of {command.program}")
+            draft.set("data.max_length", defaults[task], f"by default of {command.program}")
         else:
-            moved.unclear("max_seq_length", "it is the tokenizer's own length", by=("data.max_length",))
+            draft.unclear("max_seq_length", "it is the tokenizer's own length", by=("data.max_length",))
 
 
-def _glue(name: str, moved: Imported) -> None:
+def _glue(name: str, draft: RunDraft) -> None:
     if name not in _GLUE:
-        moved.drop("task_name", name, f"of GLUE are known {', '.join(_GLUE)}", True, ("data.source",))
+        draft.drop("task_name", name, f"of GLUE are known {', '.join(_GLUE)}", True, ("data.source",))
         return
-    moved.set("data.source", "nyu-mll/glue", "task_name")
-    moved.set("data.config", name, "task_name")
+    draft.set("data.source", "nyu-mll/glue", "task_name")
+    draft.set("data.config", name, "task_name")
     for key, column in zip(("text", "text_pair"), _GLUE[name], strict=False):
-        moved.set(f"task.{key}", column, f"task_name {name}")
+        draft.set(f"task.{key}", column, f"task_name {name}")
     if name == "mnli":
-        moved.set("data.validation", "validation_matched", "task_name mnli")
+        draft.set("data.validation", "validation_matched", "task_name mnli")
     if name == "stsb":
-        moved.set("task.regression", True, "task_name stsb")
+        draft.set("task.regression", True, "task_name stsb")
 
 
 ACCELERATE = read_table("accelerate")
@@ -361,117 +361,117 @@ _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR
 _OPTIMIZERS = {"AdamW": "adamw", "SGD": "sgd", "Lion": "lion"}
 
 
-def move_accelerate(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> None:
+def move_accelerate(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
     """Where and how, and nothing of what is trained."""
-    apply(ACCELERATE, theirs, moved)
+    apply(ACCELERATE, theirs, draft)
     machines = whole(theirs.get("num_machines"))
     every = whole(theirs.get("num_processes"))
-    moved.set("launch.processes", max(1, every // machines), f"num_processes {every} on {machines} machine(s)")
+    draft.set("launch.processes", max(1, every // machines), f"num_processes {every} on {machines} machine(s)")
     if machines > 1:
-        moved.set("launch.name", "torchrun", f"num_machines {machines}")
-        moved.set("launch.machines", machines, "num_machines")
+        draft.set("launch.name", "torchrun", f"num_machines {machines}")
+        draft.set("launch.machines", machines, "num_machines")
         if theirs.get("main_process_ip"):
             place = f"{theirs['main_process_ip']}:{theirs.get('main_process_port') or 29500}"
-            moved.set("launch.rendezvous", place, "main_process_ip and main_process_port")
+            draft.set("launch.rendezvous", place, "main_process_ip and main_process_port")
     kind = str(theirs.get("distributed_type", "NO")).upper()
     if kind == "DEEPSPEED":
-        _of_accelerate(theirs.get("deepspeed_config") or {}, moved, every)
+        _of_accelerate(theirs.get("deepspeed_config") or {}, draft, every)
     elif kind == "FSDP":
-        moved.set("strategy.name", "fsdp2", "distributed_type FSDP")
+        draft.set("strategy.name", "fsdp2", "distributed_type FSDP")
     elif kind.startswith("MULTI_") or (kind == "NO" and every > 1):
-        moved.set("strategy.name", "ddp", f"distributed_type {kind}")
+        draft.set("strategy.name", "ddp", f"distributed_type {kind}")
     elif kind == "NO":
-        moved.set("strategy.name", "single", "distributed_type NO")
+        draft.set("strategy.name", "single", "distributed_type NO")
     else:
-        moved.drop("distributed_type", kind, "no strategy does this; `lockstep list` names them")
+        draft.drop("distributed_type", kind, "no strategy does this; `lockstep list` names them")
     accumulated = theirs.get("gradient_accumulation_steps")
     if accumulated is not None:
-        moved.set("micro_batches", whole(accumulated) * every, f"gradient_accumulation_steps {accumulated} x {every}")
+        draft.set("micro_batches", whole(accumulated) * every, f"gradient_accumulation_steps {accumulated} x {every}")
     if isinstance(config := theirs.get("dynamo_config"), Mapping):
-        _compiled(config, moved)
-    _at_least(moved, every)
+        _compiled(config, draft)
+    _at_least(draft, every)
 
 
-def _compiled(config: Mapping[str, Any], moved: Imported) -> None:
+def _compiled(config: Mapping[str, Any], draft: RunDraft) -> None:
     backend = str(config.get("dynamo_backend", "no")).lower()
     if backend == "inductor":
-        moved.set("model.compile", True, "dynamo_config: dynamo_backend INDUCTOR")
+        draft.set("model.compile", True, "dynamo_config: dynamo_backend INDUCTOR")
     elif backend != "no":
-        moved.drop("dynamo_config: dynamo_backend", backend, "model.compile compiles by inductor")
+        draft.drop("dynamo_config: dynamo_backend", backend, "model.compile compiles by inductor")
     for name, value in config.items() if backend == "inductor" else ():
         if name != "dynamo_backend" and value and value != "default":
-            moved.drop(f"dynamo_config: {name}", value, "inductor compiles the layers, in its default mode")
+            draft.drop(f"dynamo_config: {name}", value, "inductor compiles the layers, in its default mode")
 
 
-def _of_accelerate(config: Mapping[str, Any], moved: Imported, processes: int) -> None:
+def _of_accelerate(config: Mapping[str, Any], draft: RunDraft, processes: int) -> None:
     stage = whole(config.get("zero_stage"), 2)
     if (path := config.get("deepspeed_config_file")) not in (None, "none"):
-        moved.drop("deepspeed_config_file", path, "`lockstep init --from` that file moves it, too")
-    moved.set("strategy.name", f"zero{stage}" if stage else "ddp", f"zero_stage {stage}")
+        draft.drop("deepspeed_config_file", path, "`lockstep init --from` that file moves it, too")
+    draft.set("strategy.name", f"zero{stage}" if stage else "ddp", f"zero_stage {stage}")
     if (clip := number(config.get("gradient_clipping"))) is not None:
-        moved.set("optim.max_grad_norm", clip, "gradient_clipping")
+        draft.set("optim.max_grad_norm", clip, "gradient_clipping")
     if (times := number(config.get("gradient_accumulation_steps"))) is not None:
-        moved.set("micro_batches", int(times) * processes, f"gradient_accumulation_steps {int(times)} x {processes}")
+        draft.set("micro_batches", int(times) * processes, f"gradient_accumulation_steps {int(times)} x {processes}")
     offload = {
         part: {"device": device}
         for part in ("offload_optimizer", "offload_param")
         if (device := str(config.get(f"{part}_device", "none")).lower()) != "none"
     }
     if offload:
-        moved.set("strategy.options", {"zero_optimization": offload}, "offload_optimizer_device, offload_param_device")
+        draft.set("strategy.options", {"zero_optimization": offload}, "offload_optimizer_device, offload_param_device")
     if config.get("zero3_save_16bit_model"):
-        moved.drop("zero3_save_16bit_model", True, "the export is whole, and in fp32")
+        draft.drop("zero3_save_16bit_model", True, "the export is whole, and in fp32")
 
 
-def move_deepspeed(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> None:
+def move_deepspeed(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
     """What only the run file decides is taken out, and the rest goes into `strategy.options`."""
     rest = {name: value for name, value in theirs.items() if name not in DEEPSPEED}
     zero = dict(theirs.get("zero_optimization") or {})
     stage = whole(zero.pop("stage", 0), 0)
-    moved.set("strategy.name", f"zero{stage}" if stage else "ddp", f"zero_optimization: stage {stage}")
+    draft.set("strategy.name", f"zero{stage}" if stage else "ddp", f"zero_optimization: stage {stage}")
     if stage and zero:
         rest["zero_optimization"] = zero
     if stage and rest:
-        moved.set("strategy.options", rest, "DeepSpeed's own, untouched")
+        draft.set("strategy.options", rest, "DeepSpeed's own, untouched")
         if own := other_arithmetic(rest):
-            moved.set("strategy.exact", False, f"DeepSpeed's {own[0]} computes in another way than one process")
+            draft.set("strategy.exact", False, f"DeepSpeed's {own[0]} computes in another way than one process")
     for name, value in {} if stage else rest.items():
-        moved.drop(name, value, "without ZeRO DeepSpeed is not used")
-    _steps(theirs, moved, processes)
+        draft.drop(name, value, "without ZeRO DeepSpeed is not used")
+    _steps(theirs, draft, processes)
     if (clip := number(theirs.get("gradient_clipping"))) is not None:
-        moved.set("optim.max_grad_norm", clip, "gradient_clipping")
+        draft.set("optim.max_grad_norm", clip, "gradient_clipping")
     if (every := number(theirs.get("steps_per_print"))) is not None and every < 10_000:
-        moved.set("track.every", max(1, int(every)), "steps_per_print")
+        draft.set("track.every", max(1, int(every)), "steps_per_print")
     if _enabled(theirs.get("bf16")):
-        moved.set("precision", "bf16", "bf16 enabled")
+        draft.set("precision", "bf16", "bf16 enabled")
     if _enabled(theirs.get("fp16")):
-        moved.set("precision", "fp16", "fp16 enabled")
-    _optimizer(theirs.get("optimizer"), moved)
-    _scheduler(theirs.get("scheduler"), moved)
+        draft.set("precision", "fp16", "fp16 enabled")
+    _optimizer(theirs.get("optimizer"), draft)
+    _scheduler(theirs.get("scheduler"), draft)
 
 
-def _steps(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> None:
+def _steps(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole_, each, times = (number(theirs.get(name)) for name in ("train_batch_size", *names))
     if whole_ is not None:
-        moved.set("batch_size", int(whole_), "train_batch_size")
+        draft.set("batch_size", int(whole_), "train_batch_size")
         if each:
-            moved.set("micro_batches", max(1, int(whole_ / each)), f"train_batch_size / {names[0]} {each:g}")
+            draft.set("micro_batches", max(1, int(whole_ / each)), f"train_batch_size / {names[0]} {each:g}")
         elif times:
-            moved.set("micro_batches", int(times) * (processes or 1), f"{names[1]} {times:g} x {processes or 1}")
+            draft.set("micro_batches", int(times) * (processes or 1), f"{names[1]} {times:g} x {processes or 1}")
     elif each is not None:
-        batches(moved, int(each), whole(times), processes, names)
+        batches(draft, int(each), whole(times), processes, names)
 
 
-def _optimizer(section: Any, moved: Imported) -> None:
+def _optimizer(section: Any, draft: RunDraft) -> None:
     if not isinstance(section, Mapping):
         return
     kind, values = str(section.get("type")), section.get("params") or {}
     adam = "AdamW" if kind.lower() == "adam" and values.get("adam_w_mode", True) else kind
     if adam not in _OPTIMIZERS:
-        moved.drop("optimizer", kind, "with DeepSpeed optim.name is adamw, sgd or lion")
+        draft.drop("optimizer", kind, "with DeepSpeed optim.name is adamw, sgd or lion")
         return
-    moved.set("optim.name", _OPTIMIZERS[adam], f"optimizer {kind}")
+    draft.set("optim.name", _OPTIMIZERS[adam], f"optimizer {kind}")
     ours = {
         "lr": "learning_rate",
         "betas": "betas",
@@ -481,39 +481,39 @@ def _optimizer(section: Any, moved: Imported) -> None:
     }
     for name, value in values.items():
         if name in ours and value != "auto":
-            moved.set(f"optim.{ours[name]}", value if isinstance(value, list) else number(value), f"optimizer: {name}")
+            draft.set(f"optim.{ours[name]}", value if isinstance(value, list) else number(value), f"optimizer: {name}")
         elif name not in (*ours, "adam_w_mode", "torch_adam"):
-            moved.drop(f"optimizer: {name}", value, "optim has no such key")
+            draft.drop(f"optimizer: {name}", value, "optim has no such key")
 
 
-def _scheduler(section: Any, moved: Imported) -> None:
+def _scheduler(section: Any, draft: RunDraft) -> None:
     if not isinstance(section, Mapping):
         return
     kind, values = str(section.get("type")), section.get("params") or {}
     if kind not in _SCHEDULES:
-        moved.drop("scheduler", kind, "WarmupLR, WarmupDecayLR and WarmupCosineLR have a counterpart")
+        draft.drop("scheduler", kind, "WarmupLR, WarmupDecayLR and WarmupCosineLR have a counterpart")
         return
-    moved.set("optim.schedule", _SCHEDULES[kind], f"scheduler {kind}")
+    draft.set("optim.schedule", _SCHEDULES[kind], f"scheduler {kind}")
     for name, value in values.items():
         if value == "auto":
             continue
         if name == "warmup_num_steps":
-            moved.set("optim.warmup_steps", whole(value), "scheduler: warmup_num_steps")
+            draft.set("optim.warmup_steps", whole(value), "scheduler: warmup_num_steps")
         elif name == "warmup_max_lr":
-            moved.set("optim.learning_rate", number(value), "scheduler: warmup_max_lr")
+            draft.set("optim.learning_rate", number(value), "scheduler: warmup_max_lr")
         elif name == "total_num_steps":
-            moved.set("steps", whole(value), "scheduler: total_num_steps")
+            draft.set("steps", whole(value), "scheduler: total_num_steps")
         elif not (name == "warmup_min_lr" and not number(value)) and not (name == "warmup_type" and value == "linear"):
-            moved.drop(f"scheduler: {name}", value, "a warm-up is linear, from 0")
+            draft.drop(f"scheduler: {name}", value, "a warm-up is linear, from 0")
     if values.get("warmup_type", "log") != "linear" and kind != "WarmupCosineLR" and values.get("warmup_num_steps"):
-        moved.drop("scheduler: warmup_type", values.get("warmup_type", "log"), "a warm-up is linear, from 0")
+        draft.drop("scheduler: warmup_type", values.get("warmup_type", "log"), "a warm-up is linear, from 0")
 
 
 def _enabled(section: Any) -> bool:
     return isinstance(section, Mapping) and section.get("enabled") is True
 
 
-def _at_least(moved: Imported, processes: int) -> None:
+def _at_least(draft: RunDraft, processes: int) -> None:
     """Every process needs a micro-batch."""
-    if processes > moved.keys.get("micro_batches", 8):
-        moved.set("micro_batches", processes, f"one for each of {processes} processes")
+    if processes > draft.keys.get("micro_batches", 8):
+        draft.set("micro_batches", processes, f"one for each of {processes} processes")

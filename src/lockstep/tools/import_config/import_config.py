@@ -23,7 +23,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.tools.import_config import axolotl, command_line, loops, sagemaker, trainer, trainer_script
 from lockstep.tools.import_config.script import Script
-from lockstep.tools.import_config.table import FILL_IN, Imported, decides, only_its_own
+from lockstep.tools.import_config.table import FILL_IN, RunDraft, decides, only_its_own
 from lockstep.tools.init import columns, detect_layout, init, questions
 from lockstep.tools.init.columns import Look
 from lockstep.tools.init.questions import Ask, Prompter
@@ -54,39 +54,39 @@ def move(
     talk, overridden = Prompter(ask, Console(True)), init.keys_of(overrides)
     names = {"data": "data.source", "task": "task.name", "model": "model.source"}
     by_hand = {**{names[flag]: text for flag, text in flags.items() if text is not None}, **overridden}
-    moved = Imported(by_hand=by_hand)
+    draft = RunDraft(by_hand=by_hand)
     source = read(origin)
     processes = overridden.get("launch.processes")
-    source.move(moved, processes if isinstance(processes, int) else None)
-    only_its_own(moved)
+    source.move(draft, processes if isinstance(processes, int) else None)
+    only_its_own(draft)
     talk.console.say(f"{origin}: {source.called}")
-    for line in moved.read:
+    for line in draft.read:
         talk.console.say(f"read: {line}")
     for key, value in by_hand.items():
-        moved.set(key, value, "")
-    looked = _look(moved, flags["data"] is not None, talk)
-    _fit(moved, looked, talk)
-    for check in moved.at_end:
-        check(moved)
-    if moved.keys.get("model.source") == questions.SCRATCH:
-        _from_scratch(moved, looked)
-    _settle(path, moved, looked, talk)
-    text = _text(path, origin, source.called, moved, talk)
-    for gap in moved.gaps:
+        draft.set(key, value, "")
+    looked = _look(draft, flags["data"] is not None, talk)
+    _fit(draft, looked, talk)
+    for check in draft.at_end:
+        check(draft)
+    if draft.keys.get("model.source") == questions.SCRATCH:
+        _from_scratch(draft, looked)
+    _settle(path, draft, looked, talk)
+    text = _text(path, origin, source.called, draft, talk)
+    for gap in draft.gaps:
         talk.console.say(str(gap))
-    _complete(origin, moved, partial)
+    _complete(origin, draft, partial)
     run = _written(path, text, partial, talk)
-    listed = "; what is left out is listed in it, too" if moved.gaps else ""
+    listed = "; what is left out is listed in it, too" if draft.gaps else ""
     talk.console.say(f"wrote {path}: {run.task.name}{listed}")
-    empty = [key for key, value in moved.keys.items() if value == FILL_IN]
+    empty = [key for key, value in draft.keys.items() if value == FILL_IN]
     first = f"fill in {' and '.join(empty)}; then " if empty else ""
     talk.console.say(f"next: {first}lockstep plan {path}; lockstep train {path}")
     return 0
 
 
-def _complete(origin: Path, moved: Imported, partial: bool) -> None:
+def _complete(origin: Path, draft: RunDraft, partial: bool) -> None:
     """Errors: `RunError` where the run file lacks what decides the training."""
-    deciding = moved.deciding()
+    deciding = draft.deciding()
     if partial or not deciding:
         return
     keys = list(dict.fromkeys(key for gap in deciding for key in gap.by))
@@ -121,13 +121,13 @@ def _written(path: Path, text: str, partial: bool, talk: Prompter) -> Run:
     return init.checked(path, text, planned=False)
 
 
-def _look(moved: Imported, wanted: bool, talk: Prompter) -> Look | None:
+def _look(draft: RunDraft, by_flag: bool, talk: Prompter) -> Look | None:
     """A look at the data, where they are here. Errors: `RunError` of data that were given on the command line."""
-    own = {key.partition(".")[2]: value for key, value in moved.keys.items() if key.startswith("data.")}
+    own = {key.partition(".")[2]: value for key, value in draft.keys.items() if key.startswith("data.")}
     source = own.get("source")
     if source is None and "train" not in own:
         return None
-    if not wanted and not (source is not None and Path(str(source)).expanduser().exists()):
+    if not by_flag and not (source is not None and Path(str(source)).expanduser().exists()):
         return None
     try:
         section = detect_layout.recognised(DataSection(**own), talk)
@@ -137,163 +137,163 @@ def _look(moved: Imported, wanted: bool, talk: Prompter) -> Look | None:
     for key in ("source", "train", "validation", "test", "layout", "columns", "separator", "quote"):
         value = getattr(section, key)
         if value is None:
-            moved.keys.pop(f"data.{key}", None)
+            draft.keys.pop(f"data.{key}", None)
         elif key in section.model_fields_set or value != DataSection.model_fields[key].default:
-            moved.set(f"data.{key}", value, moved.comments.get(f"data.{key}", ""))
+            draft.set(f"data.{key}", value, draft.comments.get(f"data.{key}", ""))
     return looked
 
 
-def _fit(moved: Imported, looked: Look | None, talk: Prompter) -> None:
+def _fit(draft: RunDraft, looked: Look | None, talk: Prompter) -> None:
     """The task and its columns: as the file says, or as the data are."""
-    if "task.name" not in moved.keys:
+    if "task.name" not in draft.keys:
         if looked is None:
-            moved.set("task.name", columns.tasks()[0], "(to be filled in, with its columns)")
+            draft.set("task.name", columns.tasks()[0], "(to be filled in, with its columns)")
             talk.note("nothing says which task it is: classification is written, to be filled in")
         else:
             name, fit = columns.guess(looked)
-            moved.set("task.name", name, "(by the columns of the data)")
-            _columns(moved, fit, looked, talk)
-    elif looked is not None and moved.keys["task.name"] in columns.tasks():
+            draft.set("task.name", name, "(by the columns of the data)")
+            _columns(draft, fit, looked, talk)
+    elif looked is not None and draft.keys["task.name"] in columns.tasks():
         there = list(looked.languages or looked.kinds)
-        if not any(k.startswith("task.") and str(v) in there for k, v in moved.keys.items()):
-            if (other := columns.fit(moved.keys["task.name"], looked)) is None:
+        if not any(k.startswith("task.") and str(v) in there for k, v in draft.keys.items()):
+            if (other := columns.fit(draft.keys["task.name"], looked)) is None:
                 raise RunError(
                     "LS8201",
-                    f"--data: {looked.source} has no columns that fit {moved.keys['task.name']}; it has "
+                    f"--data: {looked.source} has no columns that fit {draft.keys['task.name']}; it has "
                     f"{looked.described()}. Name the columns (task.text=... task.label=...), or give another --task",
                 )
             for key in _COLUMNS:
-                moved.keys.pop(key, None)
-            _columns(moved, other, looked, talk)
-    if "." in (task := str(moved.keys["task.name"])):
+                draft.keys.pop(key, None)
+            _columns(draft, other, looked, talk)
+    if "." in (task := str(draft.keys["task.name"])):
         return
     known = {"name", *plugins.find("tasks", task).Options.model_fields}  # type: ignore[attr-defined]
     lengths = ("data.max_length", "task.block_size")  # the same, of other tasks and of language modelling
     theirs, ours = lengths if "block_size" in known else lengths[::-1]
-    if theirs in moved.keys:
-        value, origin = moved.keys.pop(theirs), moved.comments.pop(theirs, "")
-        if ours not in moved.keys:
-            moved.set(ours, value, origin)
-    for key in [k for k in moved.keys if k.startswith("task.") and k.partition(".")[2] not in known]:
+    if theirs in draft.keys:
+        value, origin = draft.keys.pop(theirs), draft.comments.pop(theirs, "")
+        if ours not in draft.keys:
+            draft.set(ours, value, origin)
+    for key in [k for k in draft.keys if k.startswith("task.") and k.partition(".")[2] not in known]:
         why = f"the task {task} has no such key"
-        moved.drop(moved.comments.get(key) or key, moved.keys.pop(key), why, decides(key) and key not in _COLUMNS)
+        draft.drop(draft.comments.get(key) or key, draft.keys.pop(key), why, decides(key) and key not in _COLUMNS)
 
 
-def _columns(moved: Imported, fit: columns.Fit, looked: Look, talk: Prompter) -> None:
+def _columns(draft: RunDraft, fit: columns.Fit, looked: Look, talk: Prompter) -> None:
     for key, column in fit.keys.items():
-        moved.keys.setdefault(f"task.{key}", column)
+        draft.keys.setdefault(f"task.{key}", column)
     for key, why in fit.doubts.items():
         talk.note(f"task.{key}: {fit.keys.get(key)}; {why}")
-    more = [name for name in _PROMPTS if name in looked.kinds and name not in moved.keys.values()]
-    if "task.prompt" in moved.keys and more and moved.keys["task.prompt"] not in moved.by_hand.values():
-        why = f"a prompt is one column, and {moved.keys['task.prompt']} is read: join the two, or say task.prompt=..."
-        moved.drop(f"column {more[0]} of {looked.source}", None, why, True, ("task.prompt",))
+    more = [name for name in _PROMPTS if name in looked.kinds and name not in draft.keys.values()]
+    if "task.prompt" in draft.keys and more and draft.keys["task.prompt"] not in draft.by_hand.values():
+        why = f"a prompt is one column, and {draft.keys['task.prompt']} is read: join the two, or say task.prompt=..."
+        draft.drop(f"column {more[0]} of {looked.source}", None, why, True, ("task.prompt",))
 
 
-def _from_scratch(moved: Imported, looked: Look | None) -> None:
+def _from_scratch(draft: RunDraft, looked: Look | None) -> None:
     """A small model, instead of one of that name."""
-    del moved.keys["model.source"]
-    if "model.adapter" in moved.keys:
-        moved.drop("adapter", moved.keys.pop("model.adapter"), "a model from scratch is trained as a whole")
-    length = int(moved.keys.get("task.block_size") or moved.keys.get("data.max_length") or 128)
+    del draft.keys["model.source"]
+    if "model.adapter" in draft.keys:
+        draft.drop("adapter", draft.keys.pop("model.adapter"), "a model from scratch is trained as a whole")
+    length = int(draft.keys.get("task.block_size") or draft.keys.get("data.max_length") or 128)
     rows = looked.sizes["train"] if looked is not None else 0
-    for section, values in questions.scratch(str(moved.keys["task.name"]), length, rows).items():
+    for section, values in questions.scratch(str(draft.keys["task.name"]), length, rows).items():
         for key, value in values.items():
-            moved.keys.setdefault(f"{section}.{key}", value)
+            draft.keys.setdefault(f"{section}.{key}", value)
 
 
-def _settle(path: Path, moved: Imported, looked: Look | None, talk: Prompter) -> None:
+def _settle(path: Path, draft: RunDraft, looked: Look | None, talk: Prompter) -> None:
     """What depends on other keys: names, paths, lengths, and intervals that were shares of an epoch or of the run."""
-    for note in moved.notes:
+    for note in draft.notes:
         talk.note(note)
-    own = moved.keys.get("task.name") == "module"  # which has its own data and model
-    if not own and "data.source" not in moved.keys and "data.train" not in moved.keys:
-        moved.set("data.source", FILL_IN, "(to be filled in: the file does not say)")
-    if not own and not {"model.source", "model.type"} & moved.keys.keys():
-        moved.set("model.source", FILL_IN, "(to be filled in: the file does not say)")
+    own = draft.keys.get("task.name") == "module"  # which has its own data and model
+    if not own and "data.source" not in draft.keys and "data.train" not in draft.keys:
+        draft.set("data.source", FILL_IN, "(to be filled in: the file does not say)")
+    if not own and not {"model.source", "model.type"} & draft.keys.keys():
+        draft.set("model.source", FILL_IN, "(to be filled in: the file does not say)")
     for key in _PLACES:
-        if key in moved.keys:
-            moved.keys[key] = init.local(path, moved.keys[key])
-    moved.keys.setdefault("name", path.stem)
-    moved.keys["name"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(moved.keys["name"])).lstrip("._-") or "run"
-    if moved.keys.get("steps") is not None:
-        moved.keys.pop("epochs", None)
-    batch = int(moved.keys.get("batch_size", 128))
-    if int(moved.keys.get("micro_batches", 8)) > batch:
-        moved.set("micro_batches", batch, "no more than examples a step")
+        if key in draft.keys:
+            draft.keys[key] = init.local(path, draft.keys[key])
+    draft.keys.setdefault("name", path.stem)
+    draft.keys["name"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(draft.keys["name"])).lstrip("._-") or "run"
+    if draft.keys.get("steps") is not None:
+        draft.keys.pop("epochs", None)
+    batch = int(draft.keys.get("batch_size", 128))
+    if int(draft.keys.get("micro_batches", 8)) > batch:
+        draft.set("micro_batches", batch, "no more than examples a step")
     epoch = total = None
     if looked is not None:
         rows = looked.sizes["train"] * (0.9 if "validation" not in looked.sizes else 1)
-        epoch, total = questions.steps_of({"batch_size": batch, **moved.keys}, round(rows))
-    total = total if total is not None else moved.keys.get("steps")
+        epoch, total = questions.steps_of({"batch_size": batch, **draft.keys}, round(rows))
+    total = total if total is not None else draft.keys.get("steps")
     for key in _INTERVALS:
-        _interval(moved, key, epoch, total)
-        if total is not None and isinstance(every := moved.keys.get(key), int) and every > total:
-            talk.note(f"{key} is {moved.keys[key]}, and the run has about {total} steps: it never comes due")
+        _interval(draft, key, epoch, total)
+        if total is not None and isinstance(every := draft.keys.get(key), int) and every > total:
+            talk.note(f"{key} is {draft.keys[key]}, and the run has about {total} steps: it never comes due")
     for key in ("checkpoint.best", "evaluate.patience"):
-        if moved.keys.get(key) and not moved.keys.get("evaluate.every"):
-            moved.drop(key, moved.keys.pop(key), "it needs evaluations: set evaluate.every", True, ("evaluate.every",))
-    if "evaluate.patience" not in moved.keys:
-        moved.keys.pop("evaluate.min_delta", None)
-    if not {"data.validation", "data.validation_fraction"} & moved.keys.keys():
+        if draft.keys.get(key) and not draft.keys.get("evaluate.every"):
+            draft.drop(key, draft.keys.pop(key), "it needs evaluations: set evaluate.every", True, ("evaluate.every",))
+    if "evaluate.patience" not in draft.keys:
+        draft.keys.pop("evaluate.min_delta", None)
+    if not {"data.validation", "data.validation_fraction"} & draft.keys.keys():
         talk.note("where the data have no validation split, a tenth of train is cut off: data.validation_fraction")
 
 
-def _interval(moved: Imported, key: str, epoch: int | None, total: int | None) -> None:
+def _interval(draft: RunDraft, key: str, epoch: int | None, total: int | None) -> None:
     """An interval in steps; a share of an epoch, or of the run, where that many steps are known."""
-    value = moved.keys.get(key)
+    value = draft.keys.get(key)
     if isinstance(value, float) and value < 1:
         share, whole = value, total
     elif isinstance(value, str) and value.endswith(" epoch"):  # 1/4 epoch
         share, whole = 1 / int(value.partition("/")[2].split()[0]), epoch
     else:
         return
-    origin = moved.comments.get(key, "")
+    origin = draft.comments.get(key, "")
     if whole is None:
-        del moved.keys[key]
-        moved.drop(origin, None, f"{key} counts steps, which are known with the data: give them with --data")
+        del draft.keys[key]
+        draft.drop(origin, None, f"{key} counts steps, which are known with the data: give them with --data")
     else:
-        moved.set(key, max(1, round(whole * share)), f"{origin}, about: of {whole} steps")
+        draft.set(key, max(1, round(whole * share)), f"{origin}, about: of {whole} steps")
 
 
-def _text(path: Path, origin: Path, called: str, moved: Imported, talk: Prompter) -> str:
+def _text(path: Path, origin: Path, called: str, draft: RunDraft, talk: Prompter) -> str:
     """What the file says; a value that will not do here becomes a gap. Errors: `RunError`."""
     while True:
         filled: dict[str, Any] = {}
-        for key, value in moved.keys.items():
+        for key, value in draft.keys.items():
             init.set_key(filled, key, value)
         comments = {
-            key: f"+{text}" if text[:1] == "(" else f"+from {text}" for key, text in moved.comments.items() if text
+            key: f"+{text}" if text[:1] == "(" else f"+from {text}" for key, text in draft.comments.items() if text
         }
         filled = {key: _name_first(filled[key]) for key in Run.model_fields if filled.get(key) not in (None, {})}
-        text = init.write(filled, _header(origin, called, moved, talk), comments)
+        text = init.write(filled, _header(origin, called, draft, talk), comments)
         try:
             init.loaded(path, text)
             return text
         except RunError as error:
-            wrong = [line for line in str(error).splitlines() if moved.comments.get(line.partition(":")[0])]
+            wrong = [line for line in str(error).splitlines() if draft.comments.get(line.partition(":")[0])]
             if not wrong:
                 raise
             for line in wrong:
                 key, _, why = line.partition(": ")
-                name = moved.comments.pop(key) or key
-                moved.drop(name, moved.keys.pop(key), why.partition(f" ({path}")[0], decides(key), (key,))
+                name = draft.comments.pop(key) or key
+                draft.drop(name, draft.keys.pop(key), why.partition(f" ({path}")[0], decides(key), (key,))
 
 
 def _name_first(value: Any) -> Any:
     return {k: value[k] for k in sorted(value, key=lambda k: k != "name")} if isinstance(value, dict) else value
 
 
-def _header(origin: Path, called: str, moved: Imported, talk: Prompter) -> list[str]:
+def _header(origin: Path, called: str, draft: RunDraft, talk: Prompter) -> list[str]:
     lines = [f"From {origin.name} ({called}), by `lockstep init --from`.", *(f"Note: {note}." for note in talk.notes)]
     for title, understood in (("No counterpart here:", True), ("Not understood:", False)):
-        if gaps := [gap for gap in moved.gaps if gap.understood is understood]:
+        if gaps := [gap for gap in draft.gaps if gap.understood is understood]:
             lines += ["", title, *(f"  {gap.name} ({gap.why})" for gap in gaps)]
     return [*lines, "", "All keys: `lockstep schema`. The tables: docs/how-to/coming-from.md."]
 
 
-Move = Callable[[Mapping[str, Any], Imported, int | None], None]
-Mover = Callable[[Imported, int | None], None]
+Move = Callable[[Mapping[str, Any], RunDraft, int | None], None]
+Mover = Callable[[RunDraft, int | None], None]
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ class Read:
     """What a file is, and what takes it over."""
 
     called: str
-    move: Mover  # given `Imported`, and the processes where they were given by hand
+    move: Mover  # given `RunDraft`, and the processes where they were given by hand
 
 
 def read(path: Path) -> Read:
@@ -382,7 +382,7 @@ def read(path: Path) -> Read:
         raise RunError("LS8206", f"--from: {path} must contain a mapping of keys, but contains {messages.kind(keys)}")
     keys = {str(name): value for name, value in keys.items()}
     source = _source_of(path, keys)
-    return Read(f"{source.called}, {len(keys)} key(s)", lambda moved, processes: source.move(keys, moved, processes))
+    return Read(f"{source.called}, {len(keys)} key(s)", lambda draft, processes: source.move(keys, draft, processes))
 
 
 def script(of: Script) -> Read:

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.tools.import_config import script
 from lockstep.tools.import_config.script import CUT, TOKENIZERS, Arguments, Call, Column, Scope, Script, code_of
-from lockstep.tools.import_config.table import EIGHT_BITS, Imported, quantized
+from lockstep.tools.import_config.table import EIGHT_BITS, RunDraft, quantized
 from lockstep.tools.import_config.trainer import set_dtype
 
 RUNS = "its value is known when the script runs"
@@ -42,7 +42,7 @@ class Reading:
     """A script, and what has been read of it."""
 
     script: Script
-    moved: Imported
+    draft: RunDraft
     arguments: dict[str, Any] = field(default_factory=dict)  # fields of TrainingArguments and its kin
     kind: str = "TrainingArguments"
     tokenizer: tuple[str, str] | None = None  # its name and where it is loaded
@@ -50,22 +50,22 @@ class Reading:
     mapped: bool = False  # whether a function that tokenises was read
 
     def read(self, call: Call, what: str) -> None:
-        self.moved.read.append(f"{call} -> {what}")
+        self.draft.read.append(f"{call} -> {what}")
 
     def set(self, call: Call, key: str, value: Any) -> None:
         """A key of the run file; another call must not say otherwise."""
-        if key in self.moved.keys and self.moved.keys[key] != value:
-            self.moved.unclear(str(call), f"{key} is {self.moved.keys[key]} by an earlier line", by=(key,))
+        if key in self.draft.keys and self.draft.keys[key] != value:
+            self.draft.unclear(str(call), f"{key} is {self.draft.keys[key]} by an earlier line", by=(key,))
             return
-        self.moved.set(key, value, f"{call.name}, line {call.line}")
+        self.draft.set(key, value, f"{call.name}, line {call.line}")
 
     def unknown(self, call: Call, arguments: Arguments, keys: dict[str, str] | None = None) -> None:
         """Arguments whose values are not known."""
         for name, code in arguments.unknown.items():
             key = (keys or {}).get(name)
-            self.moved.unclear(f"line {call.line}: {call.name}({name}={code})", RUNS, by=(key,) if key else ())
+            self.draft.unclear(f"line {call.line}: {call.name}({name}={code})", RUNS, by=(key,) if key else ())
         for code in arguments.more:
-            self.moved.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
+            self.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
 
 
 def adapter(call: Call, at: Reading) -> None:
@@ -73,7 +73,7 @@ def adapter(call: Call, at: Reading) -> None:
     used = [c for c in at.script.calls if c.name in ("get_peft_model", "add_adapter")]
     used += [c for c in at.script.calls for word in c.node.keywords if word.arg == "peft_config"]
     if not used:
-        at.moved.unclear(str(call), "no call uses it", decides=False)
+        at.draft.unclear(str(call), "no call uses it", decides=False)
         return
     arguments = at.script.arguments(call)
     kind = call.name.removesuffix("Config").lower()
@@ -91,10 +91,10 @@ def bits(call: Call, at: Reading) -> None:
     arguments.unknown = {name: code for name, code in arguments.unknown.items() if name not in compute}
     at.unknown(call, arguments, dict.fromkeys(arguments.unknown, "model.quantization"))
     if arguments.known.get("load_in_8bit"):
-        at.moved.drop(str(call), None, EIGHT_BITS, True, ("model.quantization", "model.dtype"))
+        at.draft.drop(str(call), None, EIGHT_BITS, True, ("model.quantization", "model.dtype"))
     elif arguments.known.get("load_in_4bit"):
         kind = arguments.known.get("bnb_4bit_quant_type", "fp4")
-        quantized(at.moved, kind, arguments.known.get("bnb_4bit_use_double_quant"), f"{call.name}, line {call.line}")
+        quantized(at.draft, kind, arguments.known.get("bnb_4bit_use_double_quant"), f"{call.name}, line {call.line}")
         at.read(call, f"model.quantization: {kind}")
 
 
@@ -121,18 +121,18 @@ def pretrained(call: Call, at: Reading) -> None:
         return
     if holder.rpartition(".")[2].startswith(("Peft", "AutoPeft")):
         if at.models:  # after training: an adapter is read back, to be merged or tried
-            at.moved.unclear(str(call), "an adapter is loaded: merged is the export here", decides=False)
+            at.draft.unclear(str(call), "an adapter is loaded: merged is the export here", decides=False)
         else:
-            at.moved.drop(str(call), None, "to go on with an adapter, merge it first", True, ("model.source",))
+            at.draft.drop(str(call), None, "to go on with an adapter, merge it first", True, ("model.source",))
         return
     task = next((task for ending, task in TASKS.items() if holder.endswith(ending)), None)
     if task is None:
-        at.moved.unclear(str(call), "which task a model of this class has", by=("task.name",))
+        at.draft.unclear(str(call), "which task a model of this class has", by=("task.name",))
     if code in at.models:
         return  # once more: a reference, or a model for inference
     at.models.append(code)
     if unknown is not None:
-        at.moved.unclear(
+        at.draft.unclear(
             f"line {call.line}: {unknown}", "the model's name is known when the script runs", by=("model.source",)
         )
     else:
@@ -141,7 +141,7 @@ def pretrained(call: Call, at: Reading) -> None:
     at.read(call, f"model.source{f', task.name: {task}' if task else ''}")
 
 
-def task_first(script: Script, moved: Imported) -> None:
+def task_first(script: Script, draft: RunDraft) -> None:
     """The task by the model's class, which decides how what stands before it is read."""
     for call in script.calls:
         holder = call.origin.rpartition(".")[0]
@@ -151,8 +151,8 @@ def task_first(script: Script, moved: Imported) -> None:
         about = ast.unparse(script.tree).lower()
         if task == "translation" and ("summar" in about or "rouge" in about):
             task = "summarization"
-            moved.notes.append("the script speaks of summaries, so the task is summarization, and not translation")
-        moved.set("task.name", task, f"{holder.rpartition('.')[2]}, line {call.line}")
+            draft.notes.append("the script speaks of summaries, so the task is summarization, and not translation")
+        draft.set("task.name", task, f"{holder.rpartition('.')[2]}, line {call.line}")
         return
 
 
@@ -163,7 +163,7 @@ def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> N
     for name, value in arguments.known.items():
         if name in ("torch_dtype", "dtype"):
             if value is not None:
-                set_dtype(at.moved, str(value), name)
+                set_dtype(at.draft, str(value), name)
         elif name in ("revision", "trust_remote_code"):
             at.set(call, f"model.{name}", value)
         elif name == "attn_implementation":
@@ -175,14 +175,14 @@ def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> N
         elif name == "problem_type":
             _problem(call, at, value)
         elif name == "load_in_4bit" and value:
-            quantized(at.moved, "fp4", False, f"load_in_4bit, line {call.line}")
+            quantized(at.draft, "fp4", False, f"load_in_4bit, line {call.line}")
         elif name == "load_in_8bit" and value:
-            at.moved.drop(
+            at.draft.drop(
                 f"line {call.line}: load_in_8bit", None, EIGHT_BITS, True, ("model.quantization", "model.dtype")
             )
         elif name not in ("load_in_4bit", "load_in_8bit"):
-            entries = {**at.moved.keys.get("model.config", {}), name: value}
-            at.moved.set("model.config", entries, f"{call.name}, line {call.line}")
+            entries = {**at.draft.keys.get("model.config", {}), name: value}
+            at.draft.set("model.config", entries, f"{call.name}, line {call.line}")
     at.unknown(
         call,
         arguments,
@@ -201,8 +201,8 @@ def _config(call: Call, at: Reading, arguments: Arguments) -> None:
     arguments.known.pop("num_labels", None)
     entries = {k: v for k, v in arguments.known.items() if k not in ("revision", "trust_remote_code")}
     if entries:
-        at.moved.set(
-            "model.config", {**at.moved.keys.get("model.config", {}), **entries}, f"{call.name}, line {call.line}"
+        at.draft.set(
+            "model.config", {**at.draft.keys.get("model.config", {}), **entries}, f"{call.name}, line {call.line}"
         )
     at.unknown(call, arguments, dict.fromkeys(arguments.unknown, "model.config"))
 
@@ -214,17 +214,17 @@ def _tokenizer(call: Call, at: Reading, arguments: Arguments, source: Any, code:
             at.set(call, "data.max_length", value)
         elif name not in ("trust_remote_code", "revision") and value not in (None, False):
             where = f"line {call.line}: {name}={value}"
-            at.moved.drop(where, None, "a tokenizer is used as it is saved", True, ("tokenizer.source",))
+            at.draft.drop(where, None, "a tokenizer is used as it is saved", True, ("tokenizer.source",))
     arguments.known.clear()
     at.unknown(call, arguments, dict.fromkeys(arguments.unknown, "tokenizer.source"))
     if source is not None:
-        at.moved.set("tokenizer.source", source, f"{call.name}, line {call.line}")
+        at.draft.set("tokenizer.source", source, f"{call.name}, line {call.line}")
     at.read(call, "tokenizer.source")
 
 
 def scratch(call: Call, at: Reading) -> None:
     """`from_config`: a model that begins at random."""
-    at.moved.drop(str(call), None, "a model from scratch: model.type, with model.config", True, ("model.type",))
+    at.draft.drop(str(call), None, "a model from scratch: model.type, with model.config", True, ("model.type",))
 
 
 _FILES = ("csv", "json", "text", "parquet", "arrow", "pandas", "webdataset")
@@ -284,7 +284,7 @@ def load(call: Call, at: Reading) -> None:
     at.unknown(call, arguments, {"path": "data.source", "name": "data.config", "split": "data.train"})
     if path is None:
         if "path" not in arguments.unknown:
-            at.moved.unclear(str(call), RUNS, by=("data.source", "data.train"))
+            at.draft.unclear(str(call), RUNS, by=("data.source", "data.train"))
         return
     files = arguments.known.get("data_files")
     if path in _FILES:
@@ -294,9 +294,9 @@ def load(call: Call, at: Reading) -> None:
         if config is not None:
             at.set(call, "data.config", config)
         if files is not None:
-            at.moved.drop(f"line {call.line}: data_files={files}", None, "data.train names them", True, ("data.train",))
+            at.draft.drop(f"line {call.line}: data_files={files}", None, "data.train names them", True, ("data.train",))
     if isinstance(split, str) and not split.isidentifier():
-        at.moved.drop(
+        at.draft.drop(
             f"line {call.line}: split={split!r}",
             None,
             "a split as a whole, or data.limit",
@@ -311,7 +311,7 @@ def load(call: Call, at: Reading) -> None:
     known = ("path", "name", "split", "data_files", "revision", "streaming", "trust_remote_code", *_LOADERS, *read)
     for name, value in arguments.known.items():
         if name not in known and value is not None:
-            at.moved.unclear(f"line {call.line}: {name}={value}", "not an argument that is known here")
+            at.draft.unclear(f"line {call.line}: {name}={value}", "not an argument that is known here")
     at.read(call, "data.source")
 
 
@@ -331,9 +331,9 @@ def _reading(builder: str, known: Mapping[str, Any], call: Call, at: Reading) ->
         if value is not None:
             at.set(call, f"data.{keys[name]}", value)
             read.append(name)
-    if "header" in known and known["header"] is None and "data.columns" not in at.moved.keys:
-        at.moved.unclear(f"line {call.line}: header=None", "name the columns", by=("data.columns",))
-    if known.get("header") == 0 and "data.columns" not in at.moved.keys:  # as without it
+    if "header" in known and known["header"] is None and "data.columns" not in at.draft.keys:
+        at.draft.unclear(f"line {call.line}: header=None", "name the columns", by=("data.columns",))
+    if known.get("header") == 0 and "data.columns" not in at.draft.keys:  # as without it
         read.append("header")
     return tuple(read)
 
@@ -347,19 +347,19 @@ def _files(call: Call, at: Reading, files: Any, unknown: bool) -> None:
             if split in ("train", "validation", "test"):
                 at.set(call, f"data.{split}", value)
             else:
-                at.moved.drop(f"line {call.line}: data_files: {name}", None, "splits are train, validation and test")
+                at.draft.drop(f"line {call.line}: data_files: {name}", None, "splits are train, validation and test")
     elif not unknown:
-        at.moved.drop(str(call), None, "name its files: --data FILE", True, ("data.source", "data.train"))
+        at.draft.drop(str(call), None, "name its files: --data FILE", True, ("data.source", "data.train"))
 
 
 def several(call: Call, at: Reading) -> None:
     why = "several sources are written by hand: data.sources"
-    at.moved.drop(str(call), None, why, True, ("data.source", "data.sources", "data.train"))
+    at.draft.drop(str(call), None, why, True, ("data.source", "data.sources", "data.train"))
 
 
 def own_rows(call: Call, at: Reading) -> None:
     """`Dataset.from_list` and its kin, `load_from_disk`."""
-    at.moved.drop(str(call), None, _WHOLE, True, ("data.source", "data.train"))
+    at.draft.drop(str(call), None, _WHOLE, True, ("data.source", "data.train"))
 
 
 def cut(call: Call, at: Reading) -> None:
@@ -372,16 +372,16 @@ def cut(call: Call, at: Reading) -> None:
         at.read(call, "data.validation_fraction")
     elif "test_size" not in arguments.unknown:
         why = "data.validation_fraction is a share of train"
-        at.moved.drop(str(call), None, why, True, ("data.validation_fraction", "data.validation"))
+        at.draft.drop(str(call), None, why, True, ("data.validation_fraction", "data.validation"))
 
 
 def fewer(call: Call, at: Reading) -> None:
     """`select`, `take`, `filter`."""
     if call.name == "filter":
-        at.moved.drop(str(call), None, "data.filter chooses rows by their columns", True, ("data.filter",))
+        at.draft.drop(str(call), None, "data.filter chooses rows by their columns", True, ("data.filter",))
     else:
         why = "data.limit is the most examples of each split"
-        at.moved.drop(str(call), None, why, True, ("data.limit",))
+        at.draft.drop(str(call), None, why, True, ("data.limit",))
 
 
 def renamed(call: Call, at: Reading) -> None:
@@ -389,7 +389,7 @@ def renamed(call: Call, at: Reading) -> None:
     names = [at.script.known(each) for each in call.node.args]
     pairs = names[0] if call.name == "rename_columns" and names else dict([names]) if len(names) == 2 else None
     if not isinstance(pairs, dict) or not all(isinstance(each, str) for pair in pairs.items() for each in pair):
-        at.moved.unclear(str(call), RUNS)
+        at.draft.unclear(str(call), RUNS)
         return
     for theirs, ours in pairs.items():
         if ours in ("label", "labels"):
@@ -404,7 +404,7 @@ def mapped(call: Call, at: Reading) -> None:
     )
     function = script.function_of(at.script, node)
     if function is None:
-        at.moved.unclear(
+        at.draft.unclear(
             str(call), f"what it makes of the rows is not known: {_WHOLE}", by=("data.source", "data.train")
         )
         return
@@ -420,12 +420,12 @@ def mapped(call: Call, at: Reading) -> None:
     block = _block(function, call, at)
     if block is not None:
         at.set(call, "task.block_size", block)
-        at.moved.set("task.packing", True, f"line {call.line}")
+        at.draft.set("task.packing", True, f"line {call.line}")
         at.read(call, "task.block_size, task.packing")
         return
     name = "a function" if isinstance(function, ast.Lambda) else function.name
     what = f"line {call.line}: {name} of {code_of(call.node)}"
-    at.moved.unclear(
+    at.draft.unclear(
         what, f"it makes other rows: {_WHOLE}", by=("data.source", "data.train", "task.text", "task.prompt")
     )
 
@@ -444,12 +444,12 @@ def _block(function: Scope, call: Call, at: Reading) -> Any:
 def _tokens(call: Call, function: Scope, at: Reading) -> None:
     """A call of the tokenizer within a function that rows go through."""
     arguments = at.script.arguments(call, ("text", "text_pair"))
-    task = at.moved.task or "classification"
+    task = at.draft.task or "classification"
     _length(call, arguments.known, arguments.unknown, at, task)
     target = "text_target" in arguments.nodes or _is_target(call, function)
     if any(isinstance(each, ast.Starred) for each in call.node.args):
         names = tuple(f"task.{key}" for key in _COLUMNS.get(task, ("text",)))
-        at.moved.unclear(str(call), "which columns it reads is known when the script runs", by=names)
+        at.draft.unclear(str(call), "which columns it reads is known when the script runs", by=names)
         return
     keys = _COLUMNS.get(task, ("text", "text_pair"))
     nodes = [arguments.nodes[name] for name in ("text", "text_pair") if name in arguments.nodes]
@@ -465,7 +465,7 @@ def _tokens(call: Call, function: Scope, at: Reading) -> None:
         if "stride" in arguments.known:
             at.set(call, "task.stride", arguments.known["stride"])
     elif arguments.known.get("return_overflowing_tokens"):
-        at.moved.drop(f"line {call.line}: return_overflowing_tokens", None, "what is too long is cut at its end", True)
+        at.draft.drop(f"line {call.line}: return_overflowing_tokens", None, "what is too long is cut at its end", True)
 
 
 def _is_target(call: Call, function: Scope) -> bool:
@@ -481,13 +481,13 @@ def _column(call: Call, at: Reading, key: str, node: ast.expr | None) -> None:
     if column is None:
         code = code_of(node) if node is not None else "nothing"
         why = f"which column's texts these are is not known: {_WHOLE}"
-        at.moved.unclear(f"line {call.line}: {call.name}({code})", why, by=(f"task.{key}",))
+        at.draft.unclear(f"line {call.line}: {call.name}({code})", why, by=(f"task.{key}",))
         return
     at.set(call, f"task.{key}", column.language or column.name)
     if column.prefix and key == "source":
         at.set(call, "task.prefix", column.prefix)
     elif column.prefix:
-        at.moved.drop(
+        at.draft.drop(
             f"line {call.line}: the prefix {column.prefix!r}", None, _WHOLE, True, ("data.source", "data.train")
         )
 
@@ -495,32 +495,32 @@ def _column(call: Call, at: Reading, key: str, node: ast.expr | None) -> None:
 def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Reading, task: str) -> None:
     language = task in ("language_modeling", "masked_language_modeling")
     if language:  # each text by itself, unless a later function lays them in blocks
-        at.moved.keys.setdefault("task.packing", False)
+        at.draft.keys.setdefault("task.packing", False)
     key = (
         "task.target_length"
-        if at.moved.task in ("translation", "summarization") and "data.max_length" in at.moved.keys
+        if at.draft.task in ("translation", "summarization") and "data.max_length" in at.draft.keys
         else "data.max_length"
     )
     if "max_length" in unknown:
-        at.moved.unclear(
+        at.draft.unclear(
             f"line {call.line}: max_length={unknown['max_length']}", RUNS, by=("data.max_length", "task.block_size")
         )
     elif isinstance(known.get("max_length"), int) and (known.get("truncation") or "truncation" in unknown):
         at.set(call, key, known["max_length"])
     elif known.get("truncation"):
         why = "it cuts at a length that the tokenizer's files say: give data.max_length"
-        at.moved.unclear(str(call), why, by=("data.max_length", "task.block_size"))
-    elif not language and "data.max_length" not in at.moved.keys:
-        at.moved.drop(str(call), None, "no text is cut: give data.max_length", True, ("data.max_length",))
+        at.draft.unclear(str(call), why, by=("data.max_length", "task.block_size"))
+    elif not language and "data.max_length" not in at.draft.keys:
+        at.draft.drop(str(call), None, "no text is cut: give data.max_length", True, ("data.max_length",))
     elif language:
-        at.moved.at_end.append(lambda moved: _uncut(call, moved))
+        at.draft.at_end.append(lambda draft: _uncut(call, draft))
 
 
-def _uncut(call: Call, moved: Imported) -> None:
+def _uncut(call: Call, draft: RunDraft) -> None:
     """Texts of a language model that no call cuts, and that are not laid in blocks."""
     keys = ("task.block_size", "data.max_length")
-    if not any(key in moved.keys for key in keys):
-        moved.drop(str(call), None, "no text is cut: give task.block_size, as long as the longest", True, keys)
+    if not any(key in draft.keys for key in keys):
+        draft.drop(str(call), None, "no text is cut: give task.block_size, as long as the longest", True, keys)
 
 
 def _labels(function: Scope, at: Reading) -> None:
@@ -531,25 +531,25 @@ def _labels(function: Scope, at: Reading) -> None:
             continue
         if at.script.known(target.slice) not in ("label", "labels"):
             continue
-        task = at.moved.task
+        task = at.draft.task
         read = [n for n in ast.walk(node.value) if isinstance(n, ast.Subscript) and isinstance(n.value, ast.Name)]
         names = [name for n in read if isinstance(name := at.script.known(n.slice), str) and name != "input_ids"]
         if task == "classification" and len(set(names)) == 1:
-            at.moved.set("task.label", names[0], f"line {node.lineno}")
-            at.moved.read.append(f"line {node.lineno}: {code_of(node)} -> task.label")
+            at.draft.set("task.label", names[0], f"line {node.lineno}")
+            at.draft.read.append(f"line {node.lineno}: {code_of(node)} -> task.label")
         elif task == "classification":
-            at.moved.unclear(
+            at.draft.unclear(
                 f"line {node.lineno}: {code_of(node)}", "which column holds the labels", by=("task.label",)
             )
         elif task == "language_modeling" and ("input_ids" not in (text := ast.unparse(node.value)) or "100" in text):
             where = f"line {node.lineno}: {code_of(node)}"
             names_ = ("task.prompt", "task.messages", "task.text")
-            at.moved.unclear(where, "labels of its own: which tokens are learned is not known", by=names_)
-    if at.moved.task == "token_classification":
+            at.draft.unclear(where, "labels of its own: which tokens are learned is not known", by=names_)
+    if at.draft.task == "token_classification":
         tags = [n for n in ast.walk(function) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)]
         names = [name for n in tags if isinstance(name := at.script.known(n.slice), str) and "tag" in name]
         if names:
-            at.moved.set("task.tags", names[0], "the column that is read beside the words")
+            at.draft.set("task.tags", names[0], "the column that is read beside the words")
 
 
 def of_trainer(call: Call, at: Reading) -> None:
@@ -561,8 +561,8 @@ def of_trainer(call: Call, at: Reading) -> None:
     tested = script.split_of(at.script, arguments.nodes.get("eval_dataset"))
     if tested not in (None, CUT, "validation") and str(tested).isidentifier():
         if tested == (train or "train"):
-            at.moved.drop(f"line {call.line}: eval_dataset", None, "it is the split that is trained on", False)
-        elif tested != "train" or "data.validation_fraction" not in at.moved.keys:
+            at.draft.drop(f"line {call.line}: eval_dataset", None, "it is the split that is trained on", False)
+        elif tested != "train" or "data.validation_fraction" not in at.draft.keys:
             at.set(call, "data.validation", tested)
 
 
@@ -592,4 +592,4 @@ def method(call: Call, at: Reading) -> None:
     if call.name in METHODS:
         METHODS[call.name](call, at)
     elif call.name not in _QUIET:
-        at.moved.unclear(str(call), "what it makes of the rows is not known", by=("data.source", "data.train"))
+        at.draft.unclear(str(call), "what it makes of the rows is not known", by=("data.source", "data.train"))

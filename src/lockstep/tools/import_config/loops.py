@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.tools.import_config import loading, trainer_script
 from lockstep.tools.import_config.loading import Reading
 from lockstep.tools.import_config.script import Arguments, Call, Script, code_of
-from lockstep.tools.import_config.table import FILL_IN, Imported, batches, number, trackers
+from lockstep.tools.import_config.table import FILL_IN, RunDraft, batches, number, trackers
 
 OPTIMIZERS = {"AdamW": "adamw", "Adam": "adamw", "SGD": "sgd", "AdamW8bit": "adamw_8bit", "Adam8bit": "adamw_8bit"}
 OPTIMIZERS |= {"Lion": "lion", "Adafactor": "adafactor", "Muon": "muon"}
@@ -41,7 +41,7 @@ _ACCUMULATED = ("gradient_accumulation_steps", "accumulation_steps", "accum_step
 _OWN_LOSSES = ("cross_entropy", "mse_loss", "nll_loss", "binary_cross_entropy_with_logits", "kl_div", "l1_loss")
 
 
-def read(script: Script) -> tuple[str, Callable[[Imported, int | None], None]] | None:
+def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] | None:
     """None: it has no loop."""
     if any("LightningModule" in ast.unparse(base) for kind in script.classes.values() for base in kind.bases):
         name = "a script of Lightning"
@@ -51,11 +51,11 @@ def read(script: Script) -> tuple[str, Callable[[Imported, int | None], None]] |
         name = "a training loop"
     else:
         return None
-    return name, lambda moved, processes: _move(script, moved, processes)
+    return name, lambda draft, processes: _move(script, draft, processes)
 
 
-def _move(script: Script, moved: Imported, processes: int | None) -> None:
-    at = Loop(script, moved, processes)
+def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
+    at = Loop(script, draft, processes)
     for call in script.calls:
         at.call(call)
     at.constants()
@@ -63,14 +63,14 @@ def _move(script: Script, moved: Imported, processes: int | None) -> None:
     if at.is_transformers():
         at.library_task()
     else:
-        name(script, moved, at.optimizers, at.loader)
+        name(script, draft, at.optimizers, at.loader)
 
 
 class Loop:
     """What a loop's calls say."""
 
-    def __init__(self, script: Script, moved: Imported, processes: int | None) -> None:
-        self.script, self.moved, self.processes = script, moved, processes
+    def __init__(self, script: Script, draft: RunDraft, processes: int | None) -> None:
+        self.script, self.draft, self.processes = script, draft, processes
         self.batch: int | None = None
         self.accumulated = 1
         self.optimizers: list[Call] = []
@@ -78,7 +78,7 @@ class Loop:
         self.scheduled = False
 
     def read(self, call: Call, what: str) -> None:
-        self.moved.read.append(f"{call} -> {what}")
+        self.draft.read.append(f"{call} -> {what}")
 
     def call(self, call: Call) -> None:
         name = call.name
@@ -89,7 +89,7 @@ class Loop:
             call.origin.startswith(("torch.optim.", "optim.")) and name[:1].isupper() and "lr_sched" not in call.origin
         ):
             self.optimizers.append(call)
-            self.moved.drop(str(call), None, "`lockstep list` names the optimizers", True, ("optim.name",))
+            self.draft.drop(str(call), None, "`lockstep list` names the optimizers", True, ("optim.name",))
         elif name == "DataLoader":
             self._loader(call)
         elif name in ("clip_grad_norm_", "clip_grad_norm") and len(call.node.args) + len(call.node.keywords) > 1:
@@ -111,12 +111,12 @@ class Loop:
         elif ("lr_scheduler" in call.origin and name[:1].isupper()) or name == "LambdaLR":
             self.scheduled = True
             why = "optim.schedule is the rate as a function of the step"
-            self.moved.drop(str(call), None, why, True, ("optim.schedule",))
+            self.draft.drop(str(call), None, why, True, ("optim.schedule",))
         elif call.origin == "torch.compile":
             self._set(call, "model.compile", True)
 
     def _set(self, call: Call, key: str, value: Any) -> None:
-        self.moved.set(key, value, f"{call.name}, line {call.line}")
+        self.draft.set(key, value, f"{call.name}, line {call.line}")
         self.read(call, key)
 
     def _known(self, call: Call, key: str, names: tuple[str, ...], name: str) -> None:
@@ -124,23 +124,23 @@ class Loop:
         if name in arguments.known:
             self._set(call, key, arguments.known[name])
         else:
-            self.moved.unclear(f"{call}", loading.RUNS, key != "seed", (key,))
+            self.draft.unclear(f"{call}", loading.RUNS, key != "seed", (key,))
 
     def _unknown(self, call: Call, arguments: Arguments, keys: Mapping[str, str]) -> None:
         for name, key in keys.items():
             if name in arguments.unknown:
                 code = f"line {call.line}: {call.name}({name}={arguments.unknown[name]})"
-                self.moved.unclear(code, loading.RUNS, by=(key,))
+                self.draft.unclear(code, loading.RUNS, by=(key,))
 
     def _optimizer(self, call: Call) -> None:
         self.optimizers.append(call)
         arguments = self.script.arguments(call, ("params", "lr"))
         if len(self.optimizers) > 1:
-            self.moved.unclear(str(call), "a second optimizer", by=("optim.name",))
+            self.draft.unclear(str(call), "a second optimizer", by=("optim.name",))
             return
         own = arguments.nodes.get("params")
         if own is not None and not (isinstance(own, ast.Call) and ast.unparse(own.func).endswith("parameters")):
-            self.moved.unclear(
+            self.draft.unclear(
                 f"line {call.line}: {code_of(own)}",
                 "weights with rates of their own: optim.groups",
                 by=("optim.groups",),
@@ -148,19 +148,19 @@ class Loop:
         decay = arguments.known.get("weight_decay", _DECAY.get(call.name, 0.0))
         if call.name in ("Adam", "Adam8bit") and decay:
             why = "Adam adds the decay to the gradient; AdamW, which is here, does not"
-            self.moved.drop(str(call), None, why, True, ("optim.name",))
-        self.moved.set("optim.name", OPTIMIZERS[call.name], f"line {call.line}")
-        self.moved.set("optim.learning_rate", arguments.known.get("lr", _RATE), f"lr, line {call.line}")
-        self.moved.set("optim.weight_decay", decay, f"line {call.line}")
+            self.draft.drop(str(call), None, why, True, ("optim.name",))
+        self.draft.set("optim.name", OPTIMIZERS[call.name], f"line {call.line}")
+        self.draft.set("optim.learning_rate", arguments.known.get("lr", _RATE), f"lr, line {call.line}")
+        self.draft.set("optim.weight_decay", decay, f"line {call.line}")
         if decay:
-            self.moved.set(
+            self.draft.set(
                 "optim.groups", [{"match": "*", "weight_decay": decay}], "biases and norms decay, too, as torch's do"
             )
         for name in ("betas", "eps", "momentum"):
             if name in arguments.known:
-                self.moved.set(f"optim.{name}", arguments.known[name], f"line {call.line}")
+                self.draft.set(f"optim.{name}", arguments.known[name], f"line {call.line}")
         if call.name == "SGD":
-            self.moved.keys.setdefault("optim.momentum", 0.0)
+            self.draft.keys.setdefault("optim.momentum", 0.0)
         keys = {"lr": "optim.learning_rate", "weight_decay": "optim.weight_decay", "betas": "optim.betas"}
         self._unknown(call, arguments, keys | {"momentum": "optim.momentum", "eps": "optim.eps"})
         self.read(call, "optim")
@@ -191,7 +191,7 @@ class Loop:
             self.accumulated = int(arguments.known.get("gradient_accumulation_steps", 1))
             self._unknown(call, arguments, {"gradient_accumulation_steps": "micro_batches"})
             if arguments.known.get("log_with"):
-                trackers(self.moved, "log_with", arguments.known["log_with"])
+                trackers(self.draft, "log_with", arguments.known["log_with"])
 
     def _lightning(self, call: Call) -> None:
         arguments = self.script.arguments(call)
@@ -204,20 +204,20 @@ class Loop:
         }
         for name, key in keys.items():
             if arguments.known.get(name) not in (None, -1) and (name != "num_nodes" or arguments.known[name] > 1):
-                self.moved.set(key, arguments.known[name], f"{name}, line {call.line}")
+                self.draft.set(key, arguments.known[name], f"{name}, line {call.line}")
         self.accumulated = int(arguments.known.get("accumulate_grad_batches", 1))
         if isinstance(devices := arguments.known.get("devices"), int) and devices > 0:
             self.processes = self.processes or devices
-            self.moved.set("launch.processes", devices, f"devices, line {call.line}")
+            self.draft.set("launch.processes", devices, f"devices, line {call.line}")
         if (strategy := arguments.known.get("strategy")) is not None:
             if strategy in _STRATEGIES:
-                self.moved.set("strategy.name", _STRATEGIES[strategy], f"strategy, line {call.line}")
+                self.draft.set("strategy.name", _STRATEGIES[strategy], f"strategy, line {call.line}")
             else:
-                self.moved.drop(f"line {call.line}: strategy={strategy}", None, "`lockstep list` names strategies")
+                self.draft.drop(f"line {call.line}: strategy={strategy}", None, "`lockstep list` names strategies")
         if (kind := arguments.known.get("precision")) is not None:
-            self.moved.set("precision", _PRECISIONS.get(str(kind), kind), f"precision, line {call.line}")
+            self.draft.set("precision", _PRECISIONS.get(str(kind), kind), f"precision, line {call.line}")
         if isinstance(every := arguments.known.get("val_check_interval"), int):
-            self.moved.set("evaluate.every", every, f"val_check_interval, line {call.line}")
+            self.draft.set("evaluate.every", every, f"val_check_interval, line {call.line}")
         by = keys | {
             "accumulate_grad_batches": "micro_batches",
             "devices": "launch.processes",
@@ -231,12 +231,12 @@ class Loop:
         metric = str(arguments.known.get("monitor", "")).removeprefix("val_").removeprefix("valid_")
         if metric:
             less = arguments.known.get("mode", "min") == "min"
-            self.moved.set("checkpoint.best", f"-{metric}" if less else metric, f"monitor, line {call.line}")
+            self.draft.set("checkpoint.best", f"-{metric}" if less else metric, f"monitor, line {call.line}")
         if call.name == "EarlyStopping":
-            self.moved.set("evaluate.patience", arguments.known.get("patience", 3), f"patience, line {call.line}")
-            self.moved.keys.setdefault("evaluate.every", "epoch")
+            self.draft.set("evaluate.patience", arguments.known.get("patience", 3), f"patience, line {call.line}")
+            self.draft.keys.setdefault("evaluate.every", "epoch")
         elif every := arguments.known.get("every_n_train_steps"):
-            self.moved.set("checkpoint.every", every, f"every_n_train_steps, line {call.line}")
+            self.draft.set("checkpoint.every", every, f"every_n_train_steps, line {call.line}")
         self.read(call, "checkpoint, evaluate")
 
     def _schedule(self, call: Call) -> None:
@@ -247,18 +247,18 @@ class Loop:
         if "constant" in call.name and "warmup" in call.name:
             name = "constant_with_warmup"
         if name not in _SCHEDULES:
-            self.moved.drop(str(call), None, "optim.schedule has no such one", True, ("optim.schedule",))
+            self.draft.drop(str(call), None, "optim.schedule has no such one", True, ("optim.schedule",))
             return
-        self.moved.set("optim.schedule", _SCHEDULES[name], f"line {call.line}")
+        self.draft.set("optim.schedule", _SCHEDULES[name], f"line {call.line}")
         if name not in ("constant", "constant_with_warmup"):
             code = (
                 code_of(arguments.nodes["num_training_steps"]) if "num_training_steps" in arguments.nodes else "its end"
             )
-            self.moved.notes.append(
+            self.draft.notes.append(
                 f"optim.schedule ends with the run: num_training_steps ({code}) is taken to be that"
             )
         if (steps := arguments.known.get("num_warmup_steps")) and name != "constant":
-            self.moved.set("optim.warmup_steps", int(steps), f"num_warmup_steps, line {call.line}")
+            self.draft.set("optim.warmup_steps", int(steps), f"num_warmup_steps, line {call.line}")
         if name != "constant":
             self._unknown(call, arguments, {"num_warmup_steps": "optim.warmup_steps"})
         self.read(call, "optim.schedule")
@@ -277,22 +277,22 @@ class Loop:
                     if target in ("step", "iter", "iteration", "it")
                     else None
                 )
-                if key is not None and len(node.iter.args) in (1, 2) and key not in self.moved.keys:
+                if key is not None and len(node.iter.args) in (1, 2) and key not in self.draft.keys:
                     first = number(self.script.known(node.iter.args[0], 0)) if len(node.iter.args) == 2 else 0
                     self._count(key, last, int(first or 0), node.lineno)
         for name, key in _NAMES.items():
             value = number(self._constant(name))
             if (
                 value is not None
-                and key not in self.moved.keys
-                and not (key == "epochs" and "steps" in self.moved.keys)
+                and key not in self.draft.keys
+                and not (key == "epochs" and "steps" in self.draft.keys)
             ):
-                self.moved.set(key, int(value) if value == int(value) else value, name)
-                self.moved.read.append(f"{name} = {value:g} -> {key}")
+                self.draft.set(key, int(value) if value == int(value) else value, name)
+                self.draft.read.append(f"{name} = {value:g} -> {key}")
         for name in _ACCUMULATED:
             if self.accumulated == 1 and (times := number(self._constant(name))):
                 self.accumulated = int(times)
-                self.moved.read.append(f"{name} = {times:g} -> micro_batches")
+                self.draft.read.append(f"{name} = {times:g} -> micro_batches")
         if self.batch is None and (size := number(self._constant("batch_size"))):
             self.batch = int(size)
 
@@ -303,32 +303,32 @@ class Loop:
     def _count(self, key: str, node: ast.expr | None, first: int, line: int) -> None:
         value = number(self.script.known(node))
         if value is not None:
-            self.moved.set(key, int(value) - first, f"line {line}")
-            self.moved.read.append(f"line {line}: range({value:g}) -> {key}")
+            self.draft.set(key, int(value) - first, f"line {line}")
+            self.draft.read.append(f"line {line}: range({value:g}) -> {key}")
         elif node is not None:
-            self.moved.unclear(f"line {line}: range({code_of(node)})", loading.RUNS, by=("epochs", "steps"))
+            self.draft.unclear(f"line {line}: range({code_of(node)})", loading.RUNS, by=("epochs", "steps"))
 
     def settle(self) -> None:
         """What a loop does where it says nothing."""
-        moved = self.moved
+        draft = self.draft
         if self.batch is not None:
-            batches(moved, self.batch, self.accumulated, self.processes, ("batch_size", "accumulation"))
+            batches(draft, self.batch, self.accumulated, self.processes, ("batch_size", "accumulation"))
         else:
-            moved.unclear("the batch size", "no DataLoader with one was seen", by=("batch_size",))
-        if "optim.max_grad_norm" not in moved.keys:
-            moved.set("optim.max_grad_norm", 0.0, "no gradient is clipped in the script")
+            draft.unclear("the batch size", "no DataLoader with one was seen", by=("batch_size",))
+        if "optim.max_grad_norm" not in draft.keys:
+            draft.set("optim.max_grad_norm", 0.0, "no gradient is clipped in the script")
         if not self.scheduled:
             if any(
                 "lr" in ast.unparse(n.targets[0]) and "param_group" in ast.unparse(n.targets[0])
                 for n in _assignments(self.script)
             ):
                 why = "the script sets the rate itself: optim.schedule is the rate as a function of the step"
-                moved.unclear("param_group['lr'] = ...", why, by=("optim.schedule",))
-            moved.keys.setdefault("optim.schedule", "constant")
+                draft.unclear("param_group['lr'] = ...", why, by=("optim.schedule",))
+            draft.keys.setdefault("optim.schedule", "constant")
         if not self.optimizers:
-            moved.unclear("the optimizer", "none of torch's was seen", by=("optim.name",))
-        if not {"epochs", "steps"} & moved.keys.keys():
-            moved.unclear("how long it trains", "no loop over epochs or steps was seen", by=("epochs", "steps"))
+            draft.unclear("the optimizer", "none of torch's was seen", by=("optim.name",))
+        if not {"epochs", "steps"} & draft.keys.keys():
+            draft.unclear("how long it trains", "no loop over epochs or steps was seen", by=("epochs", "steps"))
 
     def is_transformers(self) -> bool:
         """Whether it learns by the loss of a model of transformers'."""
@@ -339,8 +339,8 @@ class Loop:
 
     def library_task(self) -> None:
         """The model, the tokenizer and the rows, as in a script with a Trainer."""
-        at = Reading(self.script, self.moved)
-        loading.task_first(self.script, self.moved)
+        at = Reading(self.script, self.draft)
+        loading.task_first(self.script, self.draft)
         for call in self.script.calls:
             if call.name not in (*OPTIMIZERS, "set_seed") and "schedule" not in call.name:  # which are read above
                 trainer_script.read_call(call, at)
@@ -348,7 +348,7 @@ class Loop:
         trainer_script.own_tokenizer(at)
         if not at.mapped:
             why = "no function was seen that makes tokens of them"
-            self.moved.unclear(
+            self.draft.unclear(
                 "which texts are read, and where they are cut", why, by=("data.max_length", "task.block_size")
             )
 
@@ -361,10 +361,10 @@ _WRAPPERS = ("DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP
 _PAGE = "docs/how-to/own-module.md"
 
 
-def name(script: Script, moved: Imported, optimizers: list[Call], loader: Call | None) -> None:
-    moved.set("task.name", "module", "a loop of its own")
-    for key in [key for key in moved.keys if key.startswith("model.")]:
-        moved.drop(moved.comments.pop(key, key), moved.keys.pop(key), "task.model makes the model, as it is trained")
+def name(script: Script, draft: RunDraft, optimizers: list[Call], loader: Call | None) -> None:
+    draft.set("task.name", "module", "a loop of its own")
+    for key in [key for key in draft.keys if key.startswith("model.")]:
+        draft.drop(draft.comments.pop(key, key), draft.keys.pop(key), "task.model makes the model, as it is trained")
     model = _model(script, optimizers)
     data = script.arguments(loader, ("dataset",)).nodes.get("dataset") if loader is not None else None
     more = [c for c in script.calls if c.name == "DataLoader" and c is not loader]
@@ -373,27 +373,27 @@ def name(script: Script, moved: Imported, optimizers: list[Call], loader: Call |
         constructor = _constructor(script, node)
         if constructor is None:
             code = f" ({code_of(node)})" if node is not None else ""
-            _missing(moved, key, f"{whys[key]}{code}")
+            _missing(draft, key, f"{whys[key]}{code}")
             continue
         dotted, arguments = constructor
-        moved.set(f"task.{key}", dotted, "the script's")
+        draft.set(f"task.{key}", dotted, "the script's")
         if arguments:
-            moved.set(f"task.{key}_arguments", arguments, "the script's")
-        moved.read.append(f"line {getattr(node, 'lineno', 0)}: {code_of(node)} -> task.{key}")  # type: ignore[arg-type]
+            draft.set(f"task.{key}_arguments", arguments, "the script's")
+        draft.read.append(f"line {getattr(node, 'lineno', 0)}: {code_of(node)} -> task.{key}")  # type: ignore[arg-type]
     if loader is not None:
-        _batches(script, moved, loader)
-    _changed(script, moved, model)
+        _batches(script, draft, loader)
+    _changed(script, draft, model)
     loss = _loss(script)
     if loss is None:
-        _missing(moved, "loss", "a function of (outputs, batch)")
+        _missing(draft, "loss", "a function of (outputs, batch)")
     else:
-        moved.set("task.loss", loss, "the script's")
-        moved.read.append(f"{loss} -> task.loss")
-    if FILL_IN not in (moved.keys.get("task.model"), moved.keys.get("task.data")):
-        _importable(script, moved)
+        draft.set("task.loss", loss, "the script's")
+        draft.read.append(f"{loss} -> task.loss")
+    if FILL_IN not in (draft.keys.get("task.model"), draft.keys.get("task.data")):
+        _importable(script, draft)
 
 
-def _batches(script: Script, moved: Imported, loader: Call) -> None:
+def _batches(script: Script, draft: RunDraft, loader: Call) -> None:
     """How the loader makes batches: by a function of the script's, in an order of its own."""
     arguments = script.arguments(loader, ("dataset", "batch_size", "shuffle", "sampler"))
     collate, sampler = (
@@ -401,9 +401,9 @@ def _batches(script: Script, moved: Imported, loader: Call) -> None:
         arguments.nodes.get("sampler", arguments.nodes.get("batch_sampler")),
     )
     if isinstance(collate, ast.Name) and collate.id in script.functions and script.path.stem.isidentifier():
-        moved.set("task.collate", f"{script.path.stem}.{collate.id}", f"collate_fn, line {loader.line}")
+        draft.set("task.collate", f"{script.path.stem}.{collate.id}", f"collate_fn, line {loader.line}")
     elif collate is not None and not (isinstance(collate, ast.Constant) and collate.value is None):
-        moved.unclear(
+        draft.unclear(
             f"line {loader.line}: collate_fn={code_of(collate)}", "task.collate is a name", by=("task.collate",)
         )
     sampler_value = script.bound(sampler, last=True) if isinstance(sampler, ast.Name) else sampler
@@ -411,28 +411,28 @@ def _batches(script: Script, moved: Imported, loader: Call) -> None:
     name = script.origin_of(inner.func).rpartition(".")[2] if isinstance(inner, ast.Call) else None
     if sampler is not None and name not in ("DistributedSampler", "RandomSampler"):
         why = "every example is drawn once an epoch, in an order of the seed"
-        moved.drop(f"line {loader.line}: sampler={code_of(sampler)}", None, why, True)
+        draft.drop(f"line {loader.line}: sampler={code_of(sampler)}", None, why, True)
 
 
-def _changed(script: Script, moved: Imported, model: ast.expr | None) -> None:
+def _changed(script: Script, draft: RunDraft, model: ast.expr | None) -> None:
     """What is done to the model after it was made, which `task.model` would have to do."""
     name = ast.unparse(model) if model is not None else "model"
     why = "task.model is to give the model as it is trained"
     for call in script.calls:
         receiver = ast.unparse(call.receiver) if call.receiver is not None else ""
         if call.name in ("load_state_dict", "requires_grad_", "apply", "half") and receiver.partition(".")[0] == name:
-            moved.unclear(str(call), why, by=("task.model",))
+            draft.unclear(str(call), why, by=("task.model",))
     for node in ast.walk(script.tree):
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
-            moved.unclear(f"line {target.lineno}: {code_of(node)}", why, by=("task.model",))
+            draft.unclear(f"line {target.lineno}: {code_of(node)}", why, by=("task.model",))
 
 
-def _missing(moved: Imported, key: str, what: str) -> None:
+def _missing(draft: RunDraft, key: str, what: str) -> None:
     why = f"this is a loop of its own, and task.{key} is {what}: write one, see {_PAGE}"
-    moved.unclear(f"task.{key}", why, by=(f"task.{key}",))
-    if f"task.{key}" not in moved.by_hand:
-        moved.set(f"task.{key}", FILL_IN, f"(to be filled in: {what})")
+    draft.unclear(f"task.{key}", why, by=(f"task.{key}",))
+    if f"task.{key}" not in draft.by_hand:
+        draft.set(f"task.{key}", FILL_IN, f"(to be filled in: {what})")
 
 
 def _model(script: Script, optimizers: list[Call]) -> ast.expr | None:
@@ -511,7 +511,7 @@ def _function(script: Script, node: ast.expr) -> str | None:
     return None
 
 
-def _importable(script: Script, moved: Imported) -> None:
+def _importable(script: Script, draft: RunDraft) -> None:
     """Every process imports the file: what stands at its top, outside functions, would run there."""
     quiet = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for node in script.tree.body:
@@ -520,5 +520,5 @@ def _importable(script: Script, moved: Imported) -> None:
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if not (isinstance(node, quiet) or guard or plain or text):
             why = "every process imports the file, and would run this: put the loop below if __name__ == '__main__'"
-            moved.drop(f"line {node.lineno}: {code_of(node)}", None, why, True)
+            draft.drop(f"line {node.lineno}: {code_of(node)}", None, why, True)
             return

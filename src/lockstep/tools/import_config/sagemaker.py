@@ -17,7 +17,7 @@ from lockstep.config.error_messages import keys_of, secret
 from lockstep.config.run import Run, RunError
 from lockstep.tools.import_config import trainer
 from lockstep.tools.import_config.script import Script
-from lockstep.tools.import_config.table import Imported, number, read_table
+from lockstep.tools.import_config.table import RunDraft, number, read_table
 
 CALLED = "an estimator of SageMaker"
 ESTIMATORS = ("HuggingFace", "PyTorch", "Estimator", "ModelTrainer")
@@ -87,12 +87,12 @@ class Unread:
 # -- the file --------------------------------------------------------------------------------------------------------
 
 
-def read(script: Script) -> tuple[str, Callable[[Imported, int | None], None]] | None:
+def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] | None:
     """None: it makes no estimator of sagemaker's. Errors: `RunError` for several."""
     values = arguments(script.tree, str(script.path))
     if values is None:
         return None
-    return f"{CALLED}, {len(values)} key(s)", lambda moved, processes: move(values, moved, processes)
+    return f"{CALLED}, {len(values)} key(s)", lambda draft, processes: move(values, draft, processes)
 
 
 def arguments(tree: ast.Module, where: str = "the file") -> dict[str, Any] | None:
@@ -180,28 +180,28 @@ def _product(node: ast.expr) -> Any:
 # -- translation -----------------------------------------------------------------------------------------------------
 
 
-def move(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> None:
+def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
     """What `arguments` gives. All of `launch`, and what the hyperparameters say."""
-    moved.set("launch.name", "sagemaker", "the estimator")
+    draft.set("launch.name", "sagemaker", "the estimator")
     read = {}
     for name, value in theirs.items():
         row = TABLE.get(name)
         if isinstance(value, Unread):
             here = f"; set {row.here}" if row is not None and row.here else ""
-            moved.drop(f"{name}={value.text}", None, f"its value is known when the script runs{here}")
+            draft.drop(f"{name}={value.text}", None, f"its value is known when the script runs{here}")
         elif row is None:
-            moved.drop(name, _plain(value), "not an argument that is known here")
+            draft.drop(name, _plain(value), "not an argument that is known here")
         elif row.joined:
             read[name] = value
         elif row.here:
-            moved.set(row.here, value, name)
+            draft.set(row.here, value, name)
         elif value not in (None, False, row.default):
-            moved.drop(name, _plain(value), row.how)
-    _where(read, moved)
-    _times(read, moved)
-    _extra(read, moved)
-    _distribution(read.get("distribution"), moved)
-    _hyperparameters(read.get("hyperparameters"), moved, processes)
+            draft.drop(name, _plain(value), row.how)
+    _where(read, draft)
+    _times(read, draft)
+    _extra(read, draft)
+    _distribution(read.get("distribution"), draft)
+    _hyperparameters(read.get("hyperparameters"), draft, processes)
 
 
 def _launcher() -> Any:
@@ -212,30 +212,30 @@ def _launcher() -> Any:
         raise RunError(error.code, f"launch.name: {error.message}") from None
 
 
-def _where(theirs: Mapping[str, Any], moved: Imported) -> None:
+def _where(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     """The instance, its container, and what is in it."""
     instance = theirs.get("instance_type")
     if instance in ("local", "local_gpu"):
-        moved.set("launch.name", "local", f"instance_type {instance}")
-        for key in [key for key in moved.keys if key.startswith("launch.") and key != "launch.name"]:
-            moved.drop(moved.comments.pop(key), moved.keys.pop(key), "of jobs in the cloud")
+        draft.set("launch.name", "local", f"instance_type {instance}")
+        for key in [key for key in draft.keys if key.startswith("launch.") and key != "launch.name"]:
+            draft.drop(draft.comments.pop(key), draft.keys.pop(key), "of jobs in the cloud")
     elif instance is not None:
-        moved.set("launch.instance", instance, "instance_type")
+        draft.set("launch.instance", instance, "instance_type")
     for name in ("pytorch_version", "framework_version"):
         version = ".".join(str(theirs.get(name) or "").split(".")[:2])
         if version and version in (known := _launcher().pytorch_versions):
-            moved.set("launch.pytorch", version, name)
+            draft.set("launch.pytorch", version, name)
         elif version:
-            moved.drop(name, theirs[name], f"launch.pytorch is one of {', '.join(known)}; its default is taken")
+            draft.drop(name, theirs[name], f"launch.pytorch is one of {', '.join(known)}; its default is taken")
     for name, key in (("environment", "launch.environment"), ("inputs", "launch.inputs")):
         pairs, unread = _pairs(name, theirs.get(name))
         for left in [left for left, right in pairs.items() if secret({"launch": {name: [f"{left}={right}"]}})]:
             del pairs[left]
-            moved.drop(f"{name}: {left}", None, "a secret: AWS Secrets Manager holds it, launch.secrets names it")
+            draft.drop(f"{name}: {left}", None, "a secret: AWS Secrets Manager holds it, launch.secrets names it")
         if pairs:
-            moved.set(key, [f"{left}={right}" for left, right in pairs.items()], name)
+            draft.set(key, [f"{left}={right}" for left, right in pairs.items()], name)
         for text in unread:
-            moved.drop(f"{name}: {text}", None, f"its value is known when the script runs; set {key}")
+            draft.drop(f"{name}: {text}", None, f"its value is known when the script runs; set {key}")
 
 
 def _pairs(name: str, value: Any) -> tuple[dict[str, str], list[str]]:
@@ -259,17 +259,17 @@ def _pairs(name: str, value: Any) -> tuple[dict[str, str], list[str]]:
     return known, unread
 
 
-def _times(theirs: Mapping[str, Any], moved: Imported) -> None:
+def _times(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     """Theirs are seconds, and waiting counts the training with it."""
     seconds = number(theirs.get("max_run"))
     if seconds is not None:
-        moved.set("launch.max_hours", seconds / 3600, f"max_run {seconds:g} s")
+        draft.set("launch.max_hours", seconds / 3600, f"max_run {seconds:g} s")
     if (whole := number(theirs.get("max_wait"))) is not None:
         rest = max(0.0, whole - (seconds if seconds is not None else 24 * 3600))
-        moved.set("launch.wait_hours", rest / 3600, f"max_wait {whole:g} s, less max_run")
+        draft.set("launch.wait_hours", rest / 3600, f"max_wait {whole:g} s, less max_run")
 
 
-def _extra(theirs: Mapping[str, Any], moved: Imported) -> None:
+def _extra(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     """Fields that pass to AWS's interface as they are."""
     extra: dict[str, Any] = {}
     names = []
@@ -278,7 +278,7 @@ def _extra(theirs: Mapping[str, Any], moved: Imported) -> None:
         if value in (None, [], {}, False):
             continue
         if _has_unread(value):
-            moved.drop(name, None, f"its value is known when the script runs; set launch.extra.{'.'.join(path)}")
+            draft.drop(name, None, f"its value is known when the script runs; set launch.extra.{'.'.join(path)}")
             continue
         if name == "tags":
             value = [{part.capitalize(): text for part, text in tag.items() if part} for tag in value]
@@ -288,7 +288,7 @@ def _extra(theirs: Mapping[str, Any], moved: Imported) -> None:
         inner[path[-1]] = value
         names.append(name)
     if extra:
-        moved.set("launch.extra", extra, ", ".join(names))
+        draft.set("launch.extra", extra, ", ".join(names))
 
 
 def _has_unread(value: Any) -> bool:
@@ -297,18 +297,18 @@ def _has_unread(value: Any) -> bool:
     return isinstance(value, Unread)
 
 
-def _distribution(value: Any, moved: Imported) -> None:
+def _distribution(value: Any, draft: RunDraft) -> None:
     """How the ranks work together: each file of ours starts its own."""
     if not value:
         return
     kinds = str(_plain(value))
     if any(name in kinds for name in _DDP) and "modelparallel" not in kinds:
-        moved.set("strategy.name", "ddp", f"distribution {kinds[:40]}")
+        draft.set("strategy.name", "ddp", f"distribution {kinds[:40]}")
     else:
-        moved.drop("distribution", kinds, "strategy.name: `lockstep list` names what there is")
+        draft.drop("distribution", kinds, "strategy.name: `lockstep list` names what there is")
 
 
-def _hyperparameters(value: Any, moved: Imported, processes: int | None) -> None:
+def _hyperparameters(value: Any, draft: RunDraft, processes: int | None) -> None:
     if not isinstance(value, dict):
         return
     known, ours = {}, keys_of(Run)
@@ -318,12 +318,12 @@ def _hyperparameters(value: Any, moved: Imported, processes: int | None) -> None
         if field in trainer.TABLE and field not in known and not _has_unread(each):
             known[field] = each
             if field != plain:
-                moved.notes.append(f"hyperparameters: {name} is taken for {field} of TrainingArguments")
+                draft.notes.append(f"hyperparameters: {name} is taken for {field} of TrainingArguments")
         else:
             why = key_aliases.place(name, ours) or "an argument of the script"
-            moved.drop(f"hyperparameters: {name}", _plain(each), why, decides=True)
+            draft.drop(f"hyperparameters: {name}", _plain(each), why, decides=True)
     if known:
-        trainer.move(known, moved, processes)
+        trainer.move(known, draft, processes)
 
 
 def _plain(value: Any) -> Any:

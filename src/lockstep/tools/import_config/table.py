@@ -1,6 +1,6 @@
 """A row for each key of another system, and what comes of a file of such keys.
 
-In: a table of `config/foreign_keys/` (their key -> `KeyTranslation`) and the keys of a file. Out: `Imported`: keys of
+In: a table of `config/foreign_keys/` (their key -> `KeyTranslation`) and the keys of a file. Out: `RunDraft`: keys of
 a run file, what their comments say, and the gaps: what has no counterpart or is not understood, with why, and whether
 it decides what is trained. docs/reference/coming-from shows the same tables; a test compares them.
 """
@@ -106,7 +106,7 @@ class Gap:
 
 
 @dataclass
-class Imported:
+class RunDraft:
     """What a file says, in keys of a run file."""
 
     keys: dict[str, Any] = field(default_factory=dict)  # dotted
@@ -115,7 +115,7 @@ class Imported:
     notes: list[str] = field(default_factory=list)  # what was taken to be so
     read: list[str] = field(default_factory=list)  # of a script: each line that was read, and what for
     by_hand: dict[str, Any] = field(default_factory=dict)  # dotted keys that were given on the command line
-    at_end: list[Callable[[Imported], None]] = field(default_factory=list)  # once the data were looked at
+    at_end: list[Callable[[RunDraft], None]] = field(default_factory=list)  # once the data were looked at
 
     def set(self, key: str, value: Any, comment: str) -> None:
         self.keys[key] = value
@@ -144,28 +144,28 @@ class Imported:
         return [gap for gap in self.gaps if gap.decides and not any(key in self.by_hand for key in gap.by)]
 
 
-def apply(table: Table, theirs: Mapping[str, Any], moved: Imported) -> None:
+def apply(table: Table, theirs: Mapping[str, Any], draft: RunDraft) -> None:
     """Every row that stands for itself; rows that are `joined` are left to the source's own function."""
     for name, value in theirs.items():
         row = table.get(name)
         if row is None:
-            moved.drop(name, value, "not a key that is known here", decides=not _is_off(value))
+            draft.drop(name, value, "not a key that is known here", decides=not _is_off(value))
         elif row.joined:
             continue
         elif not row.here:
             if not _is_off(value) and value != row.default:
-                moved.drop(name, value, row.how, row.decides, row.by)
+                draft.drop(name, value, row.how, row.decides, row.by)
         elif value is None:
             continue
         elif row.values is None:
-            moved.set(row.here, value, name)
+            draft.set(row.here, value, name)
         elif (known := _of(value)) in row.values:
             if (ours := row.values[known]) is not None:
-                moved.set(row.here, ours, f"{name} {value}")
+                draft.set(row.here, ours, f"{name} {value}")
         elif not _is_off(value):
-            wanted = ", ".join(dict.fromkeys(str(v) for v in row.values.values() if v is not None))
-            moved.drop(
-                name, value, f"{row.here} is one of {wanted}; its default is taken", decides(row.here), (row.here,)
+            choices = ", ".join(dict.fromkeys(str(v) for v in row.values.values() if v is not None))
+            draft.drop(
+                name, value, f"{row.here} is one of {choices}; its default is taken", decides(row.here), (row.here,)
             )
 
 
@@ -193,48 +193,48 @@ def _is_off(value: Any) -> bool:
 # -- what several sources have in common -----------------------------------------------------------------------------
 
 
-def batches(moved: Imported, each: int, accumulated: int, processes: int | None, names: tuple[str, str]) -> None:
+def batches(draft: RunDraft, each: int, accumulated: int, processes: int | None, names: tuple[str, str]) -> None:
     """Examples a step: of each process and forward pass, times passes, times processes."""
     comment = f"{names[0]} {each} x {names[1]} {accumulated} x {processes or 1} process(es)"
-    moved.set("batch_size", each * accumulated * (processes or 1), comment)
-    moved.set(
+    draft.set("batch_size", each * accumulated * (processes or 1), comment)
+    draft.set(
         "micro_batches", accumulated * (processes or 1), f"{names[1]} {accumulated} x {processes or 1} process(es)"
     )
     if processes is None:
-        moved.notes.append(
+        draft.notes.append(
             "the file does not say on how many processes it ran; one is taken. With N, give launch.processes=N and run "
             "this again, or multiply batch_size and micro_batches by N"
         )
 
 
-def schedule(moved: Imported, theirs: Mapping[str, Any], steps: str, share: str, kind: Any = None) -> None:
+def schedule(draft: RunDraft, theirs: Mapping[str, Any], steps: str, share: str, kind: Any = None) -> None:
     """A warm-up in steps, or as a share of all. `kind`: the schedule's name at transformers, where `constant` has no
     warm-up, whatever is asked for."""
     fraction, count = number(theirs.get(share)), number(theirs.get(steps))
     if str(kind).rpartition(".")[2].lower() == "constant" and (count or fraction):
         name, value = (steps, theirs[steps]) if count else (share, theirs[share])
-        moved.drop(name, value, "transformers' schedule constant has no warm-up, and leaves it out, too")
+        draft.drop(name, value, "transformers' schedule constant has no warm-up, and leaves it out, too")
     elif count and count >= 1:
-        moved.set("optim.warmup_steps", int(count), f"{steps} {int(count)}")
+        draft.set("optim.warmup_steps", int(count), f"{steps} {int(count)}")
     elif count or fraction:
         name, value = (steps, count) if count else (share, fraction)
-        moved.set("optim.warmup_fraction", value, f"{name} {value}")
+        draft.set("optim.warmup_fraction", value, f"{name} {value}")
 
 
-def length(moved: Imported, epochs: Any, steps: Any, names: tuple[str, str]) -> None:
+def length(draft: RunDraft, epochs: Any, steps: Any, names: tuple[str, str]) -> None:
     """Steps, where they are given, go before epochs."""
     if (count := number(steps)) is not None and count > 0:
-        moved.set("steps", int(count), names[1])
+        draft.set("steps", int(count), names[1])
     elif (passes := number(epochs)) is not None:
-        moved.set("epochs", int(passes) if passes == int(passes) else passes, names[0])
+        draft.set("epochs", int(passes) if passes == int(passes) else passes, names[0])
 
 
-def only_its_own(moved: Imported) -> None:
+def only_its_own(draft: RunDraft) -> None:
     """Leave out what is said of moments that the optimizer does not have."""
-    options: Any = plugins.find("optimizers", moved.keys.get("optim.name", "adamw"))
+    options: Any = plugins.find("optimizers", draft.keys.get("optim.name", "adamw"))
     for key in ("betas", "eps", "momentum"):
         if key not in options.Options.model_fields:
-            moved.keys.pop(f"optim.{key}", None)
+            draft.keys.pop(f"optim.{key}", None)
 
 
 _ENDS = {
@@ -245,19 +245,19 @@ _ENDS = {
 }
 
 
-def schedule_ends(moved: Imported, kind: str, options: Mapping[str, Any], rate: float, name: str) -> None:
+def schedule_ends(draft: RunDraft, kind: str, options: Mapping[str, Any], rate: float, name: str) -> None:
     """How a schedule of transformers ends: what `lr_scheduler_kwargs` says, and its own defaults."""
     kind, options = kind.rpartition(".")[2], dict(options)
     if kind == "warmup_stable_decay":
         shape = str(options.pop("decay_type", "cosine"))
-        moved.set("optim.decay_shape", {"1-sqrt": "sqrt"}.get(shape, shape), f"{name}: decay_type {shape}")
+        draft.set("optim.decay_shape", {"1-sqrt": "sqrt"}.get(shape, shape), f"{name}: decay_type {shape}")
     for key, value in options.items():
         if key in _ENDS:
-            moved.set(f"optim.{_ENDS[key]}", value, f"{name}: {key}")
+            draft.set(f"optim.{_ENDS[key]}", value, f"{name}: {key}")
         elif key in ("min_lr", "lr_end") and (least := number(value)) is not None:
-            moved.set("optim.min_lr_ratio", least / rate, f"{name}: {key} {least:g} of {rate:g}")
+            draft.set("optim.min_lr_ratio", least / rate, f"{name}: {key} {least:g} of {rate:g}")
         else:
-            moved.drop(f"{name}: {key}", value, "optim has no such key")
+            draft.drop(f"{name}: {key}", value, "optim has no such key")
 
 
 ADAFACTOR = (
@@ -266,39 +266,39 @@ ADAFACTOR = (
 )
 
 
-def optimizer(moved: Imported, name: str, value: Any) -> None:
+def optimizer(draft: RunDraft, name: str, value: Any) -> None:
     """What an optimizer of the same name does otherwise."""
     if str(value).rpartition(".")[2].lower() == "adafactor":
-        moved.drop(f"{name}: the rate of adafactor", None, ADAFACTOR, True, ("optim.learning_rate",))
+        draft.drop(f"{name}: the rate of adafactor", None, ADAFACTOR, True, ("optim.learning_rate",))
 
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
-def trackers(moved: Imported, name: str, value: Any) -> None:
+def trackers(draft: RunDraft, name: str, value: Any) -> None:
     """A list of trackers, or one."""
     trackers_named = [str(each) for each in (value if isinstance(value, list) else [value]) if each]
     if known := [each for each in trackers_named if each in TRACKERS]:
-        moved.set("track.to", known, f"{name} {', '.join(known)}")
+        draft.set("track.to", known, f"{name} {', '.join(known)}")
     for each in trackers_named:
         if each not in (*TRACKERS, "none", "all"):
-            moved.drop(name, each, f"trackers here are {', '.join(TRACKERS)}, or a class of your own")
+            draft.drop(name, each, f"trackers here are {', '.join(TRACKERS)}, or a class of your own")
     if "all" in trackers_named:
-        moved.drop(name, "all", f"name them: track.to=[...] of {', '.join(TRACKERS)}")
+        draft.drop(name, "all", f"name them: track.to=[...] of {', '.join(TRACKERS)}")
 
 
-def quantized(moved: Imported, kind: Any, nested: Any, origin: str) -> None:
+def quantized(draft: RunDraft, kind: Any, nested: Any, origin: str) -> None:
     """An adapter's base in 4 bits: nf4 or fp4."""
     kind = str(kind).lower()
     if kind not in ("nf4", "fp4"):
-        moved.drop(origin, kind, "model.quantization is nf4 or fp4", True, ("model.quantization",))
+        draft.drop(origin, kind, "model.quantization is nf4 or fp4", True, ("model.quantization",))
         return
-    moved.set("model.quantization", kind, origin)
+    draft.set("model.quantization", kind, origin)
     if nested:
-        moved.notes.append("the scales of the 4-bit weights are in float32: they are not quantised a second time")
+        draft.notes.append("the scales of the 4-bit weights are in float32: they are not quantised a second time")
 
 
-def lora(moved: Imported, entries: Mapping[str, Any], origin: str) -> None:
+def lora(draft: RunDraft, entries: Mapping[str, Any], origin: str) -> None:
     """An adapter of peft; entries that were not given are left out."""
     adapter = {key: value for key, value in entries.items() if value is not None}
-    moved.set("model.adapter", {"type": "lora", **adapter}, origin)
+    draft.set("model.adapter", {"type": "lora", **adapter}, origin)

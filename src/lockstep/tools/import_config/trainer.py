@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.config.run import RunError
 from lockstep.tools.import_config.table import (
-    Imported,
+    RunDraft,
     Table,
     apply,
     batches,
@@ -41,99 +41,99 @@ _SMOOTHED = ("classification", "translation", "summarization")  # tasks whose la
 _GROUPED = 50  # steps whose examples are sorted together, as Trainer does
 
 
-def move(theirs: Mapping[str, Any], moved: Imported, processes: int | None, table: Table = TABLE) -> None:
+def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, table: Table = TABLE) -> None:
     """Fields that were given, and the defaults of those that were not."""
-    apply(table, theirs, moved)
+    apply(table, theirs, draft)
     full = DEFAULTS | {name: value for name, value in theirs.items() if value is not None}
     for name in ("weight_decay", "seed"):
         if name not in theirs:
-            moved.set(table[name].here, DEFAULTS[name], f"{name}, by default")
+            draft.set(table[name].here, DEFAULTS[name], f"{name}, by default")
     batches(
-        moved,
+        draft,
         whole(full["per_device_train_batch_size"]),
         whole(full["gradient_accumulation_steps"]),
         processes,
         ("per_device_train_batch_size", "gradient_accumulation_steps"),
     )
-    length(moved, full["num_train_epochs"], full.get("max_steps"), ("num_train_epochs", "max_steps"))
-    schedule(moved, full, "warmup_steps", "warmup_ratio", full.get("lr_scheduler_type"))
-    optimizer(moved, "optim", full.get("optim"))
+    length(draft, full["num_train_epochs"], full.get("max_steps"), ("num_train_epochs", "max_steps"))
+    schedule(draft, full, "warmup_steps", "warmup_ratio", full.get("lr_scheduler_type"))
+    optimizer(draft, "optim", full.get("optim"))
     kind, ends = str(full.get("lr_scheduler_type", "linear")).lower(), full.get("lr_scheduler_kwargs") or {}
     if isinstance(ends, Mapping):
-        schedule_ends(moved, kind, ends, number(full.get("learning_rate")) or 5e-5, "lr_scheduler_kwargs")
+        schedule_ends(draft, kind, ends, number(full.get("learning_rate")) or 5e-5, "lr_scheduler_kwargs")
     else:
-        moved.drop("lr_scheduler_kwargs", ends, "expected a mapping")
+        draft.drop("lr_scheduler_kwargs", ends, "expected a mapping")
     if (first := number(full.get("adam_beta1"))) is not None or "adam_beta2" in full:
         second = number(full.get("adam_beta2", 0.999))
-        moved.set("optim.betas", [0.9 if first is None else first, second], "adam_beta1 and adam_beta2")
-    _intervals(full, moved)
-    _best(full, moved)
-    _engine(full, moved)
+        draft.set("optim.betas", [0.9 if first is None else first, second], "adam_beta1 and adam_beta2")
+    _intervals(full, draft)
+    _best(full, draft)
+    _engine(full, draft)
     if full.get("group_by_length") or full.get("train_sampling_strategy") == "group_by_length":
-        moved.set("data.group_by_length", _GROUPED, "group_by_length")
+        draft.set("data.group_by_length", _GROUPED, "group_by_length")
     if "report_to" in full:
-        trackers(moved, "report_to", full["report_to"])
+        trackers(draft, "report_to", full["report_to"])
     if full.get("push_to_hub"):
         if full.get("hub_model_id"):
-            moved.set("hub.push_to", full["hub_model_id"], "hub_model_id")
+            draft.set("hub.push_to", full["hub_model_id"], "hub_model_id")
         else:
-            moved.drop("push_to_hub", True, "hub.push_to wants USER/REPO, and hub_model_id is not given")
+            draft.drop("push_to_hub", True, "hub.push_to wants USER/REPO, and hub_model_id is not given")
     if full.get("run_name"):
-        moved.set("name", full["run_name"], "run_name")
+        draft.set("name", full["run_name"], "run_name")
 
 
-def _intervals(full: Mapping[str, Any], moved: Imported) -> None:
+def _intervals(full: Mapping[str, Any], draft: RunDraft) -> None:
     strategy = _word(full.get("eval_strategy", full.get("evaluation_strategy", "no")))
     if strategy == "epoch":
-        moved.set("evaluate.every", "epoch", "eval_strategy epoch")
+        draft.set("evaluate.every", "epoch", "eval_strategy epoch")
     elif strategy == "steps":
         every = full.get("eval_steps", full.get("logging_steps", 500))
-        _interval(moved, "evaluate.every", every, "eval_steps")
+        _interval(draft, "evaluate.every", every, "eval_steps")
     saving = _word(full.get("save_strategy", "steps"))
     if saving == "epoch":
-        moved.set("checkpoint.every", "epoch", "save_strategy epoch")
+        draft.set("checkpoint.every", "epoch", "save_strategy epoch")
     elif saving == "no":
-        moved.set("checkpoint.every", 0, "save_strategy no: at the end, and at a stop")
+        draft.set("checkpoint.every", 0, "save_strategy no: at the end, and at a stop")
     elif saving == "steps":
-        _interval(moved, "checkpoint.every", full.get("save_steps", 500), "save_steps")
+        _interval(draft, "checkpoint.every", full.get("save_steps", 500), "save_steps")
 
 
-def _interval(moved: Imported, key: str, every: Any, name: str) -> None:
+def _interval(draft: RunDraft, key: str, every: Any, name: str) -> None:
     """Steps; a share of all steps has to wait until they are known."""
     if (count := number(every)) is not None and count >= 1:
-        moved.set(key, int(count), f"{name} {int(count)}")
+        draft.set(key, int(count), f"{name} {int(count)}")
     elif count:
-        moved.set(key, count, f"{name} {count} of all steps")
+        draft.set(key, count, f"{name} {count} of all steps")
 
 
-def _best(full: Mapping[str, Any], moved: Imported) -> None:
+def _best(full: Mapping[str, Any], draft: RunDraft) -> None:
     metric = str(full.get("metric_for_best_model") or "loss").removeprefix("eval_")
     if not full.get("load_best_model_at_end"):
         if full.get("metric_for_best_model"):
-            moved.drop("metric_for_best_model", metric, "without load_best_model_at_end it changes nothing")
+            draft.drop("metric_for_best_model", metric, "without load_best_model_at_end it changes nothing")
         return
     greater = full.get("greater_is_better")
     less = not greater if greater is not None else "loss" in metric
-    moved.set("checkpoint.best", f"-{metric}" if less else metric, f"load_best_model_at_end by {metric}")
+    draft.set("checkpoint.best", f"-{metric}" if less else metric, f"load_best_model_at_end by {metric}")
 
 
-def _engine(full: Mapping[str, Any], moved: Imported) -> None:
+def _engine(full: Mapping[str, Any], draft: RunDraft) -> None:
     fsdp = full.get("fsdp")
     if fsdp and str(fsdp) not in ("[]", "", "None"):
-        moved.set("strategy.name", "fsdp2", f"fsdp {fsdp}")
+        draft.set("strategy.name", "fsdp2", f"fsdp {fsdp}")
     if full.get("deepspeed"):
-        moved.drop("deepspeed", full["deepspeed"], "`lockstep init --from` that file moves it, too")
+        draft.drop("deepspeed", full["deepspeed"], "`lockstep init --from` that file moves it, too")
     if (size := full.get("ddp_bucket_cap_mb")) is not None:
-        moved.set("strategy.options", {"bucket_cap_mb": size}, "ddp_bucket_cap_mb")
+        draft.set("strategy.options", {"bucket_cap_mb": size}, "ddp_bucket_cap_mb")
     if smoothing := number(full.get("label_smoothing_factor")):
-        if moved.task in (None, *_SMOOTHED):
-            moved.set("task.label_smoothing", smoothing, "label_smoothing_factor")
+        if draft.task in (None, *_SMOOTHED):
+            draft.set("task.label_smoothing", smoothing, "label_smoothing_factor")
         else:
-            why = f"{', '.join(_SMOOTHED)} have it: task.label_smoothing; {moved.task} has not"
-            moved.drop("label_smoothing_factor", smoothing, why, True)
-    if "predict_with_generate" in full and moved.task in ("translation", "summarization"):
-        key = "task.bleu" if moved.task == "translation" else "task.rouge"
-        moved.set(key, bool(full["predict_with_generate"]), "predict_with_generate")
+            why = f"{', '.join(_SMOOTHED)} have it: task.label_smoothing; {draft.task} has not"
+            draft.drop("label_smoothing_factor", smoothing, why, True)
+    if "predict_with_generate" in full and draft.task in ("translation", "summarization"):
+        key = "task.bleu" if draft.task == "translation" else "task.rouge"
+        draft.set(key, bool(full["predict_with_generate"]), "predict_with_generate")
 
 
 def _word(value: Any) -> str:
@@ -165,9 +165,9 @@ def task_of(theirs: Mapping[str, Any]) -> str | None:
     return tasks[0] if len(tasks) == 1 else None
 
 
-def move_trl(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> None:
+def move_trl(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
     """Errors: `RunError` where nothing says which of TRL's trainers it is."""
-    task = moved.task or task_of(theirs)
+    task = draft.task or task_of(theirs)
     if task not in _RATES:
         raise RunError(
             "LS8240",
@@ -179,84 +179,84 @@ def move_trl(theirs: Mapping[str, Any], moved: Imported, processes: int | None) 
         full["bf16"] = True  # in TRL, unlike in transformers
     if isinstance(full.get("model_init_kwargs"), Mapping):
         full |= {k: v for k, v in full.pop("model_init_kwargs").items() if k in TRL}
-    moved.set("task.name", task, "TRL's trainer")
-    move({k: v for k, v in full.items() if k != "dataset_text_field"}, moved, processes, TABLE | TRL)
+    draft.set("task.name", task, "TRL's trainer")
+    move({k: v for k, v in full.items() if k != "dataset_text_field"}, draft, processes, TABLE | TRL)
     for name in ("learning_rate", "gradient_checkpointing", "bf16"):
-        if name not in theirs and (key := TABLE[name].here) in moved.keys:
-            moved.comments[key] = f"{name}, by TRL's default"
-    _length(theirs, moved, task)
+        if name not in theirs and (key := TABLE[name].here) in draft.keys:
+            draft.comments[key] = f"{name}, by TRL's default"
+    _length(theirs, draft, task)
     if task == "language_modeling":
-        _texts(theirs, moved)
+        _texts(theirs, draft)
     elif task == "preference":
-        _pairs(theirs, moved)
-        moved.notes.append("TRL turns a model's dropout off for pairs; here it is as model.config says")
+        _pairs(theirs, draft)
+        draft.notes.append("TRL turns a model's dropout off for pairs; here it is as model.config says")
     elif (center := number(theirs.get("center_rewards_coefficient"))) is not None:
-        moved.set("task.center", center, "center_rewards_coefficient")
-    _model(theirs, moved)
+        draft.set("task.center", center, "center_rewards_coefficient")
+    _model(theirs, draft)
     if theirs.get("dataset_test_split") and str(theirs.get("eval_strategy", "no")).rpartition(".")[2].lower() != "no":
-        moved.set("data.validation", theirs["dataset_test_split"], "dataset_test_split")
+        draft.set("data.validation", theirs["dataset_test_split"], "dataset_test_split")
 
 
-def _length(theirs: Mapping[str, Any], moved: Imported, task: str) -> None:
+def _length(theirs: Mapping[str, Any], draft: RunDraft, task: str) -> None:
     key = "task.block_size" if task == "language_modeling" else "data.max_length"
     name = "max_length" if "max_length" in theirs else "max_seq_length"
     length = theirs.get(name, 1024)
     if length is None:
-        moved.drop(name, "None", f"{key} is a number: texts are cut to it", True, (key,))
+        draft.drop(name, "None", f"{key} is a number: texts are cut to it", True, (key,))
     else:
-        moved.set(key, length, name if name in theirs else "max_length, by TRL's default")
+        draft.set(key, length, name if name in theirs else "max_length, by TRL's default")
 
 
-def _texts(theirs: Mapping[str, Any], moved: Imported) -> None:
+def _texts(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     if theirs.get("dataset_text_field"):
-        moved.set("task.text", theirs["dataset_text_field"], "dataset_text_field")
+        draft.set("task.text", theirs["dataset_text_field"], "dataset_text_field")
     if theirs.get("packing"):
         strategy = str(theirs.get("packing_strategy", "bfd"))
-        moved.set("task.packing", True, "packing")
-        moved.set("task.attend_across_documents", strategy == "wrapped", f"packing_strategy {strategy}")
+        draft.set("task.packing", True, "packing")
+        draft.set("task.attend_across_documents", strategy == "wrapped", f"packing_strategy {strategy}")
         if strategy != "wrapped":
-            moved.notes.append("packing: texts follow each other and are cut where a block ends; TRL's bfd sorts them")
+            draft.notes.append("packing: texts follow each other and are cut where a block ends; TRL's bfd sorts them")
     else:
-        moved.set("task.packing", False, "packing")
+        draft.set("task.packing", False, "packing")
     if (loss := str(theirs.get("loss_type", "nll"))) not in ("nll", "chunked_nll"):
-        moved.drop("loss_type", loss, "the loss of language modelling is the mean over tokens", True)
+        draft.drop("loss_type", loss, "the loss of language modelling is the mean over tokens", True)
     if theirs.get("completion_only_loss") is False:
-        moved.drop("completion_only_loss", "false", "of a prompt and its response the response is learned", True)
+        draft.drop("completion_only_loss", "false", "of a prompt and its response the response is learned", True)
     whole = not theirs.get("assistant_only_loss")
-    moved.at_end.append(lambda moved: _columns(moved, whole))
+    draft.at_end.append(lambda draft: _columns(draft, whole))
 
 
-def _columns(moved: Imported, whole: bool) -> None:
+def _columns(draft: RunDraft, whole: bool) -> None:
     """Once the data were looked at. `whole`: of a conversation all is learned."""
-    if not any(f"task.{key}" in moved.keys for key in ("text", "prompt", "messages")):
+    if not any(f"task.{key}" in draft.keys for key in ("text", "prompt", "messages")):
         why = (
             "SFTTrainer takes text, messages, or prompt and completion, as the data have them: give --data or name them"
         )
-        moved.unclear("the columns", why, True, ("task.text", "task.messages", "task.prompt"))
-    if "task.messages" in moved.keys and whole:
+        draft.unclear("the columns", why, True, ("task.text", "task.messages", "task.prompt"))
+    if "task.messages" in draft.keys and whole:
         why = "of conversations the assistant's words alone are learned here: say task.messages=... if that is wanted"
-        moved.drop("assistant_only_loss", "false", why, True, ("task.messages",))
+        draft.drop("assistant_only_loss", "false", why, True, ("task.messages",))
 
 
-def _pairs(theirs: Mapping[str, Any], moved: Imported) -> None:
+def _pairs(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     """Errors: `RunError` for a loss that there is none of here."""
     kind = theirs.get("loss_type", "sigmoid")
     kind = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
     simpo = kind == "simpo" and not number(theirs.get("cpo_alpha", 1.0))
     if not simpo and (kind not in _DPO_LOSSES or "cpo_alpha" in theirs):
-        moved.drop(
+        draft.drop(
             "loss_type", kind, "task.loss is dpo (sigmoid), ipo, hinge, or simpo with cpo_alpha 0", True, ("task.loss",)
         )
     else:
-        moved.set("task.loss", "simpo" if simpo else _DPO_LOSSES[str(kind)], f"loss_type {kind}")
+        draft.set("task.loss", "simpo" if simpo else _DPO_LOSSES[str(kind)], f"loss_type {kind}")
     for key, name in (("beta", "beta"), ("label_smoothing", "label_smoothing"), ("gamma", "simpo_gamma")):
         if (value := number(theirs.get(name))) is not None and (key != "gamma" or simpo):
-            moved.set(f"task.{key}", value, name)
+            draft.set(f"task.{key}", value, name)
 
 
-def _model(theirs: Mapping[str, Any], moved: Imported) -> None:
+def _model(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     dtype = str(theirs.get("dtype", theirs.get("torch_dtype", "float32")))
-    set_dtype(moved, dtype, "dtype")
+    set_dtype(draft, dtype, "dtype")
     if theirs.get("use_peft"):
         entries = {
             "r": theirs.get("lora_r", 16),
@@ -267,23 +267,23 @@ def _model(theirs: Mapping[str, Any], moved: Imported) -> None:
             "use_dora": theirs.get("use_dora"),
             "use_rslora": theirs.get("use_rslora"),
         }
-        lora(moved, {k: v for k, v in entries.items() if v is not False}, "use_peft")
+        lora(draft, {k: v for k, v in entries.items() if v is not False}, "use_peft")
     if theirs.get("load_in_4bit"):
         nested = theirs.get("use_bnb_nested_quant")
-        quantized(moved, theirs.get("bnb_4bit_quant_type", "nf4"), nested, "load_in_4bit")
+        quantized(draft, theirs.get("bnb_4bit_quant_type", "nf4"), nested, "load_in_4bit")
 
 
-def set_dtype(moved: Imported, dtype: str, origin: str) -> None:
+def set_dtype(draft: RunDraft, dtype: str, origin: str) -> None:
     """What weights are kept in, by its name at torch."""
     name = dtype.rpartition(".")[2].lower()
     if name in ("bfloat16", "bf16"):
-        moved.set("model.dtype", "bfloat16", f"{origin} {name}")
-        moved.notes.append("model.dtype bfloat16: a float32 copy of what is trained is updated (optim.master_weights)")
+        draft.set("model.dtype", "bfloat16", f"{origin} {name}")
+        draft.notes.append("model.dtype bfloat16: a float32 copy of what is trained is updated (optim.master_weights)")
     elif name in ("float16", "fp16", "half"):
-        moved.drop(
+        draft.drop(
             origin, name, "model.dtype is float32 or bfloat16; precision: fp16 computes so", True, ("model.dtype",)
         )
     elif name == "auto":
-        moved.notes.append(
+        draft.notes.append(
             f"{origin} auto: weights are kept in float32 here (with an adapter in bfloat16): model.dtype"
         )

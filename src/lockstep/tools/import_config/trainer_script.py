@@ -14,9 +14,9 @@ from lockstep.config.run import RunError
 from lockstep.tools.import_config import loading, trainer
 from lockstep.tools.import_config.loading import RUNS, Reading
 from lockstep.tools.import_config.script import Call, Script, code_of, is_trainer, kind_of
-from lockstep.tools.import_config.table import Imported, decides
+from lockstep.tools.import_config.table import RunDraft, decides
 
-Move = Callable[[Imported, int | None], None]
+Move = Callable[[RunDraft, int | None], None]
 LOOPS = ("lightning", "pytorch_lightning", "pl", "L", "composer", "ignite", "fastai")  # which have a Trainer, too
 _LIBRARIES = ("transformers", "trl", "peft", "datasets", "bitsandbytes", "unsloth", "optimum", "sentence_transformers")
 _OVERRIDES: tuple[str, ...] = (
@@ -65,7 +65,7 @@ def read(script: Script) -> tuple[str, Move] | None:
             "training_args.json and give that",
         )
     name = settings[0].name if settings else trainers[0].name
-    return f"a script with {name}", lambda moved, processes: _move(script, moved, processes)
+    return f"a script with {name}", lambda draft, processes: _move(script, draft, processes)
 
 
 def _is_settings(name: str) -> bool:
@@ -95,12 +95,12 @@ def _no_way(name: str) -> bool:
     return any(name in (f"{prefix}Config", f"{prefix}Trainer") for prefix in _NO_WAY) or name.startswith("SentenceTr")
 
 
-def _move(script: Script, moved: Imported, processes: int | None) -> None:
-    at = Reading(script, moved)
+def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
+    at = Reading(script, draft)
     known = {**trainer.TABLE, **trainer.TRL}
     if any(c.name in ("HfArgumentParser", "TrlParser") for c in script.calls):
         at.arguments |= {name: value for name, value in script.options.items() if name in known}
-    loading.task_first(script, moved)
+    loading.task_first(script, draft)
     for call in script.calls:
         read_call(call, at)
     for kind in script.classes.values():
@@ -108,8 +108,8 @@ def _move(script: Script, moved: Imported, processes: int | None) -> None:
     settings(at)
     _settings(at, processes)
     own_tokenizer(at)
-    if moved.task is None:
-        moved.unclear("the task", "nothing says which one it is", by=("task.name",))
+    if draft.task is None:
+        draft.unclear("the task", "nothing says which one it is", by=("task.name",))
 
 
 def read_call(call: Call, at: Reading) -> None:
@@ -117,10 +117,10 @@ def read_call(call: Call, at: Reading) -> None:
     if handler is None:
         return
     if call.condition is not None and not is_trainer(at.script, call.name):
-        moves = len(at.moved.gaps), dict(at.moved.keys), dict(at.arguments)
+        moves = len(at.draft.gaps), dict(at.draft.keys), dict(at.arguments)
         handler(call, at)
-        if (len(at.moved.gaps), at.moved.keys, at.arguments) != moves:
-            at.moved.unclear(str(call), f"it is called only {call.condition}, which is known when the script runs")
+        if (len(at.draft.gaps), at.draft.keys, at.arguments) != moves:
+            at.draft.unclear(str(call), f"it is called only {call.condition}, which is known when the script runs")
         return
     handler(call, at)
 
@@ -169,7 +169,7 @@ def _quiet(call: Call) -> bool:
 
 
 def _unknown(call: Call, at: Reading) -> None:
-    at.moved.unclear(str(call), "what it does to the training is not known here")
+    at.draft.unclear(str(call), "what it does to the training is not known here")
 
 
 def _trainer(call: Call, at: Reading) -> None:
@@ -184,10 +184,10 @@ def _subclass(kind: ast.ClassDef, at: Reading) -> None:
         for line in kind.body:
             if isinstance(line, ast.FunctionDef) and line.name in _OVERRIDES:
                 why = "a loss, or a step, of the script's own: task.name=module takes a loss"
-                at.moved.drop(f"line {line.lineno}: {kind.name}.{line.name}", None, why, True, ("task.loss",))
+                at.draft.drop(f"line {line.lineno}: {kind.name}.{line.name}", None, why, True, ("task.loss",))
     if any(base in ("Dataset", "IterableDataset") for base in bases):
         why = "save its texts to a file, and give that: --data FILE"
-        at.moved.unclear(
+        at.draft.unclear(
             f"line {kind.lineno}: class {kind.name}({', '.join(map(code_of, kind.bases))})",
             why,
             by=("data.source", "data.train"),
@@ -195,34 +195,34 @@ def _subclass(kind: ast.ClassDef, at: Reading) -> None:
 
 
 def _settings(at: Reading, processes: int | None) -> None:
-    moved = at.moved
+    draft = at.draft
     prefix = at.kind.removesuffix("Config")
-    if prefix not in trainer.CONFIGS and moved.task in trainer.CONFIGS.values() and "Config" in at.kind:
-        prefix = next(p for p, task in trainer.CONFIGS.items() if task == moved.task)
+    if prefix not in trainer.CONFIGS and draft.task in trainer.CONFIGS.values() and "Config" in at.kind:
+        prefix = next(p for p, task in trainer.CONFIGS.items() if task == draft.task)
     if prefix in trainer.CONFIGS:
         older = any(c.name.endswith("TrainingArguments") for c in at.script.calls)
         defaults = {"learning_rate": 5e-5, "gradient_checkpointing": False, "bf16": False} if older else {}
         if prefix == "CPO":
             defaults |= {"cpo_alpha": 1.0}
-        trainer.move_trl(defaults | at.arguments, moved, processes)
+        trainer.move_trl(defaults | at.arguments, draft, processes)
         return
-    trainer.move(at.arguments, moved, processes)
+    trainer.move(at.arguments, draft, processes)
     if at.mapped:
         return
     why = "no function was seen that makes tokens of them"
-    moved.unclear("which texts are read, and where they are cut", why, by=("data.max_length", "task.block_size"))
+    draft.unclear("which texts are read, and where they are cut", why, by=("data.max_length", "task.block_size"))
 
 
 def own_tokenizer(at: Reading) -> None:
     """A tokenizer that is the model's own is not named."""
-    moved = at.moved
-    source = moved.keys.get("tokenizer.source")
-    if source is not None and source == moved.keys.get("model.source"):
-        del moved.keys["tokenizer.source"]
-        moved.comments.pop("tokenizer.source", None)
+    draft = at.draft
+    source = draft.keys.get("tokenizer.source")
+    if source is not None and source == draft.keys.get("model.source"):
+        del draft.keys["tokenizer.source"]
+        draft.comments.pop("tokenizer.source", None)
     elif source is None and at.tokenizer is not None and at.tokenizer[0] not in at.models:
         code, where = at.tokenizer
-        moved.unclear(where, f"{code} is known when the script runs", by=("tokenizer.source", "model.source"))
+        draft.unclear(where, f"{code} is known when the script runs", by=("tokenizer.source", "model.source"))
 
 
 _NO_ROLE: tuple[str, ...] = (
@@ -296,9 +296,9 @@ def arguments(call: Call, at: Reading) -> None:
         row = table.get(name)
         deciding = row is None or row.decides or (bool(row.here) and decides(row.here))
         by = (row.here,) if row is not None and row.here else ()
-        at.moved.unclear(f"line {call.line}: {name}={code}", f"{RUNS}; a default is taken", deciding, by)
+        at.draft.unclear(f"line {call.line}: {name}={code}", f"{RUNS}; a default is taken", deciding, by)
     for code in arguments.more:
-        at.moved.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
+        at.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
     at.read(call, f"{len(arguments.known)} settings: see the comments of the run file")
 
 
@@ -317,16 +317,16 @@ def collator(call: Call, at: Reading) -> None:
     arguments = at.script.arguments(call, ("tokenizer", "mlm", "mlm_probability"))
     mlm = arguments.known.get("mlm", "mlm" not in arguments.unknown)
     if call.name == "DataCollatorForWholeWordMask" or mlm:
-        at.moved.set("task.name", "masked_language_modeling", f"{call.name}, line {call.line}")
+        at.draft.set("task.name", "masked_language_modeling", f"{call.name}, line {call.line}")
         at.set(call, "task.mlm_probability", arguments.known.get("mlm_probability", 0.15))
         if call.name == "DataCollatorForWholeWordMask":
             at.set(call, "task.whole_word_mask", True)
-    at.read(call, f"task.name: {at.moved.keys.get('task.name')}")
+    at.read(call, f"task.name: {at.draft.keys.get('task.name')}")
 
 
 def completion_collator(call: Call, at: Reading) -> None:
     why = "a response is learned by its column: task.prompt and task.response, or task.messages"
-    at.moved.drop(str(call), None, why, True, ("task.prompt", "task.messages"))
+    at.draft.drop(str(call), None, why, True, ("task.prompt", "task.messages"))
 
 
 def trainer_call(call: Call, at: Reading) -> None:
@@ -335,7 +335,7 @@ def trainer_call(call: Call, at: Reading) -> None:
     for prefix, task in trainer.CONFIGS.items():
         if call.name.startswith(prefix):
             at.kind = f"{prefix}Config"
-            at.moved.set("task.name", task, f"{call.name}, line {call.line}")
+            at.draft.set("task.name", task, f"{call.name}, line {call.line}")
     model = arguments.known.get("model")
     if isinstance(model, str):
         at.set(call, "model.source", model)
@@ -344,21 +344,21 @@ def trainer_call(call: Call, at: Reading) -> None:
             if name in arguments.known:
                 at.arguments.setdefault(name, arguments.known[name])
             else:
-                at.moved.unclear(f"line {call.line}: {name}={arguments.unknown[name]}", RUNS)
+                at.draft.unclear(f"line {call.line}: {name}={arguments.unknown[name]}", RUNS)
         elif name == "args" and kind_of(at.script, node) is None and not isinstance(node, ast.Constant):
-            at.moved.unclear(
+            at.draft.unclear(
                 f"line {call.line}: args={code_of(node)}", "where these are made was not seen", not at.arguments
             )
         elif name not in _SILENT:
             _own(call, at, name, node)
     for code in arguments.more:
-        at.moved.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
+        at.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
     if "compute_metrics" in arguments.nodes:
         why = "metrics takes functions of (predictions, labels); the task has scores of its own"
-        at.moved.drop(f"line {call.line}: compute_metrics={code_of(arguments.nodes['compute_metrics'])}", None, why)
+        at.draft.drop(f"line {call.line}: compute_metrics={code_of(arguments.nodes['compute_metrics'])}", None, why)
     collate = arguments.nodes.get("data_collator")
     if collate is not None and (own := _own_collator(at.script, collate)):
-        at.moved.drop(f"line {call.line}: data_collator={own}", None, "batches are made as the task says", True)
+        at.draft.drop(f"line {call.line}: data_collator={own}", None, "batches are made as the task says", True)
     callbacks(call, at, arguments.nodes.get("callbacks"))
     at.read(call, "the task and its data")
 
@@ -378,7 +378,7 @@ def _own(call: Call, at: Reading, name: str, node: ast.expr) -> None:
         "compute_loss_func": ("the loss is the task's own, or that of task.name=module", ("task.loss",)),
     }
     why, by = whys.get(name, ("not an argument that is known here", ()))
-    at.moved.drop(f"line {call.line}: {name}={code_of(node)}", None, why, True, by)
+    at.draft.drop(f"line {call.line}: {name}={code_of(node)}", None, why, True, by)
 
 
 def _own_collator(script: Script, node: ast.expr) -> str | None:
@@ -398,7 +398,7 @@ def callbacks(call: Call, at: Reading, node: ast.expr | None) -> None:
         one = (at.script.bound(one, last=True) or one) if isinstance(one, ast.Name) else one
         name = at.script.origin_of(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2]
         if name not in _CALLBACKS and not (isinstance(one, ast.Constant) and one.value is None):
-            at.moved.unclear(f"line {call.line}: the callback {code_of(one)}", "what it does is not known")
+            at.draft.unclear(f"line {call.line}: the callback {code_of(one)}", "what it does is not known")
 
 
 def add_callback(call: Call, at: Reading) -> None:
@@ -413,12 +413,12 @@ def seed(call: Call, at: Reading) -> None:
 
 
 def checkpointing(call: Call, at: Reading) -> None:
-    at.moved.set("model.checkpoint_activations", True, f"line {call.line}")
+    at.draft.set("model.checkpoint_activations", True, f"line {call.line}")
     at.read(call, "model.checkpoint_activations")
 
 
 def compiled(call: Call, at: Reading) -> None:
-    at.moved.set("model.compile", True, f"torch.compile, line {call.line}")
+    at.draft.set("model.compile", True, f"torch.compile, line {call.line}")
     at.read(call, "model.compile")
 
 
@@ -428,12 +428,12 @@ def added_tokens(call: Call, at: Reading) -> None:
     if call.name == "add_special_tokens" and isinstance(tokens, dict) and set(tokens) <= {"pad_token"}:
         at.read(call, "nothing: padding is not learned")
         return
-    at.moved.drop(str(call), None, "a tokenizer is used as it is saved", True, ("tokenizer.source",))
+    at.draft.drop(str(call), None, "a tokenizer is used as it is saved", True, ("tokenizer.source",))
 
 
 def resized(call: Call, at: Reading) -> None:
     why = "embeddings grow with a tokenizer that is saved with its tokens"
-    at.moved.drop(str(call), None, why, any(c.name == "add_tokens" for c in at.script.calls), ("tokenizer.source",))
+    at.draft.drop(str(call), None, why, any(c.name == "add_tokens" for c in at.script.calls), ("tokenizer.source",))
 
 
 Handler = Callable[[Call, Reading], None]
@@ -468,23 +468,23 @@ def _setting(node: ast.Assign, target: ast.Attribute, at: Reading) -> None:
     value = at.script.known(node.value)
     if kind == "arguments":
         at.arguments[target.attr] = value
-        at.moved.read.append(f"{where} -> {target.attr}")
+        at.draft.read.append(f"{where} -> {target.attr}")
     elif target.attr == "requires_grad":
-        at.moved.drop(where, None, "model.freeze names the weights that are not trained", True, ("model.freeze",))
+        at.draft.drop(where, None, "model.freeze names the weights that are not trained", True, ("model.freeze",))
     elif kind == "config" and target.attr not in _CONFIG:
-        at.moved.drop(where, None, "model.config sets entries of the model's own config", True, ("model.config",))
+        at.draft.drop(where, None, "model.config sets entries of the model's own config", True, ("model.config",))
     elif kind == "tokenizer" and target.attr == "chat_template" and isinstance(value, str):
-        at.moved.set("task.chat_template", value, f"line {node.lineno}")
-        at.moved.read.append(f"{where} -> task.chat_template")
+        at.draft.set("task.chat_template", value, f"line {node.lineno}")
+        at.draft.read.append(f"{where} -> task.chat_template")
     elif kind == "tokenizer" and target.attr not in _TOKENIZER:
-        at.moved.drop(where, None, "a tokenizer is used as it is saved", True, ("tokenizer.source",))
+        at.draft.drop(where, None, "a tokenizer is used as it is saved", True, ("tokenizer.source",))
     elif kind == "model" and target.attr not in ("is_parallelizable", "model_parallel", "generation_config"):
-        at.moved.unclear(where, "what it changes of the model is not known")
+        at.draft.unclear(where, "what it changes of the model is not known")
 
 
 def model_method(call: Call, at: Reading) -> None:
     """A method of a model that none of the above knows."""
     if call.name not in _METHODS and call.name not in HANDLERS:
-        at.moved.unclear(str(call), "what it changes of the model is not known")
+        at.draft.unclear(str(call), "what it changes of the model is not known")
     elif call.name == "requires_grad_":
-        at.moved.drop(str(call), None, "model.freeze names the weights that are not trained", True, ("model.freeze",))
+        at.draft.drop(str(call), None, "model.freeze names the weights that are not trained", True, ("model.freeze",))

@@ -308,12 +308,14 @@ def _prepared(path: Path, filled: dict[str, Any], look: Look, exact: bool) -> Tr
 def _from(path: Path, section: str, values: DataSection) -> DataSection:
     """Write local paths as the run file has to have them: from its own folder."""
 
-    def moved(entry: Any) -> dict[str, Any]:
+    def local_paths(entry: Any) -> dict[str, Any]:
         return {key: local(path, value) for key in PATHS[section] if (value := getattr(entry, key)) is not None}
 
     if values.sources is not None:
-        return values.model_copy(update={"sources": [each.model_copy(update=moved(each)) for each in values.sources]})
-    return values.model_copy(update=moved(values))
+        return values.model_copy(
+            update={"sources": [each.model_copy(update=local_paths(each)) for each in values.sources]}
+        )
+    return values.model_copy(update=local_paths(values))
 
 
 def local(path: Path, value: Any) -> Any:

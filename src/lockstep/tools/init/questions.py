@@ -186,8 +186,8 @@ def _batch(examples: int) -> int:
 def _micro_batches(batch: int, here: MachineInfo) -> int:
     """A power of two that leaves room for twice the processes, and eight where a step has as many examples; one a
     process where it has not."""
-    wanted = max(8, 2 ** (math.ceil(math.log2(max(1, here.processes))) + 1))
-    return max(2 ** math.floor(math.log2(min(batch, wanted))), min(batch, here.processes))
+    goal = max(8, 2 ** (math.ceil(math.log2(max(1, here.processes))) + 1))
+    return max(2 ** math.floor(math.log2(min(batch, goal))), min(batch, here.processes))
 
 
 Ask = Callable[[str, str], str]  # a question and its default answer

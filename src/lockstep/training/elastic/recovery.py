@@ -52,7 +52,7 @@ from lockstep.training.train_state import TrainState
 
 
 def recovery_for(
-    session: Session, state: TrainState, watch: Watchdog, moved: Callable[[int, str], None]
+    session: Session, state: TrainState, watch: Watchdog, on_regroup: Callable[[int, str], None]
 ) -> Recovery | None:
     """A `Recovery` that trains a session whose ranks may be lost; None, and a note, where that is not possible. Errors:
     `RunError`, where the run asks for evictions that are not possible either."""
@@ -62,7 +62,7 @@ def recovery_for(
     )
     sdc_check.check_eviction(run, why)
     if members is not None and why is None:
-        return Recovery(session, state, watch, moved)
+        return Recovery(session, state, watch, on_regroup)
     if run.launch.on_rank_failure == "continue" and session.world.size > 1:
         session.checkpoints.say(
             f"launch.on_rank_failure: continue is not possible ({why}): a lost rank ends the others"
@@ -73,10 +73,12 @@ def recovery_for(
 class Recovery:
     """Trains one session, and replaces parts of it when ranks fail or join."""
 
-    def __init__(self, session: Session, state: TrainState, watch: Watchdog, moved: Callable[[int, str], None]) -> None:
-        """`moved` is called once ranks have met again: after so many updates, and what happened, in words."""
+    def __init__(
+        self, session: Session, state: TrainState, watch: Watchdog, on_regroup: Callable[[int, str], None]
+    ) -> None:
+        """`on_regroup` is called once ranks have met again: after so many updates, and what happened, in words."""
         self.session = replace(session, between_steps=self._between_steps)
-        self._state, self._watch, self._moved = state, watch, moved
+        self._state, self._watch, self._on_regroup = state, watch, on_regroup
         self._resharder = Resharder(session) if reshards(session.strategy) else None
         self._trained = Generation(-1, ())  # the last in which this rank was training
 
@@ -215,7 +217,7 @@ class Recovery:
         before = max((members for *_, members in positions), key=len)
         self._trained = generation
         how = f"; back from step {newest}, by copies in memory" if back else ""
-        self._moved(state.step, membership_message(before, generation.members) + how)
+        self._on_regroup(state.step, membership_message(before, generation.members) + how)
         self._watch = self._watch.anew()
 
     def _level(self, steps: list[int]) -> None:
