@@ -179,16 +179,20 @@ def cleared(folder: Path) -> None:
     until(lambda: not processes_in(folder), "the ranks to end")
 
 
-def used(pid: int) -> float:
-    """Processor seconds of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def used(pid: int) -> dict[int, float]:
+    """Processor seconds of each thread of a process."""
+    seconds = {}
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # it has ended
+            seconds[int(thread.name)] = int((thread / "schedstat").read_text().split()[0]) / 1e9
+    return seconds
 
 
 def cost(place: Path, rounds: int, steps: int, copies: int) -> dict:
     """Of both ranks and their launcher together, a step; jobs of one kind after jobs of the other. The ratio is the
-    median of those of the rounds: one job of each kind, one after the other. `copies`: of the state, every so many
-    steps."""
+    median of those of the rounds: one job of each kind, one after the other. What the launcher and the ranks' other
+    threads take is listed by itself, because their main threads run the same code with the key and without, and differ
+    by more from job to job. `copies`: of the state, every so many steps."""
     found: dict[str, list[dict[str, float]]] = {"restart": [], "continue": []}
     name = "fsdp2" if copies else "allreduce"
     for number in range(2 * rounds):
@@ -222,13 +226,23 @@ def spent(folder: Path, cache: Path, words: list[str], steps: int) -> dict[str, 
     write(folder, steps=steps + 500, evaluate={"every": 0}, checkpoint={"every": 0}, track={"every": 10})
     process = start([*LOCKSTEP, "train", "run.yaml", "launch.processes=2", *words], folder, cache)
     until(lambda: step_of(folder) >= 100, "some steps", process, PATIENCE_S)
-    all_of_them, first = [*processes_in(folder)], step_of(folder)
-    before = sum(map(used, all_of_them))
+    all_of_them, ranks, first = [*processes_in(folder)], ranks_of(process, folder), step_of(folder)
+    before = {pid: used(pid) for pid in all_of_them}
     until(lambda: step_of(folder) >= steps, "more steps", process, PATIENCE_S)
-    found = (sum(map(used, all_of_them)) - before) / (step_of(folder) - first)
+    after, steps_between = {pid: used(pid) for pid in all_of_them}, step_of(folder) - first
+    spent_in = {
+        (pid, thread): seconds - before[pid].get(thread, 0.0)
+        for pid, of in after.items()
+        for thread, seconds in of.items()
+    }
+    beside = sum(seconds for (pid, thread), seconds in spent_in.items() if pid not in ranks or thread != pid)
     memory = sum(map(held, ranks_of(process, folder)))
     end(process, folder)
-    return {"processor seconds a step": found, "memory of the ranks, MB": memory}
+    return {
+        "processor seconds a step": sum(spent_in.values()) / steps_between,
+        "of it beside the ranks' main threads": beside / steps_between,
+        "memory of the ranks, MB": memory,
+    }
 
 
 def held(pid: int) -> float:
