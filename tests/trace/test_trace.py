@@ -19,7 +19,8 @@ from lockstep.trace import causes, tracer
 from lockstep.trace.compare import compare
 from lockstep.trace.errors import TraceError
 from lockstep.trace.findings import findings
-from lockstep.trace.read import read, width_of
+from lockstep.trace.losses import Losses
+from lockstep.trace.read import Step, read, width_of
 from lockstep.trace.tracer import evaluators, fingerprint, inputs, late_imports
 from lockstep.trace.tracer.fingerprint import Block, measure, whole
 from lockstep.trace.tracer.hooks import Hooks
@@ -613,6 +614,19 @@ def test_a_divisor_is_named_where_it_is_a_whole_number() -> None:
     assert causes._divided(200, 16, 1.2345) is None
     assert causes._divided(200, 16, 1.0) is None
     assert causes._divided(None, 16, 0.5) is None
+
+
+@pytest.mark.parametrize(("targets", "ranks", "named"), [(None, 2, True), (None, 1, False), ([8], 2, False)])
+def test_a_mean_of_means_is_named_where_targets_are_not_counted(
+    targets: list[int] | None, ranks: int, named: bool
+) -> None:
+    def losses(count: int, value: float) -> Losses:
+        return Losses(((value,),) * count, ((16 // count,),) * count)
+
+    one, more = Step({"targets": targets}, None), Step({"targets": targets and [8 // ranks]}, None)  # type: ignore[arg-type]
+    cause = causes.of_loss(losses(1, 3.9413), losses(ranks, 3.9441), [one], [more] * ranks, stochastic=False)
+    assert ("a mean of means, if" in cause) is named
+    assert "the loss function or its options differ" in cause
 
 
 def test_the_tracer_imports_torch_and_nothing_else() -> None:
