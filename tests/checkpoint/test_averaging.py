@@ -25,7 +25,7 @@ from lockstep.training.model_stats import memory
 from lockstep.training.resolve import resolve_strategy
 from support.best import told
 from support.command import CommandJob, train
-from support.harness import TINY, build, digest, run_on, tiny
+from support.harness import TINY, build, build_with_feed, digest, run_on, tiny
 from support.marks import slow
 from support.messages import mentions, raises
 
@@ -144,8 +144,7 @@ def by_hand(world: World, run: Run) -> dict[str, Any]:
 
 def loop(world: World, run: Run) -> dict[str, Any]:
     """The same average, as anyone would write it."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     mean = {name: p.detach().clone() for name, p in strategy.model.named_parameters()}
     for t in range(STEPS):
         strategy.train_step(feed.make(t), 5e-3)
@@ -166,13 +165,13 @@ def loop(world: World, run: Run) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     run = tiny("strategy.name=single", EMA)
-    return run_on(1, by_hand, run, run=run)[0]
+    return run_on(1, by_hand, run)[0]
 
 
 @pytest.mark.processes
 def test_the_average_is_that_of_a_plain_loop(alone: dict[str, Any]) -> None:
     run = tiny("strategy.name=single", EMA)
-    plain = run_on(1, loop, run, run=run)[0]
+    plain = run_on(1, loop, run)[0]
     assert alone["average"] == plain["average"]
     assert alone["unchanged"]
     assert alone["score"] != alone["raw"]
@@ -196,7 +195,7 @@ def test_the_same_bits_however_the_weights_are_cut(
     name: str, ranks: int, words: list[str], alone: dict[str, Any]
 ) -> None:
     run = tiny(f"strategy.name={name}", EMA, *words)
-    first, *others = run_on(ranks, by_hand, run, run=run)
+    first, *others = run_on(ranks, by_hand, run)
     assert first == alone
     assert all(other["score"] == first["score"] and other["unchanged"] for other in others)
 
@@ -205,11 +204,11 @@ def test_the_same_bits_however_the_weights_are_cut(
 def test_master_weights_are_averaged() -> None:
     words = ("model.dtype=bfloat16", "precision=bf16", EMA)
     run = tiny("strategy.name=single", *words)
-    alone = run_on(1, by_hand, run, run=run)[0]
+    alone = run_on(1, by_hand, run)[0]
     assert alone["unchanged"]
     for options in ("{gather: step}", "{gather: micro_batch}"):
         run = tiny("strategy.name=fsdp2", f"strategy.options={options}", *words)
-        assert run_on(2, by_hand, run, run=run)[0] == alone
+        assert run_on(2, by_hand, run)[0] == alone
 
 
 # -- from start to export --------------------------------------------------------------------------------------------

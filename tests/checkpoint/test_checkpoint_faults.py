@@ -19,7 +19,6 @@ from lockstep.checkpoint.checkpoint import CheckpointError, Checkpoints
 from lockstep.config.run import Run
 from lockstep.distributed import job_record
 from lockstep.distributed.world import World
-from lockstep.training.data_loader import StepLoader
 from support.checkpoints import digest as digest_of
 from support.command import (
     LOCKSTEP,
@@ -36,7 +35,7 @@ from support.command import (
     until,
     write,
 )
-from support.harness import build, digest, run_on, tiny
+from support.harness import build_with_feed, digest, run_on, tiny
 from support.messages import raises
 from support.saving import SHARD, Job, disk, here, run_in
 
@@ -141,8 +140,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def on_a_full_disk(world: World, run: Run) -> tuple[list[str], list[str], str, int | None]:
     """A checkpoint, another one with the disk full, and one after it has been cleared."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    task, strategy, feed = build_with_feed(run, world)
     said: list[str] = []
     checkpoints = Checkpoints(run, world, task.prepared, 6, said.append)
     ballast, left = run.folder.parent / "ballast", ""
@@ -169,7 +167,7 @@ def on_a_full_disk(world: World, run: Run) -> tuple[list[str], list[str], str, i
 @pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("fsdp2", 3)])
 def test_a_disk_that_is_full_in_the_middle(name: str, ranks: int, small_disk: Path) -> None:
     run = tiny(f"output={small_disk}/out", f"strategy.name={name}")
-    (said, after, left, newest), *others = run_on(ranks, on_a_full_disk, run, run=run)
+    (said, after, left, newest), *others = run_on(ranks, on_a_full_disk, run)
     assert len(said) == 1
     assert "the checkpoint of step 2 could not be written" in said[0]
     assert "No space left on device" in said[0]
@@ -245,8 +243,7 @@ def test_a_folder_that_vanishes(what: str, tmp_path: Path, gate: Gate, monkeypat
 
 
 def one_rank_fails(world: World, run: Run, failing: int) -> tuple[list[str], str | None, list[str], int]:
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    task, strategy, feed = build_with_feed(run, world)
     said: list[str] = []
     checkpoints = Checkpoints(run, world, task.prepared, 6, said.append)
     real, error, step = storage.write, None, 0
@@ -277,7 +274,7 @@ def one_rank_fails(world: World, run: Run, failing: int) -> tuple[list[str], str
 @pytest.mark.parametrize("then", ["continue", "stop"])
 def test_one_rank_that_cannot_write_is_named(then: str, failing: int, tmp_path: Path) -> None:
     run = tiny(f"output={tmp_path}/out", "strategy.name=allreduce", f"checkpoint.on_failure={then}")
-    found = run_on(3, one_rank_fails, run, failing, run=run)
+    found = run_on(3, one_rank_fails, run, failing)
     (text,) = found[0][0] if then == "continue" else [found[0][1]]
     assert text is not None
     assert "the checkpoint of step 2 could not be written" in text

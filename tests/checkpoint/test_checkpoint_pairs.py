@@ -13,10 +13,9 @@ from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
-from lockstep.training.data_loader import StepLoader
 from support.checkpoints import digest as digest_of
 from support.fsdp2_runs import LLAMA
-from support.harness import build, digest, run_on, tiny
+from support.harness import build_with_feed, digest, run_on, tiny
 
 NAMES = plugins.names("strategies")
 EXACT = {name for name in NAMES if plugins.find("strategies", name).exact}
@@ -36,8 +35,7 @@ def run_of(name: str, folder: Path, *overrides: str) -> Run:
 
 def saved(world: World, run: Run) -> str:
     """Two steps, and a checkpoint of them. Returns the digest of what was saved."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    task, strategy, feed = build_with_feed(run, world)
     for t in range(2):
         strategy.train_step(feed.make(t), learning_rate(run.optim, t + 1, 6))
     checkpoints = Checkpoints(run, world, task.prepared, 6)
@@ -51,8 +49,7 @@ def saved(world: World, run: Run) -> str:
 def gone_on_with(world: World, run: Run, folders: list[Path]) -> list[dict[str, Any]]:
     """One step more from each of these folders' checkpoints, all on one strategy, so that nothing of the one before
     may be left."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    task, strategy, feed = build_with_feed(run, world)
     found = []
     for folder in folders:
         here = run.model_copy(update={"output": str(folder)})
@@ -73,7 +70,7 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     @cache
     def of(name: str) -> tuple[Path, str]:
         run = run_of(name, tmp_path_factory.mktemp(name) / "out")
-        return run.folder, run_on(SAVING[name], saved, run, run=run)[0]
+        return run.folder, run_on(SAVING[name], saved, run)[0]
 
     return of
 
@@ -82,7 +79,7 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def straight(saved_by: Saved) -> dict[str, Any]:
     """What `single` does with its own checkpoint."""
     run = run_of("single", saved_by("single")[0])
-    return run_on(1, gone_on_with, run, [run.folder], run=run)[0][0]
+    return run_on(1, gone_on_with, run, [run.folder])[0][0]
 
 
 def test_every_strategy_is_here() -> None:
@@ -110,7 +107,7 @@ def test_each_rank_writes_about_its_share(name: str, saved_by: Saved) -> None:
 def goes_on(name: str, savers: Sequence[str], saved_by: Saved, straight: dict[str, Any]) -> None:
     """`name` goes on from what each of these strategies saved."""
     run = run_of(name, saved_by(name)[0])
-    first, *others = run_on(LOADING[name], gone_on_with, run, [saved_by(saver)[0] for saver in savers], run=run)
+    first, *others = run_on(LOADING[name], gone_on_with, run, [saved_by(saver)[0] for saver in savers])
     for other in others:
         assert [(o["step"], o["notes"], o["loss"]) for o in other] == [
             (f["step"], f["notes"], f["loss"]) for f in first
@@ -162,11 +159,11 @@ def test_the_control_one_step_less_has_other_bits(straight: dict[str, Any]) -> N
 @pytest.mark.parametrize("option", ["replicate=2", "reshard_after_forward=false"])
 def test_fsdp2_in_other_arrangements(option: str, tmp_path: Path, saved_by: Saved, straight: dict[str, Any]) -> None:
     run = run_of("fsdp2", tmp_path / "out", f"strategy.options.{option}")
-    state = run_on(4, saved, run, run=run)[0]
+    state = run_on(4, saved, run)[0]
     assert state == saved_by("single")[1]
     single = run_of("single", tmp_path / "out")
-    assert run_on(1, gone_on_with, single, [run.folder], run=single)[0][0] == straight
-    (there,) = run_on(4, gone_on_with, run, [saved_by("single")[0]], run=run)[0]
+    assert run_on(1, gone_on_with, single, [run.folder])[0][0] == straight
+    (there,) = run_on(4, gone_on_with, run, [saved_by("single")[0]])[0]
     assert there == straight
 
 
@@ -179,10 +176,10 @@ def test_shards_of_two_kinds_are_whole_again(tmp_path: Path) -> None:
         return tiny(model=LLAMA, output=str(tmp_path), strategy=strategy)
 
     run = of("fsdp2", tensor_parallel=2)
-    state = run_on(4, saved, run, run=run)[0]
+    state = run_on(4, saved, run)[0]
     assert digest_of(tmp_path / "checkpoints" / "step-000002") == state
     straight, *others = [
-        run_on(ranks, gone_on_with, there, [tmp_path], run=there)[0][0]
+        run_on(ranks, gone_on_with, there, [tmp_path])[0][0]
         for ranks, there in ((1, of("single")), (4, run), (2, run), (2, of("ddp")), (3, of("fsdp2", gather="step")))
     ]
     assert straight["loaded"] == state
@@ -195,8 +192,7 @@ def test_shards_of_two_kinds_are_whole_again(tmp_path: Path) -> None:
 def apart(world: World, run: Run) -> tuple[list[str], tuple[int, list[str]], str, str]:
     """Save and resume where every rank has an OUTPUT of its own."""
     run = run.model_copy(update={"output": f"{run.output}-{world.rank}"})
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    task, strategy, feed = build_with_feed(run, world)
     strategy.train_step(feed.make(0), 1e-3)
     said: list[str] = []
     checkpoints = Checkpoints(run, world, task.prepared, 6, said.append)
@@ -214,7 +210,7 @@ def apart(world: World, run: Run) -> tuple[list[str], tuple[int, list[str]], str
 @pytest.mark.parametrize("name", ["ddp", "zero1"])
 def test_rank_0_alone_writes_and_reads_where_the_folder_is_not_shared(name: str, tmp_path: Path) -> None:
     run = run_of(name, tmp_path / "out")
-    found = run_on(2, apart, run, run=run)
+    found = run_on(2, apart, run)
     if name == "ddp":
         for said, resumed, before, after in found:
             assert (said, resumed) == ([], (1, []))

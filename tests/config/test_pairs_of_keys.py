@@ -14,9 +14,8 @@ from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.tasks.models import chunked_loss
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
-from support.harness import TINY, build, digest, run_on
+from support.harness import TINY, build_with_feed, digest, run_on
 from support.marks import long
 from support.task_runs import BERT, GPT2, MARIAN, TASKS, make
 
@@ -108,8 +107,7 @@ def trained(world: World, runs: list[Run]) -> list[dict[str, Any]]:
     """Two steps of each: the second begins with what the first has made."""
     found = []
     for run in runs:
-        task, strategy = build(run, world)
-        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        _, strategy, feed = build_with_feed(run, world)
         strategy.dry_run(feed.longest())
         rates = [learning_rate(run.optim, t + 1, STEPS) for t in range(STEPS)]
         results = [strategy.train_step(feed.make(t), rate) for t, rate in enumerate(rates)]
@@ -144,7 +142,7 @@ def of(folder: Path, group: str, name: str) -> list[dict[str, Any] | None]:
             check(run, ranks)
             runs.append(run)
         found.append(None if refused else {})
-    done = run_on(ranks, trained, runs, run=runs[0], timeout_s=600) if runs else [[]]
+    done = run_on(ranks, trained, runs, timeout_s=600) if runs else [[]]
     for rank in done[1:]:
         assert [each["loss"] for each in rank] == [each["loss"] for each in done[0]]
     results = iter(done[0])
@@ -163,5 +161,5 @@ def test_layers_computed_again_have_the_same_bits(data: Path) -> None:
     """With texts laid end to end, in float32, fp16 and beside a loss in chunks."""
     pairs = [("bert", *FP16), ("gpt2", CHUNK), ("marian", CHUNK, *BF16), ("llama", *LOW)]
     runs = [run_of(data, "single", kind, *keys, *more) for kind, *keys in pairs for more in ((), (AGAIN,))]
-    found = run_on(1, trained, runs, run=runs[0], timeout_s=600)[0]
+    found = run_on(1, trained, runs, timeout_s=600)[0]
     assert found[::2] == found[1::2]

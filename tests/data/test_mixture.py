@@ -24,7 +24,7 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from support.caches import prepared
 from support.fed import CPU, rows_in, wanted_rows
-from support.harness import build, digest, run_on, tiny
+from support.harness import build_with_feed, digest, run_on, tiny
 from support.messages import mentions, raises
 from support.mixtures import mixed, texts
 
@@ -312,8 +312,7 @@ def test_moved_sources_are_the_same_data_and_where_they_end_is_part_of_it(tmp_pa
 
 def trained(world: World, run: Run) -> dict[str, Any]:
     """Steps over a change of weights, scores of each source, and the weights of the model."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    task, strategy, feed = build_with_feed(run, world)
     losses = [float(strategy.train_step(feed.make(t), 5e-3).loss) for t in range(6)]
     scores = evaluate(run, world, task, strategy, task.splits["validation"])
     weights = strategy.export()
@@ -323,8 +322,8 @@ def trained(world: World, run: Run) -> dict[str, Any]:
 @pytest.mark.processes
 def test_the_same_bits_on_one_process_and_two(tmp_path: Path) -> None:
     run = mixed(tmp_path, "strategy.name=ddp", "evaluate.batch_size=2", weights=(3, 1, [[0, 1], [3, 5]]))
-    (alone,) = run_on(1, trained, run, run=run)
-    both = run_on(2, trained, run, run=run)
+    (alone,) = run_on(1, trained, run)
+    both = run_on(2, trained, run)
     assert both[0] == alone
     assert both[1] | {"weights": None} == alone | {"weights": None}
     scores = alone["scores"]

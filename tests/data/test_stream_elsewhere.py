@@ -130,8 +130,8 @@ def test_other_formats(ending: str, web: Served, tmp_path: Path) -> None:
 def test_the_same_bits_on_two_processes(web: Served, folder: Path) -> None:
     run = on_web(web, folder, "strategy.name=ddp", "epochs=null", "steps=8")
     local = streamed(folder, "strategy.name=ddp", "batch_size=8", "steps=8", "seed=3", data=SMALL)
-    (alone,) = run_on(1, trained, local, run=local)
-    assert run_on(2, trained, run, run=run)[0] == alone
+    (alone,) = run_on(1, trained, local)
+    assert run_on(2, trained, run)[0] == alone
 
 
 # -- what does not ---------------------------------------------------------------------------------------------------

@@ -252,9 +252,9 @@ def test_a_shard_that_changes_is_told_before_it_is_needed(how: str, told: str, t
 @pytest.mark.parametrize("values", [{}, LM])
 def test_the_same_bits_on_one_two_and_three_processes(values: dict[str, Any], tmp_path: Path) -> None:
     run = streamed(shards(tmp_path, ".jsonl.gz"), "strategy.name=ddp", "steps=12", **values)
-    (alone,) = run_on(1, trained, run, run=run)
+    (alone,) = run_on(1, trained, run)
     for ranks in (2, 3):
-        found = run_on(ranks, trained, run, run=run)
+        found = run_on(ranks, trained, run)
         assert found[0] == alone
         assert all(other["losses"] == alone["losses"] for other in found)
     (control,) = run_on(1, trained, run.model_copy(update={"seed": 1}), run=run)

@@ -235,8 +235,8 @@ def test_a_source_s_file_stays_open_while_others_are_read(tmp_path: Path, monkey
 @pytest.mark.processes
 def test_the_same_bits_on_one_process_and_two(tmp_path: Path) -> None:
     run = mixed(tmp_path, "strategy.name=ddp", "steps=12", weights=(1, 1, [[0, 1], [4, 3]]))
-    (alone,) = run_on(1, trained, run, run=run)
-    assert run_on(2, trained, run, run=run)[0] == alone
+    (alone,) = run_on(1, trained, run)
+    assert run_on(2, trained, run)[0] == alone
     (control,) = run_on(1, trained, run.model_copy(update={"seed": 1}), run=run)
     assert control["weights"] != alone["weights"]
 

@@ -12,10 +12,9 @@ from torch.utils._pytree import tree_leaves
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.session import gloo_threads
-from support.harness import build, run_on, tiny
+from support.harness import build_with_feed, run_on, tiny
 
 pytestmark = pytest.mark.processes
 
@@ -66,8 +65,7 @@ class Functional(TorchDispatchMode):
 def functional_ones(world: World, run: Run) -> int:
     """In two steps, with what a checkpoint, scores and the export take."""
     with Functional() as seen:
-        task, strategy = build(run, world)
-        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        task, strategy, feed = build_with_feed(run, world)
         strategy.dry_run(feed.longest())
         for step in range(2):
             strategy.train_step(feed.make(step), 1e-3)
@@ -82,12 +80,12 @@ def functional_ones(world: World, run: Run) -> int:
 def test_what_keeps_two_makes_no_functional_collective(name: str) -> None:
     for keys in ((), ("precision=bf16", "model.dtype=bfloat16"), ("average.ema=0.9",)):
         run = tiny(f"strategy.name={name}", *keys)
-        assert run_on(2, functional_ones, run, run=run) == [0, 0]
+        assert run_on(2, functional_ones, run) == [0, 0]
 
 
 def test_the_control_shards_make_some() -> None:
     run = tiny("strategy.name=fsdp2")
-    assert min(run_on(2, functional_ones, run, run=run)) > 0
+    assert min(run_on(2, functional_ones, run)) > 0
 
 
 def gathered(world: World, rounds: int) -> float:

@@ -14,8 +14,7 @@ from lockstep.distributed import step_timer
 from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import strategy_class
-from lockstep.training.data_loader import StepLoader
-from support.harness import build, run_on, tiny
+from support.harness import build_with_feed, run_on, tiny
 
 
 class Clock:
@@ -122,8 +121,7 @@ def test_on_cuda_phases_lie_between_events_and_only_taking_them_waits(monkeypatc
 
 
 def a_step(world: World, run: Run) -> tuple[dict[str, float], tuple[str, ...]]:
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     strategy.phases.take()
     strategy.train_step(feed.make(0), 1e-3)
     found = told(strategy.phases.take())
@@ -139,7 +137,7 @@ def test_every_strategy_times_its_phases(name: str) -> None:
     run = tiny(f"strategy.name={name}")
     if plugins.lacking(strategy_class(run).needs):
         pytest.skip(f"{name} needs {plugins.lacking(strategy_class(run).needs)[0]}")
-    for found, inside in run_on(1 if name == "single" else 2, a_step, run, run=run):
+    for found, inside in run_on(1 if name == "single" else 2, a_step, run):
         assert {"reduction", "optimizer"} <= set(found)
         assert {"forward", "backward"} <= set(found) or "forward+backward" in found
         assert set(inside) <= set(NAMES)

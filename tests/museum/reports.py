@@ -388,12 +388,11 @@ AS_RELEASED += (
     ),
     Exhibit(
         "epoch-twice",
-        "the epoch after a resumed one has the resumed one's order again: `skip_first_batches` counts it on a copy",
+        "the epoch after a resumed one has its order again: `skip_first_batches` counts epochs on a copy of the loader",
         "engines.py",
         "--engine resumed --epochs 2",
         1,
-        "epoch (set_epoch)",
-        "--engine resumed --epochs 2 --fault whole-epoch",
+        "same-order",
     ),
     Exhibit(
         "other-ranks",

@@ -141,7 +141,7 @@ def test_a_decoder_by_itself_has_a_logit_for_each_token(folder: Path) -> None:
 
 def verified(run: Run, ranks: int) -> tuple[int, dict[str, Any]]:
     """The exit status and the verdict on a job of so many processes."""
-    assert run_on(ranks, recorded, run, run=run, joined=False) == [0] * ranks
+    assert run_on(ranks, recorded, run, joined=False) == [0] * ranks
     verdict = run.folder / "verdict.json"
     status = against_plain.tell(Console(False), run, run.folder, verdict)
     return status, json.loads(verdict.read_text())["plain"]

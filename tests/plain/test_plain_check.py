@@ -582,7 +582,7 @@ def started(world: World, run: Run, broken: bool) -> tuple[str, bool]:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "pipeline"])
 def test_every_rank_hears_of_it(strategy: str) -> None:
     run = tiny(f"strategy.name={strategy}", "launch.processes=2")
-    found = run_on(2, started, run, False, run=run, joined=False)
+    found = run_on(2, started, run, False, joined=False)
     assert found == [found[0]] * 2
     assert found[0][1]
     assert "equal those of transformers alone" in found[0][0]
@@ -591,11 +591,11 @@ def test_every_rank_hears_of_it(strategy: str) -> None:
 @pytest.mark.processes
 def test_every_rank_is_stopped_and_a_key_leaves_it_out() -> None:
     run = tiny("strategy.name=ddp", "launch.processes=2")
-    found = run_on(2, started, run, True, run=run, joined=False)
+    found = run_on(2, started, run, True, joined=False)
     assert [goes_on for _, goes_on in found] == [False, False]
     assert all("data.padding" in text and "Nothing was trained" in text for text, _ in found)
     run = tiny("strategy.name=ddp", "launch.processes=2", "verify.plain=false")
     assert (
-        run_on(2, started, run, True, run=run, joined=False)
+        run_on(2, started, run, True, joined=False)
         == [("not compared with a plain computation (verify.plain is false)", True)] * 2
     )

@@ -190,7 +190,7 @@ def test_ranks_measure_themselves_and_each_other(tmp_path: Path) -> None:
     for ranks, name in ((1, "single"), (2, "allreduce")):
         run = tiny(f"strategy.name={name}", f"output={tmp_path / str(ranks)}")
         run.folder.mkdir()
-        assert run_on(ranks, job, run, run=run, joined=False, timeout_s=400) == [0] * ranks
+        assert run_on(ranks, job, run, joined=False, timeout_s=400) == [0] * ranks
         found[ranks] = rates.read(run.folder)
     alone, two = found[1], found[2]
     assert alone is not None

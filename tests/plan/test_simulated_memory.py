@@ -67,9 +67,9 @@ def worlds() -> list[Any]:
 @pytest.mark.parametrize(("case", "ranks"), worlds())
 def test_a_plan_says_what_a_rank_takes(case: str, ranks: int) -> None:
     run = of(case)
-    real = run_on(ranks, taken, run, run=run)
+    real = run_on(ranks, taken, run)
     for rank in sorted({0, ranks - 1}):
-        plan: Simulated = run_on(1, planned, run, ranks, rank, run=run, joined=False)[0]
+        plan: Simulated = run_on(1, planned, run, ranks, rank, joined=False)[0]
         assert plan.peak == pytest.approx(real[rank].peak, rel=NEAR), plan
         assert sum(plan.at_rest.values()) == pytest.approx(real[rank].at_rest, rel=NEAR), plan
         assert sum(plan.kinds.values()) == plan.peak
@@ -84,8 +84,8 @@ def test_casts_of_float32_weights_are_counted(again: bool) -> None:
     wide = {"n_layer": 6, "n_head": 4, "n_embd": 256, "n_positions": 32}
     model = {"type": "gpt2", "config": wide, "checkpoint_activations": again}
     run = of("fsdp2 micro_batch", model=model, precision="bf16")
-    real = run_on(2, taken, run, run=run)[0]
-    plan: Simulated = run_on(1, planned, run, 2, 0, run=run, joined=False)[0]
+    real = run_on(2, taken, run)[0]
+    plan: Simulated = run_on(1, planned, run, 2, 0, joined=False)[0]
     assert plan.peak == pytest.approx(real.peak, rel=NEAR), plan
 
 

@@ -41,7 +41,7 @@ def test_what_is_suggested_trains_and_takes_the_memory_that_was_planned(tmp_path
     assert status == 0, err + out
     assert step_of(tmp_path) == 3
 
-    real = run_on(PROCESSES, taken, run, run=run, timeout_s=600)
-    plan: Simulated = run_on(1, planned, run, PROCESSES, 0, run=run, joined=False, timeout_s=600)[0]
+    real = run_on(PROCESSES, taken, run, timeout_s=600)
+    plan: Simulated = run_on(1, planned, run, PROCESSES, 0, joined=False, timeout_s=600)[0]
     assert plan.peak == pytest.approx(max(each.peak for each in real), rel=NEAR)
     assert plan.peak < device_of("h100").memory_bytes

@@ -19,7 +19,7 @@ from lockstep.strategies.exact.optim import learning_rate
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
-from support.harness import build, digest, run_on, tiny
+from support.harness import build, build_with_feed, digest, rank_0_of, run_on, tiny
 from support.messages import raises
 from support.strategy_runs import steps_of
 from support.task_runs import make
@@ -145,9 +145,7 @@ LIMIT_S = 1500  # to compile takes minutes on a busy machine
 def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
     """Six steps on each of `ranks` processes; rank 0's."""
     run = tiny(f"strategy.name={name}", *overrides)
-    first, *others = run_on(ranks, steps_of, run, run=run, timeout_s=LIMIT_S)
-    assert all(other["loss"] == first["loss"] for other in others)
-    return first
+    return rank_0_of(ranks, steps_of, run, alike=("loss",), timeout_s=LIMIT_S)
 
 
 # -- compiled by inductor --------------------------------------------------------------------------------------------
@@ -177,7 +175,7 @@ def steps_in_themselves(world: World, run: Run) -> dict[str, Any]:
 def test_stages_of_a_pipeline_are_compiled() -> None:
     """With the bits of one process that compiles nothing."""
     run, alone = tiny("strategy.name=pipeline", COMPILE), of("single", 1)
-    first, last = run_on(2, steps_in_themselves, run, run=run, timeout_s=LIMIT_S)
+    first, last = run_on(2, steps_in_themselves, run, timeout_s=LIMIT_S)
     assert min(first["graphs"], last["graphs"]) > 0
     assert first["digest"] == alone["digest"]
     assert first["loss"] == last["loss"] == alone["loss"]
@@ -189,7 +187,7 @@ def test_layers_of_fsdp2_are_compiled_and_computed_again(gather: str) -> None:
     """With the bits of one process that compiles nothing. By inductor's code: the next one."""
     words = (COMPILE, "model.checkpoint_activations=true", f"strategy.options.gather={gather}")
     run, alone = tiny("strategy.name=fsdp2", *words), of("single", 1)
-    first, second = run_on(2, steps_in_themselves, run, run=run, timeout_s=LIMIT_S)
+    first, second = run_on(2, steps_in_themselves, run, timeout_s=LIMIT_S)
     assert min(first["graphs"], second["graphs"]) > 0
     assert first["digest"] == alone["digest"]
     assert first["loss"] == second["loss"] == alone["loss"]
@@ -221,7 +219,7 @@ CHUNKS = (
 def of_chunks(folder: Path, name: str, ranks: int, *overrides: str) -> tuple[str, list[float]]:
     """Of a language model; rank 0's."""
     run = make(folder, "packed", f"strategy.name={name}", *CHUNKS, *overrides)
-    found = run_on(ranks, steps_of, run, run=run, timeout_s=LIMIT_S)[0]
+    found = run_on(ranks, steps_of, run, timeout_s=LIMIT_S)[0]
     return found["digest"], found["loss"]
 
 
@@ -251,13 +249,12 @@ def test_weights_in_bf16_and_a_loss_in_chunks(name: str, ranks: int, options: tu
 
 def stopped_and_gone_on_with(world: World, run: Run) -> tuple[str, dict[str, int]]:
     """Three steps, and three more by another model of the same run. Also what torch's cache did for them."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     for step in range(6):
         if step == 3:
             state = world.broadcast(strategy.state_dict())
             strategy.close()
-            task, strategy = build(run, world)
+            _, strategy = build(run, world)
             strategy.load_state_dict(state)
         strategy.train_step(feed.make(step), learning_rate(run.optim, step, 6))
     found = digest(strategy.state_dict())
@@ -272,7 +269,7 @@ def test_a_resumed_run_has_the_same_bits(precision: str) -> None:
     words = (f"precision={precision}", COMPILE)
     run = tiny("strategy.name=ddp", *words)
     before = of("single", 1, *words)["digest"]
-    for found, cached in run_on(2, stopped_and_gone_on_with, run, run=run, timeout_s=LIMIT_S):
+    for found, cached in run_on(2, stopped_and_gone_on_with, run, timeout_s=LIMIT_S):
         assert found == before
         assert cached["autograd_cache_hit"] >= 3  # three codes: what is made once is there, at the latest here
         assert "autograd_cache_bypass" not in cached

@@ -49,7 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def both(**values: Any) -> list[dict[str, Any]]:
     runs = [tiny(f"strategy.name={name}", "steps=2", "micro_batches=3", **values) for name in ("single", "fsdp2")]
-    return [run_on(ranks, steps_of, run, run=run)[0] for ranks, run in zip((1, 2), runs, strict=True)]
+    return [run_on(ranks, steps_of, run)[0] for ranks, run in zip((1, 2), runs, strict=True)]
 
 
 @pytest.mark.processes

@@ -20,7 +20,7 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
 from support import checkpoints
 from support.command import lines, train, write
-from support.harness import build, digest, run_on, tiny
+from support.harness import build, build_with_feed, digest, rank_0_of, run_on, tiny
 from support.messages import raises
 from support.misbehaving import planted
 from support.places import TESTS_PATH
@@ -70,8 +70,7 @@ def test_the_scale_has_a_lowest_and_a_highest_value_and_does_not_heed_a_bad_loss
 
 def steps_of(world: World, run: Run, overflows: dict[int, float], steps: int = 6) -> dict[str, Any]:
     """A few steps, some of which overflow; what must be equal everywhere."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     strategy.dry_run(feed.longest())
     planted(strategy, overflows)
     assert strategy.scaling is not None
@@ -102,10 +101,7 @@ OVERFLOWS = {2: 1e4, 3: 1e4}
 def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
     stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
     run = tiny(f"strategy.name={name}", "precision=fp16", *stages, *overrides)
-    first, *others = run_on(ranks, steps_of, run, OVERFLOWS, run=run, timeout_s=40)
-    for other in others:
-        assert {k: other[k] for k in ("used", "scales")} == {k: first[k] for k in ("used", "scales")}
-    return first
+    return rank_0_of(ranks, steps_of, run, OVERFLOWS, alike=("used", "scales"), timeout_s=40)
 
 
 @pytest.mark.processes
@@ -187,15 +183,14 @@ def switched(world: World, run: Run) -> list[tuple[float, str]]:
 @pytest.mark.processes
 def test_another_strategy_goes_on_with_the_scale() -> None:
     run = tiny("strategy.name=allreduce", "precision=fp16")
-    for straight, again in run_on(2, switched, run, run=run):
+    for straight, again in run_on(2, switched, run):
         assert straight == again
         assert straight[0] == FIRST_SCALE / 4
 
 
 def bad_loss(world: World, run: Run) -> tuple[str, list[float]]:
     """What a loss that is no number comes to, and the scale before and after it."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     planted(strategy, {}, infinite=1)
     scales, said = [], "skipped"
     for t in range(2):
@@ -214,7 +209,7 @@ def bad_loss(world: World, run: Run) -> tuple[str, list[float]]:
 @pytest.mark.parametrize(("what", "wanted"), [("stop", "step 1: micro-batches [0, 1, 2, 3"), ("skip", "skipped")])
 def test_a_loss_that_is_not_finite_is_what_it_is_in_fp32(what: str, wanted: str) -> None:
     run = tiny("strategy.name=single", "precision=fp16", f"on_nonfinite={what}")
-    said, scales = run_on(1, bad_loss, run, run=run)[0]
+    said, scales = run_on(1, bad_loss, run)[0]
     assert said.startswith(wanted)
     assert scales == [FIRST_SCALE, FIRST_SCALE]
 

@@ -77,7 +77,7 @@ def order_of(world: World, run: Run) -> list[str]:
 @pytest.mark.processes
 def test_a_block_s_gradients_leave_before_those_of_the_block_before_are_computed() -> None:
     run = tiny("strategy.name=fsdp2", "micro_batches=2")
-    found = run_on(2, order_of, run, run=run)[0]
+    found = run_on(2, order_of, run)[0]
     assert found == ["into 1", "out", "into 0", "out", "out"]
 
 
@@ -129,7 +129,7 @@ def test_only_the_first_rank_ever_holds_the_whole_model() -> None:
     benchmarks/log.md, "Memory"."""
     large = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 4, "n_embd": 128, "n_positions": 32}}
     run = tiny("strategy.name=fsdp2", model=large)
-    (first, size), *others = run_on(4, written, run, run=run)
+    (first, size), *others = run_on(4, written, run)
     assert size < first < 1.4 * size  # the control: a whole copy shows
     for most, _ in others:
         assert 0.25 * size <= most < 0.4 * size, f"{most / size:.2f} of the model"

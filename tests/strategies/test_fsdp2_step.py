@@ -15,11 +15,10 @@ from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.fsdp2 import FSDP2, FSDP2Step
 from lockstep.strategies.strategy import strategy_class
 from lockstep.training import model_stats
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
 from support import odd_models
 from support.fsdp2_runs import of
-from support.harness import TINY, build, digest, run_on, tiny
+from support.harness import TINY, build, build_with_feed, digest, run_on, tiny
 from support.marks import slow
 from support.messages import raises
 
@@ -53,8 +52,7 @@ def test_without_exact_they_are_equal_to_rounding() -> None:
 def odd_steps(world: World, runs: list[Run]) -> list[tuple[list[float], str]]:
     found = []
     for run in runs:
-        task, strategy = build(run, world)
-        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        _, strategy, feed = build_with_feed(run, world)
         norms = []
         for step in range(4):
             odd_models.step = step
@@ -69,15 +67,14 @@ def test_weights_that_some_micro_batches_use_and_weights_of_one_number() -> None
     tasks = [{"name": f"support.odd_models.{name}"} for name in ("Task", "Number")]
     alone = [tiny("strategy.name=single", task=task) for task in tasks]
     ours = [tiny(task=task, strategy=STEP) for task in tasks]
-    assert run_on(3, odd_steps, ours, run=ours[0])[0] == run_on(1, odd_steps, alone, run=alone[0])[0]
+    assert run_on(3, odd_steps, ours)[0] == run_on(1, odd_steps, alone)[0]
 
 
 def two_steps_each(world: World, runs: list[Run]) -> list[tuple[str, str]]:
     """Each run goes on from the checkpoint of the one before. Which class it was, and the digest after."""
     found = []
     for i, run in enumerate(runs):
-        task, strategy = build(run, world)
-        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        task, strategy, feed = build_with_feed(run, world)
         checkpoints = Checkpoints(run, world, task.prepared, 6)
         step, notes = checkpoints.resume(strategy)
         assert (step, notes) == (2 * i, [])
@@ -98,7 +95,7 @@ def test_a_run_may_change_between_the_two_ways(precision: str, tmp_path: Path) -
         [tiny(f"output={tmp_path}/{name}", f"precision={precision}", strategy=strategy) for strategy in ways]
         for name, ways in (("one", [{"name": "single"}] * 3), ("two", [STEP, PIECE, STEP]))
     )
-    alone, ours = run_on(1, two_steps_each, one, run=one[0])[0], run_on(3, two_steps_each, two, run=two[0])[0]
+    alone, ours = run_on(1, two_steps_each, one)[0], run_on(3, two_steps_each, two)[0]
     assert [name for name, _ in ours] == ["FSDP2Step", "FSDP2", "FSDP2Step"]
     assert [found for _, found in ours] == [found for _, found in alone]
 
@@ -146,7 +143,7 @@ def ranks_of_unlike_memory(world: World, run: Run) -> str:
 @pytest.mark.processes
 def test_the_smallest_memory_decides_for_all_ranks() -> None:
     run = load(None, ["strategy.name=fsdp2"], TINY)
-    assert run_on(2, ranks_of_unlike_memory, run, run=run) == ["micro_batch", "micro_batch"]
+    assert run_on(2, ranks_of_unlike_memory, run) == ["micro_batch", "micro_batch"]
 
 
 @pytest.mark.parametrize(

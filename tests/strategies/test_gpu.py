@@ -14,7 +14,7 @@ import torch
 from lockstep.config.run import Run
 from lockstep.distributed.step_timer import NAMES as PHASES
 from lockstep.distributed.step_timer import StepTimer
-from support.harness import run_on, tiny
+from support.harness import rank_0_of, tiny
 from support.strategy_runs import EXACT, steps_of, worlds
 from support.task_runs import make
 
@@ -39,10 +39,7 @@ def of(name: str, ranks: int, *overrides: str, place: tuple[str, ...] = PLACE, a
 
 
 def first_of(ranks: int, run: Run) -> dict[str, Any]:
-    first, *others = run_on(ranks, steps_of, run, run=run)
-    for other in others:
-        assert {k: other[k] for k in ("loss", "norm")} == {k: first[k] for k in ("loss", "norm")}
-    return first
+    return rank_0_of(ranks, steps_of, run, alike=("loss", "norm"))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -15,7 +15,7 @@ from lockstep.strategies.engines import layers
 from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import strategy_class as class_of
 from lockstep.training.data_loader import StepLoader
-from support.harness import build, digest, run_on, tiny
+from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.messages import raises
 
 # Trainer draws dropout from one stream for a whole run; without dropout both see the same network.
@@ -24,8 +24,7 @@ CONSTANT = ("optim.schedule=constant", "optim.warmup_steps=0", "steps=4", "batch
 
 
 def by_lockstep(world: World, run: Run) -> dict[str, torch.Tensor]:
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     for step in range(4):
         strategy.train_step(feed.make(step), optim.learning_rate(run.optim, step, feed.total))
     weights = {k: v.clone() for k, v in (strategy.export() or {}).items()}
@@ -90,13 +89,13 @@ def by_trainer(world: World, run: Run, folder: str) -> dict[str, torch.Tensor]:
 )
 def test_hf_trainer_is_what_trainer_does(clip: str, apart: float, tmp_path: Path) -> None:
     run = tiny("strategy.name=hf_trainer", "strategy.exact=false", f"optim.max_grad_norm={clip}", *CALM, *CONSTANT)
-    ours = run_on(1, by_lockstep, run, run=run)[0]
-    theirs = run_on(1, by_trainer, run, str(tmp_path), run=run)[0]
+    ours = run_on(1, by_lockstep, run)[0]
+    theirs = run_on(1, by_trainer, run, str(tmp_path))[0]
     assert ours.keys() == theirs.keys()
     for name, weight in theirs.items():
         assert (ours[name] - weight).abs().max() <= apart, name
     other = run.model_copy(update={"seed": 1})  # the control: another order of the examples
-    assert any((a - theirs[k]).abs().max() > 1e-4 for k, a in run_on(1, by_lockstep, other, run=other)[0].items())
+    assert any((a - theirs[k]).abs().max() > 1e-4 for k, a in run_on(1, by_lockstep, other)[0].items())
 
 
 def in_temporary(world: World, run: Run, folder: str) -> list[str]:
@@ -108,14 +107,14 @@ def in_temporary(world: World, run: Run, folder: str) -> list[str]:
 @pytest.mark.processes
 def test_a_rank_that_is_killed_leaves_no_folder_of_trainer_s(tmp_path: Path) -> None:
     run = tiny("strategy.name=hf_trainer")
-    assert run_on(1, in_temporary, run, str(tmp_path), run=run) == [[]]
+    assert run_on(1, in_temporary, run, str(tmp_path)) == [[]]
 
 
 @cache
 def alone(*overrides: str) -> dict[str, torch.Tensor]:
     """The weights of one process."""
     run = tiny("strategy.name=single", *overrides, *CONSTANT)
-    return run_on(1, by_lockstep, run, run=run)[0]
+    return run_on(1, by_lockstep, run)[0]
 
 
 @pytest.mark.processes
@@ -130,7 +129,7 @@ def alone(*overrides: str) -> dict[str, torch.Tensor]:
 )
 def test_options_pass_through(name: str, option: str) -> None:
     run = tiny(f"strategy.name={name}", f"strategy.options.{option}", *CONSTANT)
-    assert digest(run_on(2, by_lockstep, run, run=run)[0]) == digest(alone())
+    assert digest(run_on(2, by_lockstep, run)[0]) == digest(alone())
 
 
 @pytest.mark.processes
@@ -139,7 +138,7 @@ def test_options_pass_through(name: str, option: str) -> None:
 )
 def test_fsdp2_through_accelerate_keeps_the_bits(options: dict) -> None:
     run = tiny(*CONSTANT, strategy={"name": "hf_accelerate", "options": {"fsdp": options}})
-    assert digest(run_on(2, by_lockstep, run, run=run)[0]) == digest(alone())
+    assert digest(run_on(2, by_lockstep, run)[0]) == digest(alone())
 
 
 @pytest.mark.processes
@@ -150,8 +149,8 @@ def test_fsdp2_through_accelerate_keeps_the_bits_in_bf16() -> None:
         for each in (False, True)
     )
     single = digest(alone("precision=bf16"))
-    assert digest(run_on(2, by_lockstep, exact, run=exact)[0]) == single
-    assert digest(run_on(2, by_lockstep, own, run=own)[0]) != single
+    assert digest(run_on(2, by_lockstep, exact)[0]) == single
+    assert digest(run_on(2, by_lockstep, own)[0]) != single
 
 
 @pytest.mark.processes
@@ -160,7 +159,7 @@ def test_fsdp2_through_accelerate_takes_models_whose_embeddings_are_a_block() ->
     bert = {"model": {"type": "bert", "config": sizes}, "tokenizer": {"train": "wordpiece", "vocab_size": 400}}
     run = tiny(*CONSTANT, strategy={"name": "hf_accelerate", "options": {"fsdp": {}}}, **bert)
     single = tiny("strategy.name=single", *CONSTANT, **bert)
-    assert digest(run_on(2, by_lockstep, run, run=run)[0]) == digest(run_on(1, by_lockstep, single, run=single)[0])
+    assert digest(run_on(2, by_lockstep, run)[0]) == digest(run_on(1, by_lockstep, single)[0])
 
 
 @pytest.mark.processes
@@ -169,7 +168,7 @@ def test_fsdp2_through_accelerate_takes_models_whose_embeddings_are_a_block() ->
 def test_zero_through_accelerate_is_zero(stage: int, ranks: int) -> None:
     sgd = ("optim.name=sgd", "optim.learning_rate=0.1", *CONSTANT)
     run = tiny(*sgd, strategy={"name": "hf_accelerate", "options": {"deepspeed": {"zero_stage": stage}}})
-    ours = run_on(ranks, by_lockstep, run, run=run)[0]
+    ours = run_on(ranks, by_lockstep, run)[0]
     for name, weight in alone("optim.name=sgd", "optim.learning_rate=0.1").items():
         assert (ours[name] - weight).abs().max() <= 1e-6, name
 

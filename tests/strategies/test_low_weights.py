@@ -19,7 +19,7 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
 from support.counted_memory import MODEL, held, near
-from support.harness import build, digest, run_on, tiny
+from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.messages import raises
 
 LOW = ("model.dtype=bfloat16", "precision=bf16", "data.padding=batch")
@@ -28,8 +28,7 @@ STEP, MICRO_BATCH = "strategy.options.gather=step", "strategy.options.gather=mic
 
 
 def steps_of(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    task, strategy, feed = build_with_feed(run, world)
     strategy.dry_run(feed.longest())
     results = [strategy.train_step(feed.make(t), 1e-3) for t in range(steps)]
     state = strategy.state_dict()
@@ -49,7 +48,7 @@ def steps_of(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
 @cache
 def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
     run = tiny(f"strategy.name={name}", *overrides)
-    return run_on(ranks, steps_of, run, run=run, timeout_s=90)[0]
+    return run_on(ranks, steps_of, run, timeout_s=90)[0]
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -88,8 +87,7 @@ def test_without_masters_the_bits_of_single(name: str, ranks: int, more: tuple[s
 def beside_float32(world: World, run: Run) -> tuple[float, float, bool]:
     """Masters after a few steps beside weights that torch's own AdamW updates in float32 with the same gradients: the
     largest difference, how far they went, and whether the model's weights are the masters, rounded."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     start = {n: p.detach().float().clone() for n, p in strategy.named.items()}
     theirs = {n: torch.nn.Parameter(t.clone()) for n, t in start.items()}
     exempt = undecayed(strategy.model)
@@ -120,11 +118,11 @@ def beside_float32(world: World, run: Run) -> tuple[float, float, bool]:
 @pytest.mark.processes
 def test_masters_are_what_float32_weights_would_be() -> None:
     run = tiny("strategy.name=single", *LOW)
-    apart, went, rounded = run_on(1, beside_float32, run, run=run)[0]
+    apart, went, rounded = run_on(1, beside_float32, run)[0]
     assert rounded
     assert apart < 1e-6 < 1e-3 < went
     run = tiny("strategy.name=single", *WITHOUT)  # the control: what is below a weight's last bit is lost
-    assert run_on(1, beside_float32, run, run=run)[0][0] > 1e-5
+    assert run_on(1, beside_float32, run)[0][0] > 1e-5
 
 
 @pytest.mark.processes
@@ -166,7 +164,7 @@ def test_every_strategy_goes_on_from_another_s_state(low: tuple[str, ...]) -> No
     names: list[Any] = [("ddp", {}), ("fsdp2", {"gather": "step"})]
     names += [("fsdp2", {"gather": "micro_batch"})] if low == LOW else []
     run = tiny("strategy.name=allreduce", *low)
-    ends = run_on(2, switched, run, names, run=run)[0]
+    ends = run_on(2, switched, run, names)[0]
     assert len(set(ends)) == 1
 
 
@@ -174,7 +172,7 @@ def test_every_strategy_goes_on_from_another_s_state(low: tuple[str, ...]) -> No
 @pytest.mark.parametrize(("low", "formula"), [(LOW, 2 + 4 + 8), (WITHOUT, 2 + 8), ((), 4 + 8)])
 def test_bytes_a_parameter_between_steps(low: tuple[str, ...], formula: int) -> None:
     run = tiny("strategy.name=single", *low, model=MODEL)
-    found = run_on(1, held, run, {}, run=run)[0]
+    found = run_on(1, held, run, {})[0]
     assert near(found["rest"], formula * found["all"]), found["rest"] / found["all"]
 
 

@@ -9,8 +9,7 @@ from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
-from lockstep.training.data_loader import StepLoader
-from support.harness import build, digest, run_on, tiny
+from support.harness import build_with_feed, digest, run_on, tiny
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -25,8 +24,7 @@ EXACT = {
 
 def steps_of(world: World, run: Run) -> dict[str, Any]:
     """What three steps come to; the weights are those that the rank itself has, or gathers."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t, STEPS)) for t in range(STEPS)]
     whole = strategy.state_dict()
     found = {
@@ -42,7 +40,7 @@ def steps_of(world: World, run: Run) -> dict[str, Any]:
 
 def of(ranks: int, *words: str) -> list[dict[str, Any]]:
     run = tiny(*words, "micro_batches=32", "batch_size=37")
-    return run_on(ranks, steps_of, run, run=run, timeout_s=900)
+    return run_on(ranks, steps_of, run, timeout_s=900)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ PREFETCH = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshol
 def of(name: str, ranks: int, moments: dict[str, float], **options: Any) -> list[dict[str, int]]:
     strategy = {"name": name, "exact": options.pop("exact", True), "options": options.pop("options", {})}
     run = tiny(model=MODEL, strategy=strategy, **options)
-    return run_on(ranks, held, run, moments, run=run)
+    return run_on(ranks, held, run, moments)
 
 
 # Bytes a parameter at the update, n ranks: weights + gradients + AdamW's two moments, all float32. DeepSpeed keeps a

@@ -13,10 +13,9 @@ from lockstep.config import plugins
 from lockstep.config.optim import learning_rate
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
-from support.harness import TINY, build, digest, run_on
+from support.harness import TINY, build, build_with_feed, digest, run_on
 from support.marks import long, slow
 from support.messages import raises
 
@@ -93,8 +92,7 @@ def trained(world: World, runs: list[Run], others: list[Run | None]) -> list[dic
     found = []
     for run, other in zip(runs, others, strict=True):
         resolve_strategy(run, world.size)
-        task, strategy = build(run, world)
-        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        task, strategy, feed = build_with_feed(run, world)
         strategy.dry_run(feed.longest())
         for t in range(2):
             strategy.train_step(feed.make(t), learning_rate(run.optim, t, 6))
@@ -133,7 +131,7 @@ def of(folder: Path, name: str, ranks: int, saver: str | None, brief: bool = Fal
     cases = [case for case in (BRIEFLY if brief else CASES) if takes(name, case)]
     runs = [run_of(name, case, folder / str(ranks)) for case in cases]
     others = [run_of(saver, case, folder / "1") if saver else None for case in cases]
-    first, *rest = run_on(ranks, trained, runs, others, run=runs[0], timeout_s=600)
+    first, *rest = run_on(ranks, trained, runs, others, timeout_s=600)
     for rank in rest:
         assert [(a["loss"], a["scores"]) for a in rank] == [(a["loss"], a["scores"]) for a in first]
     return dict(zip(cases, first, strict=True))
@@ -198,8 +196,7 @@ def gone_on(world: World, runs: list[Run], others: list[Run]) -> list[str]:
     """The third step, from another strategy's checkpoint."""
     found = []
     for run, other in zip(runs, others, strict=True):
-        task, strategy = build(run, world)
-        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        task, strategy, feed = build_with_feed(run, world)
         there = run.model_copy(update={"output": other.output})
         assert Checkpoints(there, world, task.prepared, 6).resume(strategy) == (2, [])
         strategy.train_step(feed.make(2), learning_rate(run.optim, 2, 6))
@@ -214,7 +211,7 @@ def test_single_goes_on_from_what_ranks_that_share_it_saved(folder: Path, saver:
     shared, alone = of(folder, saver, 3, "single"), of(folder, "single", 1, None)
     runs = [run_of("single", case, folder / "1") for case in shared]
     others = [run_of(saver, case, folder / "3") for case in shared]
-    for case, after in zip(shared, run_on(1, gone_on, runs, others, run=runs[0], timeout_s=300)[0], strict=True):
+    for case, after in zip(shared, run_on(1, gone_on, runs, others, timeout_s=300)[0], strict=True):
         assert after == alone[case]["after"], case
 
 
@@ -228,4 +225,4 @@ def test_a_stage_with_nothing_to_train_is_refused(folder: Path) -> None:
     model = run.model.model_copy(update={"freeze": ["*.wte.*", "*.wpe.*", "*.h.0.*"]})
     run = run.model_copy(update={"model": model})
     with raises("LS4247", "model.freeze: stage 0 of 2 ", error=AssertionError):
-        run_on(2, built, run, run=run)
+        run_on(2, built, run)

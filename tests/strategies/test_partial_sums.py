@@ -12,8 +12,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies import fsdp2
 from lockstep.strategies.exact.reduction import most_held
 from lockstep.strategies.strategy import strategy_class
-from lockstep.training.data_loader import StepLoader
-from support.harness import build, run_on, tiny
+from support.harness import build_with_feed, run_on, tiny
 from support.written import Written
 
 # Many small matrices and short texts: what is computed at the moment is small beside a whole gradient.
@@ -43,8 +42,7 @@ def at_most(world: World, runs: list[Run]) -> list[float]:
     fsdp2.BUCKET_BYTES = int(BUCKET * 2**20)
     found = []
     for run in runs:
-        task, strategy = build(run, world)
-        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        _, strategy, feed = build_with_feed(run, world)
         strategy.train_step(feed.make(0), 1e-3)
         batch, most = feed.make(1), []
         with Written() as seen:
@@ -64,7 +62,7 @@ def test_the_formula_is_what_is_held(name: str) -> None:
     formula = FORMULA.get(name, [1, 1, 3])
     parts = ranks if name == "pipeline" else 1
     assert [1 + parts * strategy_class(run).partial_sums(run, ranks) / 4 for run in runs] == formula
-    for rank in run_on(ranks, at_most, runs, run=runs[0]):
+    for rank in run_on(ranks, at_most, runs):
         for held, most in zip(rank, formula, strict=True):
             assert held < most + NEAR, rank
         assert rank[-1] > formula[-1] - NEAR, rank  # the formula is no looser than that
@@ -73,8 +71,7 @@ def test_the_formula_is_what_is_held(name: str) -> None:
 def between(world: World, run: Run) -> float:
     """The most a rank holds between two micro-batches of a step beside what it holds between steps, in whole gradients
     of what it trains."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     strategy.train_step(feed.make(0), 1e-3)
     batch, held = feed.make(1), []
     rest = tensor_bytes()
@@ -96,7 +93,7 @@ def test_what_waits_between_turns_of_fsdp() -> None:
     """Eight micro-batches in four turns of two: 0..3 and 4..5 wait for 6 and 7, of each rank's half of a gradient."""
     run = tiny("strategy.name=fsdp2", data=DATA, model=MODEL, batch_size=8, micro_batches=8)
     assert strategy_class(run).partial_sums(run, 2) == 4 / 2  # beside the one that is counted as the gradient
-    for rank in run_on(2, between, run, run=run):
+    for rank in run_on(2, between, run):
         assert rank == pytest.approx(2 / 2, abs=NEAR)
 
 

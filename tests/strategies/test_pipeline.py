@@ -22,7 +22,7 @@ from lockstep.tasks.classification import Classification
 from lockstep.tasks.models import model_configs
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
-from support.harness import build, digest, run_on, tiny
+from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.marks import long, slow
 
 FOUR = "model.config.n_layer=4"
@@ -32,8 +32,7 @@ NAMES = ((1, "single"), (2, "pipeline"))
 
 def steps_of(world: World, run: Run, steps: int = 2) -> dict[str, Any]:
     """Train a few steps; what must be equal everywhere."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t + 1, 6)) for t in range(steps)]
     state, export = strategy.state_dict(), strategy.export()
     found = {
@@ -55,7 +54,7 @@ def steps_of(world: World, run: Run, steps: int = 2) -> dict[str, Any]:
 def of(ranks: int, *overrides: str) -> dict[str, Any]:
     """Rank 0's findings; what every rank must agree on is checked."""
     run = tiny(*overrides)
-    first, *others = run_on(ranks, steps_of, run, run=run)
+    first, *others = run_on(ranks, steps_of, run)
     for other in others:
         assert {k: other[k] for k in ("loss", "norm", "count")} == {k: first[k] for k in ("loss", "norm", "count")}
         assert other["clear"]
@@ -234,8 +233,7 @@ def test_encoder_and_decoder_in_bf16(kind: str, tied: str) -> None:
 
 def restored(world: World, run: Run, kept: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     """Train on from a state, or from the start; the state after two steps, and its digest after one more."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     if kept:
         strategy.load_state_dict(kept)
     else:
@@ -252,12 +250,12 @@ def restored(world: World, run: Run, kept: dict[str, Tensor]) -> tuple[dict[str,
 def test_a_state_goes_from_one_strategy_to_another_and_back() -> None:
     tied = ("task.name=test_pipeline.Language",)
     one, two = (tiny(f"strategy.name={name}", *tied) for name in ("single", "pipeline"))
-    state, after = run_on(1, restored, one, {}, run=one)[0]
-    piped, piped_after = run_on(2, restored, two, {}, run=two)[0]
+    state, after = run_on(1, restored, one, {})[0]
+    piped, piped_after = run_on(2, restored, two, {})[0]
     assert (digest(piped), piped_after) == (digest(state), after)
     assert list(piped) == list(state)
-    assert run_on(2, restored, two, state, run=two)[0][1] == after
-    assert run_on(1, restored, one, piped, run=one)[0][1] == after
+    assert run_on(2, restored, two, state)[0][1] == after
+    assert run_on(1, restored, one, piped)[0][1] == after
 
 
 def evaluated(world: World, run: Run) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -273,7 +271,7 @@ def evaluated(world: World, run: Run) -> tuple[dict[str, float], dict[str, Tenso
 @cache
 def evaluated_alone(*common: str) -> tuple[dict[str, float], dict[str, Tensor]]:
     run = tiny("strategy.name=single", *common)
-    found: tuple[dict[str, float], dict[str, Tensor]] = run_on(1, evaluated, run, run=run)[0]
+    found: tuple[dict[str, float], dict[str, Tensor]] = run_on(1, evaluated, run)[0]
     return found
 
 
@@ -284,7 +282,7 @@ def test_scores_and_gradients_are_those_of_one_process(ranks: int, options: tupl
         common = (FOUR, f"precision={precision}", "evaluate.batch_size=8")
         piped = tiny("strategy.name=pipeline", *common, *(f"strategy.options.{o}" for o in options))
         metrics, gradients = evaluated_alone(*common)
-        (first, heard), *others = run_on(ranks, evaluated, piped, run=piped)
+        (first, heard), *others = run_on(ranks, evaluated, piped)
         assert first == metrics
         assert all(found == metrics and not nothing for found, nothing in others)
         assert list(heard) == list(gradients)

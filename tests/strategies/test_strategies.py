@@ -12,7 +12,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.native import Native
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
-from support.harness import build, digest, run_on, tiny
+from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.marks import long, slow
 from support.strategy_runs import EXACT, NAMES, steps_of, worlds
 
@@ -156,15 +156,14 @@ def mean_of_means(world: World, run: Run) -> list[float]:
 
 def test_the_control_a_mean_of_means_is_seen_in_the_norm(of: Answers) -> None:
     run = tiny("strategy.name=single")
-    wrong = run_on(1, mean_of_means, run, run=run)[0]
+    wrong = run_on(1, mean_of_means, run)[0]
     right = of("single", 1, "precision=fp32")["norm"]
     assert abs(wrong[0] / right[0] - 1) > 1e-3
 
 
 def whole_gradient(world: World, run: Run) -> tuple[float, float]:
     """The gradient of the whole batch in one backward, in the plainest way, against the strategy's norm and loss."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    task, strategy, feed = build_with_feed(run, world)
     batch: StepBatch = feed.make(0)
     strategy.model.zero_grad()
     everything = task.collate(feed.columns, batch.ids, 0)
@@ -185,7 +184,7 @@ def test_a_step_is_the_gradient_of_the_mean_over_all_targets() -> None:
         "model.config.embd_pdrop=0",
         "model.config.attn_pdrop=0",
     )
-    plain, ours = run_on(1, whole_gradient, run, run=run)[0]
+    plain, ours = run_on(1, whole_gradient, run)[0]
     assert ours == pytest.approx(plain, rel=1e-5)
 
 
@@ -205,8 +204,7 @@ def test_more_pieces_than_examples_leave_blank_ones(of: Answers, single: dict) -
 
 
 def restored(world: World, run: Run) -> tuple[str, str]:
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     for t in range(3):
         strategy.train_step(feed.make(t), 1e-3)
     kept = world.broadcast({k: v.clone() for k, v in strategy.state_dict().items()})
@@ -229,8 +227,7 @@ def test_state_holds_all_that_matters(name: str, of: Answers) -> None:
 
 def judged(world: World, run: Run) -> tuple[dict[str, float], str | None]:
     """Scores and the export after two steps."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    task, strategy, feed = build_with_feed(run, world)
     for t in range(2):
         strategy.train_step(feed.make(t), 1e-3)
     scores = evaluate(run, world, task, strategy, task.splits["validation"])
@@ -265,7 +262,7 @@ def sparse_rows(world: World, run: Run) -> int:
 
 def test_row_sparse_gradients_have_the_bits_of_dense_ones(single: dict) -> None:
     run = tiny("strategy.name=single")
-    assert run_on(1, sparse_rows, run, run=run) == [1]  # the token embedding; the positions' is too small
-    assert run_on(1, densely, run, run=run)[0]["digest"] == single["fp32"]["digest"]
+    assert run_on(1, sparse_rows, run) == [1]  # the token embedding; the positions' is too small
+    assert run_on(1, densely, run)[0]["digest"] == single["fp32"]["digest"]
     run = tiny("strategy.name=ddp")
-    assert {r["digest"] for r in run_on(3, densely, run, run=run)} == {single["fp32"]["digest"]}
+    assert {r["digest"] for r in run_on(3, densely, run)} == {single["fp32"]["digest"]}

@@ -14,10 +14,9 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate_with_tables
 from support import label_runs
-from support.harness import TINY, build, digest, run_on
+from support.harness import TINY, build_with_feed, digest, run_on
 from support.marks import long
 from support.task_runs import BERT, GPT2, MARIAN, make, sentence, write
 
@@ -81,8 +80,7 @@ def trained(world: World, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
     """Two steps of each kind, and scores."""
     found = {}
     for kind, run in runs.items():
-        task, strategy = build(run, world)
-        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        task, strategy, feed = build_with_feed(run, world)
         results = [strategy.train_step(feed.make(step), 5e-3) for step in range(2)]
         scores, _ = evaluate_with_tables(run, world, task, strategy, task.splits["validation"])
         state = strategy.state_dict()
@@ -104,7 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, dict[str, Any]]:
     runs = runs_of(folder, "strategy.name=single")
-    return run_on(1, trained, runs, run=next(iter(runs.values())), timeout_s=280)[0]
+    return run_on(1, trained, runs, timeout_s=280)[0]
 
 
 # Shards of ZeRO 3, and a Trainer around the steps of `ddp`: three tasks in test_tasks.py, all of them by hand
@@ -115,7 +113,7 @@ def test_every_strategy_trains_every_kind(told: str, folder: Path, alone: dict) 
     for package in strategy.needs:
         pytest.importorskip(package)
     runs = runs_of(folder, f"strategy.name={name}", *STRATEGIES[told])
-    first, other = run_on(2, trained, runs, run=next(iter(runs.values())), timeout_s=280)
+    first, other = run_on(2, trained, runs, timeout_s=280)
     for kind, run in runs.items():
         assert other[kind]["scores"] == first[kind]["scores"], kind
         if strategy.gives_bits(run):
@@ -141,7 +139,7 @@ def adapted(run: Run, folder: Path, kind: str) -> Run:
 @pytest.fixture(scope="module")
 def adapted_alone(folder: Path) -> dict[str, dict[str, Any]]:
     runs = {kind: adapted(run, folder, kind) for kind, run in runs_of(folder, "strategy.name=single").items()}
-    return run_on(1, trained, runs, run=next(iter(runs.values())), timeout_s=280)[0]
+    return run_on(1, trained, runs, timeout_s=280)[0]
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
@@ -149,7 +147,7 @@ def test_every_kind_trains_an_adapter(name: str, folder: Path, alone: dict, adap
     pytest.importorskip("peft")
     keys = (f"strategy.name={name}", *STRATEGIES[name])
     runs = {kind: adapted(run, folder, kind) for kind, run in runs_of(folder, *keys).items()}
-    first, _ = run_on(2, trained, runs, run=next(iter(runs.values())), timeout_s=280)
+    first, _ = run_on(2, trained, runs, timeout_s=280)
     for kind in runs:
         assert first[kind] == adapted_alone[kind], kind
         assert first[kind]["norm"] != alone[kind]["norm"], kind

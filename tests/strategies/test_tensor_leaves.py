@@ -181,7 +181,7 @@ def changed(world: World, run: Run, name: str, other: Any) -> str:
 )
 def test_the_control_another_sum_has_other_bits(name: str, other: Any) -> None:
     run = tiny("precision=fp32", model=FAMILIES["gpt2"], strategy={"name": "single", "tensor_leaves": 4})
-    assert run_on(1, changed, run, name, other, run=run) != [alone("gpt2", "fp32")["digest"]]
+    assert run_on(1, changed, run, name, other) != [alone("gpt2", "fp32")["digest"]]
 
 
 @pytest.mark.processes

@@ -9,10 +9,9 @@ import torch
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
 from support import odd_models
-from support.harness import build, digest, run_on, tiny
+from support.harness import build_with_feed, digest, rank_0_of, run_on, tiny
 from support.marks import slow
 from support.messages import raises
 
@@ -32,8 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def steps_of(world: World, run: Run) -> dict[str, Any]:
     """Five steps: their norms, the names of what would be saved after each, and all weights and moments."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     found: dict[str, Any] = {"norms": [], "names": set(), "weights": []}
     for step in range(5):
         odd_models.step = step
@@ -49,9 +47,7 @@ def steps_of(world: World, run: Run) -> dict[str, Any]:
 
 def of(model: str, name: str, ranks: int, *overrides: str) -> dict[str, Any]:
     run = tiny(f"strategy.name={name}", *overrides, **MODELS[model])
-    first, *others = run_on(ranks, steps_of, run, run=run)
-    assert all(other["norms"] == first["norms"] for other in others)
-    return first
+    return rank_0_of(ranks, steps_of, run, alike=("norms",))
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +125,7 @@ def test_the_engine_of_zero_leaves_them_alone_too(stage: int, single: dict) -> N
 def failed(name: str, ranks: int, task: str, *overrides: str) -> str:
     run = tiny(f"strategy.name={name}", f"task.name=support.odd_models.{task}", *overrides)
     with pytest.raises(AssertionError) as caught:
-        run_on(ranks, steps_of, run, run=run)
+        run_on(ranks, steps_of, run)
     return str(caught.value)
 
 

@@ -22,7 +22,7 @@ from lockstep.strategies.strategy import strategy_class as class_of
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
-from support.harness import build, digest, run_on, tiny
+from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.marks import long, slow
 from support.messages import raises
 
@@ -39,8 +39,7 @@ BF16_WEIGHTS = ("precision=bf16", "strategy.options={bf16: {enabled: true}}")
 
 def trained(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
     """Train a few steps, evaluating in between; everything that must be equal."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    task, strategy, feed = build_with_feed(run, world)
     gradients: list[dict[str, torch.Tensor]] = []
     strategy.observer = recorder = GradientRecorder(world)
     results, scores = [], []
@@ -70,7 +69,7 @@ def trained(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
 def strategy_class(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
     """The same report on every rank, and everything whole on rank 0 only; rank 0's."""
     run = tiny(f"strategy.name={name}", *overrides)
-    first, *others = run_on(ranks, trained, run, run=run)
+    first, *others = run_on(ranks, trained, run)
     for other in others:
         assert {k: other[k] for k in ("loss", "norm", "scores")} == {k: first[k] for k in ("loss", "norm", "scores")}
         assert other["export"] is None
@@ -284,7 +283,7 @@ def told(world: World, run: Run) -> list[Any]:
 def test_options_reach_the_engine() -> None:
     given = "{zero_optimization: {reduce_bucket_size: 5000, overlap_comm: true}, communication_data_type: bf16}"
     run = tiny("strategy.name=zero2", f"strategy.options={given}")
-    assert run_on(1, told, run, run=run)[0] == [5000, True, torch.bfloat16]
+    assert run_on(1, told, run)[0] == [5000, True, torch.bfloat16]
 
 
 @pytest.mark.parametrize("extra", [("precision=bf16",), BF16_WEIGHTS], ids=["autocast", "bf16 weights"])
@@ -325,13 +324,12 @@ def averaged(world: World, run: Run) -> float:
 
 def test_the_control_an_average_over_ranks_is_seen_in_the_norm(single: dict[str, Any]) -> None:
     run = tiny("strategy.name=single", OWN)
-    assert run_on(2, averaged, run, run=run)[0] == pytest.approx(single["norm"][0] / 2, rel=1e-5)
+    assert run_on(2, averaged, run)[0] == pytest.approx(single["norm"][0] / 2, rel=1e-5)
 
 
 def stopped(world: World, run: Run) -> tuple[str, dict[str, torch.Tensor], list[float]]:
     """Three steps, the state, and two more."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     for t in range(3):
         strategy.train_step(feed.make(t), 1e-3)
     kept = {k: v.clone() for k, v in strategy.state_dict().items()}
@@ -342,8 +340,7 @@ def stopped(world: World, run: Run) -> tuple[str, dict[str, torch.Tensor], list[
 
 
 def resumed(world: World, run: Run, kept: dict[str, torch.Tensor]) -> tuple[str, str, list[float]]:
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     strategy.load_state_dict(kept)
     taken_over = digest(strategy.state_dict())
     losses = [float(strategy.train_step(feed.make(t), 1e-3).loss) for t in (3, 4)]
@@ -355,9 +352,9 @@ def resumed(world: World, run: Run, kept: dict[str, torch.Tensor]) -> tuple[str,
 def travel(start: tuple[str, int], end: tuple[str, int], *overrides: str) -> tuple[bool, list[float], list[float]]:
     """Whether going on has the bits of not stopping, and the losses after both."""
     run = tiny(f"strategy.name={start[0]}", *overrides)
-    straight, kept, losses = run_on(start[1], stopped, run, run=run)[0]
+    straight, kept, losses = run_on(start[1], stopped, run)[0]
     run = tiny(f"strategy.name={end[0]}", *overrides)
-    again, taken_over, others = run_on(end[1], resumed, run, kept, run=run)[0]
+    again, taken_over, others = run_on(end[1], resumed, run, kept)[0]
     assert taken_over == digest(kept)  # nothing is lost on the way
     return straight == again, losses, others
 

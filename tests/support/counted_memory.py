@@ -10,8 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lockstep.config.run import Run
 from lockstep.distributed.system_metrics import measured, tensor_bytes
 from lockstep.distributed.world import World
-from lockstep.training.data_loader import StepLoader
-from support.harness import build
+from support.harness import build_with_feed
 
 # Large enough that batches, buffers and buckets are small beside it.
 MODEL = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 4, "n_embd": 128, "n_positions": 32}}
@@ -37,8 +36,7 @@ def held(world: World, run: Run, moments: dict[str, float]) -> dict[str, int]:
     """Bytes on this rank; `moments`: bytes a parameter that it is to hold between micro-batches, at the update, at
     rest. Where they are told, what is more may be let go first."""
     before = tensor_bytes()
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     strategy.train_step(feed.make(0), 1e-3)
     own, count = sum(p.numel() for p in strategy.model.parameters()), strategy.parameter_count
     between = [0]

@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
-from lockstep.training.data_loader import StepLoader
-from support.harness import build, digest, run_on, tiny
+from support.harness import build_with_feed, digest, rank_0_of, tiny
 
 LLAMA = {
     "type": "llama",
@@ -26,8 +25,7 @@ LLAMA = {
 
 
 def steps_of(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t, steps)) for t in range(steps)]
     found = {
         "digest": digest(strategy.state_dict()),
@@ -48,7 +46,4 @@ def steps_of(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
 
 def of(ranks: int, *overrides: str, **values: Any) -> dict[str, Any]:
     run = tiny(*overrides, **values)
-    first, *others = run_on(ranks, steps_of, run, run=run)
-    for other in others:
-        assert {k: other[k] for k in ("loss", "norm")} == {k: first[k] for k in ("loss", "norm")}
-    return first
+    return rank_0_of(ranks, steps_of, run, alike=("loss", "norm"))

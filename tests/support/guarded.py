@@ -11,10 +11,9 @@ from torch import Tensor
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.errors import CorruptionDetected
 from lockstep.training.sdc_check import SdcCheck
-from support.harness import build, digest
+from support.harness import build_with_feed, digest
 
 STEPS = 6
 
@@ -24,8 +23,7 @@ Fault = Callable[[Any, World, int], None]  # of a strategy, a rank, a step that 
 
 def guarded(world: World, run: Run, fault: Fault | None = None) -> dict[str, Any]:
     """Steps under guard; what was found in each, and the digest at the end."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     session: Any = SimpleNamespace(run=run, world=world, feed=feed, strategy=strategy)
     guard, found = SdcCheck(session) if run.sdc_check.every else strategy, {}
     for step in range(STEPS):

@@ -31,6 +31,7 @@ from lockstep.strategies.engines import blocks
 from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
 from lockstep.training import reference_pass
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.session import gloo_threads
 from support.first import AT_FIRST
 from support.places import TESTS_PATH
@@ -81,6 +82,12 @@ def build(run: Run, world: World) -> tuple[Task, Strategy]:
     return task, strategy
 
 
+def build_with_feed(run: Run, world: World) -> tuple[Task, Strategy, StepLoader]:
+    """As `build`, and what makes the batches of this rank's steps."""
+    task, strategy = build(run, world)
+    return task, strategy, StepLoader(run, task, strategy.own_micro_batches(), world.device)
+
+
 def digest(state: dict[str, torch.Tensor]) -> str:
     """SHA-256 over all tensors, in the order of their names."""
     seen = hashlib.sha256()
@@ -99,8 +106,9 @@ def run_on(
     joined: bool = True,
 ) -> list[Any]:
     """`function(world, *arguments)` on each of `ranks` processes, which have joined unless the function does that
-    itself. Errors: the first rank's traceback, as an AssertionError, and how ranks ended that said nothing."""
-    run = run or tiny()
+    itself. `run`: of the world; else the first among the arguments, or the first of a list or mapping of runs there, or
+    `tiny()`. Errors: the first rank's traceback, as an AssertionError, and how ranks ended that said nothing."""
+    run = run or next(_runs_in(arguments), None) or tiny()
     server_environment()
     with tempfile.TemporaryDirectory() as folder:
         results = _context.Queue()
@@ -127,6 +135,22 @@ def run_on(
                 process.join(10 if len(found) == ranks else 0.1)
                 process.kill()
         return [found[rank] for rank in range(ranks)]
+
+
+def rank_0_of(
+    ranks: int, function: Callable[..., dict[str, Any]], *arguments: Any, alike: tuple[str, ...], timeout_s: float = 120
+) -> dict[str, Any]:
+    """What `run_on` returns of rank 0, once these entries have been found to be the same on every rank."""
+    first, *others = run_on(ranks, function, *arguments, timeout_s=timeout_s)
+    for other in others:
+        assert {key: other[key] for key in alike} == {key: first[key] for key in alike}
+    return first
+
+
+def _runs_in(arguments: tuple[Any, ...]) -> Iterator[Run]:
+    for each in arguments:
+        several = each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple) else (each,)
+        yield from (value for value in several if isinstance(value, Run))
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from lockstep.config.run import load
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.training.data_loader import StepLoader
-from support.harness import TINY, build, digest
+from support.harness import TINY, build_with_feed, digest
 from support.key_table import Tried
 from support.task_runs import TASKS, make, sentence, write
 
@@ -150,8 +150,7 @@ class Place:
         with patch.context() as inside:
             told = watch(inside)
             world = World(run)
-            task, strategy = build(run, world)
-            feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+            _, strategy, feed = build_with_feed(run, world)
             weights = []
             for step in range(min(feed.total, STEPS)):
                 rate = learning_rate(run.optim, step + 1, feed.total)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.training.data_loader import StepLoader
 from lockstep_plan.fake_world import Simulated, middle, simulate
 from lockstep_plan.simulated import Storages
-from support.harness import build
+from support.harness import build_with_feed
 
 NEAR = 0.05
 
@@ -33,8 +32,7 @@ class Taken:
 def taken(world: World, run: Run) -> Taken:
     """The same steps as a simulation makes, with numbers."""
     with Storages() as seen:
-        task, strategy = build(run, world)
-        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        _, strategy, feed = build_with_feed(run, world)
         usual, longest = feed.make(middle(feed)), feed.longest()
         for _ in range(2):
             strategy.train_step(usual, 1e-3)

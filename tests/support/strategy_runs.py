@@ -10,8 +10,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
-from lockstep.training.data_loader import StepLoader
-from support.harness import build, digest
+from support.harness import build_with_feed, digest
 
 WITH_TORCH_2_11 = {*plugins.names("strategies")} - {"pipeline"}  # whose parts of torch are of 2.12
 
@@ -24,8 +23,7 @@ EXACT = [name for name in NAMES if plugins.find("strategies", name).exact]
 
 def steps_of(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
     """Train a few steps; what must be equal everywhere."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     rates = [learning_rate(run.optim, t, steps) for t in range(steps)]
     results = [strategy.train_step(feed.make(t).to(world.device), rate) for t, rate in enumerate(rates)]
     parameters, state = list(strategy.model.parameters()), strategy.state_dict()

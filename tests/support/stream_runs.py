@@ -30,7 +30,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import share
 from lockstep.tasks.classification import Classification
 from lockstep.training.data_loader import StepLoader
-from support.harness import TINY, build, digest
+from support.harness import TINY, build_with_feed, digest
 from support.task_runs import sentence
 
 SHARDS = 5
@@ -129,8 +129,7 @@ def changed(path: Path, how: str) -> None:
 
 def trained(world: World, run: Run) -> dict[str, Any]:
     """Steps of two epochs, and the weights of the model."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     losses = [float(strategy.train_step(batch, 5e-3).loss) for batch in feed.steps(0)]
     weights = strategy.export()
     return {"losses": losses, "weights": digest(weights) if weights is not None else None}

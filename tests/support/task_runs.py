@@ -12,9 +12,8 @@ from typing import Any
 
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
-from support.harness import TINY, build, digest
+from support.harness import TINY, build_with_feed, digest
 
 WORDS = [
     "a",
@@ -142,8 +141,7 @@ STEPS = 3
 
 def trained(world: World, run: Run) -> dict[str, Any]:
     """A few steps, scores and samples."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    task, strategy, feed = build_with_feed(run, world)
     batches = [feed.make(t) for t in range(STEPS)]
     results = [strategy.train_step(batch, 5e-3) for batch in batches]
     counts = [[int(task.targets_in_batch(m.targets)) for m in b.micro_batches] for b in batches]

@@ -71,7 +71,7 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for kind in KINDS:
         run = run_of(folder, kind, "strategy.name=single")
-        found[kind] = run_on(1, trained, run, run=run)[0]
+        found[kind] = run_on(1, trained, run)[0]
     return found
 
 
@@ -96,7 +96,7 @@ def test_the_same_bits_under_every_strategy(kind: str, name: str, ranks: int, fo
     if name == "hf_accelerate":
         pytest.importorskip("accelerate")
     run = run_of(folder, kind, f"strategy.name={name}")
-    first = run_on(ranks, trained, run, run=run)[0]
+    first = run_on(ranks, trained, run)[0]
     assert {k: first[k] for k in ("loss", "norm", "digest")} == {k: alone[kind][k] for k in ("loss", "norm", "digest")}
 
 

@@ -262,9 +262,9 @@ def test_keys_of_conversations_need_some(key: str, tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_the_same_bits_with_each_turn_an_example(tmp_path: Path) -> None:
     words = ("task.turns=per_turn", f"task.chat_template={json.dumps(THINKING)}")
-    alone = run_on(1, trained, run := make(tmp_path, "messages", "strategy.name=single", *words), run=run)[0]
+    alone = run_on(1, trained, make(tmp_path, "messages", "strategy.name=single", *words))[0]
     for name in ("ddp", "fsdp2"):
-        first, other = run_on(2, trained, run := make(tmp_path, "messages", f"strategy.name={name}", *words), run=run)
+        first, other = run_on(2, trained, make(tmp_path, "messages", f"strategy.name={name}", *words))
         assert {k: first[k] for k in ("digest", "loss", "norm", "scores")} == {
             k: alone[k] for k in ("digest", "loss", "norm", "scores")
         }

@@ -93,7 +93,7 @@ def job(folders: Path, output: Path, *overrides: str, **values: Any) -> Run:
 
 def trained(run: Run, ranks: int = 1) -> dict[str, torch.Tensor]:
     """Weights of the export."""
-    assert run_on(ranks, works, run, run=run, joined=False) == [0] * ranks
+    assert run_on(ranks, works, run, joined=False) == [0] * ranks
     return load_file(run.folder / "export/model.safetensors")
 
 
@@ -287,7 +287,7 @@ def test_a_mistake_with_pixels_is_found_before_the_first_step(
 ) -> None:
     """By the plain computation, which asks the processor for an image as a whole."""
     run = job(folders, tmp_path / "out")
-    assert run_on(1, wrong_pixels, run, run=run, joined=False) == ["found"]
+    assert run_on(1, wrong_pixels, run, joined=False) == ["found"]
 
 
 def wrong_pixels(world: World, run: Run) -> str:

@@ -12,10 +12,9 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks import own_metrics
 from lockstep.tasks.classification import Classification
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate_with_tables
 from support import own_scores
-from support.harness import build, digest, run_on
+from support.harness import build, build_with_feed, digest, run_on
 from support.label_runs import KINDS, make
 
 OWN = "metrics=[support.own_scores.order,support.own_scores.mean_of_predictions,support.own_scores.drawing]"
@@ -25,8 +24,7 @@ def trained(world: World, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
     """A few steps of each run, scores, tables and samples."""
     found = {}
     for kind, run in runs.items():
-        task, strategy = build(run, world)
-        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        task, strategy, feed = build_with_feed(run, world)
         batches = [feed.make(step) for step in range(4)]
         results = [strategy.train_step(batch, 5e-3) for batch in batches]
         scores, tables = evaluate_with_tables(run, world, task, strategy, task.splits["validation"])
@@ -58,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, dict[str, Any]]:
     runs = runs_of(folder, "single")
-    return run_on(1, trained, runs, run=next(iter(runs.values())))[0]
+    return run_on(1, trained, runs)[0]
 
 
 @pytest.mark.processes
@@ -67,7 +65,7 @@ def test_every_kind_has_the_same_bits_on_any_number_of_processes(
     name: str, ranks: int, folder: Path, alone: dict
 ) -> None:
     runs = runs_of(folder, name)
-    first, *others = run_on(ranks, trained, runs, run=next(iter(runs.values())))
+    first, *others = run_on(ranks, trained, runs)
     for kind in KINDS:
         for key in ("digest", "loss", "norm", "scores", "tables", "samples", "targets"):
             assert first[kind][key] == alone[kind][key], (kind, key)

@@ -111,7 +111,7 @@ def judged(world: World, run: Run) -> dict[str, float]:
 @pytest.mark.processes
 def test_perplexities_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     run = make(tmp_path, "packed", "strategy.name=single")
-    found = run_on(1, judged, run, run=run)[0]
+    found = run_on(1, judged, run)[0]
     task = task_of(run)
     model = task.model().eval()
     texts = [json.loads(line)["text"] for line in (tmp_path / "packed" / "validation.jsonl").read_text().splitlines()]

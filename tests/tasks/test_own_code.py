@@ -17,10 +17,9 @@ from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
 from lockstep.tools.verify import compare, findings
 from lockstep.training import recording
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import for_rank
-from support.harness import build, digest, run_on, tiny
+from support.harness import build_with_feed, digest, run_on, tiny
 
 dice = random.Random(5)  # for `own_generators`
 
@@ -80,8 +79,7 @@ class Holding(Drawing):
 
 def trained(world: World, run: Run) -> dict[str, Any]:
     """Six steps as training makes them: the dry run, then the feed's steps; then an evaluation and the export."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    task, strategy, feed = build_with_feed(run, world)
     before = digest(dict(strategy.model.named_buffers()))
     strategy.dry_run(feed.longest())
     untouched = before == digest(dict(strategy.model.named_buffers()))
@@ -104,7 +102,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
 
 def of(name: str, ranks: int, task: str = "Drawing") -> list[dict[str, Any]]:
     run = tiny(f"strategy.name={name}", "evaluate.batch_size=3", task={"name": f"test_own_code.{task}"})
-    return run_on(ranks, trained, run, run=run)
+    return run_on(ranks, trained, run)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +165,7 @@ def test_a_step_counts_as_one_batch() -> None:
 def test_buffers_that_cannot_be_brought_together_are_refused(name: str) -> None:
     run = tiny(f"strategy.name={name}", task={"name": "test_own_code.Counting"})
     with pytest.raises(AssertionError, match=r"RunError: strategy\.name: training changes count of the model"):
-        run_on(2, trained, run, run=run)
+        run_on(2, trained, run)
 
 
 @pytest.mark.processes
@@ -189,7 +187,7 @@ def test_verify_compares_buffers_and_names_generators(tmp_path: Any) -> None:
     for own, name, ranks in [(False, "single", 1), (False, "ddp", 2), (True, "ddp", 2)]:
         folder = tmp_path / f"{name}-{own}"
         run = tiny(f"strategy.name={name}", f"output={folder}", task={"name": "test_own_code.Holding"})
-        run_on(ranks, recorded, run, own, run=run, joined=False)
+        run_on(ranks, recorded, run, own, joined=False)
         found[own, name] = folder
     alone = recording.read(found[False, "single"])
     assert alone.uncovered == [

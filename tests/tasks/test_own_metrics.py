@@ -16,10 +16,9 @@ from lockstep.distributed.world import World
 from lockstep.tasks import own_metrics
 from lockstep.tasks.models.qa_spans import normal
 from lockstep.track.report import panels
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate, evaluate_with_tables
 from support import own_scores
-from support.harness import TINY, build, run_on
+from support.harness import TINY, build, build_with_feed, run_on
 from support.messages import raises
 from support.own_modules import TOY, job
 from support.task_runs import BERT, MARIAN, TASKS, make, rows_of, write
@@ -68,8 +67,7 @@ def scores(world: World, runs: dict[str, Run]) -> Both:
     """After a few steps, so that something is right; and what a report shows of it."""
     found, tables = {}, {}
     for kind, run in runs.items():
-        task, strategy = build(run, world)
-        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        task, strategy, feed = build_with_feed(run, world)
         for step in range(3):
             strategy.train_step(feed.make(step), 1e-2)
         found[kind], tables[kind] = evaluate_with_tables(run, world, task, strategy, task.splits["validation"])
@@ -119,7 +117,7 @@ UNDER = {("ddp", 3): GATHERED, ("fsdp2", 2): GATHERED, ("pipeline", 2): ("packed
 def test_any_number_of_processes_gives_the_same(name: str, ranks: int, folder: Path, both: Both) -> None:
     keys = (f"strategy.name={name}", "evaluate.batch_size=4")
     runs = {kind: run_of(folder, kind, *keys) for kind in UNDER[name, ranks]}
-    for found in run_on(ranks, scores, runs, run=next(iter(runs.values())), timeout_s=280):
+    for found in run_on(ranks, scores, runs, timeout_s=280):
         for kind in runs:
             for mine, wanted in zip(found, both, strict=True):
                 assert mine[kind] == wanted[kind], kind

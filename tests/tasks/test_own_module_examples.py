@@ -31,6 +31,6 @@ def test_two_processes_have_the_bits_of_one(
         folder = tmp_path / strategy
         words = [f"output={folder}", f"strategy.name={strategy}", "steps=2", "launch.threads=1", "launch.device=cpu"]
         run = load(f"runs/own/{name}.yaml", [*words, "batch_size=8", "data.limit=40", "evaluate.every=0"])
-        assert run_on(ranks, works, run, run=run, joined=False, timeout_s=240) == [0] * ranks
+        assert run_on(ranks, works, run, joined=False, timeout_s=240) == [0] * ranks
         weights.append((folder / "export/model.safetensors").read_bytes())
     assert weights[0] == weights[1]

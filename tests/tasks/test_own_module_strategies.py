@@ -29,7 +29,7 @@ def trained(
     strategy = {"name": name} | values.pop("strategy", {})
     folder = values.pop("output", f"{module_folder}/{name}-{ranks}{'-'.join(overrides)}")
     run = job(module_folder, code, *overrides, functions=functions, strategy=strategy, output=folder, **values)
-    status = run_on(ranks, works, run, run=run, joined=False)
+    status = run_on(ranks, works, run, joined=False)
     assert status == [75 if run.max_time else 0] * ranks
     return {} if run.max_time else load_file(run.folder / "export/model.safetensors")
 

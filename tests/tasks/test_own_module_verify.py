@@ -39,7 +39,7 @@ def of(model: str, strategy: str, ranks: int, folder: Path) -> Path:
         "launch": {"device": "cpu", "threads": 1},
     }
     run = load(None, [], values)
-    assert run_on(ranks, recorded, run, run=run, joined=False) == [0] * ranks
+    assert run_on(ranks, recorded, run, joined=False) == [0] * ranks
     return folder / strategy
 
 

@@ -62,7 +62,7 @@ def test_the_task_of_contributing_under_every_strategy(name: str, here: Path) ->
     for strategy in ("single", name):
         run = job(here, RATING, strategy={"name": strategy}, output=str(here / strategy))
         ranks = 1 if strategy == "single" else 2
-        assert run_on(ranks, works, run, run=run, joined=False) == [0] * ranks
+        assert run_on(ranks, works, run, joined=False) == [0] * ranks
         found.append(weights_of(run))
         assert not list(run.folder.glob(".*"))  # nothing is left of what was tried
         assert json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[0])["split"] == "train"
@@ -113,7 +113,7 @@ def test_a_mistake_that_shows_at_the_end_costs_no_training(mistake: str, here: P
         code = code.replace("outputs.logits", "outputs[0]") + BARE
     run = job(here, code, strategy={"name": "single"})
     with pytest.raises(AssertionError) as caught:
-        run_on(1, works, run, run=run, joined=False)
+        run_on(1, works, run, joined=False)
     assert said in str(caught.value)
     assert "tried before training" in str(caught.value)
     assert not (run.folder / "metrics.jsonl").exists()
@@ -123,7 +123,7 @@ def test_a_mistake_that_shows_at_the_end_costs_no_training(mistake: str, here: P
 def test_a_metric_that_the_task_does_not_have_is_told_before_training(here: Path) -> None:
     run = job(here, RATING, strategy={"name": "single"}, evaluate={"every": 2}, checkpoint={"best": "bleu"})
     with pytest.raises(AssertionError, match="'bleu' is not a metric of this task"):
-        run_on(1, works, run, run=run, joined=False)
+        run_on(1, works, run, joined=False)
     assert not (run.folder / "metrics.jsonl").exists()
 
 
@@ -131,7 +131,7 @@ def test_no_number_from_the_first_batch_on_names_micro_batches_and_rows(here: Pa
     code = RATING.replace('reduction="sum")  # IGNORED counts', 'reduction="sum") * float("nan")  # IGNORED counts')
     run = job(here, code, strategy={"name": "allreduce"})
     with pytest.raises(AssertionError) as caught:
-        run_on(2, works, run, run=run, joined=False)
+        run_on(2, works, run, joined=False)
     said = str(caught.value)
     assert "TrainingFailed: before step 0, tried with the longest examples of the training split: the loss is" in said
     assert all(f"\n  micro-batch {micro_batch}: rows " in said for micro_batch in range(run.micro_batches))
@@ -146,7 +146,7 @@ def test_an_export_of_another_format_has_a_hash_of_its_weights(here: Path) -> No
     digests = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         run = job(here, code, strategy={"name": "single"}, output=str(here / name), seed=seed)
-        assert run_on(1, works, run, run=run, joined=False) == [0]
+        assert run_on(1, works, run, joined=False) == [0]
         events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
         digests.append(next(event["weights"] for event in events if event["event"] == "finish"))
     assert digests[0] == digests[1] != digests[2]

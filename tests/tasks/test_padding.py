@@ -19,7 +19,7 @@ from lockstep.tasks.models.inference import Decoding, by_transformers
 from lockstep.training import model_stats
 from lockstep.training.data_loader import StepLoader
 from support.family_configs import BERT, GROUPED, batch, gradients
-from support.harness import build, digest, run_on, tiny
+from support.harness import build_with_feed, digest, run_on, tiny
 from support.messages import raises
 from support.task_runs import MARIAN, make
 
@@ -228,8 +228,7 @@ def test_a_run_that_is_older_than_the_key_was_padded() -> None:
 
 
 def two_steps(world: World, run: Run) -> tuple[str, list[float], list[float]]:
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     results = [strategy.train_step(feed.make(step), 1e-2) for step in range(2)]
     found = digest(strategy.state_dict()), [float(r.loss) for r in results], [float(r.grad_norm) for r in results]
     strategy.close()
@@ -261,7 +260,7 @@ def test_an_encoder_and_a_decoder_have_the_bits_of_one_process(
     """With dropout; a pipeline's hidden states travel padded, and are laid end to end in each stage."""
     one, several = (translating(tmp_path, f"strategy.name={n}", *o) for n, o in (("single", ()), (name, options)))
     assert padding.unsupported_reason(one, "seq2seq") is None
-    found = run_on(2, two_steps, several, run=several)[0]
+    found = run_on(2, two_steps, several)[0]
     assert found == two_steps(World(one), one)
 
 

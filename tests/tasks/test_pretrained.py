@@ -152,7 +152,7 @@ def test_a_pretrained_marian_has_the_same_bits_at_two_processes(tmp_path: Path) 
     names = ["single", "allreduce", "ddp", "hf_accelerate", "hf_trainer", "fsdp2", "zero3"]
     for name in names if find_spec("deepspeed") else names[:-1]:
         run = load(None, [f"strategy.name={name}"], values)
-        found[name] = run_on(1 if name == "single" else 2, steps_of, run, run=run)[0]
+        found[name] = run_on(1 if name == "single" else 2, steps_of, run)[0]
     norms, state = found.pop("single")
     for place in ("encoder", "decoder"):
         entry = f"model.model.{place}.embed_positions.weight"

@@ -19,9 +19,8 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks.models import quantized, storage_dtype
 from lockstep.training import model_stats
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
-from support.harness import build, digest, run_on, tiny
+from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.messages import raises
 from support.task_runs import make
 
@@ -55,8 +54,7 @@ def run_of(folder: Path, kind: str, *overrides: str) -> Run:
 
 def trained(world: World, run: Run) -> dict[str, Any]:
     """Two steps, and two more: as they are, and gone on with by another strategy from the state between them."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     results = [strategy.train_step(feed.make(t), 1e-2) for t in range(2)]
     between = world.broadcast({k: v.clone() for k, v in strategy.state_dict().items()})
     other = build(run, world)[1]
@@ -73,7 +71,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, dict[str, Any]]:
-    return {kind: run_on(1, trained, run := run_of(folder, kind), run=run)[0] for kind in TARGETS}
+    return {kind: run_on(1, trained, run_of(folder, kind))[0] for kind in TARGETS}
 
 
 @pytest.mark.extras
@@ -87,7 +85,7 @@ def test_what_is_kept_in_4_bits(kind: str, alone: dict, folder: Path) -> None:
     assert not any(part in name for name in low for part in ("lora_", "lm_head", "classifier", "wte", "embeddings"))
     assert found["ends"][0] == found["ends"][1]  # gone on with from its state
     plain = run_of(folder, kind, "model.quantization=null")
-    assert found["count"] == run_on(1, count_of, plain, run=plain)[0]
+    assert found["count"] == run_on(1, count_of, plain)[0]
     assert found["packed"] == 2 * 12 * 64 * 64 if kind == "documents" else found["packed"] > 0
 
 
@@ -116,7 +114,7 @@ def test_the_same_bits_under_every_strategy(
     kind: str, name: str, ranks: int, more: tuple[str, ...], folder: Path, alone: dict
 ) -> None:
     run = run_of(folder, kind, f"strategy.name={name}", *more)
-    found = run_on(ranks, trained, run, run=run)[0]
+    found = run_on(ranks, trained, run)[0]
     assert {k: found[k] for k in ("loss", "norm", "ends")} == {k: alone[kind][k] for k in ("loss", "norm", "ends")}
 
 

@@ -15,7 +15,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.native import Native
 from lockstep.training.data_loader import StepLoader
 from support import task_runs
-from support.harness import build, run_on
+from support.harness import build, rank_0_of, run_on
 from support.marks import long
 from support.task_runs import TASKS, trained
 
@@ -40,7 +40,7 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for kind in KINDS:
         run = make(folder, kind, "strategy.name=single")
-        found[kind] = run_on(1, trained, run, run=run)[0]
+        found[kind] = run_on(1, trained, run)[0]
     return found
 
 
@@ -48,12 +48,9 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(("name", "ranks"), [long("ddp", 2), ("ddp", 3), ("fsdp2", 2)])  # two ranks, and ranks of ddp
 def test_the_same_bits_on_any_number_of_processes(kind: str, name: str, ranks: int, folder: Path, alone: dict) -> None:
     run = make(folder, kind, f"strategy.name={name}")
-    first, *others = run_on(ranks, trained, run, run=run)
+    first = rank_0_of(ranks, trained, run, alike=("loss", "norm", "scores", "samples", "targets"))
     for key in ("digest", "loss", "norm", "scores", "samples", "targets"):
         assert first[key] == alone[kind][key], key
-    for other in others:
-        for key in ("loss", "norm", "scores", "samples", "targets"):
-            assert other[key] == first[key], key
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,8 +81,7 @@ def test_every_strategy_trains_every_task(kind: str, name: str, folder: Path, al
     stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
     greedy = ("task.temperature=0",) if kind == "prompts" else ()
     run = make(folder, kind, f"strategy.name={name}", *stages, *greedy)
-    first, *others = run_on(2, trained, run, run=run)
-    assert all(other["scores"] == first["scores"] and other["samples"] == first["samples"] for other in others)
+    first = rank_0_of(2, trained, run, alike=("scores", "samples"))
     if strategy.gives_bits(run):
         assert (first["loss"], first["norm"]) == (alone[kind]["loss"], alone[kind]["norm"])
         assert first["digest"] == alone[kind]["digest"]
@@ -118,5 +114,5 @@ def mean_of_means(world: World, run: Run) -> float:
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "packed"])
 def test_the_control_a_mean_of_micro_batch_means_is_another_gradient(kind: str, folder: Path, alone: dict) -> None:
     run = make(folder, kind, "strategy.name=single")
-    wrong = run_on(1, mean_of_means, run, run=run)[0]
+    wrong = run_on(1, mean_of_means, run)[0]
     assert abs(wrong / alone[kind]["norm"][0] - 1) > 1e-4  # and not 0.0, as above

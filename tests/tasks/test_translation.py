@@ -131,7 +131,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     @cache
     def of(beams: int) -> tuple[dict[str, float], list[tuple[int, str]]]:
         run = teach(tmp_path_factory.mktemp("alone"), "single", f"task.beams={beams}")
-        return run_on(1, gathered, run, run=run)[0]
+        return run_on(1, gathered, run)[0]
 
     return of
 
@@ -148,7 +148,7 @@ def test_every_rank_translates_its_part_and_scores_are_those_of_the_corpus(
         pytest.importorskip("deepspeed")
     stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
     run = teach(tmp_path, name, f"task.beams={beams}", *stages)
-    found = run_on(ranks, gathered, run, run=run)
+    found = run_on(ranks, gathered, run)
     scores, said = alone(beams)
     assert all(result[0] == found[0][0] for result in found)
     assert found[0][0]["bleu"] == scores["bleu"]
@@ -338,7 +338,7 @@ def test_other_families_have_the_same_bits_in_shards(family: str, tmp_path: Path
     found = []
     for name, ranks in (("single", 1), ("fsdp2", 2)):
         run = make(tmp_path, "translation", f"model={model}", f"strategy.name={name}", "task.bleu=false")
-        found.append(run_on(ranks, trained, run, run=run)[0])
+        found.append(run_on(ranks, trained, run)[0])
     assert found[0]["digest"] == found[1]["digest"]
     assert found[0]["norm"] == found[1]["norm"]
 

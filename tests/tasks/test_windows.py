@@ -22,10 +22,9 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.tasks.models import heads, models, padding, unpadded
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from support.family_configs import BERT, GROUPED, batch, gradients
-from support.harness import build, tiny
+from support.harness import build, build_with_feed, tiny
 from support.messages import raises
 from support.task_runs import make
 
@@ -273,8 +272,7 @@ def test_an_evaluation_is_that_of_plain_transformers(
     run = run.model_copy(update={"model": run.model.model_copy(update=model)})
     assert padding.unsupported_reason(run, "causal") == (None if way == "none" else "data.padding is batch")
     world = World(run)
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    task, strategy, feed = build_with_feed(run, world)
     for step in range(8):
         strategy.train_step(feed.make(step), 1e-2)
     columns = task.splits["validation"]

@@ -25,7 +25,7 @@ def recorded(world: World, run: Run) -> int:
 
 def of(folder: Path, ranks: int, *overrides: str) -> Path:
     run = tiny(f"output={folder}", *overrides)
-    assert run_on(ranks, recorded, run, run=run, joined=False) == [0] * ranks
+    assert run_on(ranks, recorded, run, joined=False) == [0] * ranks
     return folder
 
 

@@ -19,7 +19,8 @@ from lockstep.trace import causes, tracer
 from lockstep.trace.compare import compare
 from lockstep.trace.errors import TraceError
 from lockstep.trace.findings import findings
-from lockstep.trace.read import read, width_of
+from lockstep.trace.losses import Losses
+from lockstep.trace.read import Step, read, width_of
 from lockstep.trace.tracer import evaluators, fingerprint, inputs, late_imports
 from lockstep.trace.tracer.fingerprint import Block, measure, whole
 from lockstep.trace.tracer.hooks import Hooks
@@ -473,6 +474,29 @@ def test_a_pass_that_the_trace_cuts_off_lacks_no_examples(tmp_path: Path, steps:
         assert [f.code for f in findings(read(tmp_path / name))] == (["seen-part"] if name == "wrong" else [])
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_epoch_that_has_the_order_of_the_resumed_one_is_a_finding(tmp_path: Path, seed: int) -> None:
+    data = torch.randn(32, 6)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def sampler(seed: int) -> torch.utils.data.RandomSampler:
+        return torch.utils.data.RandomSampler(range(32), generator=torch.Generator().manual_seed(seed))
+
+    rest = [*torch.utils.data.BatchSampler(sampler(0), 4, drop_last=False)][5:]
+    with lockstep.trace(model, optimizer, folder=tmp_path / "a"):  # type: ignore[operator]
+        for loader in (
+            torch.utils.data.DataLoader(data, batch_sampler=rest),
+            torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler(seed)),
+        ):
+            for x in loader:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+    found = [(f.code, f.step) for f in findings(read(tmp_path / "a")) if f.code == "same-order"]
+    assert found == ([("same-order", 3)] if seed == 0 else [])
+
+
 @pytest.mark.parametrize("makes_state", [False, True])
 def test_a_step_that_makes_the_state_before_a_load_is_none(tmp_path: Path, makes_state: bool) -> None:
     """As torch's distributed checkpoints have it; a first step of a warm-up at the rate 0 is one."""
@@ -613,6 +637,19 @@ def test_a_divisor_is_named_where_it_is_a_whole_number() -> None:
     assert causes._divided(200, 16, 1.2345) is None
     assert causes._divided(200, 16, 1.0) is None
     assert causes._divided(None, 16, 0.5) is None
+
+
+@pytest.mark.parametrize(("targets", "ranks", "named"), [(None, 2, True), (None, 1, False), ([8], 2, False)])
+def test_a_mean_of_means_is_named_where_targets_are_not_counted(
+    targets: list[int] | None, ranks: int, named: bool
+) -> None:
+    def losses(count: int, value: float) -> Losses:
+        return Losses(((value,),) * count, ((16 // count,),) * count)
+
+    one, more = Step({"targets": targets}, None), Step({"targets": targets and [8 // ranks]}, None)  # type: ignore[arg-type]
+    cause = causes.of_loss(losses(1, 3.9413), losses(ranks, 3.9441), [one], [more] * ranks, stochastic=False)
+    assert ("a mean of means, if" in cause) is named
+    assert "the loss function or its options differ" in cause
 
 
 def test_the_tracer_imports_torch_and_nothing_else() -> None:

@@ -1,5 +1,6 @@
 """The first minutes of a run: something to see at once, how far it is and how good, and what to do next."""
 
+import os
 import shlex
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from lockstep.tasks.module import Module
 from lockstep.tasks.task import Task
 from lockstep.track import busy
 from lockstep.track.best import Best
+from lockstep.track.console import error
 from lockstep.track.samples import joined, on_a_line
 from lockstep.training.summary import parameters, what_next
 from support.consoles import TRAIN, console, screen
@@ -157,6 +159,9 @@ def test_a_command_on_several_lines_is_the_same_to_a_shell(text: str) -> None:
     pasted = out.getvalue().partition(" ")[2].replace("\\\n", "")
     assert shlex.split(pasted, comments=True) == ["lockstep", "predict", "outputs/a name", text]
     assert out.getvalue().count("\n") > 1
+    last, comment = out.getvalue().splitlines()[-2:]
+    assert comment.lstrip() == "# a comment that is long"
+    assert not last.endswith("\\"), "a comment is no part of the command"
 
 
 def test_columns_can_be_scanned() -> None:
@@ -241,3 +246,30 @@ def test_the_last_line_can_be_pasted(kind: type[Task], options: list[str], says:
     assert what_next(task, [{"text": text}]) == says
     if kind is Classification and not options:
         assert what_next(task, []).endswith("'some text'")
+
+
+def test_an_error_is_folded_between_words_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"what is wrong {'and more ' * 12}[LS0001]\n  task.text: {'why it is ' * 12}\n    short"
+    error(text)
+    assert capsys.readouterr().err == f"lockstep: {text}\n", "in a file it is as it was written"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr.fileno", lambda: 2, raising=False)
+    monkeypatch.setattr("lockstep.track.console.os.get_terminal_size", lambda file: os.terminal_size((60, 24)))
+    error(text)
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) < 60
+    assert " ".join(" ".join(lines).split()) == " ".join(f"lockstep: {text}".split())
+    assert [line for line in lines if line.startswith("  task.text:")], "each part begins where it began"
+
+
+def test_a_table_that_is_too_wide_breaks_the_names_of_its_columns_and_cuts_none() -> None:
+    names, row = ["learning_rate", "batch_size", "loss"], ["1e-3", "16", "0.5"]
+    for width, broken in ((60, False), (34, True)):
+        told, out = console(True, width=width)
+        told.table("trials", names, [row])
+        said = out.getvalue()
+        assert ("learning_rate" not in said) is broken
+        assert "…" not in said
+        assert ("learning_ " in said and " rate " in said) is broken

@@ -178,6 +178,49 @@ def test_checks_are_told_with_what_they_found(tmp_path: Path) -> None:
     assert "other losses" in text_of(write_report(folder))
 
 
+def test_what_was_found_stands_on_top(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "out")
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+    def page(*more: dict, log: str = "") -> str:
+        lines_of = [json.dumps(event) for event in [events[0] | {"compared": "not compared: why"}, *more]]
+        (folder / "events.jsonl").write_text("\n".join(lines_of) + "\n")
+        (folder / "log.txt").write_text(log)
+        return text_of(write_report(folder)).partition("output folder")[0]
+
+    failed = {
+        "time": 1050.0,
+        "event": "failed",
+        "step": 40,
+        "error": "TrainingFailed",
+        "code": "LS5160",
+        "place": "step 41",
+    }
+    guard = {"time": 1049.0, "event": "guard", "step": 7, "out": ["rank 1"]}
+    saved = {"time": 1048.0, "event": "checkpoint", "step": 30}
+    said = "lockstep: other [LS0001]\nlockstep: the loss is no number [LS5160]\n  rows 1, 2\n"
+    text = page(saved, guard, failed, log=said)
+    assert "The same command goes on from step 30." in text
+    assert "The run failed after step 40 the loss is no number [LS5160]" in text
+    assert "Silent data corruption (sdc_check) in step 8" in text
+    assert "TrainingFailed while step 41; log.txt says more" in page(failed, log="lockstep: older [LS0001]\n")
+    text = page(guard | {"out": []}, failed, log=said)
+    assert "Silent data corruption" not in text, "the failure says it"
+    assert "No end is recorded after step 40" in page()
+    assert "begins from the start" in page()
+    lost = {"time": 1049.0, "event": "regroup", "step": 12, "what": "rank 1 is lost", "processes": 1}
+    assert "Other ranks from step 12 on rank 1 is lost; 1 process goes on" in page(lost)
+    finish = {"time": 1060.0, "event": "finish", "step": 40}
+    text = page(finish)
+    assert "No check found anything. Not checked: plain reference, before the first step." in text
+    assert "recorded" not in text
+    (folder / "metrics.jsonl").write_text("")
+    (folder / "events.jsonl").write_text("")
+    (folder / "log.txt").write_text(said)
+    assert "The run ended before its first step the loss is no number" in text_of(write_report(folder))
+    assert "before its first step" not in text_of(write_report(folder, Live(5, "starting")))
+
+
 def test_scores_of_each_class_and_errors_that_are_seen(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "run")
     table = {"labels": ["a", "b", "never"], "counts": [[980, 20, 0], [1, 99, 0], [0, 0, 0]]}

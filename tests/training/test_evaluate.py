@@ -38,13 +38,13 @@ def metrics_of(world: World, run: Run) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    return run_on(1, metrics_of, run_of(), run=run_of())[0]
+    return run_on(1, metrics_of, run_of())[0]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_any_number_of_ranks_gives_the_same_bits_and_uses_each_example_once(ranks: int, alone: dict) -> None:
-    found = run_on(ranks, metrics_of, run_of(), run=run_of())
+    found = run_on(ranks, metrics_of, run_of())
     for rank in found:
         assert rank["metrics"] == alone["metrics"]  # ==, not nearly
         assert rank["training"]  # as it was

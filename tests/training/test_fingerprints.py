@@ -107,12 +107,12 @@ def state_after(world: World, run: Run) -> list[dict[str, str]]:
 @pytest.mark.processes
 def test_the_hash_is_that_of_one_process_however_the_state_is_cut() -> None:
     run = tiny("strategy.name=single")
-    (alone,) = run_on(1, state_after, run, run=run)
+    (alone,) = run_on(1, state_after, run)
     assert alone[0] != alone[1]
     zero = (("zero2", 3), ("zero3", 2)) if importlib.util.find_spec("deepspeed") else ()
     for name, ranks in (("ddp", 3), ("fsdp2", 3), ("hf_accelerate", 2), ("pipeline", 2), *zero):
         run = tiny(f"strategy.name={name}")
-        for rank in run_on(ranks, state_after, run, run=run):
+        for rank in run_on(ranks, state_after, run):
             assert rank == alone, (name, ranks)
 
 

@@ -32,12 +32,12 @@ from support.messages import raises
 def test_what_is_guarded_has_the_bits_of_what_is_not_and_nothing_is_found() -> None:
     for more in ([], ["precision=bf16"]):
         run = tiny("strategy.name=single", *more)
-        alone = run_on(1, guarded, run, run=run)[0]["digest"]
+        alone = run_on(1, guarded, run)[0]["digest"]
         jobs = [("single", 1), ("allreduce", 2), ("ddp", 3), ("hf_accelerate", 2), ("hf_trainer", 2), ("fsdp2", 2)]
         for name, ranks in jobs if not more else jobs[2:3]:
             options = ["strategy.options.gather=step"] if name == "fsdp2" else []
             run = tiny(f"strategy.name={name}", *more, *options, "sdc_check.every=1")
-            for rank in run_on(ranks, guarded, run, run=run):
+            for rank in run_on(ranks, guarded, run):
                 assert rank["found"] == {}, (name, ranks)
                 assert rank["digest"] in (None, alone), (name, ranks)
 
@@ -59,7 +59,7 @@ def test_a_bit_is_found_in_the_steps_in_which_its_micro_batch_is_drawn(wrong: Wr
     run = tiny(f"strategy.name={'single' if ranks == 1 else 'allreduce'}", "sdc_check.every=1", "seed=4")
     sampled = {step: drawn(run, step) for step in range(STEPS)}
     micro_batch = sampled[2]
-    results = run_on(ranks, guarded, run, Planted(micro_batch, wrong), run=run)
+    results = run_on(ranks, guarded, run, Planted(micro_batch, wrong))
     for rank in results:
         assert set(rank["found"]) == {step for step, each in sampled.items() if each == micro_batch}
         told = rank["found"][2]
@@ -107,7 +107,7 @@ def test_a_witness_that_is_wrong_is_named() -> None:
     runs = (tiny("strategy.name=allreduce", "sdc_check.every=1", f"seed={seed}") for seed in range(100))
     run = next(r for r in runs if {owner(r, step) for step in range(STEPS)} == {0, 1, 2})
     owners = {step: owner(run, step) for step in range(STEPS)}
-    for rank in run_on(3, guarded, run, WrongWitness(), run=run):
+    for rank in run_on(3, guarded, run, WrongWitness()):
         assert set(rank["found"]) == {step for step, owner in owners.items() if owner in (1, 2)}
         for told in rank["found"].values():
             assert "a third computation shows that rank 2 on" in told
@@ -131,8 +131,8 @@ def test_zero_finds_a_rank_that_computes_wrongly_and_nothing_where_none_does(nam
     computation is made, and looked at, only where they differ."""
     words = (f"strategy.name={name}", "sdc_check.every=1", *more)
     run, single = tiny(*words), tiny("strategy.name=single", *more)
-    alone = run_on(1, guarded, single, run=single)[0]["digest"]
-    first, *_ = results = run_on(3, guarded, run, run=run)
+    alone = run_on(1, guarded, single)[0]["digest"]
+    first, *_ = results = run_on(3, guarded, run)
     assert [rank["found"] for rank in results] == [{}] * 3
     assert first["digest"] == alone
     turns = name != "zero1"
@@ -140,7 +140,7 @@ def test_zero_finds_a_rank_that_computes_wrongly_and_nothing_where_none_does(nam
         step: m % 3 if turns else next(r for r in range(3) if m in range(r * 8 // 3, (r + 1) * 8 // 3))
         for step, m in ((step, drawn(run, step)) for step in range(STEPS))
     }
-    for rank in run_on(3, guarded, run, WrongRank(), run=run):
+    for rank in run_on(3, guarded, run, WrongRank()):
         assert set(rank["found"]) == {step for step, owner in owners.items() if 2 in (owner, (owner + 1) % 3)}
         for told in rank["found"].values():
             assert "a third computation shows that rank 2 on" in told
@@ -171,7 +171,7 @@ class WrongWeight:
 @pytest.mark.parametrize("fault", [WrongMessage(), WrongWeight()], ids=lambda fault: type(fault).__name__)
 def test_a_rank_that_drifts_is_named_before_the_next_step(fault: Fault) -> None:
     run = tiny("strategy.name=allreduce", "sdc_check.every=1")
-    for rank in run_on(3, guarded, run, fault, run=run):
+    for rank in run_on(3, guarded, run, fault):
         assert set(rank["found"]) == {4}
         assert "before step 5 the ranks hold different weights: rank 1 on" in rank["found"][4]
 

@@ -24,11 +24,11 @@ def run_of(kind: str, folder: Path, *words: str) -> Run:
 
 @pytest.mark.parametrize("kind", ["stream", "sources"])
 def test_nothing_is_found_where_nothing_is_wrong_and_a_fault_is(kind: str, tmp_path: Path) -> None:
-    alone = run_on(1, guarded, run := run_of(kind, tmp_path, "strategy.name=single"), run=run)[0]["digest"]
+    alone = run_on(1, guarded, run_of(kind, tmp_path, "strategy.name=single"))[0]["digest"]
     words = ("strategy.name=allreduce", "sdc_check.every=1")
-    for rank in run_on(3, guarded, run := run_of(kind, tmp_path, *words), run=run):
+    for rank in run_on(3, guarded, run := run_of(kind, tmp_path, *words)):
         assert rank["found"] == {}
         assert rank["digest"] in (None, alone)
     sampled = {step: drawn(run, step) for step in range(STEPS)}
-    for rank in run_on(3, guarded, run, Planted(sampled[4], wrong_gradient), run=run):
+    for rank in run_on(3, guarded, run, Planted(sampled[4], wrong_gradient)):
         assert set(rank["found"]) == {step for step, each in sampled.items() if each == sampled[4]}

@@ -21,7 +21,6 @@ from lockstep.config.run import Run, load
 from lockstep.distributed import step_timer
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import even, partial_nodes
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.rebalance import (
     ALIKE,
     BACK,
@@ -48,7 +47,7 @@ from support.command import (
     until,
     write,
 )
-from support.harness import TINY, build, digest, run_on, tiny
+from support.harness import TINY, build_with_feed, digest, run_on, tiny
 from support.marks import slow as marked
 from support.messages import raises
 
@@ -178,8 +177,7 @@ class Clock:
 
 def trained(world: World, run: Run, slow: int) -> dict[str, Any]:
     """Steps in which a rank is slow for a while."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     clock = Clock(world.rank == slow)
     step_timer.time = clock  # type: ignore[assignment]
     strategy.model.register_forward_pre_hook(clock.forward, with_kwargs=True)
@@ -215,7 +213,7 @@ def alone() -> str:
 def test_shares_move_and_move_back_and_the_bits_stay(name: str, ranks: int, slow: int) -> None:
     options = ["strategy.options.gather=step"] if name == "fsdp2" else []
     run = tiny(f"strategy.name={name}", *options, f"steps={SHORT}", "launch.rebalance_every=2")
-    found = run_on(ranks, trained, run, slow, run=run)
+    found = run_on(ranks, trained, run, slow)
     assert found[0]["digest"] == alone()
     assert all(rank["events"] == found[0]["events"] for rank in found)
     first, last = found[0]["events"][0], found[0]["events"][-1]
@@ -234,7 +232,7 @@ def test_shares_move_and_move_back_and_the_bits_stay(name: str, ranks: int, slow
 @pytest.mark.processes
 def test_nobody_hands_over_where_all_are_alike() -> None:
     run = tiny("strategy.name=allreduce", f"steps={SHORT}", "launch.rebalance_every=2")
-    for rank in run_on(2, trained, run, -1, run=run):
+    for rank in run_on(2, trained, run, -1):
         assert rank["events"] == []
 
 

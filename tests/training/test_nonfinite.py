@@ -29,7 +29,7 @@ from lockstep.training.recording import read as read_recording
 from lockstep.training.throughput import Spikes
 from lockstep_plan import calibrate
 from support.command import CommandJob, bits, lines, train, write
-from support.harness import build, digest, run_on, tiny
+from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.messages import raises
 from support.misbehaving import BAD_STEP
 from support.places import TESTS_PATH
@@ -86,8 +86,7 @@ def dry_run(world: World, run: Run) -> tuple[str, str]:
     """The state after two steps, with a dry run before them and without."""
     digests = []
     for tried in (True, False):
-        task, strategy = build(run, world)
-        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        _, strategy, feed = build_with_feed(run, world)
         if tried:
             longest = feed.longest()
             assert longest.tokens >= max(feed.make(t).tokens for t in range(4))
@@ -113,15 +112,14 @@ def dry_run(world: World, run: Run) -> tuple[str, str]:
 def test_a_dry_run_leaves_no_trace(name: str, options: str) -> None:
     precision = "bf16" if "bf16" in options else "fp32"
     run = tiny(f"strategy.name={name}", f"strategy.options={options}", f"precision={precision}")
-    for with_one, without in run_on(1 if name == "single" else 2, dry_run, run, run=run):
+    for with_one, without in run_on(1 if name == "single" else 2, dry_run, run):
         assert with_one == without
 
 
 def poisoned(world: World, run: Run) -> tuple[int, list[int] | None]:
     """The last loss of the last rank (in a pipeline only it has any) is poisoned: its micro-batch, and those found
     bad."""
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    task, strategy, feed = build_with_feed(run, world)
     batch = feed.make(0)
     real, micro_batch = task.loss_sum, batch.micro_batches[-1]
     left = iter(range(len(batch.micro_batches))[::-1])
@@ -138,7 +136,7 @@ def poisoned(world: World, run: Run) -> tuple[int, list[int] | None]:
 @pytest.mark.parametrize("name", plugins.names("strategies"))
 def test_every_strategy_finds_it_on_every_rank(name: str) -> None:
     run = tiny(f"strategy.name={name}")
-    found = run_on(1 if name == "single" else 2, poisoned, run, run=run)
+    found = run_on(1 if name == "single" else 2, poisoned, run)
     bad = found[-1][0]
     assert [micro_batches for _, micro_batches in found] == [[bad]] * len(found)
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.observer import StepObserver, WholeGradient, listening
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.replaying import hash_of
-from support.harness import build, run_on, tiny
+from support.harness import build_with_feed, run_on, tiny
 
 Heard = dict[tuple[int, str], str]  # micro-batch and parameter -> the hash of its gradient
 
@@ -54,8 +53,7 @@ class Listener(StepObserver):
 
 
 def heard(world: World, run: Run) -> tuple[dict[int, float], Heard, int]:
-    task, strategy = build(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    _, strategy, feed = build_with_feed(run, world)
     listener = Listener()
     with listening(strategy, listener):
         strategy.train_step(feed.make(0), 1e-3)
@@ -81,7 +79,7 @@ def test_each_micro_batch_is_heard_of_once_with_the_bits_of_one_process(way: str
     run = tiny(f"strategy.name={way.partition(',')[0]}", LAYERS, *options)
     losses: dict[int, float] = {}
     gradients: Heard = {}
-    for mine, theirs, reductions in run_on(ranks, heard, run, run=run):
+    for mine, theirs, reductions in run_on(ranks, heard, run):
         assert reductions == 1
         assert not gradients.keys() & theirs.keys()  # one rank hears of each
         losses |= mine

@@ -35,7 +35,7 @@ def summaries(folder: Path) -> list[dict]:
 @pytest.mark.processes
 def test_each_rank_leaves_a_trace_and_a_summary(tmp_path: Path) -> None:
     run = tiny(f"output={tmp_path}", "profile.steps=2", "profile.after=1")
-    run_on(2, steps, run, 11, 20, run=run)
+    run_on(2, steps, run, 11, 20)
     found = summaries(tmp_path)
     assert [(s["rank"], s["first"], s["last"]) for s in found] == [(0, 13, 14), (1, 13, 14)]  # one passes, one warms up
     for summary in found:
@@ -55,14 +55,14 @@ def test_each_rank_leaves_a_trace_and_a_summary(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("last", "seen"), [(3, [(3, 3)]), (2, [])])
 def test_a_run_that_ends_before_its_profile_keeps_what_there_is(last: int, seen: list, tmp_path: Path) -> None:
     run = tiny(f"output={tmp_path}", "profile.steps=5", "profile.after=1")
-    run_on(1, steps, run, 1, last, run=run)
+    run_on(1, steps, run, 1, last)
     assert [(s["first"], s["last"]) for s in summaries(tmp_path)] == seen
 
 
 @pytest.mark.processes
 def test_without_the_key_nothing_is_written(tmp_path: Path) -> None:
     run = tiny(f"output={tmp_path}")
-    run_on(1, steps, run, 1, 10, run=run)
+    run_on(1, steps, run, 1, 10)
     assert not (tmp_path / "profile").exists()
 
 
@@ -86,5 +86,5 @@ def weights(world: World, run: Run) -> str:
 @pytest.mark.processes
 def test_a_profiled_job_ends_with_the_same_weights(tmp_path: Path) -> None:
     plain, profiled = (tiny(f"output={tmp_path}/{n}", f"profile.steps={n}", "profile.after=0") for n in (0, 2))
-    assert run_on(2, weights, plain, run=plain)[0] == run_on(2, weights, profiled, run=profiled)[0]
+    assert run_on(2, weights, plain)[0] == run_on(2, weights, profiled)[0]
     assert [(s["first"], s["last"]) for s in summaries(tmp_path / "2")] == [(2, 3)] * 2

@@ -148,10 +148,10 @@ def test_what_is_cut_up_would_lose_what_forward_writes(
 ) -> None:
     run = run_of(name, tmp_path, strategy)
     if lost is None:
-        assert run_on(2, builds, run, run=run) == [True, True]
+        assert run_on(2, builds, run) == [True, True]
         return
     with raises("LS4112", lost, error=AssertionError):
-        run_on(2, builds, run, run=run)
+        run_on(2, builds, run)
 
 
 @pytest.mark.parametrize("gather", ["step", "micro_batch"])
@@ -167,7 +167,7 @@ def test_what_no_strategy_can_keep_is_refused(name: str, code: str, tmp_path: Pa
 
 
 def trained(run: Run, ranks: int) -> dict[str, torch.Tensor]:
-    assert run_on(ranks, works, run, run=run, joined=False) == [0] * ranks
+    assert run_on(ranks, works, run, joined=False) == [0] * ranks
     return load_file(run.folder / "export/model.safetensors")
 
 
@@ -198,7 +198,7 @@ def test_what_each_process_would_make_something_else_of(name: str, strategy: str
     options = {"gather": "micro_batch"} if strategy == "fsdp2" else {}
     run = run_of(name, tmp_path, strategy, **options)
     with pytest.raises(AssertionError, match=said):
-        run_on(3, works, run, run=run, joined=False)
+        run_on(3, works, run, joined=False)
 
 
 def log(folder: Path) -> str:

@@ -20,7 +20,7 @@ from lockstep.track.console import _of_sources
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.throughput import Meter, SourceLosses
 from support.command import CommandJob
-from support.harness import build, digest, run_on, tiny
+from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.marks import slow
 from support.messages import raises
 from support.mixtures import mixed
@@ -75,8 +75,7 @@ def test_each_has_the_loss_of_its_examples_and_changes_no_bit(
     world = World(run)
     weights = []
     for told in (True, False):
-        task, strategy = build(run, world)
-        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        _, strategy, feed = build_with_feed(run, world)
         for step in range(3):
             batch = feed.make(step)
             assert batch.targets_of is not None
@@ -89,7 +88,7 @@ def test_each_has_the_loss_of_its_examples_and_changes_no_bit(
                     found = strategy.train_step(replace(batch, micro_batches=mine, step=0), 0.0)
                     assert float(found.loss) * batch.targets == pytest.approx(float(sums[source]), rel=1e-6)
                     assert found.loss_sums_of is None
-                task, strategy = build(run, world)
+                _, strategy = build(run, world)
             if not told:
                 batch = replace(batch, micro_batches=[replace(m, sources=None) for m in batch.micro_batches])
             result = strategy.train_step(batch, 5e-3)
@@ -129,8 +128,7 @@ def trained(world: World, runs: list[Run]) -> list[list[list[float]]]:
     """Of each run the loss sums of the sources, step by step."""
     found = []
     for run in runs:
-        task, strategy = build(run, world)
-        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        _, strategy, feed = build_with_feed(run, world)
         sums = [strategy.train_step(feed.make(step), 5e-3).loss_sums_of for step in range(3)]
         found.append([each.tolist() for each in sums if each is not None])
         strategy.close()
@@ -145,7 +143,7 @@ def test_the_same_with_every_strategy_and_at_every_number_of_processes(tmp_path:
     (single,) = trained(World(run_of("single")), [run_of("single")])
     assert np.shape(single) == (3, 3)
     runs = [run_of(name) for name in EXACT]
-    for rank in run_on(2, trained, runs, run=runs[0]):
+    for rank in run_on(2, trained, runs):
         for name, found in zip(EXACT, rank, strict=True):
             assert found == single, name
     (first, _) = run_on(2, trained, [run_of("zero1")], run=run_of("zero1"))

@@ -69,7 +69,9 @@ def load(entry: EntryPoint, called: str) -> Any:
     try:
         return entry.load()
     except Exception as error:  # whatever the code of others raises while it is imported
-        raise PluginError("LS1141", f"{called} {entry.name!r} of {origin(entry)} cannot be loaded: {error}") from error
+        remedy = f"; install {entry.dist.name} again, or remove it" if entry.dist is not None else ""
+        text = f"{called} {entry.name!r} of {origin(entry)} cannot be loaded: {error}{remedy}"
+        raise PluginError("LS1141", text) from error
 
 
 def origin(entry: EntryPoint) -> str:

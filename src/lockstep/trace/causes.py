@@ -183,11 +183,18 @@ def of_loss(
                 f"the loss is about {name} times what it should be: "
                 f"{_why_factor(way, len(other.each), other.micro_batches)}, and numbers of targets are unequal"
             )
-    return RANDOM if stochastic else of_loss_function(len(theirs) != len(ours))
+    cut_alike = (len(theirs), other.micro_batches) == (len(ours), one.micro_batches)
+    return RANDOM if stochastic else of_loss_function(len(theirs) != len(ours), not cut_alike and targets is None)
 
 
-def of_loss_function(ranks: bool = False) -> str:
-    """Without random numbers. `ranks`: their number differs."""
+def of_loss_function(ranks: bool = False, uncounted: bool = False) -> str:
+    """Without random numbers. `ranks`: their number differs. `uncounted`: micro-batches are cut in another way, and how
+    many targets each has is not known."""
+    if uncounted:
+        return (
+            "a mean of means, if ranks or micro-batches have unequal numbers of targets (padding that the loss leaves "
+            "out): divide the sum of all losses by the number of all targets. Else " + of_loss_function(ranks)
+        )
     term = ", an auxiliary term that is multiplied by the ranks" if ranks else ""
     return (
         f"the loss function or its options differ (label smoothing, weights, reduction{term}), or inputs that no "

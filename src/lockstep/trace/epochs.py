@@ -84,6 +84,20 @@ def _set_epoch(trace: Trace) -> Iterator[Row]:
                 )
                 yield ("same-order", what, cause, at[1])
                 return
+    for one, other in itertools.pairwise(sorted(trained, key=lambda name: _first(rank, name) or 0)):
+        rest, whole = examples[one], examples[other]
+        if passes[other]["shuffle"] and len(set(rest)) > 4 and len(rest) < len(whole) and whole[-len(rest) :] == rest:
+            at = [_first(rank, name) for name in (one, other)]
+            what = (
+                f"the epoch from step {at[1]} on ends with the examples of that from step {at[0]} on, in the same "
+                f"order, of a shuffled loader ({passes[other]['sampler']}; rank {rank.number})"
+            )
+            cause = (
+                "the rest of an epoch was resumed, and the next epoch has its order again: call "
+                "loader.set_epoch(epoch) before each epoch (Accelerate's skip_first_batches counts on a copy)"
+            )
+            yield ("same-order", what, cause, at[1])
+            return
 
 
 def _counts(trace: Trace) -> Iterator[Row]:

@@ -26,6 +26,7 @@ from typing import Any, Literal, TextIO, cast
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -204,7 +205,11 @@ class Console:
                 lines.append(f"  {word}")
             else:
                 lines[-1] = longer
-        return f" \\\n{' ' * 11}".join(lines)
+        text = lines[0]
+        for line in lines[1:]:
+            comment = line.lstrip().startswith("#")  # a line of its own, which needs no command to go on
+            text += f"\n{' ' * 11}{line.lstrip()}" if comment else f" \\\n{' ' * 11}{line}"
+        return text
 
     def busy(self, place: Callable[[], str]) -> AbstractContextManager[object]:
         """For `with`: what is going on while nothing else is said. `place` says what that is."""
@@ -381,11 +386,15 @@ class Console:
             table.add_column(column, justify="right" if numbers and i > 0 else "left")
         for row in cells:
             table.add_row(*row)
-        if self._voice != "quiet":
-            self.rich.print(table)
         plain = RichConsole(file=io.StringIO(), width=120, highlight=False)
         plain.print(table)
         append(self._log, plain.file.getvalue().rstrip())  # type: ignore[attr-defined]
+        if self._voice == "quiet":
+            return
+        if Measurement.get(self.rich, self.rich.options.update(width=1000), table).maximum > self.rich.width:
+            for head in table.columns:
+                head.header = str(head.header).replace("_", "_\n")  # else names would be cut off
+        self.rich.print(table)
 
 
 class _Bar(Progress):
@@ -434,8 +443,25 @@ def _highest(numbers: Mapping[str, float], kind: str) -> float | None:
 def error(text: str, log: Path | None = None) -> None:
     """A message for the user on standard error, and in the run's log file where there is one."""
     with suppress(OSError):  # a window that was closed
-        print(f"lockstep: {printable(with_addresses(text))}", file=sys.stderr, flush=True)
+        print(_folded(f"lockstep: {printable(with_addresses(text))}"), file=sys.stderr, flush=True)
     append(log, f"lockstep: {text}")
+
+
+def _folded(text: str) -> str:
+    """A text in lines that end between words where standard error is a terminal."""
+    if not sys.stderr.isatty():
+        return text
+    try:
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    except (OSError, ValueError):  # a stream that is no file
+        return text
+    lines = []
+    for line in text.split("\n"):
+        room = max(20, width - (len(line) - len(line.lstrip())) - 4)
+        parts = textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) if len(line) >= width else []
+        inner = " " * (len(line) - len(line.lstrip()) + 4)
+        lines += [parts[0], *(inner + part for part in parts[1:])] if parts else [line]
+    return "\n".join(lines)
 
 
 def append(log: Path | None, text: str) -> None:

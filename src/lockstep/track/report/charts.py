@@ -25,7 +25,7 @@ Series = Sequence[tuple[float, float]]
 
 
 def number(value: object) -> str:
-    """A number as short as it can be read: 12,345 and 0.1234 and 1.2e-5."""
+    """A number as short as it can be read: 12,345 and 0.1234, 1.2e-5 and 1e30."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if not math.isfinite(value):
@@ -33,6 +33,8 @@ def number(value: object) -> str:
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"
     size = abs(value)
+    if size >= 1e15:
+        return f"{value:.4g}".replace("e+", "e")
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}" if size >= 1e-3 else f"{value:.2g}".replace("e-0", "e-")
 
 

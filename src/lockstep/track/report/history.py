@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,9 @@ from pydantic import ValidationError
 
 from lockstep.config.optim import OptimSection, planned
 from lockstep.track.best import Best
+from lockstep.track.console import LOG
 
+_ERROR = re.compile(r"lockstep: (.+ \[LS\d{4}\])$")
 SCORES = "scores.json"  # in OUTPUT: what the exported model scores
 # Phases that are the rank's own work where no waiting for other ranks is inside; see phases.py.
 COMPUTE = ("forward", "backward", "forward+backward")
@@ -125,6 +128,22 @@ class History:
         return "finished" if (self.folder / "export" / "config.json").is_file() else "not finished"
 
     @property
+    def newest_checkpoint(self) -> int:
+        """The step of the newest checkpoint that the folder or its journal names; 0: there is none."""
+        steps = [event["step"] for event in self.events if event["event"] == "checkpoint"]
+        steps += [int(path.name[5:]) for path in self.folder.glob("checkpoints/step-*") if path.name[5:].isdigit()]
+        return max(steps, default=0)
+
+    @property
+    def last_error(self) -> str:
+        """The last message of an error in log.txt, with its code; empty where there is none."""
+        try:
+            lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return ""
+        return next((match[1] for line in reversed(lines) if (match := _ERROR.match(line))), "")
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What the newest start told about processes, hosts and versions."""
         return self.attempts[-1].facts if self.attempts else {}
@@ -147,8 +166,10 @@ class History:
 
     @property
     def steps(self) -> int:
-        """Updates done."""
-        return max((int(line["step"]) for line in self.metrics), default=0)
+        """Updates done, as far as anything in the folder says."""
+        return max(
+            [int(line["step"]) for line in self.metrics] + [attempt.last for attempt in self.attempts], default=0
+        )
 
     @cached_property
     def timed(self) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from lockstep.track.console import LOG
 from lockstep.track.report import charts
 from lockstep.track.report.history import History
 
@@ -54,6 +55,7 @@ _MARKS = {
     "differences": "c3",
     "stops": "c3",
 }
+_SDC = "silent data corruption (sdc_check)"
 _STEP = tuple(name for name in _PHASES if name not in ("evaluation", "checkpoint", "profile"))
 MOST_RANKS = 64  # drawn at most, the ones that work longest
 
@@ -264,21 +266,68 @@ def facts(history: History) -> list[tuple[str, str]]:
     return [(name, text) for name, text in rows if text]
 
 
-def checks(history: History) -> list[tuple[str, bool, str]]:
-    """What was checked while it trained: (what, whether all was well, what came of it)."""
+def answer(history: History) -> str:
+    """Of a finished run what its checks say, of another one how it goes on: a sentence or two."""
+    rows = checks(history)
+    if history.state != "finished":
+        newest = history.newest_checkpoint
+        return f"The same command {f'goes on from step {newest:,}' if newest else 'begins from the start'}."
+    parts = ["No check found anything."] if rows and all(fine is not False for _, fine, _ in rows) else []
+    if missing := [name for name, fine, _ in rows if fine is None]:
+        parts.append(f"Not checked: {', '.join(missing)}.")
+    return " ".join(parts)
+
+
+def findings(history: History, live: bool = False) -> list[tuple[str, str]]:
+    """What a reader must know before any number: (what, what is known of it). Empty: all is well."""
     rows = []
-    if text := history.facts.get("compared"):
-        rows.append(("plain reference, before the first step", True, str(text)))
-    if text := history.facts_of("finish").get("export"):
-        rows.append(("export", bool(history.facts_of("finish").get("export_agrees", True)), str(text)))
-    events = [_differed(event) for event in history.events if event["event"] == "guard"]
+    failure = history.facts_of("failed") if history.state == "failed" else {}
+    if failure:
+        message = history.last_error
+        if not message.endswith(f"[{failure.get('code')}]"):
+            message = f"{failure.get('error', '')} while {failure.get('place', '')}; {LOG} says more"
+        rows.append((f"The run failed after step {failure.get('step', 0):,}", message))
+    elif not history.attempts and history.last_error and not live:
+        rows.append(("The run ended before its first step", history.last_error))
+    elif history.attempts and history.attempts[-1].how == "lost" and not live:
+        rows.append((f"No end is recorded after step {history.steps:,}", "The run was killed, or it still trains."))
+    for event in history.events:
+        if event["event"] == "regroup":
+            count = int(event.get("processes", 0))
+            text = f"{event.get('what', '')}; {count} process{'es go' if count > 1 else ' goes'} on"
+            rows.append((f"Other ranks from step {event.get('step', 0):,} on", text))
+    stopped = [event for event in _differences(history) if not (event.get("out") or event.get("retried"))]
+    for name, fine, text in checks(history):
+        if fine is False and not (failure and stopped and name == _SDC):  # then the failure says it, and more
+            rows.append((name[0].upper() + name[1:], text))
+    return rows
+
+
+def checks(history: History) -> list[tuple[str, bool | None, str]]:
+    """What was checked while it trained: (what, whether all was well or None for a check that was not made, what came
+    of it)."""
+    rows: list[tuple[str, bool | None, str]] = []
+    if text := str(history.facts.get("compared") or ""):
+        rows.append(("plain reference, before the first step", None if _not_made(text) else True, text))
+    if text := str(history.facts_of("finish").get("export") or ""):
+        agrees = bool(history.facts_of("finish").get("export_agrees", True))
+        rows.append(("export", None if agrees and _not_made(text) else agrees, text))
+    events = [_differed(event) for event in _differences(history)]
     every = (history.run.get("sdc_check") or {}).get("every") or 0
     if every or events:
         fine = f"ranks came to the same bits, as far as every {every:,}th step says" if every else ""
-        rows.append(("silent data corruption (sdc_check)", not events, "; ".join(events) or fine))
+        rows.append((_SDC, not events, "; ".join(events) or fine))
     unusual = [text for text in _unusual(history) if text]
     rows.append(("loss and gradients", not unusual, "; ".join(unusual) or "finite in every step, without a jump"))
     return rows if history.metrics else []
+
+
+def _not_made(text: str) -> bool:
+    return text.startswith(("not compared", "the export was not compared"))
+
+
+def _differences(history: History) -> list[dict[str, Any]]:
+    return [event for event in history.events if event["event"] == "guard"]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -36,7 +36,7 @@ def write_report(folder: Path, live: Live | None = None) -> Path:
     """Write `report.html` of an output folder, of a run at any stage. `live`: it goes on, and the page loads itself
     again and again. Errors: `OSError` or `ValueError` when it holds no run."""
     history = read(folder)
-    return write_page(folder / "report.html", "run.html.jinja", title=history.name, live=live, **_page(history))
+    return write_page(folder / "report.html", "run.html.jinja", title=history.name, live=live, **_page(history, live))
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
@@ -76,7 +76,7 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
 # -- one run ---------------------------------------------------------------------------------------------------------
 
 
-def _page(history: History) -> dict[str, Any]:
+def _page(history: History, live: Live | None) -> dict[str, Any]:
     """What the page of one run shows."""
     results = history.results
     final = history.facts_of("finish")
@@ -100,6 +100,8 @@ def _page(history: History) -> dict[str, Any]:
         "profiles": history.profiles,
         "facts": panels.facts(history),
         "checks": panels.checks(history),
+        "answer": "" if live else panels.answer(history),
+        "findings": panels.findings(history, live is not None),
     }
 
 
@@ -189,6 +191,11 @@ def _comparison(histories: Mapping[str, History], folder: Path) -> dict[str, Any
         "runs": [
             (name, history, quote(os.path.relpath(history.folder / "report.html", folder)))
             for name, history in histories.items()
+        ],
+        "findings": [
+            (name, [what for what, _ in rows])
+            for name, history in histories.items()
+            if (rows := panels.findings(history))
         ],
         "differing": [(key, [_value(values.get(key)) for values in flat.values()]) for key in differing],
         "same": len(keys) - len(differing),
