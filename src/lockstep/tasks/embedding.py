@@ -176,7 +176,10 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         super().__init__(run, prepared)
         self.texts = len(self.options.columns)
         self.slots = max(len(columns) for split, columns in self.splits.items() if split != "train")
-        self.slots = min(self.slots, self.options.corpus if self.options.score is None else _SCORED)
+        if self.options.score is None:
+            self.slots = min(self.slots, self.options.corpus)
+        else:  # at least the few train examples that are compared with the export, where evaluated splits are smaller
+            self.slots = min(max(self.slots, 3), _SCORED)
 
     @property
     def summary_lines(self) -> dict[str, str]:

@@ -90,7 +90,9 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
 
     def _wait_where_read(self, model: nn.Module) -> None:
         """Gather a weight in time for another module than its own that reads it, as in LayoutLMv3. DeepSpeed's mapping
-        gathers it if it is not there, and does not wait for a gather that is under way."""
+        gathers it if it is not there, and does not wait for a gather that is under way. Where activations are computed
+        again, torch keeps a frozen weight itself until backward, and that is empty once DeepSpeed has let go of it; a
+        detached one stays, as that of a trained weight does."""
         arriving = self._arriving
         kind: Any = type(next(model.modules())._parameters)
 
@@ -101,6 +103,8 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
                 weight = super().__getitem__(name)
                 if weight is not None and weight in arriving:
                     arriving.pop(weight).wait()
+                if weight is not None and not weight.requires_grad and torch.is_grad_enabled():
+                    return weight.detach()
                 return weight
 
         for module in model.modules():
