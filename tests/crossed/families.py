@@ -72,6 +72,7 @@ def config_of(family: str, dropout: bool, leaves: int = 1) -> dict[str, Any]:
         counts = {"num_attention_heads": 4, "num_key_value_heads": leaves}
         named = {kind.attribute_map.get(name, name): count for name, count in counts.items()}
         entries |= {name: count for name, count in named.items() if name in entries}
+        entries |= {"head_dim": 8} if family == "helium" else {}  # whose output projection is square
     return entries if dropout else _without_dropout(kind(), entries)
 
 
