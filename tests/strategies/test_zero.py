@@ -159,6 +159,14 @@ def test_accelerate_with_deepspeed_has_the_bits_too(stage: int, ranks: int, sing
     assert_same_bits(strategy_class("hf_accelerate", ranks, options), single_adamw)
 
 
+@pytest.mark.parametrize("stage", [1, slow(2), slow(3)])
+def test_accelerate_with_deepspeed_has_them_under_autocast(stage: int) -> None:
+    """Told of bf16, Accelerate would have DeepSpeed make the weights bf16."""
+    options = f"strategy.options={{deepspeed: {{zero_stage: {stage}}}}}"
+    single = strategy_class("single", 1, "precision=bf16")
+    assert_same_bits(strategy_class("hf_accelerate", 2, options, "precision=bf16"), single)
+
+
 @pytest.mark.parametrize(
     ("options", "bits"),
     [

@@ -474,6 +474,29 @@ def test_a_pass_that_the_trace_cuts_off_lacks_no_examples(tmp_path: Path, steps:
         assert [f.code for f in findings(read(tmp_path / name))] == (["seen-part"] if name == "wrong" else [])
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_epoch_that_has_the_order_of_the_resumed_one_is_a_finding(tmp_path: Path, seed: int) -> None:
+    data = torch.randn(32, 6)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def sampler(seed: int) -> torch.utils.data.RandomSampler:
+        return torch.utils.data.RandomSampler(range(32), generator=torch.Generator().manual_seed(seed))
+
+    rest = [*torch.utils.data.BatchSampler(sampler(0), 4, drop_last=False)][5:]
+    with lockstep.trace(model, optimizer, folder=tmp_path / "a"):  # type: ignore[operator]
+        for loader in (
+            torch.utils.data.DataLoader(data, batch_sampler=rest),
+            torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler(seed)),
+        ):
+            for x in loader:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+    found = [(f.code, f.step) for f in findings(read(tmp_path / "a")) if f.code == "same-order"]
+    assert found == ([("same-order", 3)] if seed == 0 else [])
+
+
 @pytest.mark.parametrize("makes_state", [False, True])
 def test_a_step_that_makes_the_state_before_a_load_is_none(tmp_path: Path, makes_state: bool) -> None:
     """As torch's distributed checkpoints have it; a first step of a warm-up at the rate 0 is one."""

@@ -80,7 +80,10 @@ def evaluated(run: Run, task: Task, strategy: Strategy) -> Evaluated:
     scored: dict[str, float] = {}
     if raw_rows.examples is None and not low_precision(run):
         few = columns.select(raw_rows.at[places])  # by themselves: of a large split tasks score evenly spread rows
-        scored = evaluate(run, strategy.world, task, strategy, few, texts=False)
+        # in one batch, as the export: padding moves what a family without a mask computes (FNet)
+        section = run.evaluate.model_copy(update={"batch_size": len(places)})
+        at_once = run.model_copy(update={"evaluate": section})
+        scored = evaluate(at_once, strategy.world, task, strategy, few, texts=False)
     return Evaluated(places, losses, scores=scored)
 
 

@@ -137,7 +137,9 @@ class AcceleratedZero(Accelerated, Sharded):
         # Not `cpu=True`: with it Accelerate silently takes plain DDP.
         handlers = [InitProcessGroupKwargs(backend=backend)]
         plugin = DeepSpeedPlugin(hf_ds_config=self.config)
-        self.accelerator = accelerator(self.run, self.world, handlers, cpu=False, deepspeed_plugin=plugin)
+        # Told of bf16, Accelerate has DeepSpeed make the weights bf16. Autocast is within the model already.
+        precision = {"mixed_precision": "bf16" if self.low_precision else "no"}
+        self.accelerator = accelerator(self.run, self.world, handlers, cpu=False, deepspeed_plugin=plugin, **precision)
         assert self.accelerator.distributed_type == DistributedType.DEEPSPEED, self.accelerator.distributed_type
         engine, _ = self.accelerator.prepare(self.model, self.optimizer)
         self.optimizer = engine.optimizer.optimizer  # ours still
