@@ -209,7 +209,7 @@ def test_what_was_found_stands_on_top(tmp_path: Path) -> None:
     assert "No end is recorded after step 40" in page()
     assert "begins from the start" in page()
     lost = {"time": 1049.0, "event": "regroup", "step": 12, "what": "rank 1 is lost", "processes": 1}
-    assert "Other ranks from step 12 on rank 1 is lost; 1 process goes on" in page(lost)
+    assert "The ranks changed after step 12 rank 1 is lost; 1 process goes on" in page(lost)
     finish = {"time": 1060.0, "event": "finish", "step": 40}
     text = page(finish)
     assert "No check found anything. Not checked: plain reference, before the first step." in text

@@ -295,7 +295,7 @@ def findings(history: History, live: bool = False) -> list[tuple[str, str]]:
         if event["event"] == "regroup":
             count = int(event.get("processes", 0))
             text = f"{event.get('what', '')}; {count} process{'es go' if count > 1 else ' goes'} on"
-            rows.append((f"Other ranks from step {event.get('step', 0):,} on", text))
+            rows.append((f"The ranks changed after step {event.get('step', 0):,}", text))
     stopped = [event for event in _differences(history) if not (event.get("out") or event.get("retried"))]
     for name, fine, text in checks(history):
         if fine is False and not (failure and stopped and name == _SDC):  # then the failure says it, and more
