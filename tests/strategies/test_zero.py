@@ -14,6 +14,7 @@ import yaml
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
+from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.zero import Zero
 from lockstep.strategies.engines.zero_partition import own_activations
 from lockstep.strategies.exact.optim import learning_rate
@@ -415,11 +416,13 @@ def test_what_deepspeed_would_ignore_or_the_run_file_says_is_refused(options: st
     [("zero3", {}), ("hf_accelerate", {"deepspeed": {"zero_stage": 3}})],
     ids=["zero3", "accelerate"],
 )
-def test_weights_that_are_used_within_are_not_computed_with_again(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("family", layers.READS_WITHIN)
+def test_weights_that_are_used_within_are_not_computed_with_again(
+    family: str, name: str, options: dict[str, Any]
+) -> None:
     """DeepSpeed ends in a traceback there."""
-    model = {"type": "falcon_h1", "config": {"num_hidden_layers": 1}, "checkpoint_activations": True}
-    run = tiny(model=model, strategy={"name": name, "options": options})
-    with raises("LS4105", "model.checkpoint_activations: ", "falcon_h1"):
+    run = tiny(model={"type": family, "checkpoint_activations": True}, strategy={"name": name, "options": options})
+    with raises("LS4105", "model.checkpoint_activations: ", family):
         class_of(run).check(run, 2)
 
 

@@ -71,19 +71,22 @@ def check_layers(run: Run, engine: str) -> None:
         )
 
 
-READS_WITHIN = ("falcon_h1",)  # families whose layers use the weight of a module within without calling it
+# Families whose layers read the weight of a module within without calling it, or before they call it.
+READS_WITHIN = ("falcon_h1", "longt5", "switch_transformers", "t5")
 
 
 def check_recomputed(run: Run) -> None:
     """Refuse activations that are computed again under ZeRO-3 where a layer uses weights that are another module's:
-    DeepSpeed gathers those at the first forward, and has let go of them at the second. Errors: `RunError`."""
+    DeepSpeed gathers those at the first forward, and at the second has let go of them, or meets them in another order
+    than it recorded. Errors: `RunError`."""
     if not run.model.checkpoint_activations or own_model(run):
         return
     if (family := load_config(run).model_type) in READS_WITHIN:
         raise RunError(
             "LS4105",
             f"model.checkpoint_activations: under ZeRO-3 a {family} cannot recompute its activations, because "
-            "its mixers use weights that DeepSpeed has released; remove it, or use strategy.name=fsdp2",
+            "its layers read weights of modules within, which DeepSpeed does not gather in time; remove it, or use "
+            "strategy.name=fsdp2",
         )
 
 
