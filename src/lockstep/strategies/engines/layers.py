@@ -72,7 +72,7 @@ def check_layers(run: Run, engine: str) -> None:
 
 
 # Families whose layers read the weight of a module within without calling it, or before they call it.
-READS_WITHIN = ("falcon_h1", "longt5", "switch_transformers", "t5")
+READS_WITHIN = ("falcon_h1", "longt5", "nllb-moe", "seamless_m4t_v2", "switch_transformers", "t5")
 
 
 def check_recomputed(run: Run) -> None:
