@@ -5,6 +5,7 @@ In: a head and a family. Out: entries of `model.config`; a folder as `model.sour
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -125,6 +126,7 @@ def make_model(folder: Path, head: str, family: str, entries: dict[str, Any], to
     """A small model with weights of a fixed seed, saved as one that was trained elsewhere."""
     import torch
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     from lockstep.tasks.models import heads
     from lockstep.tasks.models.model_configs import texts
@@ -136,7 +138,8 @@ def make_model(folder: Path, head: str, family: str, entries: dict[str, Any], to
         if hasattr(part, "decoder_vocab_size"):
             part.decoder_vocab_size = len(tokens)
         for name in ("pad", "bos", "eos"):
-            setattr(part, f"{name}_token_id", getattr(tokens, f"{name}_token_id"))
+            with contextlib.suppress(StrictDataclassError):  # a family that cannot be without one keeps its own
+                setattr(part, f"{name}_token_id", getattr(tokens, f"{name}_token_id"))
     if head == "seq2seq":
         config.decoder_start_token_id = config.bos_token_id
     torch.manual_seed(5)

@@ -211,8 +211,11 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
     options: dict[str, Any] = {key: tuple(optim[key]) if isinstance(optim[key], list) else optim[key] for key in keys}
     if optim["name"] == "muon":
         of_the_rest: dict[str, Any] = {key: options.pop(key) for key in ("betas", "eps")}
-        muon = torch.optim.Muon([g for g in groups if g["matrix"]], adjust_lr_fn=optim["lr_adjust"], **options)
-        optimizers = [muon, torch.optim.AdamW([g for g in groups if not g["matrix"]], **of_the_rest)]
+        both: Any = (
+            (torch.optim.Muon, True, options | {"adjust_lr_fn": optim["lr_adjust"]}),
+            (torch.optim.AdamW, False, of_the_rest),
+        )
+        optimizers = [kind(some, **o) for kind, m, o in both if (some := [g for g in groups if g["matrix"] is m])]
     else:
         optimizers = [kinds[optim["name"]](groups, **options)]
     of = {id(p): each for each in optimizers for group in each.param_groups for p in group["params"]}
