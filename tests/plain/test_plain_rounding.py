@@ -85,10 +85,15 @@ def record(loss: float, norm: float, gradient: float = 1.0, change: float = 1.0)
 
 
 def compared(
-    monkeypatch: pytest.MonkeyPatch, optimizer: str, precision: str, ours: train.StepRecord, spread: float
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: str,
+    precision: str,
+    ours: train.StepRecord,
+    spread: float,
+    needed: int = 0,
 ) -> list[str]:
     """What differs in a step from plain's, whose loss and norm are 1, where the third draw of a last bit alone moves
-    them, by `spread`."""
+    them, by `spread`. `needed`: bytes that several draws take."""
     step = SimpleNamespace(number=0, micro_batches=[])
     held = SimpleNamespace(tokenizer=None, evaluated=[], steps=[step])
     job = SimpleNamespace(run={"precision": precision})
@@ -107,6 +112,7 @@ def compared(
     monkeypatch.setattr(against_plain, "_trained", trained)
     named = SimpleNamespace(name="classification")
     run: Any = SimpleNamespace(seed=0, precision=precision, task=named, optim=SimpleNamespace(name=optimizer))
+    monkeypatch.setattr(against_plain, "_bytes", lambda folder, draws: needed)
     return against_plain.compare(run, None).differences  # type: ignore[arg-type]
 
 
@@ -114,7 +120,8 @@ def test_four_draws_show_what_rounding_comes_to_with_muon(monkeypatch: pytest.Mo
     ours = record(1 + 1e-4, 1 + 1e-4)
     assert not compared(monkeypatch, "muon", "fp32", ours, 5e-5)
     assert compared(monkeypatch, "muon", "fp32", ours, 5e-6)  # the controls: beyond ten times what a draw comes to,
-    assert compared(monkeypatch, "adamw", "fp32", ours, 5e-5)  # and of the first draw alone
+    assert not compared(monkeypatch, "adamw", "fp32", ours, 5e-5)  # of which the first draw alone says that it differs
+    assert compared(monkeypatch, "adamw", "fp32", ours, 5e-5, needed=2**60)  # where there is room for no more of them
 
 
 @pytest.mark.parametrize(
