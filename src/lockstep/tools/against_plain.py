@@ -46,9 +46,7 @@ from lockstep.training.plain_sides import FOLDER, UNTRAINED, PlainRecord, PlainS
 COLUMNS = ["step", "loss", "norm", "gradients", "changes"]  # relative differences
 TENSORS = ("gradient", "change")
 STEPS = 2  # that are compared
-MORE = (
-    4  # draws of last bits, where one says that a step differs: it comes out small by chance where a model is chaotic
-)
+MORE = 4  # draws of last bits, where one says that a step differs: of a chaotic model it is small by chance
 FACTOR, LOW = 10.0, 5.0  # allowed difference, as a multiple of the effect of a last bit: float32, bfloat16
 LEAST = {"loss": 2e-6, "norm": 1e-5, "gradient": 2e-5, "change": 1e-3}  # relative differences that are always allowed
 LEAST_LOW = {"loss": 1e-3, "norm": 2**-8, "gradient": 2**-8, "change": 2**-6}  # under autocast, whose unit is 2^-8
