@@ -90,6 +90,27 @@ def check_recomputed(run: Run) -> None:
         )
 
 
+# Families whose forward writes to weights that are trained, with the entry of their config that switches it off at 0:
+# RWKV divides them by powers of two for evaluation, Gemma 3n limits some in training, which nothing switches off.
+WRITES_WEIGHTS: dict[str, str | None] = {"gemma3n_text": None, "rwkv": "rescale_every"}
+
+
+def check_writes(run: Run, key: str, engine: str, instead: str) -> None:
+    """Refuse a family whose forward writes to its weights, for an engine that has shards in their place. What a model
+    of any other kind writes is seen in its first forward. Errors: `RunError`."""
+    config = None if own_model(run) else load_config(run)
+    if config is None or config.model_type not in WRITES_WEIGHTS:
+        return
+    entry = WRITES_WEIGHTS[config.model_type]
+    if entry is None or getattr(config, entry, 0):
+        switched_off = f"set model.config.{entry}=0, under which it writes nothing, or " if entry else ""
+        raise RunError(
+            "LS4106",
+            f"{key}: {engine} replaces weights by shards, and would lose what a {config.model_type}'s forward writes "
+            f"to them; {switched_off}use {instead}",
+        )
+
+
 def sharing_embeddings(run: Run) -> list[str]:
     """The modules of a run's model that hold weights of its input or output embeddings besides these: an encoder's and
     a decoder's embeddings that are one, or a head with the bias of its last layer. None where the model cannot be
