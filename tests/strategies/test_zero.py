@@ -428,6 +428,24 @@ def test_weights_that_are_used_within_are_not_computed_with_again(
     run = tiny(model=model, strategy={"name": name, "options": options})
     with raises("LS4105", "model.checkpoint_activations: ", family):
         class_of(run).check(run, 2)
+    other = tiny(model=model | {"type": layers.NEVER_IN_TIME[0], "config": {}}, strategy=run.strategy.model_dump())
+    with raises("LS4107"):
+        class_of(other).check(other, 2)
+
+
+def tried(world: World, run: Run) -> None:
+    """The first step, and what comes before it."""
+    _, strategy, feed = build_with_feed(run, world)
+    strategy.dry_run(feed.longest())
+    strategy.train_step(feed.make(0), 1e-3)
+
+
+def test_weights_in_another_order_than_deepspeed_recorded_are_told_in_one_line() -> None:
+    """Of a family that nobody has listed, where DeepSpeed first follows what it has recorded."""
+    sizes = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "num_hidden_layers": 2, "state_size": 16, "n_groups": 2}
+    task = {"name": "language_modeling", "block_size": 16, "samples": 0}
+    with raises("LS4107", "fsdp2", error=AssertionError):
+        run_on(2, tried, tiny("strategy.name=zero3", model={"type": "mamba2", "config": sizes}, task=task))
 
 
 def test_activations_that_all_models_share_are_made_the_models_own() -> None:

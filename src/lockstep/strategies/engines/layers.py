@@ -71,17 +71,34 @@ def check_layers(run: Run, engine: str) -> None:
         )
 
 
-# Families whose layers read the weight of a module within without calling it, or before they call it.
-READS_WITHIN = ("falcon_h1", "longt5", "nllb-moe", "seamless_m4t_v2", "switch_transformers", "t5")
+# Families whose layers read the weight of a module within without calling it, or before they call it: found by
+# `benchmarks/families.py --ways zero3:2 --recompute`, which tries all.
+READS_WITHIN = (
+    *("falcon_h1", "hunyuan_v1_moe", "inkling_text", "jamba", "longt5", "nllb-moe", "qwen3_next", "seamless_m4t_v2"),
+    *("switch_transformers", "t5"),
+)
+NEVER_IN_TIME = ("mamba2",)  # the same, whether or not activations are computed again
 
 
-def check_recomputed(run: Run) -> None:
-    """Refuse activations that are computed again under ZeRO-3 where a layer uses weights that are another module's:
-    DeepSpeed gathers those at the first forward, and at the second has let go of them, or meets them in another order
-    than it recorded. Errors: `RunError`."""
-    if not run.model.checkpoint_activations or own_model(run):
-        return
-    if (family := load_config(run).model_type) in READS_WITHIN:
+def not_in_time(recomputes: bool) -> RunError:
+    """Why ZeRO-3 cannot compute a model whose weights are used in another order than DeepSpeed recorded. `recomputes`:
+    it may be that activations are computed again."""
+    instead = "remove model.checkpoint_activations, or " * recomputes
+    return RunError(
+        "LS4107",
+        "strategy.name: DeepSpeed's ZeRO-3 meets this model's weights in another order than it recorded, and "
+        f"cannot gather them in time; {instead}use strategy.name=fsdp2 or zero2",
+    )
+
+
+def check_gathered(run: Run) -> None:
+    """Refuse for ZeRO-3 a family whose weights are not gathered in time, and activations that are computed again where
+    a layer uses weights that are another module's: DeepSpeed gathers those at the first forward, and at the second has
+    let go of them, or meets them in another order than it recorded. Errors: `RunError`."""
+    family = None if own_model(run) else load_config(run).model_type
+    if family in NEVER_IN_TIME:
+        raise not_in_time(recomputes=False)
+    if run.model.checkpoint_activations and family in READS_WITHIN:
         raise RunError(
             "LS4105",
             f"model.checkpoint_activations: under ZeRO-3 a {family} cannot recompute its activations, because "
