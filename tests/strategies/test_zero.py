@@ -428,9 +428,20 @@ def test_weights_that_are_used_within_are_not_computed_with_again(
     run = tiny(model=model, strategy={"name": name, "options": options})
     with raises("LS4105", "model.checkpoint_activations: ", family):
         class_of(run).check(run, 2)
-    other = tiny(model=model | {"type": layers.NEVER_IN_TIME[0], "config": {}}, strategy=run.strategy.model_dump())
-    with raises("LS4107"):
-        class_of(other).check(other, 2)
+
+
+@pytest.mark.parametrize(("head", "family"), sorted(layers.NEVER_IN_TIME))
+def test_weights_that_are_never_gathered_in_time_are_refused(head: str, family: str) -> None:
+    tasks: dict[str, dict[str, Any]] = {
+        "causal": {"name": "language_modeling", "block_size": 16},
+        "masked": {"name": "masked_language_modeling"},
+    }
+    for name, options in (("zero3", {}), ("hf_accelerate", {"deepspeed": {"zero_stage": 3}})):
+        run = tiny(model={"type": family}, task=tasks[head], strategy={"name": name, "options": options})
+        with raises("LS4107", "fsdp2"):
+            class_of(run).check(run, 2)
+    run = tiny("strategy.name=zero2", model={"type": family}, task=tasks[head])
+    class_of(run).check(run, 2)
 
 
 def tried(world: World, run: Run) -> None:

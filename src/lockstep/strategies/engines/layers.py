@@ -77,17 +77,18 @@ READS_WITHIN = (
     *("falcon_h1", "hunyuan_v1_moe", "inkling_text", "jamba", "longt5", "nllb-moe", "qwen3_next", "seamless_m4t_v2"),
     *("switch_transformers", "t5"),
 )
-NEVER_IN_TIME = ("mamba2",)  # the same, whether or not activations are computed again
+# Heads and families of which the same holds whether or not activations are computed again.
+NEVER_IN_TIME = {("causal", "mamba2"), ("masked", "mobilebert"), ("masked", "neomme")}
 
 
 def not_in_time(recomputes: bool) -> RunError:
-    """Why ZeRO-3 cannot compute a model whose weights are used in another order than DeepSpeed recorded. `recomputes`:
-    it may be that activations are computed again."""
+    """Why ZeRO-3 cannot compute a model. `recomputes`: it may be because activations are computed again."""
     instead = "remove model.checkpoint_activations, or " * recomputes
     return RunError(
         "LS4107",
-        "strategy.name: DeepSpeed's ZeRO-3 meets this model's weights in another order than it recorded, and "
-        f"cannot gather them in time; {instead}use strategy.name=fsdp2 or zero2",
+        "strategy.name: DeepSpeed's ZeRO-3 cannot gather this model's weights in time, because they are used in "
+        "another order than it recorded, or without a call of the module that holds them; "
+        f"{instead}use strategy.name=fsdp2 or zero2",
     )
 
 
@@ -95,8 +96,11 @@ def check_gathered(run: Run) -> None:
     """Refuse for ZeRO-3 a family whose weights are not gathered in time, and activations that are computed again where
     a layer uses weights that are another module's: DeepSpeed gathers those at the first forward, and at the second has
     let go of them, or meets them in another order than it recorded. Errors: `RunError`."""
-    family = None if own_model(run) else load_config(run).model_type
-    if family in NEVER_IN_TIME:
+    if own_model(run):
+        return
+    task: Any = plugins.find("tasks", run.task.name)
+    family = load_config(run).model_type
+    if (task.head, family) in NEVER_IN_TIME:
         raise not_in_time(recomputes=False)
     if run.model.checkpoint_activations and family in READS_WITHIN:
         raise RunError(
