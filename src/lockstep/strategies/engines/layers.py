@@ -123,7 +123,7 @@ def check_writes(run: Run, key: str, engine: str, instead: str) -> None:
     if config is None or config.model_type not in WRITES_WEIGHTS:
         return
     entry = WRITES_WEIGHTS[config.model_type]
-    if entry is None or getattr(config, entry, 0):
+    if entry is None or getattr(config, entry, None):
         switched_off = f"set model.config.{entry}=0, under which it writes nothing, or " if entry else ""
         raise RunError(
             "LS4106",
