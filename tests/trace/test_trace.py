@@ -90,6 +90,34 @@ def test_parts_add_up_to_the_whole_however_it_was_cut(dtype: torch.dtype, dim: i
     assert sum(other) & (1 << 64) - 1 != wanted[0] & (1 << 64) - 1
 
 
+def test_the_numbers_of_other_devices_are_those_of_a_cpu() -> None:
+    """Which measure all tensors together: the same fingerprints, sums and sketches to rounding, of whole tensors larger
+    than a batch, of kinds of numbers, and of shards."""
+    draw = torch.Generator().manual_seed(0)
+    tensors = [
+        *(torch.randn(size, generator=draw) for size in ((300, 384), (384,), (3, 5, 7), (257, 4), (4_200_001,), ())),
+        torch.randn(700, 300, generator=draw).t(),
+        torch.randn(100, 33, generator=draw).double(),
+        torch.randn(600, 384, generator=draw).bfloat16(),
+        torch.randint(0, 9, (50,), generator=draw),
+        torch.randn(40, generator=draw) > 0,
+        torch.zeros(0),
+    ]
+    blocks = [whole(tensor) for tensor in tensors]
+    matrix = torch.randn(1000, 700, generator=draw)
+    for a, b, c, d in ((0, 333, 0, 700), (333, 1000, 0, 700), (0, 1000, 350, 700), (100, 200, 30, 60)):
+        tensors.append(matrix[a:b, c:d])
+        blocks.append(Block((1000, 700), (a, c), (b - a, d - c)))
+    tensors.append(torch.randn(500_000, generator=draw))
+    blocks.append(Block((3000, 700), (12_345,), (500_000,)))
+    for sketch in (True, False):
+        ways = (fingerprint._by_chunks(tensors, blocks, sketch), fingerprint._by_units(tensors, blocks, sketch))
+        for one, other in zip(*ways, strict=True):
+            assert one[0] == other[0]
+            numbers, others = one[1:].view(torch.float64), other[1:].view(torch.float64)
+            assert torch.allclose(numbers, others, rtol=1e-9, atol=1e-9 * float(numbers.abs().max() + 1))
+
+
 def test_a_changed_bit_or_place_changes_the_fingerprint() -> None:
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(3))
 
