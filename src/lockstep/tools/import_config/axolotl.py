@@ -130,7 +130,7 @@ def _data(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     if theirs.get("pretraining_dataset") and not sets:
         sets = _streamed(theirs["pretraining_dataset"], draft)
     elif theirs.get("pretraining_dataset"):
-        draft.drop("pretraining_dataset", None, "several are written by hand: data.sources", True, ("data.source",))
+        draft.lacks("pretraining_dataset", "several are written by hand: data.sources", "data.source")
     if theirs.get("streaming"):
         draft.set("data.stream", True, "streaming")
     if len(sets) > 1:

@@ -187,7 +187,7 @@ def _columns(draft: RunDraft, fit: columns.Fit, looked: Look, talk: Prompter) ->
     more = [name for name in _PROMPTS if name in looked.kinds and name not in draft.keys.values()]
     if "task.prompt" in draft.keys and more and draft.keys["task.prompt"] not in draft.by_hand.values():
         why = f"a prompt is one column, and {draft.keys['task.prompt']} is read: join the two, or say task.prompt=..."
-        draft.drop(f"column {more[0]} of {looked.source}", None, why, True, ("task.prompt",))
+        draft.lacks(f"column {more[0]} of {looked.source}", why, "task.prompt")
 
 
 def _from_scratch(draft: RunDraft, looked: Look | None) -> None:

@@ -232,7 +232,7 @@ def _columns(draft: RunDraft, whole: bool) -> None:
         why = (
             "SFTTrainer takes text, messages, or prompt and completion, as the data have them: give --data or name them"
         )
-        draft.unclear("the columns", why, True, ("task.text", "task.messages", "task.prompt"))
+        draft.unclear("the columns", why, "task.text", "task.messages", "task.prompt")
     if "task.messages" in draft.keys and whole:
         why = "of conversations the assistant's words alone are learned here: say task.messages=... if that is wanted"
         draft.drop("assistant_only_loss", "false", why, True, ("task.messages",))
