@@ -5,7 +5,6 @@ In: commands and folders. Out: lines on the terminal and an exit status. Compari
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -106,30 +105,21 @@ def verify(
     """Trace both commands and the reference once more with perturbed weights, and compare. `folder`: keeps the traces
     and a page; None: they are removed. Returns 0, 1 where they differ, or a command's own status. Errors:
     `RunError`."""
-    keep = folder is not None
-    root = folder if folder is not None else Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
     console = Console(True)
-    try:
-        for name, command, perturb in (
-            ("reference", reference, False),
-            ("job", job, False),
-            ("perturbed", reference, True),
-        ):
-            if exact and perturb:
-                continue
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-", ignore_cleanup_errors=True) as aside:
+        root = folder or Path(aside)
+        commands = {"reference": reference, "job": job} | ({} if exact else {"perturbed": reference})
+        for name, command in commands.items():
             console.say(f"{name}: {' '.join(command)}")
             with refusing():
-                status = run(command, root / name, steps=steps, perturb=perturb)
+                status = run(command, root / name, steps=steps, perturb=name == "perturbed")
             if status:
                 console.say(f"{name}: the command ended with status {status}")
                 return status
         verdicts = compared(root / "reference", root / "job", exact, None if exact else root / "perturbed")
-        if keep:
+        if folder is not None:
             console.say(str(page(root / "job", root / "reference", verdicts)))
         return int(any(v.first is not None for v in verdicts))
-    finally:
-        if not keep:
-            shutil.rmtree(root, ignore_errors=True)
 
 
 __all__ = ["diff", "is_trace", "page", "record", "verify"]

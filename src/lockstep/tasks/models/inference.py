@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.config.run import Run
 from lockstep.data import lm_documents
+from lockstep.tasks.models import models
 
 AT_ONCE = 32  # rows of a batch
 SORTED = 16  # batches whose rows are sorted by length together
@@ -142,6 +145,28 @@ def _to_the_right(ids: Tensor, mask: Tensor | None, pad: int) -> dict[str, Tenso
     real = place >= 0
     aligned_ids = ids.gather(1, place.clamp(min=0)).masked_fill(~real, pad)
     return {"input_ids": aligned_ids, "attention_mask": real.to(ids.dtype)}
+
+
+def continuations(
+    folder: Path,
+    run: Run,
+    rows: Sequence[Row],
+    most: int,
+    tokens: int,
+    asked: Callable[[Any, str], str] | None,
+    temperature: float = 0,
+) -> Iterator[dict[str, Any]]:
+    """What is `written` by an exported causal language model after each text. `asked`: puts a text into the chat
+    template of a tokenizer."""
+    model, tokenizer = models.exported("causal", folder, run)
+
+    def answer(rows: list[Row]) -> list[dict[str, Any]]:
+        ((text,),) = rows  # each has room of its own to write, and draws of its own
+        text = text if asked is None else asked(tokenizer, text)
+        text = continuation(model, tokenizer, text, asked is not None, most, tokens, temperature, run.seed)
+        return [{"written": text}]
+
+    return answers(rows, answer, at_once=1)
 
 
 def continuation(

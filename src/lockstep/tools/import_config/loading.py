@@ -85,12 +85,11 @@ def pretrained(call: Call, at: Reading) -> None:
     """`Class.from_pretrained(name, ...)`."""
     holder = call.origin.rpartition(".")[0]
     arguments = at.script.arguments(call, ("pretrained_model_name_or_path",))
-    for name in ("model_name", "model_name_or_path"):
-        for part in (arguments.known, arguments.unknown):
-            if name in part:
-                part["pretrained_model_name_or_path"] = part.pop(name)
-    source = arguments.known.pop("pretrained_model_name_or_path", None)
-    unknown = arguments.unknown.pop("pretrained_model_name_or_path", None)
+    names = ("model_name_or_path", "model_name", "pretrained_model_name_or_path")
+    source, unknown = (
+        next((value for value in [part.pop(name, None) for name in names] if value is not None), None)
+        for part in (arguments.known, arguments.unknown)
+    )
     if source is None and unknown is None:  # an option that the command line gives
         unknown = code_of(call.node.args[0]) if call.node.args else "the model's name"
     code = unknown or str(source)
@@ -158,7 +157,9 @@ def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> N
             if value:
                 at.set(call, "model.attention", "flash_attention_2")
         elif name == "problem_type":
-            _problem(call, at, value)
+            key = {"multi_label_classification": "task.multi_label", "regression": "task.regression"}.get(value)
+            if key is not None:
+                at.set(call, key, True)
         elif name == "load_in_4bit" and value:
             quantized(at.draft, "fp4", False, f"load_in_4bit, line {call.line}")
         elif name == "load_in_8bit" and value:
@@ -171,13 +172,6 @@ def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> N
         arguments,
         {"torch_dtype": "model.dtype", "dtype": "model.dtype", "attn_implementation": "model.attention"},
     )
-
-
-def _problem(call: Call, at: Reading, kind: Any) -> None:
-    if kind == "multi_label_classification":
-        at.set(call, "task.multi_label", True)
-    elif kind == "regression":
-        at.set(call, "task.regression", True)
 
 
 def _config(call: Call, at: Reading, arguments: Arguments) -> None:

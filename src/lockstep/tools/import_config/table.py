@@ -296,6 +296,29 @@ def quantized(draft: RunDraft, kind: Any, nested: Any, origin: str) -> None:
         draft.notes.append("the scales of the 4-bit weights are in float32: they are not quantised a second time")
 
 
+def numbers(draft: RunDraft, theirs: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Keys of a run file that are numbers of the file, as far as it has them. `names`: our key -> theirs."""
+    for key, name in names.items():
+        if (value := number(theirs.get(name))) is not None:
+            draft.set(key, value, name)
+
+
+def share(draft: RunDraft, theirs: Mapping[str, Any], name: str) -> None:
+    """The share of train that is cut off for validation."""
+    if value := number(theirs.get(name)):
+        if value < 1:
+            draft.set("data.validation_fraction", value, name)
+        else:
+            why = "data.validation_fraction is a share, below 1"
+            draft.drop(name, theirs[name], why, True, ("data.validation_fraction",))
+
+
+def adapter_entries(table: Table, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of peft's config by its names, which rows of the table have as `how`."""
+    rows = ((name, row) for name, row in table.items() if row.here == "model.adapter" and row.how.isidentifier())
+    return {row.how: theirs.get(name) for name, row in rows}
+
+
 def lora(draft: RunDraft, entries: Mapping[str, Any], origin: str) -> None:
     """An adapter of peft; entries that were not given are left out."""
     adapter = {key: value for key, value in entries.items() if value is not None}
