@@ -31,7 +31,7 @@ from lockstep.distributed.randomness import UNCOVERED
 from lockstep.launchers import start
 from lockstep.launchers.processes import accelerate_config
 from lockstep.tools import against_plain
-from lockstep.tools.verdicts import lines_of, page, refusing, say_numbers
+from lockstep.tools.traces import lines_of, page, refusing, say_numbers
 from lockstep.trace import compare as comparing
 from lockstep.trace.compare import Comparison, Tolerance
 from lockstep.trace.read import read as read_trace
