@@ -79,7 +79,7 @@ class LanguageModelingOptions(Section):
             raise InvalidValue(
                 "LS3051", "prompt and response cannot be combined with messages; set either the pair or messages"
             )
-        defaults = {"chat_template": None, "template_arguments": {}, "tools": None, "turns": "together"}
+        defaults: dict[str, Any] = {"chat_template": None, "template_arguments": {}, "tools": None, "turns": "together"}
         for key, default in defaults.items():
             if getattr(self, key) != default and self.messages is None:
                 raise InvalidValue(
@@ -199,8 +199,8 @@ class LanguageModeling(PerToken, Generates):
         options = data.options
         written = tokenizer.template_of(tok, options.chat_template) if options.messages is not None else []
         if rows is None:
-            shown = {*cls.display_keys, "loss_chunk"}
-            return [key_aliases.former("task", options.model_dump(exclude=shown)), *written]
+            displayed = {*cls.display_keys, "loss_chunk"}
+            return [key_aliases.former("task", options.model_dump(exclude=displayed)), *written]
         return [options.values(rows), options.packed, *written]
 
     @classmethod
@@ -371,15 +371,17 @@ class LanguageModeling(PerToken, Generates):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """What is `written` after the text."""
-        from lockstep.tasks.models import inference
+        from lockstep.tasks.models import inference, models
 
         options = cls.options_of(run)
+        model, tok = models.exported(cls.head, folder, run)
 
-        def asked(tok: Any, text: str) -> str:
+        def as_message(text: str) -> str:
             return options.writing.text(tok, [{"role": "user", "content": text}], None, True)
 
-        most, template = (options.block_size, options.sample_tokens), asked if options.messages is not None else None
-        return inference.continuations(folder, run, rows, *most, template, options.temperature)
+        template = as_message if options.messages is not None else None
+        most = options.block_size, options.sample_tokens
+        return inference.continuations(model, tok, rows, template, *most, options.temperature, run.seed)
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:

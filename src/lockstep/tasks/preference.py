@@ -191,16 +191,17 @@ class Preference(AnswerPairs, UsesReference):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """What is `written` after the prompt: the likeliest token each time."""
-        from lockstep.tasks.models import inference
+        from lockstep.tasks.models import inference, models
 
         options = cls.options_of(run)
+        model, tok = models.exported(cls.head, folder, run)
         template = {"chat_template": options.chat_template, "add_generation_prompt": True}
 
-        def asked(tok: Any, text: str) -> str:
+        def as_message(text: str) -> str:
             return tok.apply_chat_template([{"role": "user", "content": text}], tokenize=False, **template)
 
         most = run.data.max_length, options.sample_tokens
-        return inference.continuations(folder, run, rows, *most, asked if options.conversations else None)
+        return inference.continuations(model, tok, rows, as_message if options.conversations else None, *most)
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:

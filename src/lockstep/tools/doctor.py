@@ -342,14 +342,19 @@ def folders(world: World, folder: Path) -> dict[str, Any]:
     one. Collective."""
     token = world.broadcast(f"{os.getpid()}-{time.time_ns()}")
     marker = folder / f".lockstep-doctor-{token}"
+
+    def remove() -> Facts:
+        marker.unlink(missing_ok=True)
+        return {}
+
     if world.is_main:
-        machine_info.bounded(lambda: {"made": marker.touch()}, 5)
+        machine_info.bounded(lambda: {"bytes": marker.write_bytes(b"")}, 5)
     world.barrier()
     visible = world.all_gather(bool(machine_info.bounded(lambda: {"there": marker.exists()}, 5).get("there")))
     mine = machine_info.bounded(lambda: machine_info.file_system(folder), 15) if world.local_rank == 0 else None
     every = world.all_gather((world.host, mine))
     if world.is_main:
-        machine_info.bounded(lambda: {"removed": marker.unlink(missing_ok=True)}, 5)
+        machine_info.bounded(remove, 5)
     return {"shared_by_all": all(visible), "of_host": {host: facts for host, facts in every if facts is not None}}
 
 

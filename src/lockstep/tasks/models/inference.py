@@ -14,15 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.config.run import Run
 from lockstep.data import lm_documents
-from lockstep.tasks.models import models
 
 AT_ONCE = 32  # rows of a batch
 SORTED = 16  # batches whose rows are sorted by length together
@@ -148,23 +145,23 @@ def _to_the_right(ids: Tensor, mask: Tensor | None, pad: int) -> dict[str, Tenso
 
 
 def continuations(
-    folder: Path,
-    run: Run,
+    model: Any,
+    tokenizer: Any,
     rows: Sequence[Row],
+    template: Callable[[str], str] | None,
     most: int,
     tokens: int,
-    asked: Callable[[Any, str], str] | None,
     temperature: float = 0,
+    seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """What is `written` by an exported causal language model after each text. `asked`: puts a text into the chat
-    template of a tokenizer."""
-    model, tokenizer = models.exported("causal", folder, run)
+    """What is `written` by an exported causal language model after each text, put into the chat template if there is
+    one."""
+    spoken = template is not None
 
     def answer(rows: list[Row]) -> list[dict[str, Any]]:
         ((text,),) = rows  # each has room of its own to write, and draws of its own
-        text = text if asked is None else asked(tokenizer, text)
-        text = continuation(model, tokenizer, text, asked is not None, most, tokens, temperature, run.seed)
-        return [{"written": text}]
+        text = template(text) if template else text
+        return [{"written": continuation(model, tokenizer, text, spoken, most, tokens, temperature, seed)}]
 
     return answers(rows, answer, at_once=1)
 

@@ -28,7 +28,7 @@ from lockstep.tasks.models.model_configs import entry, load_config, local_or_id,
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
 _OFFSET_POSITIONS = {
-    *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "longformer", "mpnet"),
+    *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "longformer", "mpnet")
 }
 
 

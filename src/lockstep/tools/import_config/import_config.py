@@ -31,11 +31,7 @@ from lockstep.track.console import Console
 
 _INTERVALS = ("evaluate.every", "checkpoint.every")
 _COLUMNS = ("task.text", "task.prompt", "task.response", "task.messages", "task.label", "task.source", "task.target")
-_PROMPTS = (
-    "input",
-    "context",
-    "system",
-)  # columns of instructions that a prompt is made of, besides the instruction
+_PROMPTS = ("input", "context", "system")  # columns of instructions that a prompt is made of, besides the instruction
 _PLACES = ("data.source", "data.train", "data.validation", "data.test", "model.source", "tokenizer.source")
 
 
@@ -340,11 +336,7 @@ SOURCES = {
     ),
 }
 # Readers of Python files, in the order in which they are asked; None: it is no script of theirs.
-SCRIPTS: tuple[Callable[[Script], tuple[str, Mover] | None], ...] = (
-    sagemaker.read,
-    trainer_script.read,
-    loops.read,
-)
+SCRIPTS: tuple[Callable[[Script], tuple[str, Mover] | None], ...] = (sagemaker.read, trainer_script.read, loops.read)
 
 
 @dataclass(frozen=True)
