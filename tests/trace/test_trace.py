@@ -497,16 +497,21 @@ def test_an_epoch_that_has_the_order_of_the_resumed_one_is_a_finding(tmp_path: P
     assert found == ([("same-order", 3)] if seed == 0 else [])
 
 
-@pytest.mark.parametrize("makes_state", [False, True])
-def test_a_step_that_makes_the_state_before_a_load_is_none(tmp_path: Path, makes_state: bool) -> None:
-    """As torch's distributed checkpoints have it; a first step of a warm-up at the rate 0 is one."""
+@pytest.mark.parametrize("makes_state", ["", "at the rate 0", "from zeros"])
+def test_a_step_that_makes_the_state_before_a_load_is_none(tmp_path: Path, makes_state: str) -> None:
+    """As torch's distributed checkpoints and Megatron-FSDP have it; a first step of a warm-up at the rate 0 is one."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     tracer.begin(Settings(str(tmp_path)))
     model = nn.Linear(6, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if makes_state == "from zeros":
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
-    if makes_state:
+    if makes_state == "at the rate 0":
         assert get_optimizer_state_dict(model, optimizer)["state"]
     for i in range(3):
         optimizer.zero_grad()

@@ -437,7 +437,7 @@ def _check_model(run: Run, options: LanguageModelingOptions) -> None:
     from lockstep.tasks.models import model_configs, models, padding
 
     models.check(run, heads.CAUSAL, options.block_size, "task.block_size", **model_configs.causal_entries(run))
-    padding.check_foresight(run)
+    padding.check_foresight(run, "causal")
     if not options.attend_across_documents and (why := padding.crosses(run)) is not None:
         raise RunError(
             "LS3055",

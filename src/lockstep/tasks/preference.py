@@ -94,7 +94,7 @@ class Preference(AnswerPairs, UsesReference):
         from lockstep.tasks.models import padding
 
         super().check(data, folder, tok)
-        padding.check_foresight(data.run)
+        padding.check_foresight(data.run, "causal")
 
     @classmethod
     def checked_entries(cls, run: Run) -> dict[str, Any]:

@@ -470,7 +470,7 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
 
 
 def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
-    from lockstep.tasks.models import model_configs, models
+    from lockstep.tasks.models import model_configs, models, padding
 
     key = "task.target_length" if (options.target_length or 0) > run.data.max_length else "data.max_length"
     models.check(run, heads.SEQ2SEQ, max(run.data.max_length, most(run, options)), key, use_cache=False)
@@ -485,6 +485,7 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
             "sources; save the second tokenizer there",
         )
     check_start(run)
+    padding.check_foresight(run, "seq2seq")
     check_start_is_read(run, known_to)
     if "num_layers" in known and known.get("num_decoder_layers", 0) > known["num_layers"]:
         raise RunError(
