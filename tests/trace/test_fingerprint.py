@@ -1,5 +1,8 @@
 """Fingerprints and sketches: their definition, their parts, their errors, and the same numbers on every device."""
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 import torch
