@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import math
+import multiprocessing
 import os
 import re
 import resource
@@ -18,8 +19,11 @@ import shutil
 import traceback
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from crossed import plainly
 from crossed.broken import Finding, Refused
@@ -116,7 +120,31 @@ def _words(way: dict[str, Any]) -> list[str]:
 
 def checked(overrides: list[str], which: str) -> None:
     """`lockstep train` up to where it would start ranks. Errors: `Refused` for status 2 with a message, `Finding` for
-    anything else but success."""
+    anything else but success. Beside a GPU in a process of its own: ranks cannot be forked from one that asked CUDA."""
+    if not torch.cuda.device_count():
+        return _check(overrides, which)
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_send_caught, args=(sending, overrides, which))
+    process.start()
+    sending.close()
+    caught = receiving.recv()
+    process.join()
+    if caught is not None:
+        raise caught
+    return None
+
+
+def _send_caught(sending: Connection, overrides: list[str], which: str) -> None:
+    try:
+        _check(overrides, which)
+    except (Finding, Refused) as caught:
+        sending.send(caught)
+    else:
+        sending.send(None)
+
+
+def _check(overrides: list[str], which: str) -> None:
     from lockstep import cli
     from lockstep.launchers import local
 
