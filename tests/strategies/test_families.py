@@ -153,6 +153,7 @@ def test_no_other_family_writes_to_its_weights(head: str) -> None:
     assert tried > 0.9 * len(small.known()[head])
 
 
+@pytest.mark.processes  # a library looks for ninja
 @pytest.mark.parametrize(("name", "options"), SHARDS)
 @pytest.mark.parametrize("family", layers.WRITES_WEIGHTS)
 def test_shards_would_lose_what_a_family_writes_to_its_weights(family: str, name: str, options: dict[str, Any]) -> None:
