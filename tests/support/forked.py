@@ -70,6 +70,7 @@ LATER = (
     *(f"ACCELERATE_DYNAMO_{name}" for name in ("BACKEND", "MODE", "USE_FULLGRAPH", "USE_DYNAMIC")),
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
     "PYTHONPATH",
+    "PYTHONUNBUFFERED",
     "TOKENIZERS_PARALLELISM",
     "TORCH_CPP_LOG_LEVEL",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
@@ -250,8 +251,10 @@ def _stand_in(connection: socket.socket, variables: dict[str, str]) -> None:
         connection.sendall(b"n")  # a new interpreter is needed
         os._exit(0)
     connection.sendall(b"y")
+    (client,) = struct.unpack("i8x", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if (pid := os.fork()) == 0:
         os.setsid()
+        _move_beside(client)
         os.chdir(folder)
         for place, descriptor in enumerate(descriptors):
             os.dup2(descriptor, place)
@@ -268,8 +271,10 @@ def _stand_in(connection: socket.socket, variables: dict[str, str]) -> None:
     for place in (ended, connection.fileno()):
         poll.register(place, select.POLLIN)
     while ended not in [place for place, _ in poll.poll()]:
-        for number in connection.recv(64) or [signal.SIGKILL]:
-            os.kill(pid, number)
+        numbers = connection.recv(64)
+        for number in numbers or [signal.SIGKILL]:
+            # a node of SLURM that is lost takes with it what the task has started
+            (os.kill if numbers or "SLURMD_NODENAME" not in environment else os.killpg)(pid, number)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):
         connection.sendall(struct.pack("i", status))
@@ -317,6 +322,7 @@ def _become(
 def _run(words: list[str], environment: dict[str, str]) -> None:
     """What a new interpreter does in this folder, with these handlers and descriptors. Never returns."""
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stdout.reconfigure(write_through=bool(environment.get("PYTHONUNBUFFERED")))
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     script = words[0].endswith(".py")
     _path(os.path.dirname(os.path.abspath(words[0])) if script else os.getcwd(), environment.get("PYTHONPATH", ""))
@@ -342,19 +348,25 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
 
 def _move_to(space: str, name: str) -> None:
     """As `ip netns exec SPACE unshare --uts` and `hostname NAME` do."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def done(result: int) -> None:
-        if result:
-            raise OSError(ctypes.get_errno(), f"cannot move to {space}")
-
-    with open(f"/run/netns/{space}") as place:
-        done(libc.setns(place.fileno(), _NEW_NET))
-    done(libc.unshare(_NEW_MOUNTS | _NEW_NAMES))
+    _called("setns", os.open(f"/run/netns/{space}", os.O_RDONLY), _NEW_NET)
+    _called("unshare", _NEW_MOUNTS | _NEW_NAMES)
     socket.sethostname(name)
-    done(libc.mount(b"", b"/", b"none", _SLAVE, None))  # /sys tells of this network's devices, and of no other place
-    done(libc.umount2(b"/sys", _DETACH))
-    done(libc.mount(space.encode(), b"/sys", b"sysfs", 0, None))
+    _called("mount", b"", b"/", b"none", _SLAVE, None)  # /sys tells of this network's devices, and of no other place
+    _called("umount2", b"/sys", _DETACH)
+    _called("mount", space.encode(), b"/sys", b"sysfs", 0, None)
+
+
+def _move_beside(pid: int) -> None:
+    """To the network, the name and the mounts of another process, such as one in a container."""
+    for space, kind in (("net", _NEW_NET), ("uts", _NEW_NAMES), ("mnt", _NEW_MOUNTS)):
+        if os.readlink(place := f"/proc/{pid}/ns/{space}") != os.readlink(f"/proc/self/ns/{space}"):
+            _called("setns", os.open(place, os.O_RDONLY), kind)
+
+
+def _called(function: str, *arguments: Any) -> None:
+    """Of the C library. Errors: OSError."""
+    if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments):
+        raise OSError(ctypes.get_errno(), f"{function}{arguments}")
 
 
 def _path(folder: str, given: str) -> None:
