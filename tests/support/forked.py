@@ -77,6 +77,7 @@ LATER = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )  # seen to, or read when they are used
 SET = {"DS_ACCELERATOR": "cpu"}  # by `engines` for what it imports, and by commands for what they start
+FORK_TRACED = "LOCKSTEP_TESTS_FORK_TRACED"  # a variable: scripts that are traced need no interpreter of their own
 # that are run as `python -m`
 MODULES = ("lockstep", "lockstep.tools.subprocess_job", "torch.distributed.run", "accelerate.commands.launch")
 _NEW_NET, _NEW_MOUNTS, _NEW_NAMES = 0x40000000, 0x20000, 0x4000000  # of <sched.h>
@@ -87,11 +88,21 @@ _executed = subprocess._fork_exec  # type: ignore[attr-defined]
 _imported_with: dict[str, str] = {}  # in the process of a command: what it began with
 
 
-def can_fork(environment: dict[str, str], server: dict[str, str]) -> bool:
+def can_fork(words: Sequence[str], environment: dict[str, str], server: dict[str, str]) -> bool:
     """Whether no import would read in `environment` what it did not read in the server's, and nothing is to be traced
-    from its first import on."""
-    traced = any(Path(folder).name == INJECT for folder in environment.get("PYTHONPATH", "").split(os.pathsep))
-    return not traced and not read_differently(environment, server)
+    from its first import on, unless `FORK_TRACED` says that torch may be there when the tracer begins. What a traced
+    process starts itself would have two tracers."""
+    if (folder := _injected(environment)) is not None:
+        traces = not words[0].startswith("lockstep") and "lockstep_tracer" not in sys.modules
+        if not traces or not folder.is_dir() or not environment.get(FORK_TRACED):
+            return False
+    return not read_differently(environment, server)
+
+
+def _injected(environment: dict[str, str]) -> Path | None:
+    """The folder with the tracer that is on a process's path."""
+    folders = map(Path, environment.get("PYTHONPATH", "").split(os.pathsep))
+    return next((folder for folder in folders if folder.name == INJECT), None)
 
 
 def read_differently(one: dict[str, str], other: dict[str, str]) -> list[str]:
@@ -216,7 +227,11 @@ def programs(folder: Path) -> Path:
     client = shlex.join([sys.executable, "-I", "-S", f"{TESTS_PATH}/support/warm_python.py", address()])
     modules = {"lockstep": "lockstep", "torchrun": "torch.distributed.run"}
     modules["accelerate"] = "accelerate.commands.accelerate_cli"
-    for name, module in {"python": "", **{name: f"-m {module} " for name, module in modules.items()}}.items():
+    for name, module in {
+        "python": "",
+        "python3": "",
+        **{name: f"-m {module} " for name, module in modules.items()},
+    }.items():
         (folder / name).write_text(f'#!/bin/sh\nexec {client} {module}"$@"\n')
         (folder / name).chmod(0o755)
     return folder
@@ -247,7 +262,7 @@ def _stand_in(connection: socket.socket, variables: dict[str, str]) -> None:
         body += connection.recv(size - len(body))
     asked, folder, environment, ignored = json.loads(body)
     words = words_of([sys.executable, *asked])
-    if words is None or not can_fork(environment, variables):
+    if words is None or not can_fork(words, environment, variables):
         connection.sendall(b"n")  # a new interpreter is needed
         os._exit(0)
     connection.sendall(b"y")
@@ -335,6 +350,8 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
     if environment.get("TQDM_DISABLE"):  # which tqdm has read
         tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)  # type: ignore[method-assign]
     _alone()
+    if script or words[0] == "-c":
+        _trace(environment)
     if words[0] == "-c":
         code, main = compile(words[1], "<string>", "exec"), ModuleType("__main__")
         sys.argv[1:2], sys.modules["__main__"] = [], main
@@ -344,6 +361,14 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
     package = hasattr(sys.modules.get(words[0]), "__path__")
     sys.modules.pop(f"{words[0]}.__main__" if package else words[0], None)  # or Python warns that it is run twice
     _end(lambda: runpy.run_module(words[0], run_name="__main__", alter_sys=True))
+
+
+def _trace(environment: dict[str, str]) -> None:
+    """As Python's start does where the tracer is on the path: torch is there, so it begins at once."""
+    if (folder := _injected(environment)) is not None:
+        start = runpy.run_path(str(folder / "sitecustomize.py"))["start"]
+        sys.meta_path.pop(0)  # what waits for torch
+        start()
 
 
 def _move_to(space: str, name: str) -> None:
@@ -471,7 +496,7 @@ def _forked_module(
     pairs = [os.fsdecode(each).partition("=") for each in variables or ()]
     environment = dict(os.environ) if variables is None else {name: value for name, _, value in pairs}
     stdin, _, _, stdout, _, stderr, _, failed, _, session, group, _, _, _, _, before_it = more[:16]
-    if words is None or before_it is not None or not can_fork(environment, _imported_with):
+    if words is None or before_it is not None or not can_fork(words, environment, _imported_with):
         return int(_executed(args, executables, close_others, kept, folder, variables, *more))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
