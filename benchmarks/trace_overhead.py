@@ -1,6 +1,8 @@
 """What tracing costs: processor time of a step with and without, in turns, and bytes a step.
 
-    python benchmarks/trace_overhead.py [--only MiniLM]     prints the rows of a table
+    python benchmarks/trace_overhead.py [--only MiniLM] [--device cuda]     prints the rows of a table
+
+On a GPU it is the time of the clock, from one wait for the device to the next, each after `--group` steps.
 
 In: a model of MiniLM's size (6 layers of 384, a vocabulary of 30,522; 8 texts of 64 tokens), the quick start's size
 (2 layers of 64), and one of more than 300 tensors. Out: medians of a step's seconds, the ratio of the medians and that
@@ -29,8 +31,18 @@ SIZES = {
 }
 
 
-def measured(sizes: tuple[int, ...], rounds: int, steps: int) -> tuple[list[float], list[float], float, int]:
-    """Seconds of the processor of steps without and with the tracer, bytes a step, tensors."""
+def now(device: str) -> float:
+    """Seconds of the processor; on a GPU of the clock, when it has done all that was asked of it."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measured(
+    sizes: tuple[int, ...], rounds: int, steps: int, device: str, group: int
+) -> tuple[list[float], list[float], int, int]:
+    """Seconds of steps without and with the tracer, each the mean of `group` steps, bytes a step, tensors."""
     width, layers, heads, words, batch, length = sizes
     config = BertConfig(
         vocab_size=words,
@@ -40,9 +52,9 @@ def measured(sizes: tuple[int, ...], rounds: int, steps: int) -> tuple[list[floa
         intermediate_size=4 * width,
     )
     torch.manual_seed(0)
-    model = BertForSequenceClassification(config)
+    model = BertForSequenceClassification(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    ids, labels = torch.randint(0, words, (batch, length)), torch.randint(2, (batch,))
+    ids, labels = torch.randint(0, words, (batch, length), device=device), torch.randint(2, (batch,), device=device)
     times: dict[bool, list[float]] = {False: [], True: []}
     size = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -50,17 +62,18 @@ def measured(sizes: tuple[int, ...], rounds: int, steps: int) -> tuple[list[floa
             traced = turn % 2 == 1
             if traced:
                 tracer.begin(Settings(f"{folder}/{turn}"))
-            for step in range(steps + 1):
-                began = time.process_time()
-                optimizer.zero_grad()
-                model(input_ids=ids, labels=labels).loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                if step:
-                    times[traced].append(time.process_time() - began)
+            for number in range(steps + 1):
+                began = now(device)
+                for _ in range(group):
+                    optimizer.zero_grad()
+                    model(input_ids=ids, labels=labels).loss.backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                if number:
+                    times[traced].append((now(device) - began) / group)
             if traced:
                 tracer.end()
-                size = sum(f.stat().st_size for f in Path(folder, str(turn)).glob("*.jsonl")) // (steps + 1)
+                size = sum(f.stat().st_size for f in Path(folder, str(turn)).glob("*.jsonl")) // (group * (steps + 1))
     tensors = sum(1 for _ in model.parameters())
     return times[False], times[True], size, tensors
 
@@ -70,20 +83,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--only", help="a part of a row's name")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--group", type=int, default=1, help="steps between two looks at the clock")
     known = parser.parse_args()
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} thread(s)")
+    where = torch.cuda.get_device_name() if known.device == "cuda" else f"{torch.get_num_threads()} thread(s)"
+    print(f"torch {torch.__version__}, {where}")
     print("| model | tensors | seconds a step | traced | times | times, of the least | kB a step |")
     print("|---|---|---|---|---|---|---|")
     for name, sizes in SIZES.items():
         if known.only and known.only not in name:
             continue
-        every, all_traced, size, tensors = measured(sizes, known.rounds, known.steps)
+        every, all_traced, size, tensors = measured(sizes, known.rounds, known.steps, known.device, known.group)
         plain, traced, least = statistics.median(every), statistics.median(all_traced), min(all_traced) / min(every)
         row = (
             name,
             tensors,
-            f"{plain:.3f}",
-            f"{traced:.3f}",
+            f"{plain:.4f}",
+            f"{traced:.4f}",
             f"{traced / plain:.2f}",
             f"{least:.2f}",
             f"{size / 1e3:.0f}",

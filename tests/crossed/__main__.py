@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--record", type=Path, help="file of lines that a later call goes on with")
     parser.add_argument("--cases", type=Path, default=CASES, help="folder for the smallest forms of what fails")
     parser.add_argument("--no-shrink", action="store_true", help="write nothing there")
+    parser.add_argument("--gpu", action="store_true", help="ranks share the GPU; what fails is not made smaller")
     parser.add_argument("--first", action="store_true", help="end at the first run that breaks a promise")
     asked = parser.parse_args()
     counts = {"promised": 0, "refused": 0, "finding": 0}
@@ -36,16 +37,17 @@ def main() -> int:
         if (asked.only is not None and number not in asked.only) or (asked.seed, number) in done:
             continue
         began = time.monotonic()
+        job = job_of(case).on_gpu() if asked.gpu else job_of(case)
         if asked.only is not None:
-            print(job_of(case).dump())
-        verdict = judged(case)
+            print(job.dump())
+        verdict = judged(job)
         counts[verdict.outcome] += 1
         _tell(asked.seed, number, verdict, time.monotonic() - began)
         if asked.record:
             line = {"seed": asked.seed, "number": number, **verdict.values(), "features": special(case)}
             with asked.record.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        if verdict.outcome == "finding" and not asked.no_shrink:
+        if verdict.outcome == "finding" and not asked.no_shrink and not asked.gpu:
             smallest, seen = shrink(case, verdict, judged)
             print(f"its smallest form: {written(smallest, seen, f'seed-{asked.seed}-{number}', asked.cases)}")
         if verdict.outcome == "finding" and asked.first:

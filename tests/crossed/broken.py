@@ -1,5 +1,7 @@
 """What judges of a job raise."""
 
+from __future__ import annotations
+
 
 class Finding(Exception):
     """A promise that was broken: which, and what was seen."""
@@ -7,6 +9,9 @@ class Finding(Exception):
     def __init__(self, promise: str, seen: str) -> None:
         super().__init__(f"{promise}: {seen}")
         self.promise, self.seen = promise, seen
+
+    def __reduce__(self) -> tuple[type[Finding], tuple[str, str]]:
+        return Finding, (self.promise, self.seen)
 
 
 class Refused(Exception):

@@ -142,6 +142,8 @@ def make_model(folder: Path, head: str, family: str, entries: dict[str, Any], to
                 setattr(part, f"{name}_token_id", getattr(tokens, f"{name}_token_id"))
     if head == "seq2seq":
         config.decoder_start_token_id = config.bos_token_id
+    if family == "encoder-decoder":  # as `from_encoder_decoder_pretrained` has it
+        config.decoder.is_decoder = config.decoder.add_cross_attention = True
     torch.manual_seed(5)
     bare = {"classification", "token_classification", "question_answering", "embedding"}
     auto = "AutoModel" if head in bare and family not in ("bart", "mbart", "t5") else heads.of(head).auto

@@ -5,7 +5,7 @@ In: a case. Out: a `Job`, which YAML holds and `judge.py` runs, also after the d
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,11 @@ class Job:
     def load(cls, text: str) -> Job:
         values = yaml.safe_load(text)
         return cls(**{name: value for name, value in values.items() if name in cls.__dataclass_fields__})
+
+    def on_gpu(self) -> Job:
+        """The same, by ranks that share the GPU."""
+        shared = {"device": "cuda", "processes_per_gpu": 4}
+        return replace(self, run={**self.run, "launch": self.run["launch"] | shared})
 
     def write(self, folder: Path) -> None:
         """The run file, rows, tokenizer and model, in a folder."""

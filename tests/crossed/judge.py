@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import math
+import multiprocessing
 import os
 import re
 import resource
@@ -18,8 +19,11 @@ import shutil
 import traceback
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from crossed import plainly
 from crossed.broken import Finding, Refused
@@ -29,6 +33,7 @@ from crossed.rows import HELD_OUT, TRAIN
 
 LONG = 4000  # characters of what is shown of a fault
 LOW_ROUNDING = 1e-2  # relative, of losses and norms where autocast rounds to 8 bits in other places
+COMPILER = "[LS4048]"  # of the one refusal that needs code to be made of a layer (benchmarks/log.md)
 DRIFT = 0.05  # relative: losses of later steps where bits are not promised, as AdamW blows rounding up
 
 
@@ -115,7 +120,31 @@ def _words(way: dict[str, Any]) -> list[str]:
 
 def checked(overrides: list[str], which: str) -> None:
     """`lockstep train` up to where it would start ranks. Errors: `Refused` for status 2 with a message, `Finding` for
-    anything else but success."""
+    anything else but success. Beside a GPU in a process of its own: ranks cannot be forked from one that asked CUDA."""
+    if not torch.cuda.device_count():
+        return _check(overrides, which)
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_send_caught, args=(sending, overrides, which))
+    process.start()
+    sending.close()
+    caught = receiving.recv()
+    process.join()
+    if caught is not None:
+        raise caught
+    return None
+
+
+def _send_caught(sending: Connection, overrides: list[str], which: str) -> None:
+    try:
+        _check(overrides, which)
+    except (Finding, Refused) as caught:
+        sending.send(caught)
+    else:
+        sending.send(None)
+
+
+def _check(overrides: list[str], which: str) -> None:
     from lockstep import cli
     from lockstep.launchers import local
 
@@ -155,6 +184,9 @@ def _gives_bits(overrides: list[str]) -> bool:
 
 def _ended(watched: Watched, statuses: list[int | None], which: str) -> None:
     if watched.refusal:
+        first_of_all = which == "alone" and not watched.steps and not lines_of(Path("alone", "metrics.jsonl"))
+        if watched.refusal.endswith(COMPILER) and "\n" not in watched.refusal and first_of_all:
+            raise Refused(f"{which}: {watched.refusal.removesuffix(COMPILER).strip()}")
         raise Finding("what cannot be is refused before processes start", f"{which}: {watched.refusal}")
     if "export would not be read as it was trained" in watched.fault:  # by transformers alone; known before a step
         raise Refused(f"{which}: {watched.fault.strip().splitlines()[-1]}")

@@ -25,6 +25,7 @@ from lockstep.config import processor
 
 KEPT = {"PATH", "HOME", "TMPDIR", "LANG", "PYTHONPATH", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL"}
 KEPT |= {"DS_ACCELERATOR", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "CROSSED_KEEP", *processor.VARIABLES}
+KEPT |= {"LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 
 
 def judged(drawn: Case | Job, limit_s: float = 3600, plant: str = "") -> Verdict:

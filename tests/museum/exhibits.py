@@ -310,6 +310,13 @@ HEALTHY = (
     Healthy(
         "engines.py", "--engine resumed --epochs 2 --set-epoch", 1, "--engine resumed --epochs 2 --fault whole-epoch"
     ),
+    Healthy(
+        "megatron_shards.py",
+        "--strategy 3 --batch 8 --accumulate 4",
+        1,
+        "--batch 32",
+        ("megatron-fsdp==0.6.1", "einops==0.8.2"),
+    ),
     Healthy("engines.py", "--engine litdata", 1, "--engine litdata --fault whole-epoch", ("litdata==0.2.76", *LITDATA)),
     Healthy("engines.py", "--engine zero --batch 4 --accumulate 2", 2, "--engine plain --batch 16"),
     Healthy("engines.py", "--engine checkpoint"),

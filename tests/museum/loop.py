@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
@@ -229,6 +230,8 @@ class Training:
             self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=length)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=a.amp == "float16")
         self.steps = 0
+        if fault("state-before-training"):
+            get_optimizer_state_dict(self.model, self.optimizer)
         if fault("moments-on-one-rank") and rank == 1:  # as of a state that is loaded there alone
             for p in self.plain.parameters():
                 moments = {"exp_avg": torch.full_like(p, 0.1), "exp_avg_sq": torch.full_like(p, 0.01)}

@@ -80,6 +80,9 @@ REPORTS = {
     "accelerate-zero": Report("huggingface/accelerate#3877", "version"),  # says no DeepSpeed: the newest of its day
     "epoch-twice": Report("huggingface/accelerate#4233", "library", "accelerate"),
     "other-ranks": Report("Lightning-AI/litData#878", "version"),
+    "megatron-fsdp-0.3.1": Report("NVIDIA/Megatron-LM#6660", "version"),
+    "megatron-fsdp-0.6.1": Report("NVIDIA/Megatron-LM#5974", "version"),
+    "state-before-training": Report("pytorch/torchtitan#4382", "library", "torch"),
 }
 
 # of FROM_REPORTS, what the first run came to
@@ -206,6 +209,35 @@ AS_RELEASED = (
         "left out",
         "--batch 32",
         ("deepspeed==0.18.2",),
+    ),
+    Exhibit(
+        "megatron-fsdp-0.3.1",
+        "the gradient buffer of a group of one rank is added to itself at each micro-batch",
+        "megatron_shards.py",
+        "--strategy 3 --batch 8 --accumulate 4",
+        1,
+        "counted twice",
+        "--batch 32",
+        ("megatron-fsdp==0.3.1", "einops==0.8.2"),
+    ),
+    Exhibit(
+        "megatron-fsdp-0.6.1",
+        "the optimizer makes its state by a step of zeros, which AdamW counts: every update is too small at first",
+        "megatron_shards.py",
+        "--strategy 3 --batch 32 --optimizer AdamW",
+        1,
+        "optimizer's state (moments",
+        "--batch 32 --optimizer AdamW",
+        ("megatron-fsdp==0.6.1", "einops==0.8.2"),
+    ),
+    Exhibit(
+        "state-before-training",
+        "torch's distributed checkpoint reads the state of a new optimizer by a step of zeros, which AdamW counts",
+        "loop.py",
+        "--fault state-before-training --batch 32",
+        1,
+        "optimizer's state (moments",
+        "--batch 32",
     ),
     Exhibit(
         "deepspeed-0.19.5",
@@ -408,11 +440,6 @@ AS_RELEASED += (
 
 # Reports that the museum was asked for and does not show as they are, each with the reason, and what stands for it.
 NOT_SHOWN = (
-    (
-        "NVIDIA/Megatron-LM#6660",
-        "Megatron-FSDP needs a GPU; `doubled` computes what the report describes (at each micro-batch twice the buffer "
-        "and the gradient), in a loop of ours",
-    ),
     (
         "huggingface/transformers#48706",
         "the repair that was proposed of #48690, which `router-loss` shows",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from lockstep.tasks.models import block_sparse, models
+from lockstep.tasks.models import models
 from support.harness import tiny
 from support.messages import raises
 
@@ -30,7 +30,7 @@ def test_a_forward_draws_nothing() -> None:
     torch.manual_seed(0)
     ours = AutoModelForSequenceClassification.from_config(config)
     before = torch.get_rng_state()
-    block_sparse.settle(ours)
+    models.settle_block_sparse(ours)
     assert torch.equal(before, torch.get_rng_state())
     assert draws_in_forward(theirs)  # the control: transformers draws layers that it does not use
     assert not draws_in_forward(ours)
@@ -42,11 +42,11 @@ def test_a_forward_draws_nothing() -> None:
 @pytest.mark.parametrize("family", ["big_bird", "bigbird_pegasus"])
 def test_texts_of_which_some_would_change_it_are_refused(family: str) -> None:
     config = AutoConfig.for_model(family)
-    block_sparse.check(config, 704, "data.max_length")
+    models.check_block_sparse(config, 704, "data.max_length")
     with raises("LS3080", "704"):
-        block_sparse.check(config, 705, "data.max_length")
+        models.check_block_sparse(config, 705, "data.max_length")
     config.attention_type = "original_full"
-    block_sparse.check(config, 705, "data.max_length")
+    models.check_block_sparse(config, 705, "data.max_length")
 
 
 def test_a_run_is_refused_before_it_starts() -> None:

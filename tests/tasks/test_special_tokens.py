@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from lockstep.config.run import Run
-from lockstep.tasks.models import config_checks, heads, model_configs, models, special_tokens
+from lockstep.tasks.models import config_checks, heads, model_configs, models
 from support.harness import tiny
 from support.messages import raises
 
@@ -37,10 +37,10 @@ def a_tokenizer(pad: int, end: int | None, separator: int, around: list[int]) ->
 @pytest.mark.parametrize(("end", "separator"), [(2, 2), (None, 2)])
 def test_a_classifier_that_reads_at_the_end_does_not_pad_with_it(end: int | None, separator: int) -> None:
     run = a_run("bart", BART)
-    special_tokens.check(run, heads.CLASSIFICATION, a_tokenizer(1, end, separator, []))
+    models.check_tokenizer(run, heads.CLASSIFICATION, a_tokenizer(1, end, separator, []))
     with raises("LS3190"):
-        special_tokens.check(run, heads.CLASSIFICATION, a_tokenizer(2, end, separator, []))
-    special_tokens.check(run, heads.SEQ2SEQ, a_tokenizer(2, end, separator, []))
+        models.check_tokenizer(run, heads.CLASSIFICATION, a_tokenizer(2, end, separator, []))
+    models.check_tokenizer(run, heads.SEQ2SEQ, a_tokenizer(2, end, separator, []))
 
 
 def test_transformers_does_not_take_such_padding_either() -> None:
@@ -55,16 +55,16 @@ def test_transformers_does_not_take_such_padding_either() -> None:
 def test_all_families_that_read_at_the_end_are_known() -> None:
     files = Path(str(transformers.__file__)).parent.glob("models/*/modeling_*.py")
     said = "must have the same number of <eos> tokens"
-    assert {file.parent.name for file in files if said in file.read_text()} == {*special_tokens._CLASSIFIED_AT_END}
+    assert {file.parent.name for file in files if said in file.read_text()} == {*models._CLASSIFIED_AT_END}
 
 
 def test_longformer_answers_with_three_separators_alone() -> None:
     run = a_run("longformer", LAYERS)
-    special_tokens.check(run, heads.QUESTION_ANSWERING, a_tokenizer(1, 2, 2, [0, 2, 2, 2]))
+    models.check_tokenizer(run, heads.QUESTION_ANSWERING, a_tokenizer(1, 2, 2, [0, 2, 2, 2]))
     for around, count in ([101, 102, 102], 0), ([0, 2, 2], 2):
         with raises("LS3191", str(count)):
-            special_tokens.check(run, heads.QUESTION_ANSWERING, a_tokenizer(1, 2, 2, around))
-    special_tokens.check(run, heads.CLASSIFICATION, a_tokenizer(1, 2, 2, [0, 2, 2]))
+            models.check_tokenizer(run, heads.QUESTION_ANSWERING, a_tokenizer(1, 2, 2, around))
+    models.check_tokenizer(run, heads.CLASSIFICATION, a_tokenizer(1, 2, 2, [0, 2, 2]))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -218,10 +218,26 @@ def test_a_language_model_that_reads_ahead_is_refused(
         run = make(tmp_path, task, *keys)
         run = run.model_copy(update={"model": run.model.model_copy(update={"type": family, "config": config})})
         if instead is None:
-            assert padding.foresight(run) is None
+            assert padding.foresight(run, "causal") is None
             continue
         with raises("LS3150", str(family), str(instead)):
             find("tasks", run.task.name).prepare(run)
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_decoder_that_reads_ahead_is_refused(tmp_path: Path, decodes: bool) -> None:
+    """A saved model whose parts were put together by hand; its loss would be that of copying."""
+    entries = {"is_decoder": decodes, "add_cross_attention": decodes}
+    parts = {"encoder": {"model_type": "bert"} | BERT, "decoder": {"model_type": "bert"} | BERT | entries}
+    transformers.EncoderDecoderConfig(**parts).save_pretrained(tmp_path / "model")
+    source = {"source": str(tmp_path / "model"), "type": None, "config": {}}
+    run = make(tmp_path, "translation", "task.bleu=false")
+    run = run.model_copy(update={"model": run.model.model_copy(update=source)})
+    if decodes:
+        assert padding.foresight(run, "seq2seq") is None
+        return
+    with raises("LS3150", "encoder-decoder", "model.config.decoder: {is_decoder: true, add_cross_attention: true}"):
+        padding.check_foresight(run, "seq2seq")
 
 
 @pytest.mark.parametrize("task", ["documents", "preference"])

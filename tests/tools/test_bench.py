@@ -10,8 +10,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config.run import load
-from lockstep.tools.bench.bench import rows_of
-from lockstep.tools.bench.bench_results import Bench, BenchRow, details, efficiency, plots, reasons, table
+from lockstep.tools.bench import Bench, BenchRow, details, efficiency, plots, reasons, rows_of, table
 from lockstep.training.timing import RankMemory, Timing
 from support.command import LOCKSTEP, STEPS, ended, start, write
 from support.harness import TINY

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import load
 from lockstep.tools.import_config.sagemaker import NEWER, TABLE, arguments, move
+from lockstep.tools.import_config.script import Script
 from lockstep.tools.import_config.table import RunDraft
 from support.documents import chapters
 from support.messages import raises
@@ -45,7 +45,7 @@ trainer.train(input_data_config=[InputData(channel_name="train", data_source="s3
 
 
 def moved(text: str) -> RunDraft:
-    found, given = RunDraft(), arguments(ast.parse(text))
+    found, given = RunDraft(), arguments(Script(Path("launch.py"), text))
     assert given is not None
     move(given, found, None)
     return found
@@ -131,10 +131,10 @@ def test_older_containers_and_other_ways_of_working_together_are_listed() -> Non
 
 
 def test_what_is_not_sagemaker_s_is_none_and_several_are_refused() -> None:
-    assert arguments(ast.parse("from lightning import PyTorch\nPyTorch(role=1)")) is None
-    assert arguments(ast.parse("import sagemaker\nsagemaker.Session()")) is None
+    assert arguments(Script(Path("launch.py"), "from lightning import PyTorch\nPyTorch(role=1)")) is None
+    assert arguments(Script(Path("launch.py"), "import sagemaker\nsagemaker.Session()")) is None
     with raises("LS8220", "2", "3"):
-        arguments(ast.parse("from sagemaker.pytorch import PyTorch\nPyTorch(role=1)\nPyTorch(role=2)"))
+        arguments(Script(Path("launch.py"), "from sagemaker.pytorch import PyTorch\nPyTorch(role=1)\nPyTorch(role=2)"))
 
 
 def row(name: str) -> str:

@@ -18,8 +18,7 @@ from lockstep.tasks.module import Module
 from lockstep.tasks.task import Task
 from lockstep.track import busy
 from lockstep.track.best import Best
-from lockstep.track.console import error
-from lockstep.track.samples import joined, on_a_line
+from lockstep.track.console import error, joined, on_a_line
 from lockstep.training.summary import parameters, what_next
 from support.consoles import TRAIN, console, screen
 from support.harness import tiny

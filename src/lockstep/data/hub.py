@@ -185,6 +185,19 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
+def optional_file(source: str, name: str, revision: str | None, subfolder: str = "") -> Path | None:
+    """A file of a model's folder, or of its repository, where it has one. None also where there is no such repository,
+    which is told when the model is loaded."""
+    from transformers.utils import cached_file
+
+    quiet = dict.fromkeys(("gated_repo", "missing_entries", "connection_errors"), False)
+    options: Any = {f"_raise_exceptions_for_{what}": no for what, no in quiet.items()}
+    with suppress(OSError):
+        file = cached_file(source, name, revision=revision, subfolder=subfolder, **options)
+        return Path(file) if file else None
+    return None
+
+
 @contextmanager
 def reading_weights(source: str) -> Iterator[None]:
     """Errors: `RunError` in place of what libraries raise of files of weights that are damaged, or hold more than

@@ -262,10 +262,7 @@ class Bucket:
                 "connect_timeout": timedelta(seconds=min(10.0, patience.silent_s)),
                 **({"allow_http": True} if plain else {}),  # whoever sets such an endpoint wants it
             },
-            "retry_config": {
-                "max_retries": patience.tries,
-                "retry_timeout": timedelta(seconds=patience.retry_s),
-            },
+            "retry_config": {"max_retries": patience.tries, "retry_timeout": timedelta(seconds=patience.retry_s)},
         }
         if self.address.scheme == "gs":
             return store.GCSStore(self.address.place, **options)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.run import Run, RunError
 from lockstep.data.arrow_cache import digest
 from lockstep.data.cache import cached, folder_of, made_with
-from lockstep.data.hub import downloading, explained, model_folder
+from lockstep.data.hub import downloading, explained, model_folder, optional_file
 from lockstep.distributed.activity import ACTIVITY
 
 if TYPE_CHECKING:
@@ -105,25 +105,12 @@ def _folder(run: Run, texts: Iterator[list[str]], content: str, generative: bool
 def of_targets(run: Run) -> Path | None:
     """The folder of the targets' tokenizer, where the run's model or tokenizer came with one of its own beside the
     sources', as exports of lockstep do; else None. The caller holds the lock. Errors: `RunError`."""
-    from transformers.utils import cached_file
-
     source = run.tokenizer.source or run.model.source
     if run.tokenizer.train is not None or source is None:
         return None
-    place = _local(source)
-    try:
-        vocabulary = cached_file(
-            place,
-            "tokenizer_config.json",
-            subfolder=TARGET,
-            revision=_revision(run),
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-    except OSError:  # no such repository: reported when the source's tokenizer is loaded
+    if optional_file(_local(source), "tokenizer_config.json", _revision(run), TARGET) is None:
         return None
-    return _in_cache(_load_source(run, source, subfolder=TARGET), f"{source}/{TARGET}") if vocabulary else None
+    return _in_cache(_load_source(run, source, subfolder=TARGET), f"{source}/{TARGET}")
 
 
 def _in_cache(tokenizer: Any, source: str) -> Path:

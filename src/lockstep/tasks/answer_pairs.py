@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Section
 from lockstep.data import conversations, lm_documents, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns
 from lockstep.tasks import own_metrics
@@ -31,10 +32,9 @@ _IGNORED = -100  # as in batch.py, which imports torch
 _ROW = "lockstep row"  # a column that says which row of its split is encoded
 
 
-class AnswerPairOptions(BaseModel):
+class AnswerPairOptions(Section):
     """The keys that such tasks share in the run file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     prompt: str | None = Field(
         "prompt", description="column of the prompt; null: the answers hold it, or there is none"
     )
@@ -74,6 +74,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     generative = True
     row_is_example = True
     per_example_outputs = ("rewards",)
+    mean_sums: ClassVar[Mapping[str, str]]  # metric -> the sum over pairs whose mean it is
 
     # -- before any process ------------------------------------------------------------------------------------------
 
@@ -109,11 +110,9 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
 
     @classmethod
     def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
-        cut = {
-            split: sum(int(part.sum()) for _, part in Columns(file).flat("cut").parts())
-            for split, file in files.items()
-        }
-        cut = {split: count for split, count in cut.items() if count}
+        columns = {split: Columns(file).flat("cut") for split, file in files.items()}
+        counts = {split: sum(int(part.sum()) for _, part in column.parts()) for split, column in columns.items()}
+        cut = {split: count for split, count in counts.items() if count}
         return {"cut_answers": cut, "cut_at": data.run.data.max_length} if cut else {}
 
     # -- in every process --------------------------------------------------------------------------------------------
@@ -153,6 +152,10 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The rewards of both answers, float64 [N, 2]; and which of them was chosen: the first, int64 [N]."""
         return sums["rewards"].double().numpy(), np.zeros(len(rows), dtype=np.int64)
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        count = float(sums["examples"])
+        return {name: float(sums[key]) / count for name, key in {"loss": "loss", **self.mean_sums}.items()}
 
     def tables(self, sums: Sums) -> dict[str, Any]:
         """How much more the chosen answers are rewarded than the rejected ones, from the least to the most."""

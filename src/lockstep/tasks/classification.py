@@ -288,10 +288,7 @@ def _encoder(run: Run, options: ClassificationOptions, codes: LabelCodes, folder
             max_length=run.data.max_length,
             return_attention_mask=False,
         )
-        columns: dict[str, Any] = {
-            "input_ids": [ids or [empty] for ids in out["input_ids"]],
-            "label": codes.of(rows),
-        }
+        columns: dict[str, Any] = {"input_ids": [ids or [empty] for ids in out["input_ids"]], "label": codes.of(rows)}
         if pair:
             columns["token_type_ids"] = [t or [0] for t in out["token_type_ids"]]
         return columns

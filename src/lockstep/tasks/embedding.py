@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Section
 from lockstep.data import splitting, text_pairs
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.order import by_chance
@@ -34,10 +35,9 @@ _AMONG = 64  # texts that the nearest of a sample is looked for in
 _SCORED = 100_000  # scored pairs of a split that correlations are of, at most
 
 
-class EmbeddingOptions(BaseModel):
+class EmbeddingOptions(Section):
     """The task's own keys in the run file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     anchor: str = Field("anchor", description="column of the text that is asked with, such as a question")
     positive: str = Field("positive", description="column of the text that goes with it")
     negative: str | list[str] | None = Field(

@@ -10,21 +10,22 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from lockstep.config import key_aliases
 from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Section
 from lockstep.data import arrow_cache, conversations, lm_documents, source, splitting, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Make, digest, examples_in
 from lockstep.data.cache import discard
 from lockstep.tasks.abilities import Generates
 from lockstep.tasks.models import heads
-from lockstep.tasks.per_token import PerToken, perplexity
+from lockstep.tasks.per_token import LossChunk, PerToken, perplexity
 from lockstep.tasks.task import Forward, Generate
 from lockstep.tasks.text_task import Arrays, TextData, check_template, in_batches
 
@@ -35,10 +36,9 @@ if TYPE_CHECKING:
     from lockstep.tasks.models.inference import Decoding
 
 
-class LanguageModelingOptions(BaseModel):
+class LanguageModelingOptions(Section):
     """The task's own keys in the run file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     text: str = Field("text", description="column of the text; a .txt file has this one only")
     document: Literal["file", "line"] = Field("file", description="what of a .txt file is one text")
     prompt: str | None = Field(None, description="column of a prompt, which is read and not learned; with response")
@@ -62,11 +62,7 @@ class LanguageModelingOptions(BaseModel):
     packing: bool | None = Field(
         None, description="texts follow each other in blocks that are all full; default: true for texts alone"
     )
-    loss_chunk: Annotated[int, Field(ge=1, strict=True)] | Literal["liger"] | None = Field(
-        None,
-        description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
-        "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch",
-    )
+    loss_chunk: LossChunk = None
     attend_across_documents: bool = Field(
         True, description="of packed texts: whether a text is read after those before it in its block; false: by itself"
     )
@@ -83,12 +79,8 @@ class LanguageModelingOptions(BaseModel):
             raise InvalidValue(
                 "LS3051", "prompt and response cannot be combined with messages; set either the pair or messages"
             )
-        for key, default in (
-            ("chat_template", None),
-            ("template_arguments", {}),
-            ("tools", None),
-            ("turns", "together"),
-        ):
+        defaults: dict[str, Any] = {"chat_template": None, "template_arguments": {}, "tools": None, "turns": "together"}
+        for key, default in defaults.items():
             if getattr(self, key) != default and self.messages is None:
                 raise InvalidValue(
                     "LS3052", f"{key} has an effect only with task.messages; set task.messages, or remove task.{key}"
@@ -207,10 +199,8 @@ class LanguageModeling(PerToken, Generates):
         options = data.options
         written = tokenizer.template_of(tok, options.chat_template) if options.messages is not None else []
         if rows is None:
-            return [
-                key_aliases.former("task", options.model_dump(exclude={*cls.display_keys, "loss_chunk"})),
-                *written,
-            ]
+            displayed = {*cls.display_keys, "loss_chunk"}
+            return [key_aliases.former("task", options.model_dump(exclude=displayed)), *written]
         return [options.values(rows), options.packed, *written]
 
     @classmethod
@@ -382,20 +372,16 @@ class LanguageModeling(PerToken, Generates):
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """What is `written` after the text."""
         from lockstep.tasks.models import inference, models
-        from lockstep.tasks.models.inference import continuation
 
         options = cls.options_of(run)
         model, tok = models.exported(cls.head, folder, run)
-        spoken = options.messages is not None
 
-        def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
-            ((text,),) = rows  # each has room of its own to write, and draws of its own
-            if spoken:
-                text = options.writing.text(tok, [{"role": "user", "content": text}], None, True)
-            most = options.block_size, options.sample_tokens
-            return [{"written": continuation(model, tok, text, spoken, *most, options.temperature, run.seed)}]
+        def as_message(text: str) -> str:
+            return options.writing.text(tok, [{"role": "user", "content": text}], None, True)
 
-        return inference.answers(rows, answer, at_once=1)
+        template = as_message if options.messages is not None else None
+        most = options.block_size, options.sample_tokens
+        return inference.continuations(model, tok, rows, template, *most, options.temperature, run.seed)
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
@@ -415,12 +401,8 @@ def _documents(
         documents = lm_documents.of_prompts(dataset, tok, options.prompt, options.response, rows)
     else:
         documents = lm_documents.of_texts(dataset, tok, options.text, rows)
-    if options.packed:
-        return (
-            documents
-            if options.attend_across_documents
-            else ((lm_documents.separate(parts), n) for parts, n in documents)
-        )
+    if options.packed and not options.attend_across_documents:
+        return ((lm_documents.separate(parts), count) for parts, count in documents)
     if not options.cut:
         return documents
     most = options.block_size + 1  # a response is not read without its prompt
@@ -455,7 +437,7 @@ def _check_model(run: Run, options: LanguageModelingOptions) -> None:
     from lockstep.tasks.models import model_configs, models, padding
 
     models.check(run, heads.CAUSAL, options.block_size, "task.block_size", **model_configs.causal_entries(run))
-    padding.check_foresight(run)
+    padding.check_foresight(run, "causal")
     if not options.attend_across_documents and (why := padding.crosses(run)) is not None:
         raise RunError(
             "LS3055",

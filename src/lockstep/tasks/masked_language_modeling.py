@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Section
 from lockstep.data import arrow_cache, lm_documents, masking, source, splitting, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Make, Prepared, examples_in
 from lockstep.data.cache import discard
 from lockstep.tasks.models import heads
-from lockstep.tasks.per_token import PerToken
+from lockstep.tasks.per_token import LossChunk, PerToken
 from lockstep.tasks.task import Forward, Generate
 from lockstep.tasks.text_task import Arrays, TextData, in_batches
 
@@ -34,10 +35,9 @@ if TYPE_CHECKING:
 _BEST = 5  # tokens that `predict` gives for a mask
 
 
-class MaskedLanguageModelingOptions(BaseModel):
+class MaskedLanguageModelingOptions(Section):
     """The task's own keys in the run file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     text: str = Field("text", description="column of the text; a .txt file has this one only")
     document: Literal["file", "line"] = Field("file", description="what of a .txt file is one text")
     packing: bool = Field(
@@ -45,11 +45,7 @@ class MaskedLanguageModelingOptions(BaseModel):
     )
     mlm_probability: float = Field(0.15, gt=0, lt=1, description="share of an example's tokens that are to be foretold")
     whole_word_mask: bool = Field(False, description="all tokens of a word are masked together, or none")
-    loss_chunk: Annotated[int, Field(ge=1, strict=True)] | Literal["liger"] | None = Field(
-        None,
-        description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
-        "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch",
-    )
+    loss_chunk: LossChunk = None
     samples: int = Field(2, ge=0, description="texts to show after each evaluation, with what is filled in")
 
     @property

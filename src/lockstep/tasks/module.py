@@ -148,20 +148,10 @@ class Module(Task):
 
         built = dataset.model(self.run, empty)
         if self.run.model.source is not None and not empty:  # an export, to be evaluated
-            from lockstep.tasks.modules import wrapped_module
-
             wrapped_module.fill(built, Path(self.run.model.source))
-        functions = {key: dataset.function(self.run, key) for key in ("loss", "metrics", "generate")}
-        facts = self.prepared.facts
-        calling = wrapped_module.Calling(
-            self.run,
-            functions["loss"],
-            facts["loss"],
-            functions["metrics"],
-            facts["metrics"],
-            functions["generate"],
-            wrapped_module.names_of(built),
-        )
+        loss, metrics, generate = (dataset.function(self.run, key) for key in ("loss", "metrics", "generate"))
+        facts, names = self.prepared.facts, wrapped_module.names_of(built)
+        calling = wrapped_module.Calling(self.run, loss, facts["loss"], metrics, facts["metrics"], generate, names)
         built.lockstep_called_once = facts["called_once"]  # of which engines make blocks
         return wrapped_module.adapt(built, calling)
 

@@ -7,9 +7,10 @@ Out: padded micro-batches, and sums over targets.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.arrow_cache import Columns, Prepared
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.data.batch import MicroBatch, Sums
+
+
+LossChunk = Annotated[
+    Annotated[int, Field(ge=1, strict=True)] | Literal["liger"] | None,
+    Field(
+        description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
+        "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch"
+    ),
+]
 
 
 class TokenLosses(TextTask):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -71,7 +71,14 @@ class Preference(AnswerPairs, UsesReference):
     pipeline = "text-generation"
     usual_rate = 5e-6
     display_keys = ("sample_tokens",)
-    metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected")
+    # Rewards are beta times what the model has learned: its log-probability of an answer less what it was before
+    # training. `accuracy`: of how many pairs the chosen answer's is the larger one.
+    mean_sums: ClassVar[Mapping[str, str]] = {
+        "accuracy": "right",
+        "margin": "margin",
+        **{f"reward_{answer}": answer for answer in ("chosen", "rejected")},
+    }
+    metric_names = tuple(mean_sums)
 
     @classmethod
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
@@ -87,7 +94,7 @@ class Preference(AnswerPairs, UsesReference):
         from lockstep.tasks.models import padding
 
         super().check(data, folder, tok)
-        padding.check_foresight(data.run)
+        padding.check_foresight(data.run, "causal")
 
     @classmethod
     def checked_entries(cls, run: Run) -> dict[str, Any]:
@@ -177,18 +184,6 @@ class Preference(AnswerPairs, UsesReference):
         }
         return results | {"real": real}
 
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        """Rewards are beta times what the model has learned: its log-probability of an answer less what it was before
-        training. `accuracy`: of how many pairs the chosen answer's is the larger one."""
-        count = float(sums["examples"])
-        return {
-            "loss": float(sums["loss"]) / count,
-            "accuracy": float(sums["right"]) / count,
-            "margin": float(sums["margin"]) / count,
-            "reward_chosen": float(sums["chosen"]) / count,
-            "reward_rejected": float(sums["rejected"]) / count,
-        }
-
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
         return (cls.options_of(run).prompt or "prompt",)
@@ -197,20 +192,16 @@ class Preference(AnswerPairs, UsesReference):
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """What is `written` after the prompt: the likeliest token each time."""
         from lockstep.tasks.models import inference, models
-        from lockstep.tasks.models.inference import continuation
 
         options = cls.options_of(run)
         model, tok = models.exported(cls.head, folder, run)
         template = {"chat_template": options.chat_template, "add_generation_prompt": True}
 
-        def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
-            ((text,),) = rows
-            if options.conversations:
-                text = tok.apply_chat_template([{"role": "user", "content": text}], tokenize=False, **template)
-            most = run.data.max_length, options.sample_tokens
-            return [{"written": continuation(model, tok, text, options.conversations, *most)}]
+        def as_message(text: str) -> str:
+            return tok.apply_chat_template([{"role": "user", "content": text}], tokenize=False, **template)
 
-        return inference.answers(rows, answer, at_once=1)
+        most = run.data.max_length, options.sample_tokens
+        return inference.continuations(model, tok, rows, as_message if options.conversations else None, *most)
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Section
 from lockstep.data import qa_features, tokenizer
 from lockstep.data.arrow_cache import Columns
 from lockstep.tasks import own_metrics
@@ -34,10 +35,9 @@ if TYPE_CHECKING:
 _SHARP = 2.0**20  # sums are rounded to its inverse: scores are kept to 2^-40
 
 
-class QuestionAnsweringOptions(BaseModel):
+class QuestionAnsweringOptions(Section):
     """The task's own keys in the run file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     question: str = Field("question", description="column of the question")
     context: str = Field("context", description="column of the text that holds the answer")
     answers: str = Field(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -44,7 +44,8 @@ class Reward(AnswerPairs):
     column_keys = ("prompt", "chosen", "rejected")
     default_model = "distilbert/distilbert-base-uncased"
     pipeline = "text-classification"
-    metric_names = ("accuracy", "margin", "reward")
+    mean_sums: ClassVar[Mapping[str, str]] = {"accuracy": "right", "margin": "margin", "reward": "reward"}
+    metric_names = tuple(mean_sums)
 
     @property
     def config_entries(self) -> dict[str, Any]:
@@ -83,15 +84,6 @@ class Reward(AnswerPairs):
             "margin": margin * real,
             "reward": rewards.mean(1) * real,
             "examples": real,
-        }
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        count = float(sums["examples"])
-        return {
-            "loss": float(sums["loss"]) / count,
-            "accuracy": float(sums["right"]) / count,
-            "margin": float(sums["margin"]) / count,
-            "reward": float(sums["reward"]) / count,
         }
 
     @classmethod

@@ -128,10 +128,10 @@ class TextTask(Task):
     @classmethod
     def check(cls, data: TextData, folder: Path, tok: Any) -> None:
         """Refuse a model, or a tokenizer, that does not go with the task. Errors: `RunError`."""
-        from lockstep.tasks.models import models, special_tokens
+        from lockstep.tasks.models import models
 
         models.check(data.run, str(cls.head), **cls.checked_entries(data.run))
-        special_tokens.check(data.run, str(cls.head), tok)
+        models.check_tokenizer(data.run, str(cls.head), tok)
 
     @classmethod
     def check_lengths(cls, run: Run, split: str, columns: Columns) -> None:

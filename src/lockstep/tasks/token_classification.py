@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Section
 from lockstep.data import labels, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.tasks.models import heads
@@ -98,10 +99,9 @@ def entities(row: Sequence[tuple[str, str]]) -> set[tuple[int, int, str]]:
 _SKIPPED = -100  # the tag of a word's further tokens; IGNORED in batch.py, which imports torch
 
 
-class TokenClassificationOptions(BaseModel):
+class TokenClassificationOptions(Section):
     """The task's own keys in the run file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     words: str = Field("tokens", description="column of lists of words")
     tags: str = Field("tags", description="column of lists of tags, one a word, as texts or as numbers with names")
     samples: int = Field(3, ge=0, description="texts to show after each evaluation, with the entities found in them")

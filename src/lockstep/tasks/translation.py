@@ -13,12 +13,13 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Section
 from lockstep.data import lm_documents, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.stream import Stream
@@ -26,7 +27,7 @@ from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import Generates, GivesPredictions, Predicts, Streams
 from lockstep.tasks.models import heads
 from lockstep.tasks.own_metrics import listed
-from lockstep.tasks.per_token import TokenLosses
+from lockstep.tasks.per_token import LossChunk, TokenLosses
 from lockstep.tasks.task import Forward, Generate
 from lockstep.tasks.text_task import Arrays, Encoder, TextData
 
@@ -41,10 +42,9 @@ if TYPE_CHECKING:
 PAIR = "translation"  # the Hub's column of {language: text}
 
 
-class WritingOptions(BaseModel):
+class WritingOptions(Section):
     """The keys of tasks that write one text for another."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     source: str = Field("source", description="column of the source text, or its language in a translation column")
     target: str = Field("target", description="column of the target text, or its language in a translation column")
     prefix: str = Field("", description="put before every source text, as T5 wants it")
@@ -52,11 +52,7 @@ class WritingOptions(BaseModel):
         "shared", description="trained ones: one for both languages, or one each (marian)"
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the training loss")
-    loss_chunk: Annotated[int, Field(ge=1, strict=True)] | Literal["liger"] | None = Field(
-        None,
-        description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
-        "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch",
-    )
+    loss_chunk: LossChunk = None
     target_length: int | None = Field(
         None, ge=1, description="tokens of a target, and of what is written, at most; default: data.max_length"
     )
@@ -290,8 +286,8 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         super().__init__(run, prepared)
         self.target_tokenizer = target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
         self.entries = _entries(run, self.tokenizer, self.target_tokenizer)
-        self.unpadded = self.padded_because is None
-        self.starts_from_first = model_configs.load_config(run).model_type in model_configs.FROM_FIRST_TOKEN
+        family = model_configs.load_config(run).model_type
+        self.masks_targets = self.padded_because is None or family in model_configs.NEEDS_DECODER_MASK
         self.overlap = self.overlap_of(self.options)
         self.smoothing = self.options.label_smoothing
 
@@ -307,7 +303,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         read = np.roll(target_ids, 1, axis=1)
         read[:, 0] = self.entries["decoder_start_token_id"]
         inputs = self.padded_texts(columns, rows) | {"decoder_input_ids": read}  # [B, S]
-        if self.unpadded or self.starts_from_first:  # which would take a start for padding that has its number
+        if self.masks_targets:
             inputs["decoder_attention_mask"] = real
         return inputs, np.where(real == 1, target_ids, IGNORED)
 
@@ -474,7 +470,7 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
 
 
 def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
-    from lockstep.tasks.models import model_configs, models
+    from lockstep.tasks.models import model_configs, models, padding
 
     key = "task.target_length" if (options.target_length or 0) > run.data.max_length else "data.max_length"
     models.check(run, heads.SEQ2SEQ, max(run.data.max_length, most(run, options)), key, use_cache=False)
@@ -489,6 +485,7 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
             "sources; save the second tokenizer there",
         )
     check_start(run)
+    padding.check_foresight(run, "seq2seq")
     check_start_is_read(run, known_to)
     if "num_layers" in known and known.get("num_decoder_layers", 0) > known["num_layers"]:
         raise RunError(

@@ -16,9 +16,9 @@ import copy
 import itertools
 import json
 import math
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -85,17 +85,13 @@ def differences(run: Run, steps: int = 2) -> PlainComparison:
     from lockstep.distributed.world import World
     from lockstep.training.resolve import for_rank
 
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-plain-"))
     values = run.model_dump(mode="json")
     values["strategy"] |= {"name": "single", "options": {}}
-    alone = Run.load(values | {"output": str(folder), "launch": {"device": run.launch.device, "processes": 1}})
-    world = World(alone)
-    try:
-        plain_sides.record_plain(for_rank(alone, world), world, str(steps))
-        return compare(run, folder / FOLDER)
-    finally:
-        world.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="lockstep-plain-", ignore_cleanup_errors=True) as folder:
+        alone = Run.load(values | {"output": folder, "launch": {"device": run.launch.device, "processes": 1}})
+        with closing(World(alone)) as world:
+            plain_sides.record_plain(for_rank(alone, world), world, str(steps))
+            return compare(run, Path(folder) / FOLDER)
 
 
 def covers(run: Run) -> bool:
@@ -213,18 +209,18 @@ def plain_run(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def _check_numbers(job: Plain, record: PlainRecord) -> None:
-    known = len(job.splits["train"] if job.run["task"]["name"] == "module" else job.examples("train"))
+    count = len(job.splits["train"] if job.run["task"]["name"] == "module" else job.examples("train"))
     most = max(i for step in record.steps for group in step.micro_batches for i in group)
-    if most >= known:
-        raise ValueError(f"the run trains example {most}, and plain makes {known} of the same data")
+    if most >= count:
+        raise ValueError(f"the run trains example {most}, and plain makes {count} of the same data")
 
 
 def _examples(run: Run, job: Plain, split: str, rows: Sequence[int], step: int, index: int) -> list[dict]:
     """The examples of a micro-batch."""
     if run.task.name == "module":
         return drawn_examples(run, job, split, rows, (step, index), _device(run))
-    known = job.examples(split)
-    return [known[row] for row in rows]
+    examples = job.examples(split)
+    return [examples[row] for row in rows]
 
 
 def _evaluation(run: Run, job: Plain, record: PlainRecord, folder: Path, names: list[str]) -> list[str]:
@@ -397,8 +393,8 @@ def _cause(comparison: StepComparison, ours: StepRecord, plain: StepRecord) -> s
         (k for k in ("loss", "gradient", "norm", "change") if comparison.differences[k] > comparison.allowed[k]), ""
     )
     if first != "gradient":
-        known = {"loss": causes.of_loss_function(), "norm": causes.NORM, "change": causes.UPDATE}
-        return known.get(first, causes.MISSING_GRADIENT)
+        of_kind = {"loss": causes.of_loss_function(), "norm": causes.NORM, "change": causes.UPDATE}
+        return of_kind.get(first, causes.MISSING_GRADIENT)
     wrong = [name for name, difference in comparison.gradients.items() if difference > comparison.allowed["gradient"]]
     pairs = [
         (plain.gradients[n].double().flatten(), ours.gradients[n].double().flatten())

@@ -10,7 +10,6 @@ losses, gradients by layer, clipping).
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -156,13 +155,9 @@ def _looked(console: Console, both: tuple[Path, Path], parting: Parting, overrid
     def alone(folder: Path, step: int) -> list[Entry]:
         return anatomy_of(again(folder, overrides, None, 1), folder, step)
 
-    def own(folder: Path, step: int) -> list[Entry]:
-        run = again(folder, overrides, "own", int(start_of(folder).get("processes") or 1))
-        return anatomy_of(run, folder, step)
-
     a, b = both
     console.say(f"step {parting.step} is computed again for both, as one process ...")
-    if _parted(console, parting.step, lambda step: alone(a, step), lambda step: alone(b, step), ""):
+    if _parted(console, parting.step, partial(alone, a), partial(alone, b), ""):
         return 1
     console.say("computed here as one process, both come to the same bits: it is not what they were given")
     for folder in both:
@@ -171,7 +166,7 @@ def _looked(console: Console, both: tuple[Path, Path], parting: Parting, overrid
             continue
         how = f"{run.strategy.name}, {run.launch.processes} process(es)"
         console.say(f"step {parting.step} as {folder} trained it: {how} ...")
-        if _parted(console, parting.step, partial(alone, folder), partial(own, folder), f"{folder}, "):
+        if _parted(console, parting.step, partial(alone, folder), partial(anatomy_of, run, folder), f"{folder}, "):
             return 1
     norm = next((e.value for e in alone(a, parting.step) if e.kind == "norm"), None)
     right = [str(f) for f, line in zip(both, parting.lines, strict=True) if line.get("grad_norm") == norm]
@@ -215,16 +210,13 @@ def anatomy_of(run: Run, output: Path, step: int) -> list[Entry]:
     """The entries of a step. Errors: `RunError`, `_Failed`."""
     from lockstep.training.replaying import ANATOMY, read_anatomy
 
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-diff-"))
-    try:
-        run = run.model_copy(update={"output": str(folder / "run")})
+    with tempfile.TemporaryDirectory(prefix="lockstep-diff-", ignore_cleanup_errors=True) as folder:
+        run = run.model_copy(update={"output": str(Path(folder) / "run")})
         launcher, _, job = start.resolved(run)
         status = start.start_ranks(launcher, job, (JOB, str(output.resolve()), str(step)))
         if status or not (run.folder / ANATOMY).exists():
             raise _Failed(status or 1)
         return read_anatomy(run.folder)[0]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def first_other(a: Sequence[Entry], b: Sequence[Entry]) -> Entry | None:
@@ -337,9 +329,8 @@ def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Ite
 
     if step < 1:
         raise RunError("LS8155", f"--step: {step} is not a step of this run; steps count from 1")
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-replay-"))
-    try:
-        run = run.model_copy(update={"output": str(folder / "run")})
+    with tempfile.TemporaryDirectory(prefix="lockstep-replay-", ignore_cleanup_errors=True) as folder:
+        run = run.model_copy(update={"output": str(Path(folder) / "run")})
         try:
             launcher, _, job = start.resolved(run)
         except RunError as caught:
@@ -347,8 +338,6 @@ def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Ite
         words = (REPLAY_JOB, str(output.resolve()), str(step), str(step if begin is None else begin))
         status = start.start_ranks(launcher, job, words)
         yield status or int(not (run.folder / REPLAY).exists()), run.folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def written(output: Path, step: int) -> str:
@@ -392,13 +381,13 @@ def replay(
 
 def tell_steps(console: Console, steps: Sequence[Mapping[str, Any]], skips: bool = False) -> bool:
     """Whether every step on the way came to what was written down; the first that did not is told."""
-    known = [each for each in steps if each["then"] and "hash" in each["now"]]
-    hashed = sum("weights" in each["then"] for each in known)
+    compared = [each for each in steps if each["then"] and "hash" in each["now"]]
+    hashed = sum("weights" in each["then"] for each in compared)
     if (wrong := first_wrong(steps, skips)) is not None:
         console.say(f"NOT what was trained: {wrong}")
-    elif known:
+    elif compared:
         computed = sum("hash" in each["now"] for each in steps)
-        console.say(f"{len(known)} of {computed} steps are written down: all the same bits, weights of {hashed} too")
+        console.say(f"{len(compared)} of {computed} steps are written down: all the same bits, weights of {hashed} too")
     return wrong is None
 
 
@@ -432,13 +421,7 @@ def tell_step(console: Console, run: Run, step: Mapping[str, Any]) -> None:
     where = {place: m for m, group in enumerate(step["micro_batches"]) for place in group}
     order = sorted(range(len(step["rows"])), key=lambda i: -step["losses"][i])
     rows = [
-        [
-            str(step["rows"][i]),
-            str(where[i]),
-            str(step["tokens"][i]),
-            f"{step['losses'][i]:.4f}",
-            texts[i],
-        ]
+        [str(step["rows"][i]), str(where[i]), str(step["tokens"][i]), f"{step['losses'][i]:.4f}", texts[i]]
         for i in order[:MOST_ROWS]
     ]
     mean = sum(step["losses"]) / max(1, len(step["losses"]))

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,8 +73,6 @@ def doctor(folder: Path, processes: int | None, as_json: bool, device: str = "au
 
 def between(folder: Path, device: str) -> Facts:
     """What lies between the ranks of this job, or `{"failed": why}`. Collective."""
-    from lockstep.distributed.world import World
-
     overrides = [f"launch.timeout_s={MEET_S:g}", f"launch.device={device}"]
     world = None
     try:
@@ -239,8 +238,8 @@ def probe(world: World, folder: Path, seconds: float = 3.0) -> dict[str, Any]:
     everyone = world.all_gather(of_rank(world))
     facts: dict[str, Any] = {
         "size": world.size,
-        "hosts": _groups([rank["host"] for rank in everyone]),
-        "devices": _groups([rank["device"] for rank in everyone]),
+        "hosts": Counter(rank["host"] for rank in everyone),
+        "devices": Counter(rank["device"] for rank in everyone),
         "differs": differences(everyone),
     }
     if world.size > 1:
@@ -258,7 +257,8 @@ def probe(world: World, folder: Path, seconds: float = 3.0) -> dict[str, Any]:
     facts["compute"] = {"median_gflops": round(middle), "lowest_gflops": round(min(speeds))}
     facts["compute"]["slow_ranks"] = [rank for rank, speed in enumerate(speeds) if speed < 0.7 * middle]
     skews = clock_skew(world)
-    facts["clock_skew_ms"] = {"largest": round(max(map(abs, skews)) * 1e3, 3), "rank": _largest(skews)}
+    largest = max(range(world.size), key=lambda rank: abs(skews[rank]))
+    facts["clock_skew_ms"] = {"largest": round(abs(skews[largest]) * 1e3, 3), "rank": largest}
     facts["folder"] = folders(world, folder)
     return facts
 
@@ -343,16 +343,12 @@ def folders(world: World, folder: Path) -> dict[str, Any]:
     token = world.broadcast(f"{os.getpid()}-{time.time_ns()}")
     marker = folder / f".lockstep-doctor-{token}"
 
-    def make() -> machine_info.Facts:
-        marker.touch()
-        return {}
-
-    def remove() -> machine_info.Facts:
+    def remove() -> Facts:
         marker.unlink(missing_ok=True)
         return {}
 
     if world.is_main:
-        machine_info.bounded(make, 5)
+        machine_info.bounded(lambda: {"bytes": marker.write_bytes(b"")}, 5)
     world.barrier()
     visible = world.all_gather(bool(machine_info.bounded(lambda: {"there": marker.exists()}, 5).get("there")))
     mine = machine_info.bounded(lambda: machine_info.file_system(folder), 15) if world.local_rank == 0 else None
@@ -370,14 +366,6 @@ def _gflops(device: torch.device) -> float:
         float((a @ a)[0, 0])  # the host waits here
         best = max(best, 2 * 512**3 / (time.perf_counter() - start) / 1e9)
     return best
-
-
-def _groups(values: list[str]) -> dict[str, int]:
-    return {value: values.count(value) for value in dict.fromkeys(values)}
-
-
-def _largest(skews: list[float]) -> int:
-    return max(range(len(skews)), key=lambda rank: abs(skews[rank]))
 
 
 STEPS = 3

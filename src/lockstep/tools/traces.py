@@ -5,22 +5,26 @@ In: commands and folders. Out: lines on the terminal and an exit status. Compari
 
 from __future__ import annotations
 
-import shutil
+import math
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep.tools.verdicts import finding_lines, lines_of, page, refusing, say_numbers
+from lockstep.config.run import RunError
 from lockstep.trace.alignment import window
-from lockstep.trace.compare import Comparison, compare
+from lockstep.trace.compare import COLUMNS, Comparison, compare, row_cells
 from lockstep.trace.errors import TraceError
-from lockstep.trace.findings import findings
+from lockstep.trace.findings import Finding, findings
 from lockstep.trace.matching import match
-from lockstep.trace.read import Trace, is_trace, read
+from lockstep.trace.page import values_of
+from lockstep.trace.read import Trace, read
 from lockstep.trace.run import run
 from lockstep.track.console import Console
+
+ROWS = 12  # of a table
 
 
 def record(command: Sequence[str], folder: Path, options: Mapping[str, Any]) -> int:
@@ -106,30 +110,74 @@ def verify(
     """Trace both commands and the reference once more with perturbed weights, and compare. `folder`: keeps the traces
     and a page; None: they are removed. Returns 0, 1 where they differ, or a command's own status. Errors:
     `RunError`."""
-    keep = folder is not None
-    root = folder if folder is not None else Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
     console = Console(True)
-    try:
-        for name, command, perturb in (
-            ("reference", reference, False),
-            ("job", job, False),
-            ("perturbed", reference, True),
-        ):
-            if exact and perturb:
-                continue
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-", ignore_cleanup_errors=True) as aside:
+        root = folder or Path(aside)
+        commands = {"reference": reference, "job": job} | ({} if exact else {"perturbed": reference})
+        for name, command in commands.items():
             console.say(f"{name}: {' '.join(command)}")
             with refusing():
-                status = run(command, root / name, steps=steps, perturb=perturb)
+                status = run(command, root / name, steps=steps, perturb=name == "perturbed")
             if status:
                 console.say(f"{name}: the command ended with status {status}")
                 return status
         verdicts = compared(root / "reference", root / "job", exact, None if exact else root / "perturbed")
-        if keep:
+        if folder is not None:
             console.say(str(page(root / "job", root / "reference", verdicts)))
         return int(any(v.first is not None for v in verdicts))
-    finally:
-        if not keep:
-            shutil.rmtree(root, ignore_errors=True)
 
 
-__all__ = ["diff", "is_trace", "page", "record", "verify"]
+# -- what came of a comparison, as `diff` and `verify` say it, and its page ------------------------------------------
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """`TraceError` as `RunError`."""
+    try:
+        yield
+    except TraceError as error:
+        raise RunError(error.code, error.message) from None
+
+
+def say_numbers(console: Console, verdict: Comparison, title: str = "") -> None:
+    """The table of the steps that were compared, up to the first difference, and where they are furthest apart."""
+    rows = verdict.rows
+    rows_shown = rows if len(rows) <= ROWS else (*rows[: ROWS // 2], *rows[-ROWS // 2 :])
+    if not rows_shown:
+        return
+    cells = [row_cells(row) for row in rows_shown]
+    console.table(title, COLUMNS, cells, key="steps")
+    for what, of in (("gradient", "gradient_of"), ("update", "update_of")):
+        row = max(rows, key=lambda r: _size(getattr(r, what)))
+        if getattr(row, of):
+            name = "gradients" if what == "gradient" else "changes"
+            console.say(f"{name} are furthest apart in {getattr(row, of)} (step {row.step})")
+
+
+def _size(value: float | None) -> float:
+    return -1.0 if value is None else math.inf if math.isnan(value) else value
+
+
+def lines_of(verdict: Comparison) -> list[str]:
+    """The first difference, and its likely cause; none where nothing differs beyond what may."""
+    if verdict.first is None:
+        return []
+    at = "before the first step" if verdict.step is None else f"in step {verdict.step}"
+    head = f"they part {at}, in the {verdict.first}:"
+    return [head, *(f"  {line}" for line in verdict.lines), f"  likely: {verdict.cause}"]
+
+
+def finding_lines(findings: Sequence[Finding]) -> list[str]:
+    """A line for each finding and one for what to change."""
+    return [line for each in findings for line in (f"[{each.code}] {each.what}", f"    {each.cause}")]
+
+
+def page(folder: Path, reference: Path | None = None, verdicts: Sequence[Comparison] = ()) -> Path:
+    """Write `report.html` of a trace, beside a reference if there is one. `verdicts`: those of the comparison, one for
+    each optimizer, unless it was `diff` without options. Errors: `RunError`."""
+    from lockstep.track.report.report import write_page
+
+    with refusing():
+        trace = read(folder)
+        values = values_of(trace, read(reference) if reference is not None else None, verdicts)
+    return write_page(folder / "report.html", "trace.html.jinja", **values)

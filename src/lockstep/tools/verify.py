@@ -31,7 +31,7 @@ from lockstep.distributed.randomness import UNCOVERED
 from lockstep.launchers import start
 from lockstep.launchers.processes import accelerate_config
 from lockstep.tools import against_plain
-from lockstep.tools.verdicts import lines_of, page, refusing, say_numbers
+from lockstep.tools.traces import lines_of, page, refusing, say_numbers
 from lockstep.trace import compare as comparing
 from lockstep.trace.compare import Comparison, Tolerance
 from lockstep.trace.read import read as read_trace
@@ -97,8 +97,8 @@ def verify(
         accelerate_config.check_variables(run, os.environ)
     else:
         launcher, _, job = start.resolved(run)
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-", ignore_cleanup_errors=True) as aside:
+        folder = Path(aside)
         console = Console(os.environ.get("RANK", "0") == "0")
         console.say(f"{steps} steps under {run.strategy.name} ...")
         ACTIVITY.at(f"computing {steps} steps under {run.strategy.name}")
@@ -119,8 +119,6 @@ def verify(
                 return status
             status = tell(console, folder / "run", folder / "alone", verdict, keep)
         return max(status, against_plain.tell(console, run, folder / "run", verdict) if plain else 0)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def recorded(run: Run, folder: Path, steps: int, begin: int | None = None) -> tuple[int, Prepared | None]:
@@ -246,8 +244,8 @@ def taken(run: Run, steps: int, begin: int | None = None) -> dict[str, Any] | in
         raise RunError(
             "LS8395", "lockstep verify --write and --against start their own processes; run it without torchrun"
         )
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-golden-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="lockstep-golden-", ignore_cleanup_errors=True) as aside:
+        folder = Path(aside)
         status, prepared = recorded(run, folder / "run", steps, begin)
         if status or prepared is None:
             return status
@@ -259,8 +257,6 @@ def taken(run: Run, steps: int, begin: int | None = None) -> dict[str, Any] | in
                 "bitwise reproducible and cannot be compared; set strategy.exact=true and leave such options out",
             )
         return _described(run, prepared, recording) | {"asked": steps, "steps": list(_steps(recording))}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _described(run: Run, prepared: Prepared, recording: Recording) -> dict[str, Any]:

@@ -23,19 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TextIO, cast
 
+from rich import progress
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
+from rich.markup import escape
 from rich.measure import Measurement
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -44,7 +37,6 @@ from lockstep.config.redaction import printable
 from lockstep.config.run import led_away
 from lockstep.track.best import Best
 from lockstep.track.busy import Busy
-from lockstep.track.samples import joined, on_a_line, shortened
 
 LOG = "log.txt"  # in OUTPUT: what rank 0 said, and what any rank said of a failure
 Voice = Literal["normal", "quiet", "verbose"]
@@ -185,13 +177,8 @@ class Console:
         if not self.rich.is_terminal:
             return text
         first, rest = text[:ahead], text[ahead:]
-        room = max(20, self.rich.width - hang)
-        lines = [
-            part
-            for line in rest.split("\n")
-            for part in textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
-        ]
-        return first + f"\n{' ' * hang}".join(lines)
+        parts = [part for line in rest.split("\n") for part in _parts(line, self.rich.width - hang)]
+        return first + f"\n{' ' * hang}".join(parts)
 
     def _continued(self, command: str) -> str:
         """A command in lines of a terminal, which a shell reads as one."""
@@ -309,9 +296,9 @@ class Console:
         if self._voice == "verbose":
             self.say(f"step {step:>6}  train: {_listed(numbers)}", hang=13)
         elif self._loud and self._is_time(step):
-            left = clock((self._total - step) * numbers["seconds_per_step"])
+            rest = clock((self._total - step) * numbers["seconds_per_step"])
             line = f"step {step:>6}/{self._total}  {text}"
-            line += f"  {left} left" if self._done + 1 < step < self._total else ""  # a first step is no measure
+            line += f"  {rest} left" if self._done + 1 < step < self._total else ""  # a first step is no measure
             if self._bar is None:
                 self.say(line)
             else:
@@ -397,23 +384,23 @@ class Console:
         self.rich.print(table)
 
 
-class _Bar(Progress):
+class _Bar(progress.Progress):
     """Two lines: how far it is and how long it will take; the last numbers."""
 
     def __init__(self, console: RichConsole, total: int, done: int, place: Callable[[], str]) -> None:
         self.numbers, self._place = "", place
         super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=max(4, min(30, console.width - 50))),
-            MofNCompleteColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            TextColumn("left"),
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(bar_width=max(4, min(30, console.width - 50))),
+            progress.MofNCompleteColumn(),
+            progress.TaskProgressColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("left"),
             console=console,
             transient=True,  # what it came to is told below
             refresh_per_second=2,  # drawing costs a core's time that training could use
         )
-        self.row: TaskID = self.add_task("training", total=total, completed=done)
+        self.row: progress.TaskID = self.add_task("training", total=total, completed=done)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         for task in self.tasks:
@@ -457,11 +444,15 @@ def _folded(text: str) -> str:
         return text
     lines = []
     for line in text.split("\n"):
-        room = max(20, width - (len(line) - len(line.lstrip())) - 4)
-        parts = textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) if len(line) >= width else []
-        inner = " " * (len(line) - len(line.lstrip()) + 4)
-        lines += [parts[0], *(inner + part for part in parts[1:])] if parts else [line]
+        inner = len(line) - len(line.lstrip()) + 4
+        parts = _parts(line, width - inner) if len(line) >= width else [line]
+        lines.append(f"\n{' ' * inner}".join(parts))
     return "\n".join(lines)
+
+
+def _parts(line: str, room: int) -> list[str]:
+    """A line in parts that end between words, of at most `room` characters; one at least."""
+    return textwrap.wrap(line, max(20, room), break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def append(log: Path | None, text: str) -> None:
@@ -497,6 +488,35 @@ def clock(seconds: float) -> str:
 
 
 def _plain(text: str) -> str:
-    from rich.markup import escape
-
     return escape(printable(text))
+
+
+# -- samples: what the model makes of an example, as a text or cut to one line ---------------------------------------
+
+
+def joined(sample: Mapping[str, str]) -> str:
+    """The whole sample: the first column, what the model makes of it, the others: `text ⟶ predicted (label: true)`."""
+    return _joined(list(sample), list(sample.values()))
+
+
+def on_a_line(sample: Mapping[str, str], room: int) -> str:
+    """The sample on one line of at most `room` columns, for which the longest of its texts are cut (to no less than
+    eight columns each)."""
+    names, values = list(sample), [" ".join(value.split()) for value in sample.values()]
+    for most in range(min(room, max(map(cell_len, values), default=0)), 7, -1):
+        text = _joined(names, [shortened(value, most) for value in values])
+        if cell_len(text) <= room:
+            return text
+    return _joined(names, [shortened(value, 8) for value in values])
+
+
+def _joined(names: Sequence[str], values: Sequence[str]) -> str:
+    text = "".join(values[:1])
+    for place, (name, value) in enumerate(zip(names[1:], values[1:], strict=True)):
+        text += f" ({name}: {value})" if place else f" \u27f6 {value}"
+    return text
+
+
+def shortened(text: str, most: int) -> str:
+    """At most so many columns, with an ellipsis where something is left out."""
+    return text if cell_len(text) <= most else set_cell_size(text, most - 1).rstrip() + "\u2026"

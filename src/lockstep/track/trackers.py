@@ -88,12 +88,7 @@ class _Lane:
     """One tracker and its thread."""
 
     def __init__(
-        self,
-        name: str,
-        tracker: Tracker,
-        ids: dict[str, str],
-        say: Callable[[str], None],
-        warn: Callable[[str], None],
+        self, name: str, tracker: Tracker, ids: dict[str, str], say: Callable[[str], None], warn: Callable[[str], None]
     ) -> None:
         self.name, self.tracker, self._ids, self._say, self._warn = name, tracker, ids, say, warn
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()

@@ -144,6 +144,28 @@ def _to_the_right(ids: Tensor, mask: Tensor | None, pad: int) -> dict[str, Tenso
     return {"input_ids": aligned_ids, "attention_mask": real.to(ids.dtype)}
 
 
+def continuations(
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Row],
+    template: Callable[[str], str] | None,
+    most: int,
+    tokens: int,
+    temperature: float = 0,
+    seed: int = 0,
+) -> Iterator[dict[str, Any]]:
+    """What is `written` by an exported causal language model after each text, put into the chat template if there is
+    one."""
+    spoken = template is not None
+
+    def answer(rows: list[Row]) -> list[dict[str, Any]]:
+        ((text,),) = rows  # each has room of its own to write, and draws of its own
+        text = template(text) if template else text
+        return [{"written": continuation(model, tokenizer, text, spoken, most, tokens, temperature, seed)}]
+
+    return answers(rows, answer, at_once=1)
+
+
 def continuation(
     model: Any, tokenizer: Any, text: str, spoken: bool, most: int, tokens: int, temperature: float = 0, seed: int = 0
 ) -> str:

@@ -23,18 +23,12 @@ from lockstep.config.run import Run, RunError
 from lockstep.data import tokenizer as tokenizers
 from lockstep.data.hub import downloading, reading_weights
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters, block_sparse, heads, quantized, storage_dtype
+from lockstep.tasks.models import adapters, heads, quantized, storage_dtype
 from lockstep.tasks.models.model_configs import entry, load_config, local_or_id, texts
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
 _OFFSET_POSITIONS = {
-    "roberta",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "camembert",
-    "roberta-prelayernorm",
-    "longformer",
-    "mpnet",
+    *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "longformer", "mpnet")
 }
 
 
@@ -82,7 +76,7 @@ def check(
                 f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits} only; "
                 f"lower it to {fits}",
             )
-    block_sparse.check(config, tokens or run.data.max_length, key)
+    check_block_sparse(config, tokens or run.data.max_length, key)
     _check_half_precision(run, config)
     config_checks.check(run, head)
     padding_refused(run, head)  # tried here once, and known to all processes
@@ -199,7 +193,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
                 **options,
             )
         freeze_as_from_config(model, auto)
-    block_sparse.settle(model)
+    settle_block_sparse(model)
     if run.model.adapter:
         with torch.device("meta" if empty else "cpu"):
             model = adapters.wrap(run, model, head)
@@ -327,3 +321,82 @@ def exported_model(head: str, folder: Path, run: Run) -> Any:
     if adapter and run.model.quantization is not None:
         quantized.pack(run, model)  # trained weights are those with a gradient
     return model
+
+
+# -- BigBird's attention ---------------------------------------------------------------------------------------------
+
+# transformers changes it from `block_sparse` to `original_full` when it meets a short text: within a forward, for good,
+# and with draws for weights of new layers that are not used. Dropout then depends on what a process has read before.
+_BLOCK_SPARSE = ("big_bird", "bigbird_pegasus")
+
+
+def check_block_sparse(config: Any, tokens: int, key: str) -> None:
+    """Refuse a model that some texts of up to `tokens` would change and others not. `key` sets `tokens`. Errors:
+    `RunError`."""
+    if config.model_type not in _BLOCK_SPARSE or config.attention_type != "block_sparse":
+        return
+    shortest = (5 + 2 * config.num_random_blocks) * config.block_size
+    if tokens > shortest:
+        raise RunError(
+            "LS3080",
+            f"model.config.attention_type: a {config.model_type} changes from block_sparse to original_full, "
+            f"for good, at the first batch of texts of at most {shortest} tokens, so a process's results "
+            f"would depend on the batches before; set model.config.attention_type to original_full, or {key} "
+            f"to {shortest} or less",
+        )
+
+
+def settle_block_sparse(model: nn.Module) -> None:
+    """Change the attention now, in place, as `check_block_sparse` has allowed texts that change it only."""
+    if getattr(getattr(model, "config", None), "model_type", None) not in _BLOCK_SPARSE:
+        return
+    with torch.random.fork_rng(devices=[]):
+        for module in model.modules():
+            if callable(switch := getattr(module, "set_attention_type", None)):
+                switch("original_full")  # which does nothing the second time
+
+
+# -- special tokens by which a family knows its place in a text ------------------------------------------------------
+
+# Encoders with decoders whose classifiers read at the last end token, and want as many of them in all texts of a batch.
+_CLASSIFIED_AT_END = ("bart", "bigbird_pegasus", "mbart", "mt5", "mvp", "plbart", "t5", "umt5")
+_SEPARATORS = 3  # of Longformer: one behind the question, one before the text, one behind it
+
+
+def check_tokenizer(run: Run, head: str, tokenizer: Any) -> None:
+    """Refuse a tokenizer whose special tokens the model would read otherwise. Errors: `RunError`."""
+    if head == heads.CLASSIFICATION:
+        _check_end(run, tokenizer)
+    if head == heads.QUESTION_ANSWERING:
+        _check_separators(run, tokenizer)
+
+
+def _check_end(run: Run, tokenizer: Any) -> None:
+    config = load_config(run)
+    if config.model_type not in _CLASSIFIED_AT_END:
+        return
+    end = config.eos_token_id
+    if run.model.type is not None:  # then the tokenizer decides, as `build` has it
+        end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    if end is not None and end == tokenizer.pad_token_id:
+        raise RunError(
+            "LS3190",
+            f"tokenizer: a {config.model_type} classifies at the end token, and this tokenizer pads with its "
+            f"end token {tokenizer.pad_token!r}, so padding would be read as the end of a text; add a "
+            "separate padding token, set tokenizer.train, or use an encoder such as bert",
+        )
+
+
+def _check_separators(run: Run, tokenizer: Any) -> None:
+    config = load_config(run)
+    if config.model_type != "longformer":
+        return
+    around = tokenizer("", "")["input_ids"].count(config.sep_token_id)
+    if around != _SEPARATORS:
+        raise RunError(
+            "LS3191",
+            f"tokenizer: a longformer finds the question by {_SEPARATORS} tokens with the id "
+            f"{config.sep_token_id} (model.config.sep_token_id) in each example, but this tokenizer writes "
+            f"{around} around a question and its text; use a tokenizer that writes <s> question </s></s> text "
+            "</s>, as allenai/longformer-base-4096 does, or another family",
+        )

@@ -50,15 +50,15 @@ def crosses(run: Run) -> str | None:
     return kept_trial(run, "causal", model_configs.load_config(run), tried_apart)
 
 
-def foresight(run: Run) -> str | None:
-    """What to do about a causal language model whose logits know the tokens after them; None: they do not, or no small
-    model of this config can be made. Errors: `RunError` when the cache cannot be written."""
-    return kept_trial(run, "causal", model_configs.load_config(run), tried_ahead)
+def foresight(run: Run, head: str) -> str | None:
+    """What to do about a model whose logits know the tokens after them; None: they do not, or no small model of this
+    config can be made. `head`: causal or seq2seq. Errors: `RunError` when the cache cannot be written."""
+    return kept_trial(run, head, model_configs.load_config(run), tried_ahead)
 
 
-def check_foresight(run: Run) -> None:
-    """Refuse a causal language model that reads the tokens that it is to predict. Errors: `RunError`."""
-    if (instead := foresight(run)) is not None:
+def check_foresight(run: Run, head: str) -> None:
+    """Refuse a model that reads the tokens that it is to predict. Errors: `RunError`."""
+    if (instead := foresight(run, head)) is not None:
         raise RunError(
             "LS3150",
             f"model: {model_configs.load_config(run).model_type} sees the tokens that it has to predict; {instead}",
@@ -166,19 +166,21 @@ def _of(lengths: Sequence[int]) -> str:
 
 
 def reads_ahead(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
-    """Whether another last token of each text changes logits before it."""
-    ids, last = inputs["input_ids"], inputs["attention_mask"].sum(1, keepdim=True) - 1  # [B, T], [B, 1]
+    """Whether another last token of each text, or of what a decoder reads, changes logits before it."""
+    of = "decoder_" if "decoder_input_ids" in inputs else ""
+    ids, mask = f"{of}input_ids", f"{of}attention_mask"
+    last = inputs[mask].sum(1, keepdim=True) - 1  # [B, 1]
     if int(last.max()) == 0:
         return False
-    before = torch.arange(ids.shape[1])[None] < last  # [B, T]
-    changed = ids.scatter(1, last, 5 + (ids.gather(1, last) - 4) % (small_models.TOKENS - 5))
+    before = torch.arange(inputs[ids].shape[1])[None] < last  # [B, T]
+    changed = inputs[ids].scatter(1, last, 5 + (inputs[ids].gather(1, last) - 4) % (small_models.TOKENS - 5))
     with torch.no_grad():
-        one, other = (model(**inputs | {"input_ids": each})[0][before] for each in (ids, changed))
+        one, other = (model(**inputs | {ids: each})[0][before] for each in (inputs[ids], changed))
     return not small_models.near([one], [other])
 
 
 def tried_ahead(run: Run, head: str, config: Any) -> str | None:
-    """What to do about a config whose causal language model reads ahead; None: it does not."""
+    """What to do about a config whose models read ahead; None: they do not."""
     with torch.random.fork_rng([]):
         if not _ahead(run, head, config):
             return None
@@ -188,6 +190,8 @@ def tried_ahead(run: Run, head: str, config: Any) -> str | None:
                 setattr(other, name, True)
                 if not _ahead(run, head, other):
                     return f"set model.config.{name}: true"
+        if head == "seq2seq" and getattr(model_configs.entry(config, "decoder"), "is_decoder", None) is False:
+            return "set model.config.decoder: {is_decoder: true, add_cross_attention: true}"
     return "take a family that does not, or another task"
 
 

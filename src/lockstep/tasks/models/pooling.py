@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import Run, RunError
+from lockstep.data.hub import optional_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 FOLDER = "1_Pooling"  # of a model of sentence-transformers
 # Ours -> the entry of the config in that folder.
-MODES = {
-    "mean": "pooling_mode_mean_tokens",
-    "cls": "pooling_mode_cls_token",
-    "last_token": "pooling_mode_lasttoken",
-}
+MODES = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "last_token": "pooling_mode_lasttoken"}
 _MODULES = {"": "Transformer", FOLDER: "Pooling", "2_Normalize": "Normalize"}
 
 
@@ -65,24 +62,12 @@ def _vectors(pooling: str, model: nn.Module, args: Any, kwargs: Mapping[str, Any
 def of_source(run: Run) -> str | None:
     """How a model that comes from sentence-transformers pools; None where it does not say. Errors: `RunError` for a way
     that is none of ours."""
-    from transformers.utils import cached_file
-
     from lockstep.tasks.models import model_configs
 
     if run.model.source is None:
         return None
-    try:
-        modules_file = cached_file(
-            model_configs.local_or_id(run),
-            f"{FOLDER}/config.json",
-            revision=run.model.revision,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-    except OSError:  # no such repository: reported when the model is loaded
-        return None
-    return _mode(Path(modules_file), run.model.source) if modules_file else None
+    file = optional_file(model_configs.local_or_id(run), f"{FOLDER}/config.json", run.model.revision)
+    return None if file is None else _mode(file, run.model.source)
 
 
 def of_folder(folder: Path) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from lockstep.tasks.objectives.objective import average_ranks
+
 SHARP = 2.0**20  # sums are rounded to its inverse: what is gathered is kept to 2^-40
 RECALLS = (1, 5, 10)
 CURVE = (1, 2, 3, 5, 7, 10, 20, 30, 50, 70, 100)  # where a report shows recall
@@ -100,5 +102,4 @@ def placed(values: np.ndarray) -> np.ndarray:
     number, as nothing is before or behind it."""
     if np.isnan(values).any():
         return np.full(len(values), np.nan)
-    _, place_of, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[place_of]
+    return average_ranks(values)

@@ -17,7 +17,9 @@ from __future__ import annotations
 import ast
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -177,19 +179,12 @@ def probe(run: Run, data: Any, places: np.ndarray) -> ProbeResult:
     parts = {"A": read[:FIRST], "B": read[FIRST:], "AA": read[:FIRST] * 2, "AB": read}
     batches, weights = _batches(run, parts)
     model = dataset.model(run)
-    calling = Calling(
-        run,
-        dataset.function(run, "loss"),
-        "",
-        dataset.function(run, "metrics"),
-        {},
-        None,
-        wrapped_module.names_of(model),
-    )
+    loss, metrics_of = dataset.function(run, "loss"), dataset.function(run, "metrics")
+    calling = Calling(run, loss, "", metrics_of, {}, None, wrapped_module.names_of(model))
     trial = _Trial(run, model, calling, batches, {name: len(part) for name, part in parts.items()}, weights)
     model.eval()
     with torch.no_grad():
-        with _Calls(model) as calls:
+        with _calls(model) as calls:
             first, again = trial.loss("AB"), trial.loss("AB")
         steady = dataset.same(first, again)
         tried = trial if steady else replace(trial, fresh=lambda: dataset.model(run).eval())
@@ -199,9 +194,9 @@ def probe(run: Run, data: Any, places: np.ndarray) -> ProbeResult:
             _check_means(tried, kind, metrics, groups(run, data, places))
     result = ProbeResult(kind, each, metrics, [], [*doubts, *doubt, *foreign_sums(run, model)])
     new = dataset.model(run).train()  # has seen nothing yet
-    with torch.no_grad(), _Calls(new) as training_calls:
+    with torch.no_grad(), _calls(new) as training_calls:
         result.doubts += _remembers(replace(trial, model=new))
-    result.called_once = [name for name in calls.once() if name in training_calls.once()]
+    result.called_once = [name for name in _once(calls) if name in _once(training_calls)]
     return result
 
 
@@ -489,28 +484,21 @@ def _named(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.unparse(node)
 
 
-class _Calls:
-    """Counts how often each module is called in a forward."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.counts: dict[str, int] = {}
-
-    def __enter__(self) -> _Calls:
-        self.hooks = [m.register_forward_pre_hook(self._counter(name)) for name, m in self.model.named_modules()]
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for hook in self.hooks:
+@contextmanager
+def _calls(model: nn.Module) -> Iterator[Counter[str]]:
+    """Count how often each module is called meanwhile, by its name; the model's own is empty."""
+    counts: Counter[str] = Counter()
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: counts.update([name]))
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
             hook.remove()
 
-    def _counter(self, name: str) -> Callable[..., None]:
-        def count(*_: Any) -> None:
-            self.counts[name] = self.counts.get(name, 0) + 1
 
-        return count
-
-    def once(self) -> list[str]:
-        """Those that every forward calls once."""
-        forwards = self.counts.get("", 0)
-        return [name for name, count in self.counts.items() if name and count == forwards]
+def _once(counts: Counter[str]) -> list[str]:
+    """The modules that every forward calls once."""
+    return [name for name, count in counts.items() if name and count == counts[""]]

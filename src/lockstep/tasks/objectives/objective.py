@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.config.errors import InvalidValue
 from lockstep.config.run import RunError
+from lockstep.config.sections import Section
 from lockstep.data import lm_documents
 from lockstep.data.arrow_cache import Columns
 
@@ -90,10 +91,9 @@ Weights = Annotated[Literal["balanced"] | dict[str, Weight] | None, BeforeValida
 Threshold = Annotated[float, Field(gt=0, lt=1)] | Literal["validation"] | None
 
 
-class LabelOptions(BaseModel):
+class LabelOptions(Section):
     """The keys of every task that learns labels."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     label_names: list[str] | None = Field(
         None, description="names of integer labels, in order; default: from the data set"
     )

@@ -51,9 +51,7 @@ PURPOSES = {
         "attest": "record what a finished run was made of and its results, hashed and, if asked, signed",
         "audit": "verify an attested run: hashes, signature, and random steps recomputed",
     },
-    "Between machines": {
-        "rendezvous": "serve the rendezvous of torchrun jobs from a machine that does not train",
-    },
+    "Between machines": {"rendezvous": "serve the rendezvous of torchrun jobs from a machine that does not train"},
 }
 HELP = {name: text for commands in PURPOSES.values() for name, text in commands.items()}
 

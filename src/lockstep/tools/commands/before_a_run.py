@@ -235,7 +235,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(known: argparse.Namespace) -> int:
-    from lockstep.tools.bench.bench import Bench, bench
+    from lockstep.tools.bench import Bench, bench
     from lockstep.tools.sweep import sweep_file
 
     path, overrides, base = measured_run(known)

@@ -344,7 +344,7 @@ def watched(folder: Path) -> int:
 
 def of_traces(known: argparse.Namespace, folders: list[Path], every: bool) -> int:
     """The page of a trace; of two the page of the second beside the first, the reference."""
-    from lockstep.tools.verdicts import page
+    from lockstep.tools.traces import page
 
     if not every or len(folders) > 2 or known.live or known.to is not None:
         raise RunError("LS8144", "expected one trace, or two with the reference first, without --live and --to")

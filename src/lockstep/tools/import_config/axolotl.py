@@ -9,25 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.run import RunError
-from lockstep.tools.import_config import trainer
-from lockstep.tools.import_config.table import (
-    EIGHT_BITS,
-    RunDraft,
-    apply,
-    batches,
-    length,
-    lora,
-    number,
-    optimizer,
-    quantized,
-    read_table,
-    schedule,
-    whole,
-)
+from lockstep.tools.import_config import table, trainer
+from lockstep.tools.import_config.table import RunDraft
 
 _TOKENS = "a tokenizer is used as it is: save one with these tokens, and give tokenizer.source"
 
-TABLE = read_table("axolotl")
+TABLE = table.read_table("axolotl")
 # type of a data set -> the task's keys
 TYPES = {
     "completion": {"task.text": "text"},
@@ -45,7 +32,7 @@ _LOSSES = ("dpo", "ipo", "simpo")
 
 def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
     """Its task is language modelling, or learning from pairs of answers. Errors: `RunError`."""
-    apply(TABLE, theirs, draft)
+    table.apply(TABLE, theirs, draft)
     _task(theirs, draft)
     _data(theirs, draft)
     for key, value, origin in (
@@ -54,17 +41,16 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> N
     ):
         if key not in draft.keys:
             draft.set(key, value, f"{origin}, by axolotl's default")
-    optimizer(draft, "optimizer", theirs.get("optimizer"))
+    table.optimizer(draft, "optimizer", theirs.get("optimizer"))
     for name, token in (theirs.get("special_tokens") or {}).items():
         draft.drop(f"special_tokens: {name}", token, _TOKENS, name != "pad_token", ("tokenizer.source",))
-    each, times = whole(theirs.get("micro_batch_size")), whole(theirs.get("gradient_accumulation_steps"))
-    batches(draft, each, times, processes, ("micro_batch_size", "gradient_accumulation_steps"))
-    length(draft, theirs.get("num_epochs", 1), theirs.get("max_steps"), ("num_epochs", "max_steps"))
-    schedule(draft, theirs, "warmup_steps", "warmup_ratio", theirs.get("lr_scheduler"))
-    if (rate := number(theirs.get("learning_rate"))) is not None:
-        draft.set("optim.learning_rate", rate, "learning_rate")
+    each, times = table.whole(theirs.get("micro_batch_size")), table.whole(theirs.get("gradient_accumulation_steps"))
+    table.batches(draft, each, times, processes, ("micro_batch_size", "gradient_accumulation_steps"))
+    table.length(draft, theirs.get("num_epochs", 1), theirs.get("max_steps"), ("num_epochs", "max_steps"))
+    table.schedule(draft, theirs, "warmup_steps", "warmup_ratio", theirs.get("lr_scheduler"))
+    table.numbers(draft, theirs, {"optim.learning_rate": "learning_rate"})
     if "adam_beta1" in theirs or "adam_beta2" in theirs:
-        betas = [number(theirs.get("adam_beta1", 0.9)), number(theirs.get("adam_beta2", 0.999))]
+        betas = [table.number(theirs.get("adam_beta1", 0.9)), table.number(theirs.get("adam_beta2", 0.999))]
         draft.set("optim.betas", betas, "adam_beta1 and adam_beta2")
     _intervals(theirs, draft)
     _packing(theirs, draft)
@@ -91,19 +77,16 @@ def _task(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     if way in _LOSSES:
         draft.set("task.name", "preference", f"rl {way}")
         draft.set("task.loss", way, f"rl {way}")
-        own = theirs.get("dpo") if isinstance(theirs.get("dpo"), Mapping) else {}
-        beta = theirs.get("rl_beta", theirs.get("dpo_beta", (own or {}).get("beta")))
-        for key, value, origin in (
-            ("task.beta", beta, "rl_beta"),
-            ("task.gamma", theirs.get("simpo_gamma"), "simpo_gamma"),
-            ("task.label_smoothing", theirs.get("dpo_label_smoothing"), "dpo_label_smoothing"),
-        ):
-            if value is not None:
-                draft.set(key, number(value), origin)
+        nested = theirs.get("dpo") if isinstance(theirs.get("dpo"), Mapping) else {}
+        beta = theirs.get("rl_beta", theirs.get("dpo_beta", (nested or {}).get("beta")))
+        table.numbers(
+            draft,
+            {**theirs, "rl_beta": beta},
+            {"task.beta": "rl_beta", "task.gamma": "simpo_gamma", "task.label_smoothing": "dpo_label_smoothing"},
+        )
     elif way:
         draft.set("task.name", "reward", "reward_model")
-        if theirs.get("center_rewards_coefficient") is not None:
-            draft.set("task.center", number(theirs["center_rewards_coefficient"]), "center_rewards_coefficient")
+        table.numbers(draft, theirs, {"task.center": "center_rewards_coefficient"})
     else:
         draft.set("task.name", "language_modeling", "")
 
@@ -130,7 +113,7 @@ def _data(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     if theirs.get("pretraining_dataset") and not sets:
         sets = _streamed(theirs["pretraining_dataset"], draft)
     elif theirs.get("pretraining_dataset"):
-        draft.drop("pretraining_dataset", None, "several are written by hand: data.sources", True, ("data.source",))
+        draft.lacks("pretraining_dataset", "several are written by hand: data.sources", "data.source")
     if theirs.get("streaming"):
         draft.set("data.stream", True, "streaming")
     if len(sets) > 1:
@@ -153,12 +136,7 @@ def _data(theirs: Mapping[str, Any], draft: RunDraft) -> None:
             _texts(entry, draft)
     for entry in (theirs.get("test_datasets") or [])[:1]:
         draft.set("data.validation", entry.get("path"), "test_datasets: path")
-    if share := number(theirs.get("val_set_size")):
-        if share < 1:
-            draft.set("data.validation_fraction", share, "val_set_size")
-        else:
-            why = "data.validation_fraction is a share, below 1"
-            draft.drop("val_set_size", theirs["val_set_size"], why, True, ("data.validation_fraction",))
+    table.share(draft, theirs, "val_set_size")
 
 
 def _streamed(value: Any, draft: RunDraft) -> list[Mapping[str, Any]]:
@@ -192,20 +170,13 @@ def _texts(entry: Mapping[str, Any], draft: RunDraft) -> None:
 def _adapter(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     kind = theirs.get("adapter")
     if kind in ("lora", "qlora"):
-        linear = "all-linear" if theirs.get("lora_target_linear") else None
-        entries = {
-            "r": theirs.get("lora_r"),
-            "lora_alpha": theirs.get("lora_alpha"),
-            "lora_dropout": theirs.get("lora_dropout"),
-            "target_modules": theirs.get("lora_target_modules") or linear,
-            "modules_to_save": theirs.get("lora_modules_to_save"),
-            "use_dora": theirs.get("peft_use_dora"),
-            "use_rslora": theirs.get("peft_use_rslora"),
-        }
-        lora(draft, entries, f"adapter {kind}")
+        entries = table.adapter_entries(TABLE, theirs)
+        if theirs.get("lora_target_linear"):
+            entries["target_modules"] = entries["target_modules"] or "all-linear"
+        table.lora(draft, entries, f"adapter {kind}")
         if kind == "qlora" or theirs.get("load_in_4bit"):
             nested = theirs.get("bnb_4bit_use_double_quant", True)
-            quantized(draft, theirs.get("bnb_4bit_quant_type", "nf4"), nested, f"adapter {kind}, load_in_4bit")
+            table.quantized(draft, theirs.get("bnb_4bit_quant_type", "nf4"), nested, f"adapter {kind}, load_in_4bit")
     elif kind:
         draft.drop("adapter", kind, "model.adapter takes kinds that peft knows: {type: ...}", True, ("model.adapter",))
     elif theirs.get("load_in_4bit"):
@@ -220,13 +191,13 @@ def _intervals(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     ):
         name = next((each for each in strategies if each in theirs), strategies[0])
         strategy = str(theirs.get(name)).lower()  # YAML reads no as false
-        if (times := whole(theirs.get(count), 0)) > 0:
+        if (times := table.whole(theirs.get(count), 0)) > 0:
             draft.set(ours, "epoch" if times == 1 else f"1/{times} epoch", f"{count} {times}")
         elif strategy in ("no", "false"):
             draft.set(ours, 0, f"{name} no")
         elif strategy == "epoch":
             draft.set(ours, "epoch", f"{name} epoch")
-        elif (every := number(theirs.get(steps))) is not None:
+        elif (every := table.number(theirs.get(steps))) is not None:
             draft.set(ours, int(every) if every >= 1 else every, f"{steps} {every:g}")
 
 
@@ -258,7 +229,7 @@ def _tracking(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         draft.set("name", theirs["wandb_name"], "wandb_name")
 
 
-LLAMA_FACTORY = read_table("llama_factory")  # beside these, all keys of `TrainingArguments` are known
+LLAMA_FACTORY = table.read_table("llama_factory")  # beside these, all keys of `TrainingArguments` are known
 _STAGES = {
     "pt": ("language_modeling", {"task.text": "text"}),
     "sft": ("language_modeling", {"task.prompt": "instruction", "task.response": "output"}),
@@ -297,9 +268,8 @@ def move_llama_factory(theirs: Mapping[str, Any], draft: RunDraft, processes: in
         draft.drop("template", template, _TEMPLATE, True, ("task.messages", "task.prompt"))
     if stage == "dpo":
         draft.set("task.loss", _LLAMA_FACTORY_LOSSES.get(loss, loss), f"pref_loss {loss}")
-    for key, name in (("beta", "pref_beta"), ("gamma", "simpo_gamma"), ("label_smoothing", "dpo_label_smoothing")):
-        if (value := number(theirs.get(name))) is not None:
-            draft.set(f"task.{key}", value, name)
+    ours = {"task.beta": "pref_beta", "task.gamma": "simpo_gamma", "task.label_smoothing": "dpo_label_smoothing"}
+    table.numbers(draft, theirs, ours)
     if task == "language_modeling":
         neat = bool(theirs.get("neat_packing"))
         packed = neat or bool(theirs["packing"] if theirs.get("packing") is not None else stage == "pt")
@@ -321,32 +291,22 @@ def _data_llama_factory(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         draft.notes.append(f"data.source is guessed from dataset {names[0]!r}: dataset_info.json says which file it is")
         for more in names[1:]:
             draft.drop("dataset", more, "several are written by hand: data.sources", True, ("data.source",))
-    if share := number(theirs.get("val_size")):
-        if share < 1:
-            draft.set("data.validation_fraction", share, "val_size")
-        else:
-            why = "data.validation_fraction is a share, below 1"
-            draft.drop("val_size", theirs["val_size"], why, True, ("data.validation_fraction",))
+    table.share(draft, theirs, "val_size")
 
 
 def _adapter_llama_factory(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     kind = theirs.get("finetuning_type", "lora")
     if kind == "lora":
         target = theirs.get("lora_target", "all")
-        entries = {
-            "r": theirs.get("lora_rank", 8),
-            "lora_alpha": theirs.get("lora_alpha", 2 * (theirs.get("lora_rank") or 8)),
-            "lora_dropout": theirs.get("lora_dropout"),
-            "target_modules": "all-linear" if target == "all" else [t.strip() for t in str(target).split(",")],
-            "use_dora": theirs.get("use_dora"),
-            "use_rslora": theirs.get("use_rslora"),
-        }
-        lora(draft, entries, "finetuning_type lora")
+        entries = table.adapter_entries(LLAMA_FACTORY, {"lora_rank": 8, **theirs})
+        entries["lora_alpha"] = theirs.get("lora_alpha", 2 * (theirs.get("lora_rank") or 8))
+        entries["target_modules"] = "all-linear" if target == "all" else [t.strip() for t in str(target).split(",")]
+        table.lora(draft, entries, "finetuning_type lora")
     elif kind != "full":
         why = "all weights are trained, or those of an adapter (model.adapter)"
         draft.drop("finetuning_type", kind, why, True, ("model.adapter", "model.freeze"))
-    if bits := whole(theirs.get("quantization_bit"), 0):
+    if bits := table.whole(theirs.get("quantization_bit"), 0):
         if bits == 4:
-            quantized(draft, theirs.get("quantization_type", "nf4"), True, "quantization_bit 4")
+            table.quantized(draft, theirs.get("quantization_type", "nf4"), True, "quantization_bit 4")
         else:
-            draft.drop("quantization_bit", bits, EIGHT_BITS, True, ("model.quantization", "model.dtype"))
+            draft.drop("quantization_bit", bits, table.EIGHT_BITS, True, ("model.quantization", "model.dtype"))

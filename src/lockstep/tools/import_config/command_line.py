@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,56 +20,11 @@ from lockstep.config.run import RunError
 from lockstep.strategies.engines.zero_config import other_arithmetic
 from lockstep.tools.import_config import trainer
 from lockstep.tools.import_config.script import Script
-from lockstep.tools.import_config.table import RunDraft, apply, batches, number, read_table, whole
+from lockstep.tools.import_config.table import NAMES, RunDraft, apply, batches, number, read_table, whole
 
-LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "trl", "llamafactory-cli", "axolotl")
-# The examples of transformers and TRL, by what their names begin with.
-TASKS = {
-    "run_glue": "classification",
-    "run_classification": "classification",
-    "run_xnli": "classification",
-    "run_ner": "token_classification",
-    "run_clm": "language_modeling",
-    "run_mlm": "masked_language_modeling",
-    "run_qa": "question_answering",
-    "run_translation": "translation",
-    "run_summarization": "summarization",
-    "sft": "language_modeling",
-    "dpo": "preference",
-    "cpo": "preference",
-    "reward_modeling": "reward",
-    "reward": "reward",
-}
-_TRL = ("sft", "dpo", "cpo", "reward_modeling", "reward")
-# GLUE's columns; the label is called label.
-_GLUE = {
-    "cola": ("sentence",),
-    "sst2": ("sentence",),
-    "mrpc": ("sentence1", "sentence2"),
-    "stsb": ("sentence1", "sentence2"),
-    "rte": ("sentence1", "sentence2"),
-    "wnli": ("sentence1", "sentence2"),
-    "qqp": ("question1", "question2"),
-    "qnli": ("question", "sentence"),
-    "mnli": ("premise", "hypothesis"),
-}
+TASKS: Mapping[str, str] = NAMES["example_tasks"]  # an example's name, or what it begins with -> its task
 EXAMPLES = read_table("examples")  # options of those, beside the fields of `TrainingArguments`
 _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
-_SWITCHES = {  # of the launchers, which take no value
-    *(
-        "multi_gpu",
-        "use_deepspeed",
-        "use_fsdp",
-        "cpu",
-        "standalone",
-        "no_python",
-        "module",
-        "m",
-        "same_network",
-        "debug",
-    ),
-    *("quiet", "dynamo_use_dynamic", "dynamo_use_fullgraph", "use_megatron_lm", "no_local_rank", "u"),
-}
 
 
 @dataclass
@@ -99,7 +54,7 @@ def read(
                 if commands
                 else "starts no training that is known"
             )
-            + f": a command of {', '.join(LAUNCHERS)}",
+            + f": a command of {', '.join(NAMES['launchers'])}",
         )
     return lambda draft, processes: _move(path, commands[0], draft, processes, read_file, read_script)
 
@@ -131,7 +86,7 @@ def _commands(text: str) -> list[Command]:
             continue
         while words and words[0] in ("srun", "nohup", "time", "exec", "uv", "run", "env"):
             words = words[1:]
-        if words and Path(words[0]).name in LAUNCHERS:
+        if words and Path(words[0]).name in NAMES["launchers"]:
             commands.append(_command(words, here))
     return commands
 
@@ -162,7 +117,7 @@ def _command(words: list[str], line: int) -> Command:
         while rest and not rest[0].endswith(".py"):
             if not rest[0].startswith("-") and {"m", "module"} & command.launcher.keys():
                 break  # python -m package.module
-            rest = _option(rest, command.launcher, _SWITCHES)
+            rest = _option(rest, command.launcher, NAMES["switches"])
         command.program, rest = (rest[0], rest[1:]) if rest else ("", [])
     while rest:
         if rest[0] in ("|", "2>&1", "&", ">", ">>", "&&", ";", "||"):
@@ -186,7 +141,7 @@ def _negated(options: Mapping[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _option(rest: list[str], into: dict[str, Any], switches: set[str]) -> list[str]:
+def _option(rest: list[str], into: dict[str, Any], switches: Collection[str]) -> list[str]:
     """Take one option, with its values."""
     word, rest = rest[0], rest[1:]
     if not word.startswith("-"):
@@ -251,9 +206,7 @@ def _move(
                 f"--from: {path}, line {command.line}: {program} does not exist, so its options cannot be read",
             )
         draft.unclear(
-            command.program,
-            "the script is not here: what it does besides these options is not known",
-            by=("task.name",),
+            command.program, "the script is not here: what it does besides these options is not known", "task.name"
         )
         trainer.move(command.options, draft, count)
 
@@ -268,9 +221,7 @@ def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable
             for key in ("batch_size", "micro_batches"):
                 draft.keys.pop(key, None)
         else:
-            draft.unclear(
-                f"line {command.line}: --config_file {file}", "the file is not here", by=("launch.processes",)
-            )
+            draft.unclear(f"line {command.line}: --config_file {file}", "the file is not here", "launch.processes")
     each = next((number(options[name]) for name in _PROCESSES if name in options), None)
     machines = int(number(options.get("nnodes", options.get("num_machines"))) or 1)
     if each is None:
@@ -307,7 +258,7 @@ def _left_open(value: Any) -> bool:
 
 def _example(command: Command, stem: str, task: str | None, draft: RunDraft, processes: int | None) -> None:
     """One of the examples of transformers or TRL, whose options are known."""
-    if command.starter == "trl" or stem in _TRL:
+    if command.starter == "trl" or stem in NAMES["trl_examples"]:
         task = TASKS.get(command.program if command.starter == "trl" else stem)
         if task is None:
             raise RunError(
@@ -330,22 +281,22 @@ def _example(command: Command, stem: str, task: str | None, draft: RunDraft, pro
         draft.keys.setdefault("task.packing", not options.get("line_by_line"))
         key = "task.block_size" if task == "language_modeling" else "data.max_length"
         if key not in draft.keys:
-            draft.unclear("block_size", "it is the tokenizer's own length, at most 1024", by=(key,))
+            draft.unclear("block_size", "it is the tokenizer's own length, at most 1024", key)
     elif "data.max_length" not in draft.keys:
         defaults = {"classification": 128, "question_answering": 384, "translation": 1024, "summarization": 1024}
         if task in defaults:
             draft.set("data.max_length", defaults[task], f"by default of {command.program}")
         else:
-            draft.unclear("max_seq_length", "it is the tokenizer's own length", by=("data.max_length",))
+            draft.unclear("max_seq_length", "it is the tokenizer's own length", "data.max_length")
 
 
 def _glue(name: str, draft: RunDraft) -> None:
-    if name not in _GLUE:
-        draft.drop("task_name", name, f"of GLUE are known {', '.join(_GLUE)}", True, ("data.source",))
+    if name not in NAMES["glue"]:
+        draft.drop("task_name", name, f"of GLUE are known {', '.join(NAMES['glue'])}", True, ("data.source",))
         return
     draft.set("data.source", "nyu-mll/glue", "task_name")
     draft.set("data.config", name, "task_name")
-    for key, column in zip(("text", "text_pair"), _GLUE[name], strict=False):
+    for key, column in zip(("text", "text_pair"), NAMES["glue"][name], strict=False):
         draft.set(f"task.{key}", column, f"task_name {name}")
     if name == "mnli":
         draft.set("data.validation", "validation_matched", "task_name mnli")
@@ -355,10 +306,6 @@ def _glue(name: str, draft: RunDraft) -> None:
 
 ACCELERATE = read_table("accelerate")
 DEEPSPEED = read_table("deepspeed")
-
-
-_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-_OPTIMIZERS = {"AdamW": "adamw", "SGD": "sgd", "Lion": "lion"}
 
 
 def move_accelerate(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
@@ -468,17 +415,11 @@ def _optimizer(section: Any, draft: RunDraft) -> None:
         return
     kind, values = str(section.get("type")), section.get("params") or {}
     adam = "AdamW" if kind.lower() == "adam" and values.get("adam_w_mode", True) else kind
-    if adam not in _OPTIMIZERS:
+    if adam not in NAMES["deepspeed_optimizers"]:
         draft.drop("optimizer", kind, "with DeepSpeed optim.name is adamw, sgd or lion")
         return
-    draft.set("optim.name", _OPTIMIZERS[adam], f"optimizer {kind}")
-    ours = {
-        "lr": "learning_rate",
-        "betas": "betas",
-        "eps": "eps",
-        "weight_decay": "weight_decay",
-        "momentum": "momentum",
-    }
+    draft.set("optim.name", NAMES["deepspeed_optimizers"][adam], f"optimizer {kind}")
+    ours = NAMES["deepspeed_optimizer_options"]
     for name, value in values.items():
         if name in ours and value != "auto":
             draft.set(f"optim.{ours[name]}", value if isinstance(value, list) else number(value), f"optimizer: {name}")
@@ -490,10 +431,10 @@ def _scheduler(section: Any, draft: RunDraft) -> None:
     if not isinstance(section, Mapping):
         return
     kind, values = str(section.get("type")), section.get("params") or {}
-    if kind not in _SCHEDULES:
+    if kind not in NAMES["deepspeed_schedules"]:
         draft.drop("scheduler", kind, "WarmupLR, WarmupDecayLR and WarmupCosineLR have a counterpart")
         return
-    draft.set("optim.schedule", _SCHEDULES[kind], f"scheduler {kind}")
+    draft.set("optim.schedule", NAMES["deepspeed_schedules"][kind], f"scheduler {kind}")
     for name, value in values.items():
         if value == "auto":
             continue

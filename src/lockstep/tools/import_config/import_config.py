@@ -31,11 +31,7 @@ from lockstep.track.console import Console
 
 _INTERVALS = ("evaluate.every", "checkpoint.every")
 _COLUMNS = ("task.text", "task.prompt", "task.response", "task.messages", "task.label", "task.source", "task.target")
-_PROMPTS = (
-    "input",
-    "context",
-    "system",
-)  # columns of instructions that a prompt is made of, besides the instruction
+_PROMPTS = ("input", "context", "system")  # columns of instructions that a prompt is made of, besides the instruction
 _PLACES = ("data.source", "data.train", "data.validation", "data.test", "model.source", "tokenizer.source")
 
 
@@ -187,7 +183,7 @@ def _columns(draft: RunDraft, fit: columns.Fit, looked: Look, talk: Prompter) ->
     more = [name for name in _PROMPTS if name in looked.kinds and name not in draft.keys.values()]
     if "task.prompt" in draft.keys and more and draft.keys["task.prompt"] not in draft.by_hand.values():
         why = f"a prompt is one column, and {draft.keys['task.prompt']} is read: join the two, or say task.prompt=..."
-        draft.drop(f"column {more[0]} of {looked.source}", None, why, True, ("task.prompt",))
+        draft.lacks(f"column {more[0]} of {looked.source}", why, "task.prompt")
 
 
 def _from_scratch(draft: RunDraft, looked: Look | None) -> None:
@@ -340,11 +336,7 @@ SOURCES = {
     ),
 }
 # Readers of Python files, in the order in which they are asked; None: it is no script of theirs.
-SCRIPTS: tuple[Callable[[Script], tuple[str, Mover] | None], ...] = (
-    sagemaker.read,
-    trainer_script.read,
-    loops.read,
-)
+SCRIPTS: tuple[Callable[[Script], tuple[str, Mover] | None], ...] = (sagemaker.read, trainer_script.read, loops.read)
 
 
 @dataclass(frozen=True)

@@ -7,34 +7,17 @@ rows are trained on, and which texts of them.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.tools.import_config import script
 from lockstep.tools.import_config.script import CUT, TOKENIZERS, Arguments, Call, Column, Scope, Script, code_of
-from lockstep.tools.import_config.table import EIGHT_BITS, RunDraft, quantized
+from lockstep.tools.import_config.table import EIGHT_BITS, NAMES, RunDraft, quantized
 from lockstep.tools.import_config.trainer import set_dtype
 
 RUNS = "its value is known when the script runs"
-TASKS = {
-    "ForSequenceClassification": "classification",
-    "ForTokenClassification": "token_classification",
-    "ForSeq2SeqLM": "translation",
-    "ForConditionalGeneration": "translation",
-    "ForCausalLM": "language_modeling",
-    "LMHeadModel": "language_modeling",
-    "ForMaskedLM": "masked_language_modeling",
-    "ForQuestionAnswering": "question_answering",
-}
-# What `from_pretrained` is given that changes nothing, or is read elsewhere.
-_LOADING = {
-    *("device_map", "cache_dir", "token", "use_auth_token", "low_cpu_mem_usage", "use_cache"),
-    *("ignore_mismatched_sizes", "local_files_only", "use_safetensors", "max_memory", "offload_folder", "id2label"),
-    *("label2id", "config", "quantization_config", "num_labels", "force_download", "finetuning_task"),
-    *("use_fast", "padding_side", "pad_token", "return_dict", "subfolder", "from_tf"),
-    *("resume_download",),
-}
+TASKS: Mapping[str, str] = NAMES["model_tasks"]  # the end of a model's class -> its task
 
 
 @dataclass
@@ -55,7 +38,7 @@ class Reading:
     def set(self, call: Call, key: str, value: Any) -> None:
         """A key of the run file; another call must not say otherwise."""
         if key in self.draft.keys and self.draft.keys[key] != value:
-            self.draft.unclear(str(call), f"{key} is {self.draft.keys[key]} by an earlier line", by=(key,))
+            self.draft.unclear(str(call), f"{key} is {self.draft.keys[key]} by an earlier line", key)
             return
         self.draft.set(key, value, f"{call.name}, line {call.line}")
 
@@ -63,7 +46,7 @@ class Reading:
         """Arguments whose values are not known."""
         for name, code in arguments.unknown.items():
             key = (keys or {}).get(name)
-            self.draft.unclear(f"line {call.line}: {call.name}({name}={code})", RUNS, by=(key,) if key else ())
+            self.draft.unclear(f"line {call.line}: {call.name}({name}={code})", RUNS, *((key,) if key else ()))
         for code in arguments.more:
             self.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
 
@@ -91,7 +74,7 @@ def bits(call: Call, at: Reading) -> None:
     arguments.unknown = {name: code for name, code in arguments.unknown.items() if name not in compute}
     at.unknown(call, arguments, dict.fromkeys(arguments.unknown, "model.quantization"))
     if arguments.known.get("load_in_8bit"):
-        at.draft.drop(str(call), None, EIGHT_BITS, True, ("model.quantization", "model.dtype"))
+        at.draft.lacks(str(call), EIGHT_BITS, "model.quantization", "model.dtype")
     elif arguments.known.get("load_in_4bit"):
         kind = arguments.known.get("bnb_4bit_quant_type", "fp4")
         quantized(at.draft, kind, arguments.known.get("bnb_4bit_use_double_quant"), f"{call.name}, line {call.line}")
@@ -102,17 +85,18 @@ def pretrained(call: Call, at: Reading) -> None:
     """`Class.from_pretrained(name, ...)`."""
     holder = call.origin.rpartition(".")[0]
     arguments = at.script.arguments(call, ("pretrained_model_name_or_path",))
-    for name in ("model_name", "model_name_or_path"):
-        for part in (arguments.known, arguments.unknown):
-            if name in part:
-                part["pretrained_model_name_or_path"] = part.pop(name)
-    source = arguments.known.pop("pretrained_model_name_or_path", None)
-    unknown = arguments.unknown.pop("pretrained_model_name_or_path", None)
+    names = ("model_name_or_path", "model_name", "pretrained_model_name_or_path")
+    source, unknown = (
+        next((value for value in [part.pop(name, None) for name in names] if value is not None), None)
+        for part in (arguments.known, arguments.unknown)
+    )
     if source is None and unknown is None:  # an option that the command line gives
         unknown = code_of(call.node.args[0]) if call.node.args else "the model's name"
     code = unknown or str(source)
-    arguments.known = {k: v for k, v in arguments.known.items() if k not in _LOADING or k == "num_labels"}
-    arguments.unknown = {k: v for k, v in arguments.unknown.items() if k not in _LOADING}
+    arguments.known = {
+        k: v for k, v in arguments.known.items() if k not in NAMES["from_pretrained"] or k == "num_labels"
+    }
+    arguments.unknown = {k: v for k, v in arguments.unknown.items() if k not in NAMES["from_pretrained"]}
     if holder.endswith(TOKENIZERS):
         _tokenizer(call, at, arguments, source, code)
         return
@@ -123,17 +107,17 @@ def pretrained(call: Call, at: Reading) -> None:
         if at.models:  # after training: an adapter is read back, to be merged or tried
             at.draft.unclear(str(call), "an adapter is loaded: merged is the export here", decides=False)
         else:
-            at.draft.drop(str(call), None, "to go on with an adapter, merge it first", True, ("model.source",))
+            at.draft.lacks(str(call), "to go on with an adapter, merge it first", "model.source")
         return
     task = next((task for ending, task in TASKS.items() if holder.endswith(ending)), None)
     if task is None:
-        at.draft.unclear(str(call), "which task a model of this class has", by=("task.name",))
+        at.draft.unclear(str(call), "which task a model of this class has", "task.name")
     if code in at.models:
         return  # once more: a reference, or a model for inference
     at.models.append(code)
     if unknown is not None:
         at.draft.unclear(
-            f"line {call.line}: {unknown}", "the model's name is known when the script runs", by=("model.source",)
+            f"line {call.line}: {unknown}", "the model's name is known when the script runs", "model.source"
         )
     else:
         at.set(call, "model.source", source)
@@ -173,13 +157,13 @@ def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> N
             if value:
                 at.set(call, "model.attention", "flash_attention_2")
         elif name == "problem_type":
-            _problem(call, at, value)
+            key = {"multi_label_classification": "task.multi_label", "regression": "task.regression"}.get(value)
+            if key is not None:
+                at.set(call, key, True)
         elif name == "load_in_4bit" and value:
             quantized(at.draft, "fp4", False, f"load_in_4bit, line {call.line}")
         elif name == "load_in_8bit" and value:
-            at.draft.drop(
-                f"line {call.line}: load_in_8bit", None, EIGHT_BITS, True, ("model.quantization", "model.dtype")
-            )
+            at.draft.lacks(f"line {call.line}: load_in_8bit", EIGHT_BITS, "model.quantization", "model.dtype")
         elif name not in ("load_in_4bit", "load_in_8bit"):
             entries = {**at.draft.keys.get("model.config", {}), name: value}
             at.draft.set("model.config", entries, f"{call.name}, line {call.line}")
@@ -188,13 +172,6 @@ def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> N
         arguments,
         {"torch_dtype": "model.dtype", "dtype": "model.dtype", "attn_implementation": "model.attention"},
     )
-
-
-def _problem(call: Call, at: Reading, kind: Any) -> None:
-    if kind == "multi_label_classification":
-        at.set(call, "task.multi_label", True)
-    elif kind == "regression":
-        at.set(call, "task.regression", True)
 
 
 def _config(call: Call, at: Reading, arguments: Arguments) -> None:
@@ -214,7 +191,7 @@ def _tokenizer(call: Call, at: Reading, arguments: Arguments, source: Any, code:
             at.set(call, "data.max_length", value)
         elif name not in ("trust_remote_code", "revision") and value not in (None, False):
             where = f"line {call.line}: {name}={value}"
-            at.draft.drop(where, None, "a tokenizer is used as it is saved", True, ("tokenizer.source",))
+            at.draft.lacks(where, "a tokenizer is used as it is saved", "tokenizer.source")
     arguments.known.clear()
     at.unknown(call, arguments, dict.fromkeys(arguments.unknown, "tokenizer.source"))
     if source is not None:
@@ -222,59 +199,15 @@ def _tokenizer(call: Call, at: Reading, arguments: Arguments, source: Any, code:
     at.read(call, "tokenizer.source")
 
 
-def scratch(call: Call, at: Reading) -> None:
-    """`from_config`: a model that begins at random."""
-    at.draft.drop(str(call), None, "a model from scratch: model.type, with model.config", True, ("model.type",))
+def without(why: str, *keys: str) -> Callable[[Call, Reading], None]:
+    """Make a handler of calls that have no counterpart. `keys`: of a run file, that stand in for them."""
+    return lambda call, at: at.draft.lacks(str(call), why, *keys)
 
 
-_FILES = ("csv", "json", "text", "parquet", "arrow", "pandas", "webdataset")
-_LOADERS = ("cache_dir", "token", "use_auth_token", "num_proc", "keep_in_memory", "download_mode", "verification_mode")
-_QUIET = {  # methods of data sets that leave rows and texts as they are
-    *(
-        "set_format",
-        "with_format",
-        "remove_columns",
-        "select_columns",
-        "shuffle",
-        "keys",
-        "values",
-        "items",
-        "save_to_disk",
-    ),
-    *(
-        "flatten_indices",
-        "class_encode_column",
-        "to_pandas",
-        "column_names",
-        "unique",
-        "push_to_hub",
-        "features",
-        "get",
-    ),
-    *("train_test_split", "map", "filter", "select", "rename_column", "rename_columns", "cast_column", "take", "skip"),
-    *(
-        "reset_format",
-        "set_transform",
-        "with_transform",
-        "repeat",
-        "shard",
-        "cast",
-        "to_json",
-        "to_csv",
-        "append",
-        "iter",
-    ),
-}
 _WHOLE = "save the rows as they are trained on (to_json), and give that file: --data FILE"
-_COLUMNS = {
-    "classification": ("text", "text_pair"),
-    "language_modeling": ("text",),
-    "masked_language_modeling": ("text",),
-    "translation": ("source",),
-    "summarization": ("source",),
-    "token_classification": ("words",),
-    "question_answering": ("question", "context"),
-}
+scratch = without("a model from scratch: model.type, with model.config", "model.type")  # `from_config`
+own_rows = without(_WHOLE, "data.source", "data.train")  # `Dataset.from_list` and its kin, `load_from_disk`
+_several = without("several sources are written by hand: data.sources", "data.source", "data.sources", "data.train")
 
 
 def load(call: Call, at: Reading) -> None:
@@ -284,33 +217,29 @@ def load(call: Call, at: Reading) -> None:
     at.unknown(call, arguments, {"path": "data.source", "name": "data.config", "split": "data.train"})
     if path is None:
         if "path" not in arguments.unknown:
-            at.draft.unclear(str(call), RUNS, by=("data.source", "data.train"))
+            at.draft.unclear(str(call), RUNS, "data.source", "data.train")
         return
     files = arguments.known.get("data_files")
-    if path in _FILES:
+    if path in NAMES["file_builders"]:
         _files(call, at, files, "data_files" in arguments.unknown)
     else:
         at.set(call, "data.source", path)
         if config is not None:
             at.set(call, "data.config", config)
         if files is not None:
-            at.draft.drop(f"line {call.line}: data_files={files}", None, "data.train names them", True, ("data.train",))
+            at.draft.lacks(f"line {call.line}: data_files={files}", "data.train names them", "data.train")
     if isinstance(split, str) and not split.isidentifier():
-        at.draft.drop(
-            f"line {call.line}: split={split!r}",
-            None,
-            "a split as a whole, or data.limit",
-            True,
-            ("data.train", "data.limit"),
+        at.draft.lacks(
+            f"line {call.line}: split={split!r}", "a split as a whole, or data.limit", "data.train", "data.limit"
         )
     if arguments.known.get("revision"):
         at.set(call, "data.revision", arguments.known["revision"])
     if arguments.known.get("streaming"):
         at.set(call, "data.stream", True)
     read = _reading(str(path), arguments.known, call, at)
-    known = ("path", "name", "split", "data_files", "revision", "streaming", "trust_remote_code", *_LOADERS, *read)
+    read += ("path", "name", "split", "data_files", "revision", "streaming", "trust_remote_code")
     for name, value in arguments.known.items():
-        if name not in known and value is not None:
+        if name not in (*read, *NAMES["load_dataset"]) and value is not None:
             at.draft.unclear(f"line {call.line}: {name}={value}", "not an argument that is known here")
     at.read(call, "data.source")
 
@@ -322,8 +251,7 @@ def _reading(builder: str, known: Mapping[str, Any], call: Call, at: Reading) ->
         return ("field",)
     if builder != "csv":
         return ()
-    keys = {"sep": "separator", "delimiter": "separator", "column_names": "columns", "names": "columns"}
-    keys |= {"encoding": "encoding", "quotechar": "quote", "quoting": "quote"}
+    keys = NAMES["csv"]
     quotes = {'"': "double", "'": "single", 0: "double", 3: "none"}  # 0 and 3: csv.QUOTE_MINIMAL and QUOTE_NONE
     read = []
     for name in keys.keys() & known.keys():
@@ -332,7 +260,7 @@ def _reading(builder: str, known: Mapping[str, Any], call: Call, at: Reading) ->
             at.set(call, f"data.{keys[name]}", value)
             read.append(name)
     if "header" in known and known["header"] is None and "data.columns" not in at.draft.keys:
-        at.draft.unclear(f"line {call.line}: header=None", "name the columns", by=("data.columns",))
+        at.draft.unclear(f"line {call.line}: header=None", "name the columns", "data.columns")
     if known.get("header") == 0 and "data.columns" not in at.draft.keys:  # as without it
         read.append("header")
     return tuple(read)
@@ -349,17 +277,7 @@ def _files(call: Call, at: Reading, files: Any, unknown: bool) -> None:
             else:
                 at.draft.drop(f"line {call.line}: data_files: {name}", None, "splits are train, validation and test")
     elif not unknown:
-        at.draft.drop(str(call), None, "name its files: --data FILE", True, ("data.source", "data.train"))
-
-
-def several(call: Call, at: Reading) -> None:
-    why = "several sources are written by hand: data.sources"
-    at.draft.drop(str(call), None, why, True, ("data.source", "data.sources", "data.train"))
-
-
-def own_rows(call: Call, at: Reading) -> None:
-    """`Dataset.from_list` and its kin, `load_from_disk`."""
-    at.draft.drop(str(call), None, _WHOLE, True, ("data.source", "data.train"))
+        at.draft.lacks(str(call), "name its files: --data FILE", "data.source", "data.train")
 
 
 def cut(call: Call, at: Reading) -> None:
@@ -372,16 +290,16 @@ def cut(call: Call, at: Reading) -> None:
         at.read(call, "data.validation_fraction")
     elif "test_size" not in arguments.unknown:
         why = "data.validation_fraction is a share of train"
-        at.draft.drop(str(call), None, why, True, ("data.validation_fraction", "data.validation"))
+        at.draft.lacks(str(call), why, "data.validation_fraction", "data.validation")
 
 
 def fewer(call: Call, at: Reading) -> None:
     """`select`, `take`, `filter`."""
     if call.name == "filter":
-        at.draft.drop(str(call), None, "data.filter chooses rows by their columns", True, ("data.filter",))
+        at.draft.lacks(str(call), "data.filter chooses rows by their columns", "data.filter")
     else:
         why = "data.limit is the most examples of each split"
-        at.draft.drop(str(call), None, why, True, ("data.limit",))
+        at.draft.lacks(str(call), why, "data.limit")
 
 
 def renamed(call: Call, at: Reading) -> None:
@@ -404,9 +322,7 @@ def mapped(call: Call, at: Reading) -> None:
     )
     function = script.function_of(at.script, node)
     if function is None:
-        at.draft.unclear(
-            str(call), f"what it makes of the rows is not known: {_WHOLE}", by=("data.source", "data.train")
-        )
+        at.draft.unclear(str(call), f"what it makes of the rows is not known: {_WHOLE}", "data.source", "data.train")
         return
     inside = script.calls_in(at.script, function)
     tokenising = [c for c in inside if script.kind_of(at.script, c.node.func) == "tokenizer"]
@@ -425,9 +341,7 @@ def mapped(call: Call, at: Reading) -> None:
         return
     name = "a function" if isinstance(function, ast.Lambda) else function.name
     what = f"line {call.line}: {name} of {code_of(call.node)}"
-    at.draft.unclear(
-        what, f"it makes other rows: {_WHOLE}", by=("data.source", "data.train", "task.text", "task.prompt")
-    )
+    at.draft.unclear(what, f"it makes other rows: {_WHOLE}", "data.source", "data.train", "task.text", "task.prompt")
 
 
 def _block(function: Scope, call: Call, at: Reading) -> Any:
@@ -448,10 +362,10 @@ def _tokens(call: Call, function: Scope, at: Reading) -> None:
     _length(call, arguments.known, arguments.unknown, at, task)
     target = "text_target" in arguments.nodes or _is_target(call, function)
     if any(isinstance(each, ast.Starred) for each in call.node.args):
-        names = tuple(f"task.{key}" for key in _COLUMNS.get(task, ("text",)))
-        at.draft.unclear(str(call), "which columns it reads is known when the script runs", by=names)
+        names = tuple(f"task.{key}" for key in NAMES["text_keys"].get(task, ("text",)))
+        at.draft.unclear(str(call), "which columns it reads is known when the script runs", *names)
         return
-    keys = _COLUMNS.get(task, ("text", "text_pair"))
+    keys = NAMES["text_keys"].get(task, ("text", "text_pair"))
     nodes = [arguments.nodes[name] for name in ("text", "text_pair") if name in arguments.nodes]
     if target:
         if "text_target" in arguments.nodes:
@@ -465,7 +379,7 @@ def _tokens(call: Call, function: Scope, at: Reading) -> None:
         if "stride" in arguments.known:
             at.set(call, "task.stride", arguments.known["stride"])
     elif arguments.known.get("return_overflowing_tokens"):
-        at.draft.drop(f"line {call.line}: return_overflowing_tokens", None, "what is too long is cut at its end", True)
+        at.draft.lacks(f"line {call.line}: return_overflowing_tokens", "what is too long is cut at its end")
 
 
 def _is_target(call: Call, function: Scope) -> bool:
@@ -481,15 +395,13 @@ def _column(call: Call, at: Reading, key: str, node: ast.expr | None) -> None:
     if column is None:
         code = code_of(node) if node is not None else "nothing"
         why = f"which column's texts these are is not known: {_WHOLE}"
-        at.draft.unclear(f"line {call.line}: {call.name}({code})", why, by=(f"task.{key}",))
+        at.draft.unclear(f"line {call.line}: {call.name}({code})", why, f"task.{key}")
         return
     at.set(call, f"task.{key}", column.language or column.name)
     if column.prefix and key == "source":
         at.set(call, "task.prefix", column.prefix)
     elif column.prefix:
-        at.draft.drop(
-            f"line {call.line}: the prefix {column.prefix!r}", None, _WHOLE, True, ("data.source", "data.train")
-        )
+        at.draft.lacks(f"line {call.line}: the prefix {column.prefix!r}", _WHOLE, "data.source", "data.train")
 
 
 def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Reading, task: str) -> None:
@@ -503,15 +415,15 @@ def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Read
     )
     if "max_length" in unknown:
         at.draft.unclear(
-            f"line {call.line}: max_length={unknown['max_length']}", RUNS, by=("data.max_length", "task.block_size")
+            f"line {call.line}: max_length={unknown['max_length']}", RUNS, "data.max_length", "task.block_size"
         )
     elif isinstance(known.get("max_length"), int) and (known.get("truncation") or "truncation" in unknown):
         at.set(call, key, known["max_length"])
     elif known.get("truncation"):
         why = "it cuts at a length that the tokenizer's files say: give data.max_length"
-        at.draft.unclear(str(call), why, by=("data.max_length", "task.block_size"))
+        at.draft.unclear(str(call), why, "data.max_length", "task.block_size")
     elif not language and "data.max_length" not in at.draft.keys:
-        at.draft.drop(str(call), None, "no text is cut: give data.max_length", True, ("data.max_length",))
+        at.draft.lacks(str(call), "no text is cut: give data.max_length", "data.max_length")
     elif language:
         at.draft.at_end.append(lambda draft: _uncut(call, draft))
 
@@ -520,7 +432,7 @@ def _uncut(call: Call, draft: RunDraft) -> None:
     """Texts of a language model that no call cuts, and that are not laid in blocks."""
     keys = ("task.block_size", "data.max_length")
     if not any(key in draft.keys for key in keys):
-        draft.drop(str(call), None, "no text is cut: give task.block_size, as long as the longest", True, keys)
+        draft.lacks(str(call), "no text is cut: give task.block_size, as long as the longest", *keys)
 
 
 def _labels(function: Scope, at: Reading) -> None:
@@ -538,13 +450,11 @@ def _labels(function: Scope, at: Reading) -> None:
             at.draft.set("task.label", names[0], f"line {node.lineno}")
             at.draft.read.append(f"line {node.lineno}: {code_of(node)} -> task.label")
         elif task == "classification":
-            at.draft.unclear(
-                f"line {node.lineno}: {code_of(node)}", "which column holds the labels", by=("task.label",)
-            )
+            at.draft.unclear(f"line {node.lineno}: {code_of(node)}", "which column holds the labels", "task.label")
         elif task == "language_modeling" and ("input_ids" not in (text := ast.unparse(node.value)) or "100" in text):
             where = f"line {node.lineno}: {code_of(node)}"
             names_ = ("task.prompt", "task.messages", "task.text")
-            at.draft.unclear(where, "labels of its own: which tokens are learned is not known", by=names_)
+            at.draft.unclear(where, "labels of its own: which tokens are learned is not known", *names_)
     if at.draft.task == "token_classification":
         tags = [n for n in ast.walk(function) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)]
         names = [name for n in tags if isinstance(name := at.script.known(n.slice), str) and "tag" in name]
@@ -568,17 +478,12 @@ def of_trainer(call: Call, at: Reading) -> None:
 
 HANDLERS = {
     "load_dataset": load,
-    "concatenate_datasets": several,
-    "interleave_datasets": several,
+    "concatenate_datasets": _several,
+    "interleave_datasets": _several,
     "load_from_disk": own_rows,
 }
-METHODS = {
+METHODS = dict.fromkeys(("select", "take", "skip", "filter", "shard"), fewer) | {
     "train_test_split": cut,
-    "select": fewer,
-    "take": fewer,
-    "skip": fewer,
-    "filter": fewer,
-    "shard": fewer,
     "rename_column": renamed,
     "rename_columns": renamed,
     "map": mapped,
@@ -591,5 +496,5 @@ def method(call: Call, at: Reading) -> None:
     """A method of rows."""
     if call.name in METHODS:
         METHODS[call.name](call, at)
-    elif call.name not in _QUIET:
-        at.draft.unclear(str(call), "what it makes of the rows is not known", by=("data.source", "data.train"))
+    elif call.name not in NAMES["rows_methods"]:
+        at.draft.unclear(str(call), "what it makes of the rows is not known", "data.source", "data.train")

@@ -14,31 +14,10 @@ from typing import Any
 from lockstep.tools.import_config import loading, trainer_script
 from lockstep.tools.import_config.loading import Reading
 from lockstep.tools.import_config.script import Arguments, Call, Script, code_of
-from lockstep.tools.import_config.table import FILL_IN, RunDraft, batches, number, trackers
+from lockstep.tools.import_config.table import FILL_IN, NAMES, RunDraft, batches, number, trackers
 
-OPTIMIZERS = {"AdamW": "adamw", "Adam": "adamw", "SGD": "sgd", "AdamW8bit": "adamw_8bit", "Adam8bit": "adamw_8bit"}
-OPTIMIZERS |= {"Lion": "lion", "Adafactor": "adafactor", "Muon": "muon"}
 _DECAY = {"AdamW": 0.01, "AdamW8bit": 0.01}  # torch's default, where it is not 0
 _RATE = 1e-3  # torch's default of all of these
-_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-_SCHEDULES |= {"inverse_sqrt": "inverse_sqrt", "polynomial": "polynomial"}
-_PRECISIONS = {"bf16-mixed": "bf16", "bf16": "bf16", "16-mixed": "fp16", "16": "fp16", "fp16": "fp16", "no": "fp32"}
-_PRECISIONS |= {"32": "fp32", "32-true": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_STRATEGIES = {"ddp": "ddp", "ddp_find_unused_parameters_true": "ddp", "ddp_spawn": "ddp", "fsdp": "fsdp2"}
-_STRATEGIES |= {f"deepspeed_stage_{stage}": f"zero{stage}" for stage in (1, 2, 3)} | {"auto": "ddp"}
-# Constants by their names, in the manner of nanoGPT.
-_NAMES = {
-    "max_iters": "steps",
-    "max_steps": "steps",
-    "num_epochs": "epochs",
-    "max_epochs": "epochs",
-    "epochs": "epochs",
-    "grad_clip": "optim.max_grad_norm",
-    "warmup_iters": "optim.warmup_steps",
-    "warmup_steps": "optim.warmup_steps",
-}
-_ACCUMULATED = ("gradient_accumulation_steps", "accumulation_steps", "accum_steps", "grad_accum_steps", "accumulate")
-_OWN_LOSSES = ("cross_entropy", "mse_loss", "nll_loss", "binary_cross_entropy_with_logits", "kl_div", "l1_loss")
 
 
 def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] | None:
@@ -83,13 +62,20 @@ class Loop:
     def call(self, call: Call) -> None:
         name = call.name
         root = call.origin.partition(".")[0]
-        if name in OPTIMIZERS and root in ("torch", "transformers", "bitsandbytes", "bnb", "optim", "lion_pytorch"):
+        if name in NAMES["optimizers"] and root in (
+            "torch",
+            "transformers",
+            "bitsandbytes",
+            "bnb",
+            "optim",
+            "lion_pytorch",
+        ):
             self._optimizer(call)
         elif (
             call.origin.startswith(("torch.optim.", "optim.")) and name[:1].isupper() and "lr_sched" not in call.origin
         ):
             self.optimizers.append(call)
-            self.draft.drop(str(call), None, "`lockstep list` names the optimizers", True, ("optim.name",))
+            self.draft.lacks(str(call), "`lockstep list` names the optimizers", "optim.name")
         elif name == "DataLoader":
             self._loader(call)
         elif name in ("clip_grad_norm_", "clip_grad_norm") and len(call.node.args) + len(call.node.keywords) > 1:
@@ -111,7 +97,7 @@ class Loop:
         elif ("lr_scheduler" in call.origin and name[:1].isupper()) or name == "LambdaLR":
             self.scheduled = True
             why = "optim.schedule is the rate as a function of the step"
-            self.draft.drop(str(call), None, why, True, ("optim.schedule",))
+            self.draft.lacks(str(call), why, "optim.schedule")
         elif call.origin == "torch.compile":
             self._set(call, "model.compile", True)
 
@@ -124,32 +110,30 @@ class Loop:
         if name in arguments.known:
             self._set(call, key, arguments.known[name])
         else:
-            self.draft.unclear(f"{call}", loading.RUNS, key != "seed", (key,))
+            self.draft.unclear(f"{call}", loading.RUNS, key, decides=key != "seed")
 
     def _unknown(self, call: Call, arguments: Arguments, keys: Mapping[str, str]) -> None:
         for name, key in keys.items():
             if name in arguments.unknown:
                 code = f"line {call.line}: {call.name}({name}={arguments.unknown[name]})"
-                self.draft.unclear(code, loading.RUNS, by=(key,))
+                self.draft.unclear(code, loading.RUNS, key)
 
     def _optimizer(self, call: Call) -> None:
         self.optimizers.append(call)
         arguments = self.script.arguments(call, ("params", "lr"))
         if len(self.optimizers) > 1:
-            self.draft.unclear(str(call), "a second optimizer", by=("optim.name",))
+            self.draft.unclear(str(call), "a second optimizer", "optim.name")
             return
         own = arguments.nodes.get("params")
         if own is not None and not (isinstance(own, ast.Call) and ast.unparse(own.func).endswith("parameters")):
             self.draft.unclear(
-                f"line {call.line}: {code_of(own)}",
-                "weights with rates of their own: optim.groups",
-                by=("optim.groups",),
+                f"line {call.line}: {code_of(own)}", "weights with rates of their own: optim.groups", "optim.groups"
             )
         decay = arguments.known.get("weight_decay", _DECAY.get(call.name, 0.0))
         if call.name in ("Adam", "Adam8bit") and decay:
             why = "Adam adds the decay to the gradient; AdamW, which is here, does not"
-            self.draft.drop(str(call), None, why, True, ("optim.name",))
-        self.draft.set("optim.name", OPTIMIZERS[call.name], f"line {call.line}")
+            self.draft.lacks(str(call), why, "optim.name")
+        self.draft.set("optim.name", NAMES["optimizers"][call.name], f"line {call.line}")
         self.draft.set("optim.learning_rate", arguments.known.get("lr", _RATE), f"lr, line {call.line}")
         self.draft.set("optim.weight_decay", decay, f"line {call.line}")
         if decay:
@@ -185,7 +169,7 @@ class Loop:
         if call.name == "GradScaler" or (call.name == "autocast" and "dtype" not in arguments.nodes):
             kind = None if "enabled" in arguments.unknown else "fp16" if arguments.known.get("enabled", True) else "no"
         if kind is not None:
-            self._set(call, "precision", _PRECISIONS.get(str(kind), kind))
+            self._set(call, "precision", NAMES["precisions"].get(str(kind), kind))
         self._unknown(call, arguments, dict.fromkeys(("mixed_precision", "dtype", "enabled"), "precision"))
         if call.name == "Accelerator":
             self.accumulated = int(arguments.known.get("gradient_accumulation_steps", 1))
@@ -195,13 +179,7 @@ class Loop:
 
     def _lightning(self, call: Call) -> None:
         arguments = self.script.arguments(call)
-        keys = {
-            "max_epochs": "epochs",
-            "max_steps": "steps",
-            "gradient_clip_val": "optim.max_grad_norm",
-            "log_every_n_steps": "track.every",
-            "num_nodes": "launch.machines",
-        }
+        keys: Mapping[str, str] = NAMES["lightning_trainer"]
         for name, key in keys.items():
             if arguments.known.get(name) not in (None, -1) and (name != "num_nodes" or arguments.known[name] > 1):
                 self.draft.set(key, arguments.known[name], f"{name}, line {call.line}")
@@ -210,20 +188,16 @@ class Loop:
             self.processes = self.processes or devices
             self.draft.set("launch.processes", devices, f"devices, line {call.line}")
         if (strategy := arguments.known.get("strategy")) is not None:
-            if strategy in _STRATEGIES:
-                self.draft.set("strategy.name", _STRATEGIES[strategy], f"strategy, line {call.line}")
+            if strategy in NAMES["lightning_strategies"]:
+                self.draft.set("strategy.name", NAMES["lightning_strategies"][strategy], f"strategy, line {call.line}")
             else:
                 self.draft.drop(f"line {call.line}: strategy={strategy}", None, "`lockstep list` names strategies")
         if (kind := arguments.known.get("precision")) is not None:
-            self.draft.set("precision", _PRECISIONS.get(str(kind), kind), f"precision, line {call.line}")
+            self.draft.set("precision", NAMES["precisions"].get(str(kind), kind), f"precision, line {call.line}")
         if isinstance(every := arguments.known.get("val_check_interval"), int):
             self.draft.set("evaluate.every", every, f"val_check_interval, line {call.line}")
-        by = keys | {
-            "accumulate_grad_batches": "micro_batches",
-            "devices": "launch.processes",
-            "precision": "precision",
-        }
-        self._unknown(call, arguments, by)
+        by = {"accumulate_grad_batches": "micro_batches", "devices": "launch.processes", "precision": "precision"}
+        self._unknown(call, arguments, {**keys, **by})
         self.read(call, "the settings of the loop")
 
     def _lightning_callback(self, call: Call) -> None:
@@ -246,10 +220,10 @@ class Loop:
         name = arguments.known.get("name") or call.name.removeprefix("get_").partition("_schedule")[0]
         if "constant" in call.name and "warmup" in call.name:
             name = "constant_with_warmup"
-        if name not in _SCHEDULES:
-            self.draft.drop(str(call), None, "optim.schedule has no such one", True, ("optim.schedule",))
+        if name not in NAMES["schedules"]:
+            self.draft.lacks(str(call), "optim.schedule has no such one", "optim.schedule")
             return
-        self.draft.set("optim.schedule", _SCHEDULES[name], f"line {call.line}")
+        self.draft.set("optim.schedule", NAMES["schedules"][name], f"line {call.line}")
         if name not in ("constant", "constant_with_warmup"):
             code = (
                 code_of(arguments.nodes["num_training_steps"]) if "num_training_steps" in arguments.nodes else "its end"
@@ -280,7 +254,7 @@ class Loop:
                 if key is not None and len(node.iter.args) in (1, 2) and key not in self.draft.keys:
                     first = number(self.script.known(node.iter.args[0], 0)) if len(node.iter.args) == 2 else 0
                     self._count(key, last, int(first or 0), node.lineno)
-        for name, key in _NAMES.items():
+        for name, key in NAMES["constants"].items():
             value = number(self._constant(name))
             if (
                 value is not None
@@ -289,7 +263,7 @@ class Loop:
             ):
                 self.draft.set(key, int(value) if value == int(value) else value, name)
                 self.draft.read.append(f"{name} = {value:g} -> {key}")
-        for name in _ACCUMULATED:
+        for name in NAMES["accumulation"]:
             if self.accumulated == 1 and (times := number(self._constant(name))):
                 self.accumulated = int(times)
                 self.draft.read.append(f"{name} = {times:g} -> micro_batches")
@@ -306,7 +280,7 @@ class Loop:
             self.draft.set(key, int(value) - first, f"line {line}")
             self.draft.read.append(f"line {line}: range({value:g}) -> {key}")
         elif node is not None:
-            self.draft.unclear(f"line {line}: range({code_of(node)})", loading.RUNS, by=("epochs", "steps"))
+            self.draft.unclear(f"line {line}: range({code_of(node)})", loading.RUNS, "epochs", "steps")
 
     def settle(self) -> None:
         """What a loop does where it says nothing."""
@@ -314,7 +288,7 @@ class Loop:
         if self.batch is not None:
             batches(draft, self.batch, self.accumulated, self.processes, ("batch_size", "accumulation"))
         else:
-            draft.unclear("the batch size", "no DataLoader with one was seen", by=("batch_size",))
+            draft.unclear("the batch size", "no DataLoader with one was seen", "batch_size")
         if "optim.max_grad_norm" not in draft.keys:
             draft.set("optim.max_grad_norm", 0.0, "no gradient is clipped in the script")
         if not self.scheduled:
@@ -323,17 +297,17 @@ class Loop:
                 for n in _assignments(self.script)
             ):
                 why = "the script sets the rate itself: optim.schedule is the rate as a function of the step"
-                draft.unclear("param_group['lr'] = ...", why, by=("optim.schedule",))
+                draft.unclear("param_group['lr'] = ...", why, "optim.schedule")
             draft.keys.setdefault("optim.schedule", "constant")
         if not self.optimizers:
-            draft.unclear("the optimizer", "none of torch's was seen", by=("optim.name",))
+            draft.unclear("the optimizer", "none of torch's was seen", "optim.name")
         if not {"epochs", "steps"} & draft.keys.keys():
-            draft.unclear("how long it trains", "no loop over epochs or steps was seen", by=("epochs", "steps"))
+            draft.unclear("how long it trains", "no loop over epochs or steps was seen", "epochs", "steps")
 
     def is_transformers(self) -> bool:
         """Whether it learns by the loss of a model of transformers'."""
         loaded = any(c.name == "from_pretrained" and "AutoModelFor" in c.origin for c in self.script.calls)
-        own = any(c.name in _OWN_LOSSES or c.name.endswith("Loss") for c in self.script.calls)
+        own = any(c.name in NAMES["losses"] or c.name.endswith("Loss") for c in self.script.calls)
         by_model = any(isinstance(n, ast.Attribute) and n.attr == "loss" for n in ast.walk(self.script.tree))
         return loaded and by_model and not own
 
@@ -342,14 +316,16 @@ class Loop:
         at = Reading(self.script, self.draft)
         loading.task_first(self.script, self.draft)
         for call in self.script.calls:
-            if call.name not in (*OPTIMIZERS, "set_seed") and "schedule" not in call.name:  # which are read above
+            if (
+                call.name not in (*NAMES["optimizers"], "set_seed") and "schedule" not in call.name
+            ):  # which are read above
                 trainer_script.read_call(call, at)
         trainer_script.settings(at)
         trainer_script.own_tokenizer(at)
         if not at.mapped:
             why = "no function was seen that makes tokens of them"
             self.draft.unclear(
-                "which texts are read, and where they are cut", why, by=("data.max_length", "task.block_size")
+                "which texts are read, and where they are cut", why, "data.max_length", "task.block_size"
             )
 
 
@@ -357,7 +333,6 @@ def _assignments(script: Script) -> list[ast.Assign]:
     return [node for node in ast.walk(script.tree) if isinstance(node, ast.Assign)]
 
 
-_WRAPPERS = ("DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP", "compile", "prepare", "DataParallel")
 _PAGE = "docs/how-to/own-module.md"
 
 
@@ -403,15 +378,13 @@ def _batches(script: Script, draft: RunDraft, loader: Call) -> None:
     if isinstance(collate, ast.Name) and collate.id in script.functions and script.path.stem.isidentifier():
         draft.set("task.collate", f"{script.path.stem}.{collate.id}", f"collate_fn, line {loader.line}")
     elif collate is not None and not (isinstance(collate, ast.Constant) and collate.value is None):
-        draft.unclear(
-            f"line {loader.line}: collate_fn={code_of(collate)}", "task.collate is a name", by=("task.collate",)
-        )
+        draft.unclear(f"line {loader.line}: collate_fn={code_of(collate)}", "task.collate is a name", "task.collate")
     sampler_value = script.bound(sampler, last=True) if isinstance(sampler, ast.Name) else sampler
     inner = sampler_value.body if isinstance(sampler_value, ast.IfExp) else sampler_value
     name = script.origin_of(inner.func).rpartition(".")[2] if isinstance(inner, ast.Call) else None
     if sampler is not None and name not in ("DistributedSampler", "RandomSampler"):
         why = "every example is drawn once an epoch, in an order of the seed"
-        draft.drop(f"line {loader.line}: sampler={code_of(sampler)}", None, why, True)
+        draft.lacks(f"line {loader.line}: sampler={code_of(sampler)}", why)
 
 
 def _changed(script: Script, draft: RunDraft, model: ast.expr | None) -> None:
@@ -421,16 +394,16 @@ def _changed(script: Script, draft: RunDraft, model: ast.expr | None) -> None:
     for call in script.calls:
         receiver = ast.unparse(call.receiver) if call.receiver is not None else ""
         if call.name in ("load_state_dict", "requires_grad_", "apply", "half") and receiver.partition(".")[0] == name:
-            draft.unclear(str(call), why, by=("task.model",))
+            draft.unclear(str(call), why, "task.model")
     for node in ast.walk(script.tree):
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
-            draft.unclear(f"line {target.lineno}: {code_of(node)}", why, by=("task.model",))
+            draft.unclear(f"line {target.lineno}: {code_of(node)}", why, "task.model")
 
 
 def _missing(draft: RunDraft, key: str, what: str) -> None:
     why = f"this is a loop of its own, and task.{key} is {what}: write one, see {_PAGE}"
-    draft.unclear(f"task.{key}", why, by=(f"task.{key}",))
+    draft.unclear(f"task.{key}", why, f"task.{key}")
     if f"task.{key}" not in draft.by_hand:
         draft.set(f"task.{key}", FILL_IN, f"(to be filled in: {what})")
 
@@ -453,7 +426,7 @@ def _constructor(script: Script, node: ast.expr | None, depth: int = 0) -> tuple
     if not isinstance(node, ast.Call):
         return None
     last = script.origin_of(node.func).rpartition(".")[2]
-    if last in _WRAPPERS and node.args:
+    if last in NAMES["wrappers"] and node.args:
         return _constructor(script, node.args[0], depth + 1)
     if isinstance(node.func, ast.Attribute) and last in ("to", "cuda", "train", "module"):
         return _constructor(script, node.func.value, depth + 1)
@@ -520,5 +493,5 @@ def _importable(script: Script, draft: RunDraft) -> None:
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if not (isinstance(node, quiet) or guard or plain or text):
             why = "every process imports the file, and would run this: put the loop below if __name__ == '__main__'"
-            draft.drop(f"line {node.lineno}: {code_of(node)}", None, why, True)
+            draft.lacks(f"line {node.lineno}: {code_of(node)}", why)
             return

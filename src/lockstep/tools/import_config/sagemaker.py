@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.config import key_aliases, plugins
 from lockstep.config.error_messages import keys_of, secret
+from lockstep.config.key_aliases import foreign_keys
 from lockstep.config.run import Run, RunError
 from lockstep.tools.import_config import trainer
 from lockstep.tools.import_config.script import Script
@@ -23,48 +24,8 @@ CALLED = "an estimator of SageMaker"
 ESTIMATORS = ("HuggingFace", "PyTorch", "Estimator", "ModelTrainer")
 TABLE = read_table("sagemaker")
 
-# Where ModelTrainer has the same, in its configs.
-NEWER = {
-    "compute.instance_type": "instance_type",
-    "compute.instance_count": "instance_count",
-    "compute.volume_size_in_gb": "volume_size",
-    "compute.volume_kms_key_id": "volume_kms_key",
-    "compute.keep_alive_period_in_seconds": "keep_alive_period_in_seconds",
-    "compute.enable_managed_spot_training": "use_spot_instances",
-    "compute.instance_groups": "instance_groups",
-    "stopping_condition.max_runtime_in_seconds": "max_run",
-    "stopping_condition.max_wait_time_in_seconds": "max_wait",
-    "output_data_config.s3_output_path": "output_path",
-    "output_data_config.kms_key_id": "output_kms_key",
-    "networking.subnets": "subnets",
-    "networking.security_group_ids": "security_group_ids",
-    "networking.enable_network_isolation": "enable_network_isolation",
-    "networking.enable_inter_container_traffic_encryption": "encrypt_inter_container_traffic",
-    "source_code.source_dir": "source_dir",
-    "source_code.entry_script": "entry_point",
-    "source_code.requirements": "requirements",
-    "source_code.command": "command",
-    "checkpoint_config.s3_uri": "checkpoint_s3_uri",
-    "checkpoint_config.local_path": "checkpoint_local_path",
-    "training_image": "image_uri",
-    "training_input_mode": "input_mode",
-    "distributed": "distribution",
-    "distributed_runner": "distribution",
-    "input_data_config": "inputs",
-    "session": "sagemaker_session",
-}
-# Fields of AWS's own interface that stand in `launch.extra`: where there.
-_EXTRA = {
-    "subnets": ("VpcConfig", "Subnets"),
-    "security_group_ids": ("VpcConfig", "SecurityGroupIds"),
-    "tags": ("Tags",),
-    "output_kms_key": ("OutputDataConfig", "KmsKeyId"),
-    "volume_kms_key": ("ResourceConfig", "VolumeKmsKeyId"),
-    "keep_alive_period_in_seconds": ("ResourceConfig", "KeepAlivePeriodInSeconds"),
-    "max_retry_attempts": ("RetryStrategy", "MaximumRetryAttempts"),
-    "metric_definitions": ("AlgorithmSpecification", "MetricDefinitions"),
-    "encrypt_inter_container_traffic": ("EnableInterContainerTrafficEncryption",),
-}
+# Where ModelTrainer has it in its configs -> the argument of the older estimators.
+NEWER = {path: name for name, row in foreign_keys("sagemaker").items() for path in row.get("newer", ())}
 # Names that scripts for these estimators usually have -> the field of TrainingArguments that they are given to.
 _USUAL = {
     "epochs": "num_train_epochs",
@@ -89,92 +50,54 @@ class Unread:
 
 def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] | None:
     """None: it makes no estimator of sagemaker's. Errors: `RunError` for several."""
-    values = arguments(script.tree, str(script.path))
+    values = arguments(script)
     if values is None:
         return None
     return f"{CALLED}, {len(values)} key(s)", lambda draft, processes: move(values, draft, processes)
 
 
-def arguments(tree: ast.Module, where: str = "the file") -> dict[str, Any] | None:
-    """The arguments of the one estimator that a Python file makes, by their names in `TABLE` (others by their own), and
+def arguments(script: Script) -> dict[str, Any] | None:
+    """The arguments of the one estimator that a script makes, by their names in `TABLE` (others by their own), and
     `inputs`, what it is fitted to; None: it makes none of sagemaker's. Errors: `RunError` for several."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    ours = _imported(tree)
-    makers = [call for call in calls if ours.get(name := ast.unparse(call.func), name).rpartition(".")[2] in ESTIMATORS
-            and ours.get(name.partition(".")[0], "").partition(".")[0] == "sagemaker"]  # fmt: skip
+    makers = [call for call in script.calls if call.name in ESTIMATORS and call.origin.startswith("sagemaker.")]
     if not makers:
         return None
     if len(makers) > 1:
-        raise RunError(
-            "LS8220",
-            f"--from: {where} creates estimators on lines {', '.join(str(c.lineno) for c in makers)}; keep only one",
-        )
-    known = _assigned(tree)
+        lines = ", ".join(str(call.line) for call in makers)
+        raise RunError("LS8220", f"--from: {script.path} creates estimators on lines {lines}; keep only one")
     values: dict[str, Any] = {}
-    for word in makers[0].keywords:
-        value = _read(word.value, known)
+    for word in makers[0].node.keywords:
+        value = _read(script, word.value)
         if word.arg is None:
             values |= value if isinstance(value, dict) else {f"**{ast.unparse(word.value)}": value}
         elif isinstance(value, dict) and any(path.startswith(f"{word.arg}.") for path in NEWER):
             values |= {f"{word.arg}.{name}": inner for name, inner in value.items() if name}
         else:
             values[word.arg] = value
-    fitted = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr in ("fit", "train")]
-    for call in fitted[:1]:
-        arguments = {word.arg: word.value for word in call.keywords}
-        node = call.args[0] if call.args else arguments.get("inputs") or arguments.get("input_data_config")
-        if node is not None:
-            values["inputs"] = _read(node, known)
+    fits = [call for call in script.calls if call.name in ("fit", "train") and call.receiver is not None]
+    for call in fits[:1]:
+        nodes = script.arguments(call, ("inputs",)).nodes
+        if (node := nodes.get("inputs", nodes.get("input_data_config"))) is not None:
+            values["inputs"] = _read(script, node)
     return {NEWER.get(name, name): value for name, value in values.items()}
 
 
-def _imported(tree: ast.Module) -> dict[str, str]:
-    """Names in the file -> what they stand for."""
-    names: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {each.asname or each.name.partition(".")[0]: each.name for each in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
-    return names
-
-
-def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
-    """Names that are given a value once."""
-    assigned: dict[str, list[ast.expr]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            assigned.setdefault(node.targets[0].id, []).append(node.value)
-    return {name: values[0] for name, values in assigned.items() if len(values) == 1}
-
-
-def _read(node: ast.expr, known: Mapping[str, ast.expr]) -> Any:
-    """A literal; of a mapping, a list, or a config that is made in place, what it is made of (a config's class is at
-    the key ""). Else `Unread`."""
-    if isinstance(node, ast.Name) and node.id in known:
-        return _read(known[node.id], {name: value for name, value in known.items() if name != node.id})
+def _read(script: Script, node: ast.expr, depth: int = 0) -> Any:
+    """A value; of a mapping, a list, or a config that is made in place, what it is made of (a config's class is at the
+    key ""). Else `Unread`."""
+    if isinstance(node, ast.Name) and depth < 20 and (value := script.bound(node)) is not None:
+        return _read(script, value, depth + 1)
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
         pairs = zip(node.keys, node.values, strict=True)
-        return {key.value: _read(value, known) for key, value in pairs if isinstance(key, ast.Constant)}
+        return {key.value: _read(script, value, depth) for key, value in pairs if isinstance(key, ast.Constant)}
     if isinstance(node, ast.List | ast.Tuple):
-        return [_read(each, known) for each in node.elts]
+        return [_read(script, each, depth) for each in node.elts]
     if isinstance(node, ast.Call) and not node.args and all(word.arg for word in node.keywords):
         name = ast.unparse(node.func).rpartition(".")[2]
         if name[:1].isupper():
-            return {"": name} | {str(word.arg): _read(word.value, known) for word in node.keywords}
-    try:
-        return _product(node)
-    except ValueError:
-        return Unread(ast.unparse(node))
-
-
-def _product(node: ast.expr) -> Any:
-    """A literal, or a product of literals (24 * 60 * 60). Errors: `ValueError`."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        left, right = _product(node.left), _product(node.right)
-        if isinstance(left, int | float) and isinstance(right, int | float):
-            return left * right
-    return ast.literal_eval(node)
+            return {"": name} | {str(word.arg): _read(script, word.value, depth) for word in node.keywords}
+    value = script.known(node, Unread)
+    return Unread(ast.unparse(node)) if value is Unread else value
 
 
 # -- translation -----------------------------------------------------------------------------------------------------
@@ -273,9 +196,9 @@ def _extra(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     """Fields that pass to AWS's interface as they are."""
     extra: dict[str, Any] = {}
     names = []
-    for name, path in _EXTRA.items():
-        value = theirs.get(name)
-        if value in (None, [], {}, False):
+    for name, row in TABLE.items():
+        value, path = theirs.get(name), row.how.split(": ")  # VpcConfig: Subnets
+        if row.here != "launch.extra" or value in (None, [], {}, False):
             continue
         if _has_unread(value):
             draft.drop(name, None, f"its value is known when the script runs; set launch.extra.{'.'.join(path)}")

@@ -59,6 +59,7 @@ def read_table(system: str) -> Table:
     }
 
 
+NAMES: Mapping[str, Any] = foreign_keys("scripts")  # those of scripts and command lines, by their part in a training
 # Keys of a run file that decide nothing about the weights that a run ends with, or only at which bits.
 _OUTWARD = (
     "name",
@@ -73,15 +74,10 @@ _OUTWARD = (
     "evaluate",
     "remote_dir",
 )
-_OUTWARD_KEYS: tuple[str, ...] = (
-    "checkpoint.every",
-    "checkpoint.keep",
-    "task.samples",
-    "task.bleu",
-    "task.rouge",
-    "task.beams",
-)
-_OUTWARD_KEYS += ("model.checkpoint_activations", "model.trust_remote_code", "model.compile", "data.workers")
+_OUTWARD_KEYS = {
+    *("checkpoint.every", "checkpoint.keep", "task.samples", "task.bleu", "task.rouge", "task.beams"),
+    *("model.checkpoint_activations", "model.trust_remote_code", "model.compile", "data.workers"),
+}
 
 
 def decides(key: str) -> bool:
@@ -126,7 +122,11 @@ class RunDraft:
         text = "" if value is None else f": {value}"
         self._gap(Gap(name + (text if len(text) <= 60 else f"{text[:57]}..."), why, decides, by))
 
-    def unclear(self, name: str, why: str, decides: bool = True, by: tuple[str, ...] = ()) -> None:
+    def lacks(self, name: str, why: str, *by: str) -> None:
+        """Has no counterpart, and another model would be trained without it."""
+        self.drop(name, None, why, True, by)
+
+    def unclear(self, name: str, why: str, *by: str, decides: bool = True) -> None:
         """Not understood."""
         self._gap(Gap(name, why, decides, by, understood=False))
 
@@ -237,11 +237,9 @@ def only_its_own(draft: RunDraft) -> None:
             draft.keys.pop(f"optim.{key}", None)
 
 
-_ENDS = {
+_ENDS = {key: key for key in ("min_lr_ratio", "power")} | {
     "min_lr_rate": "min_lr_ratio",
-    "min_lr_ratio": "min_lr_ratio",
     "num_decay_steps": "decay_steps",
-    "power": "power",
 }
 
 
@@ -269,7 +267,7 @@ ADAFACTOR = (
 def optimizer(draft: RunDraft, name: str, value: Any) -> None:
     """What an optimizer of the same name does otherwise."""
     if str(value).rpartition(".")[2].lower() == "adafactor":
-        draft.drop(f"{name}: the rate of adafactor", None, ADAFACTOR, True, ("optim.learning_rate",))
+        draft.lacks(f"{name}: the rate of adafactor", ADAFACTOR, "optim.learning_rate")
 
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -296,6 +294,29 @@ def quantized(draft: RunDraft, kind: Any, nested: Any, origin: str) -> None:
     draft.set("model.quantization", kind, origin)
     if nested:
         draft.notes.append("the scales of the 4-bit weights are in float32: they are not quantised a second time")
+
+
+def numbers(draft: RunDraft, theirs: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Keys of a run file that are numbers of the file, as far as it has them. `names`: our key -> theirs."""
+    for key, name in names.items():
+        if (value := number(theirs.get(name))) is not None:
+            draft.set(key, value, name)
+
+
+def share(draft: RunDraft, theirs: Mapping[str, Any], name: str) -> None:
+    """The share of train that is cut off for validation."""
+    if value := number(theirs.get(name)):
+        if value < 1:
+            draft.set("data.validation_fraction", value, name)
+        else:
+            why = "data.validation_fraction is a share, below 1"
+            draft.drop(name, theirs[name], why, True, ("data.validation_fraction",))
+
+
+def adapter_entries(table: Table, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of peft's config by its names, which rows of the table have as `how`."""
+    rows = ((name, row) for name, row in table.items() if row.here == "model.adapter" and row.how.isidentifier())
+    return {row.how: theirs.get(name) for name, row in rows}
 
 
 def lora(draft: RunDraft, entries: Mapping[str, Any], origin: str) -> None:

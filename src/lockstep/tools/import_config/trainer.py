@@ -11,24 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.run import RunError
-from lockstep.tools.import_config.table import (
-    RunDraft,
-    Table,
-    apply,
-    batches,
-    length,
-    lora,
-    number,
-    optimizer,
-    quantized,
-    read_table,
-    schedule,
-    schedule_ends,
-    trackers,
-    whole,
-)
+from lockstep.tools.import_config import table
+from lockstep.tools.import_config.table import RunDraft, Table
 
-TABLE = read_table("trainer")
+TABLE = table.read_table("trainer")
 # What TrainingArguments takes where nothing is said, and lockstep otherwise.
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -41,30 +27,30 @@ _SMOOTHED = ("classification", "translation", "summarization")  # tasks whose la
 _GROUPED = 50  # steps whose examples are sorted together, as Trainer does
 
 
-def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, table: Table = TABLE) -> None:
+def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, rows: Table = TABLE) -> None:
     """Fields that were given, and the defaults of those that were not."""
-    apply(table, theirs, draft)
+    table.apply(rows, theirs, draft)
     full = DEFAULTS | {name: value for name, value in theirs.items() if value is not None}
     for name in ("weight_decay", "seed"):
         if name not in theirs:
-            draft.set(table[name].here, DEFAULTS[name], f"{name}, by default")
-    batches(
+            draft.set(rows[name].here, DEFAULTS[name], f"{name}, by default")
+    table.batches(
         draft,
-        whole(full["per_device_train_batch_size"]),
-        whole(full["gradient_accumulation_steps"]),
+        table.whole(full["per_device_train_batch_size"]),
+        table.whole(full["gradient_accumulation_steps"]),
         processes,
         ("per_device_train_batch_size", "gradient_accumulation_steps"),
     )
-    length(draft, full["num_train_epochs"], full.get("max_steps"), ("num_train_epochs", "max_steps"))
-    schedule(draft, full, "warmup_steps", "warmup_ratio", full.get("lr_scheduler_type"))
-    optimizer(draft, "optim", full.get("optim"))
+    table.length(draft, full["num_train_epochs"], full.get("max_steps"), ("num_train_epochs", "max_steps"))
+    table.schedule(draft, full, "warmup_steps", "warmup_ratio", full.get("lr_scheduler_type"))
+    table.optimizer(draft, "optim", full.get("optim"))
     kind, ends = str(full.get("lr_scheduler_type", "linear")).lower(), full.get("lr_scheduler_kwargs") or {}
     if isinstance(ends, Mapping):
-        schedule_ends(draft, kind, ends, number(full.get("learning_rate")) or 5e-5, "lr_scheduler_kwargs")
+        table.schedule_ends(draft, kind, ends, table.number(full.get("learning_rate")) or 5e-5, "lr_scheduler_kwargs")
     else:
         draft.drop("lr_scheduler_kwargs", ends, "expected a mapping")
-    if (first := number(full.get("adam_beta1"))) is not None or "adam_beta2" in full:
-        second = number(full.get("adam_beta2", 0.999))
+    if (first := table.number(full.get("adam_beta1"))) is not None or "adam_beta2" in full:
+        second = table.number(full.get("adam_beta2", 0.999))
         draft.set("optim.betas", [0.9 if first is None else first, second], "adam_beta1 and adam_beta2")
     _intervals(full, draft)
     _best(full, draft)
@@ -72,7 +58,7 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, tabl
     if full.get("group_by_length") or full.get("train_sampling_strategy") == "group_by_length":
         draft.set("data.group_by_length", _GROUPED, "group_by_length")
     if "report_to" in full:
-        trackers(draft, "report_to", full["report_to"])
+        table.trackers(draft, "report_to", full["report_to"])
     if full.get("push_to_hub"):
         if full.get("hub_model_id"):
             draft.set("hub.push_to", full["hub_model_id"], "hub_model_id")
@@ -100,7 +86,7 @@ def _intervals(full: Mapping[str, Any], draft: RunDraft) -> None:
 
 def _interval(draft: RunDraft, key: str, every: Any, name: str) -> None:
     """Steps; a share of all steps has to wait until they are known."""
-    if (count := number(every)) is not None and count >= 1:
+    if (count := table.number(every)) is not None and count >= 1:
         draft.set(key, int(count), f"{name} {int(count)}")
     elif count:
         draft.set(key, count, f"{name} {count} of all steps")
@@ -125,7 +111,7 @@ def _engine(full: Mapping[str, Any], draft: RunDraft) -> None:
         draft.drop("deepspeed", full["deepspeed"], "`lockstep init --from` that file moves it, too")
     if (size := full.get("ddp_bucket_cap_mb")) is not None:
         draft.set("strategy.options", {"bucket_cap_mb": size}, "ddp_bucket_cap_mb")
-    if smoothing := number(full.get("label_smoothing_factor")):
+    if smoothing := table.number(full.get("label_smoothing_factor")):
         if draft.task in (None, *_SMOOTHED):
             draft.set("task.label_smoothing", smoothing, "label_smoothing_factor")
         else:
@@ -141,16 +127,11 @@ def _word(value: Any) -> str:
     return str(value).rpartition(".")[2].lower()
 
 
-TRL = read_table("trl")  # beside these, all keys of `TrainingArguments` are known
+TRL = table.read_table("trl")  # beside these, all keys of `TrainingArguments` are known
 # fields that one of TRL's trainers has and the others have not
 MARKS = {
-    "language_modeling": {
-        "packing",
-        "dataset_text_field",
-        "assistant_only_loss",
-        "completion_only_loss",
-        "eval_packing",
-    },
+    "language_modeling": {f"{kind}_only_loss" for kind in ("assistant", "completion")}
+    | {"packing", "dataset_text_field", "eval_packing"},
     "preference": {"beta", "precompute_ref_log_probs", "max_prompt_length", "simpo_gamma", "cpo_alpha", "ld_alpha"},
     "reward": {"center_rewards_coefficient"},
 }
@@ -190,10 +171,10 @@ def move_trl(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) 
     elif task == "preference":
         _pairs(theirs, draft)
         draft.notes.append("TRL turns a model's dropout off for pairs; here it is as model.config says")
-    elif (center := number(theirs.get("center_rewards_coefficient"))) is not None:
-        draft.set("task.center", center, "center_rewards_coefficient")
+    else:
+        table.numbers(draft, theirs, {"task.center": "center_rewards_coefficient"})
     _model(theirs, draft)
-    if theirs.get("dataset_test_split") and str(theirs.get("eval_strategy", "no")).rpartition(".")[2].lower() != "no":
+    if theirs.get("dataset_test_split") and _word(theirs.get("eval_strategy", "no")) != "no":
         draft.set("data.validation", theirs["dataset_test_split"], "dataset_test_split")
 
 
@@ -232,7 +213,7 @@ def _columns(draft: RunDraft, whole: bool) -> None:
         why = (
             "SFTTrainer takes text, messages, or prompt and completion, as the data have them: give --data or name them"
         )
-        draft.unclear("the columns", why, True, ("task.text", "task.messages", "task.prompt"))
+        draft.unclear("the columns", why, "task.text", "task.messages", "task.prompt")
     if "task.messages" in draft.keys and whole:
         why = "of conversations the assistant's words alone are learned here: say task.messages=... if that is wanted"
         draft.drop("assistant_only_loss", "false", why, True, ("task.messages",))
@@ -242,35 +223,26 @@ def _pairs(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     """Errors: `RunError` for a loss that there is none of here."""
     kind = theirs.get("loss_type", "sigmoid")
     kind = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
-    simpo = kind == "simpo" and not number(theirs.get("cpo_alpha", 1.0))
+    simpo = kind == "simpo" and not table.number(theirs.get("cpo_alpha", 1.0))
     if not simpo and (kind not in _DPO_LOSSES or "cpo_alpha" in theirs):
         draft.drop(
             "loss_type", kind, "task.loss is dpo (sigmoid), ipo, hinge, or simpo with cpo_alpha 0", True, ("task.loss",)
         )
     else:
         draft.set("task.loss", "simpo" if simpo else _DPO_LOSSES[str(kind)], f"loss_type {kind}")
-    for key, name in (("beta", "beta"), ("label_smoothing", "label_smoothing"), ("gamma", "simpo_gamma")):
-        if (value := number(theirs.get(name))) is not None and (key != "gamma" or simpo):
-            draft.set(f"task.{key}", value, name)
+    ours = {"task.beta": "beta", "task.label_smoothing": "label_smoothing"}
+    table.numbers(draft, theirs, ours | ({"task.gamma": "simpo_gamma"} if simpo else {}))
 
 
 def _model(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     dtype = str(theirs.get("dtype", theirs.get("torch_dtype", "float32")))
     set_dtype(draft, dtype, "dtype")
     if theirs.get("use_peft"):
-        entries = {
-            "r": theirs.get("lora_r", 16),
-            "lora_alpha": theirs.get("lora_alpha", 32),
-            "lora_dropout": theirs.get("lora_dropout", 0.05),
-            "target_modules": theirs.get("lora_target_modules"),
-            "modules_to_save": theirs.get("lora_modules_to_save"),
-            "use_dora": theirs.get("use_dora"),
-            "use_rslora": theirs.get("use_rslora"),
-        }
-        lora(draft, {k: v for k, v in entries.items() if v is not False}, "use_peft")
+        entries = table.adapter_entries(TRL, {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, **theirs})
+        table.lora(draft, {k: v for k, v in entries.items() if v is not False}, "use_peft")
     if theirs.get("load_in_4bit"):
         nested = theirs.get("use_bnb_nested_quant")
-        quantized(draft, theirs.get("bnb_4bit_quant_type", "nf4"), nested, "load_in_4bit")
+        table.quantized(draft, theirs.get("bnb_4bit_quant_type", "nf4"), nested, "load_in_4bit")
 
 
 def set_dtype(draft: RunDraft, dtype: str, origin: str) -> None:

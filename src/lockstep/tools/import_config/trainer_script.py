@@ -14,29 +14,10 @@ from lockstep.config.run import RunError
 from lockstep.tools.import_config import loading, trainer
 from lockstep.tools.import_config.loading import RUNS, Reading
 from lockstep.tools.import_config.script import Call, Script, code_of, is_trainer, kind_of
-from lockstep.tools.import_config.table import RunDraft, decides
+from lockstep.tools.import_config.table import NAMES, RunDraft, decides
 
 Move = Callable[[RunDraft, int | None], None]
 LOOPS = ("lightning", "pytorch_lightning", "pl", "L", "composer", "ignite", "fastai")  # which have a Trainer, too
-_LIBRARIES = ("transformers", "trl", "peft", "datasets", "bitsandbytes", "unsloth", "optimum", "sentence_transformers")
-_OVERRIDES: tuple[str, ...] = (
-    "compute_loss",
-    "training_step",
-    "create_optimizer",
-    "create_scheduler",
-    "create_optimizer_and_scheduler",
-)
-_OVERRIDES += (
-    "get_train_dataloader",
-    "get_eval_dataloader",
-    "_inner_training_loop",
-    "optimizer_step",
-    "prediction_step",
-)
-_AFTER = {  # methods of a trainer that decide nothing
-    *("train", "evaluate", "predict", "save_model", "save_state", "push_to_hub", "log_metrics", "save_metrics", "log"),
-    *("create_model_card", "is_world_process_zero", "metrics_format", "remove_callback", "add_callback"),
-}
 
 
 def read(script: Script) -> tuple[str, Move] | None:
@@ -69,30 +50,13 @@ def read(script: Script) -> tuple[str, Move] | None:
 
 
 def _is_settings(name: str) -> bool:
-    return name.endswith("TrainingArguments") or any(
-        name == f"{prefix}Config" for prefix in (*trainer.CONFIGS, *_NO_WAY)
-    )
-
-
-_NO_WAY = (
-    "KTO",
-    "ORPO",
-    "GRPO",
-    "PPO",
-    "PPOv2",
-    "RLOO",
-    "GKD",
-    "PRM",
-    "OnlineDPO",
-    "XPO",
-    "NashMD",
-    "BCO",
-    "AlignProp",
-)
+    prefixes = (*trainer.CONFIGS, *NAMES["trl_without_counterpart"])
+    return name.endswith("TrainingArguments") or any(name == f"{prefix}Config" for prefix in prefixes)
 
 
 def _no_way(name: str) -> bool:
-    return any(name in (f"{prefix}Config", f"{prefix}Trainer") for prefix in _NO_WAY) or name.startswith("SentenceTr")
+    kinds = [f"{prefix}{kind}" for prefix in NAMES["trl_without_counterpart"] for kind in ("Config", "Trainer")]
+    return name in kinds or name.startswith("SentenceTr")
 
 
 def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
@@ -109,7 +73,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     _settings(at, processes)
     own_tokenizer(at)
     if draft.task is None:
-        draft.unclear("the task", "nothing says which one it is", by=("task.name",))
+        draft.unclear("the task", "nothing says which one it is", "task.name")
 
 
 def read_call(call: Call, at: Reading) -> None:
@@ -150,10 +114,10 @@ def _handler(call: Call, at: Reading) -> Callable[[Call, Reading], None] | None:
     if kind == "model":
         return model_method
     if kind == "trainer":
-        return None if name in _AFTER else _unknown
+        return None if name in NAMES["trainer_methods"] else _unknown
     if kind is not None or kind_of(at.script, call.node.func) in ("tokenizer", "model"):
         return None
-    if root in _LIBRARIES and name not in NO_ROLE and not _quiet(call):
+    if root in NAMES["libraries"] and name not in NAMES["without_role"] and not _quiet(call):
         return _unknown
     return None
 
@@ -182,15 +146,16 @@ def _subclass(kind: ast.ClassDef, at: Reading) -> None:
     bases = [at.script.origin_of(base).rpartition(".")[2] for base in kind.bases]
     if any(base.endswith("Trainer") for base in bases):
         for line in kind.body:
-            if isinstance(line, ast.FunctionDef) and line.name in _OVERRIDES:
+            if isinstance(line, ast.FunctionDef) and line.name in NAMES["trainer_overrides"]:
                 why = "a loss, or a step, of the script's own: task.name=module takes a loss"
-                at.draft.drop(f"line {line.lineno}: {kind.name}.{line.name}", None, why, True, ("task.loss",))
+                at.draft.lacks(f"line {line.lineno}: {kind.name}.{line.name}", why, "task.loss")
     if any(base in ("Dataset", "IterableDataset") for base in bases):
         why = "save its texts to a file, and give that: --data FILE"
         at.draft.unclear(
             f"line {kind.lineno}: class {kind.name}({', '.join(map(code_of, kind.bases))})",
             why,
-            by=("data.source", "data.train"),
+            "data.source",
+            "data.train",
         )
 
 
@@ -210,7 +175,7 @@ def _settings(at: Reading, processes: int | None) -> None:
     if at.mapped:
         return
     why = "no function was seen that makes tokens of them"
-    draft.unclear("which texts are read, and where they are cut", why, by=("data.max_length", "task.block_size"))
+    draft.unclear("which texts are read, and where they are cut", why, "data.max_length", "task.block_size")
 
 
 def own_tokenizer(at: Reading) -> None:
@@ -222,68 +187,7 @@ def own_tokenizer(at: Reading) -> None:
         draft.comments.pop("tokenizer.source", None)
     elif source is None and at.tokenizer is not None and at.tokenizer[0] not in at.models:
         code, where = at.tokenizer
-        draft.unclear(where, f"{code} is known when the script runs", by=("tokenizer.source", "model.source"))
-
-
-_NO_ROLE: tuple[str, ...] = (
-    "set_seed",
-    "login",
-    "pipeline",
-    "TextStreamer",
-    "GenerationConfig",
-    "notebook_login",
-    "default_data_collator",
-)
-_NO_ROLE += ("TaskType", "DataCollatorWithPadding", "DataCollatorForTokenClassification", "DataCollatorForSeq2Seq")
-_NO_ROLE += ("get_last_checkpoint", "check_min_version", "require_version", "EvalPrediction", "ProgressCallback")
-_NO_ROLE += (
-    "prepare_model_for_kbit_training",
-    "get_peft_model",
-    "get_kbit_device_map",
-    "get_quantization_config",
-    "HfArgumentParser",
-    "load_metric",
-    "TrlParser",
-)
-_NO_ROLE += ("TensorBoardCallback", "WandbCallback", "PrinterCallback", "AutoPeftModelForCausalLM", "get_peft_config")
-_CALLBACKS = ("EarlyStoppingCallback", "TensorBoardCallback", "WandbCallback", "PrinterCallback", "ProgressCallback")
-# Fields of a model's config that a script may set and that change nothing in training.
-_CONFIG = ("use_cache", "pad_token_id", "eos_token_id", "bos_token_id", "pretraining_tp", "label2id", "id2label")
-_TOKENIZER = ("pad_token", "pad_token_id", "padding_side")
-_METHODS = {  # of a model, that change no weight and no loss
-    *("to", "cuda", "train", "eval", "parameters", "named_parameters", "print_trainable_parameters", "state_dict"),
-    *("save_pretrained", "push_to_hub", "generate", "num_parameters", "named_modules", "modules", "merge_and_unload"),
-    *(
-        "enable_input_require_grads",
-        "gradient_checkpointing_enable",
-        "get_memory_footprint",
-        "config",
-        "from_pretrained",
-    ),
-    "requires_grad_",
-}
-# Of SFTTrainer's own arguments, those that its config has in newer releases.
-OLDER: tuple[str, ...] = (
-    "dataset_text_field",
-    "max_seq_length",
-    "packing",
-    "dataset_kwargs",
-    "neftune_noise_alpha",
-    "beta",
-    "loss_type",
-)
-OLDER += ("label_smoothing", "max_length", "max_prompt_length", "dataset_num_proc")
-_SILENT: tuple[str, ...] = (
-    "args",
-    "model",
-    "tokenizer",
-    "processing_class",
-    "peft_config",
-    "compute_metrics",
-    "model_init",
-    "ref_model",
-)
-_SILENT += ("preprocess_logits_for_metrics", "train_dataset", "eval_dataset", "callbacks", "data_collator")
+        draft.unclear(where, f"{code} is known when the script runs", "tokenizer.source", "model.source")
 
 
 def arguments(call: Call, at: Reading) -> None:
@@ -296,7 +200,7 @@ def arguments(call: Call, at: Reading) -> None:
         row = table.get(name)
         deciding = row is None or row.decides or (bool(row.here) and decides(row.here))
         by = (row.here,) if row is not None and row.here else ()
-        at.draft.unclear(f"line {call.line}: {name}={code}", f"{RUNS}; a default is taken", deciding, by)
+        at.draft.unclear(f"line {call.line}: {name}={code}", f"{RUNS}; a default is taken", *by, decides=deciding)
     for code in arguments.more:
         at.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
     at.read(call, f"{len(arguments.known)} settings: see the comments of the run file")
@@ -324,9 +228,10 @@ def collator(call: Call, at: Reading) -> None:
     at.read(call, f"task.name: {at.draft.keys.get('task.name')}")
 
 
-def completion_collator(call: Call, at: Reading) -> None:
-    why = "a response is learned by its column: task.prompt and task.response, or task.messages"
-    at.draft.drop(str(call), None, why, True, ("task.prompt", "task.messages"))
+completion_collator = loading.without(
+    "a response is learned by its column: task.prompt and task.response, or task.messages",
+    *("task.prompt", "task.messages"),
+)
 
 
 def trainer_call(call: Call, at: Reading) -> None:
@@ -340,16 +245,16 @@ def trainer_call(call: Call, at: Reading) -> None:
     if isinstance(model, str):
         at.set(call, "model.source", model)
     for name, node in arguments.nodes.items():
-        if name in OLDER and call.name.startswith(tuple(trainer.CONFIGS)):
+        if name in NAMES["older_trainer_arguments"] and call.name.startswith(tuple(trainer.CONFIGS)):
             if name in arguments.known:
                 at.arguments.setdefault(name, arguments.known[name])
             else:
                 at.draft.unclear(f"line {call.line}: {name}={arguments.unknown[name]}", RUNS)
         elif name == "args" and kind_of(at.script, node) is None and not isinstance(node, ast.Constant):
             at.draft.unclear(
-                f"line {call.line}: args={code_of(node)}", "where these are made was not seen", not at.arguments
+                f"line {call.line}: args={code_of(node)}", "where these are made was not seen", decides=not at.arguments
             )
-        elif name not in _SILENT:
+        elif name not in NAMES["trainer_arguments"]:
             _own(call, at, name, node)
     for code in arguments.more:
         at.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
@@ -358,7 +263,7 @@ def trainer_call(call: Call, at: Reading) -> None:
         at.draft.drop(f"line {call.line}: compute_metrics={code_of(arguments.nodes['compute_metrics'])}", None, why)
     collate = arguments.nodes.get("data_collator")
     if collate is not None and (own := _own_collator(at.script, collate)):
-        at.draft.drop(f"line {call.line}: data_collator={own}", None, "batches are made as the task says", True)
+        at.draft.lacks(f"line {call.line}: data_collator={own}", "batches are made as the task says")
     callbacks(call, at, arguments.nodes.get("callbacks"))
     at.read(call, "the task and its data")
 
@@ -378,7 +283,7 @@ def _own(call: Call, at: Reading, name: str, node: ast.expr) -> None:
         "compute_loss_func": ("the loss is the task's own, or that of task.name=module", ("task.loss",)),
     }
     why, by = whys.get(name, ("not an argument that is known here", ()))
-    at.draft.drop(f"line {call.line}: {name}={code_of(node)}", None, why, True, by)
+    at.draft.lacks(f"line {call.line}: {name}={code_of(node)}", why, *by)
 
 
 def _own_collator(script: Script, node: ast.expr) -> str | None:
@@ -397,7 +302,7 @@ def callbacks(call: Call, at: Reading, node: ast.expr | None) -> None:
     for one in each:
         one = (at.script.bound(one, last=True) or one) if isinstance(one, ast.Name) else one
         name = at.script.origin_of(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2]
-        if name not in _CALLBACKS and not (isinstance(one, ast.Constant) and one.value is None):
+        if name not in NAMES["callbacks"] and not (isinstance(one, ast.Constant) and one.value is None):
             at.draft.unclear(f"line {call.line}: the callback {code_of(one)}", "what it does is not known")
 
 
@@ -428,7 +333,7 @@ def added_tokens(call: Call, at: Reading) -> None:
     if call.name == "add_special_tokens" and isinstance(tokens, dict) and set(tokens) <= {"pad_token"}:
         at.read(call, "nothing: padding is not learned")
         return
-    at.draft.drop(str(call), None, "a tokenizer is used as it is saved", True, ("tokenizer.source",))
+    at.draft.lacks(str(call), "a tokenizer is used as it is saved", "tokenizer.source")
 
 
 def resized(call: Call, at: Reading) -> None:
@@ -452,7 +357,6 @@ HANDLERS: dict[str, Handler] = {
     "add_tokens": added_tokens,
     "resize_token_embeddings": resized,
 }
-NO_ROLE = frozenset(_NO_ROLE)
 
 
 def settings(at: Reading) -> None:
@@ -470,21 +374,21 @@ def _setting(node: ast.Assign, target: ast.Attribute, at: Reading) -> None:
         at.arguments[target.attr] = value
         at.draft.read.append(f"{where} -> {target.attr}")
     elif target.attr == "requires_grad":
-        at.draft.drop(where, None, "model.freeze names the weights that are not trained", True, ("model.freeze",))
-    elif kind == "config" and target.attr not in _CONFIG:
-        at.draft.drop(where, None, "model.config sets entries of the model's own config", True, ("model.config",))
+        at.draft.lacks(where, "model.freeze names the weights that are not trained", "model.freeze")
+    elif kind == "config" and target.attr not in NAMES["config_fields"]:
+        at.draft.lacks(where, "model.config sets entries of the model's own config", "model.config")
     elif kind == "tokenizer" and target.attr == "chat_template" and isinstance(value, str):
         at.draft.set("task.chat_template", value, f"line {node.lineno}")
         at.draft.read.append(f"{where} -> task.chat_template")
-    elif kind == "tokenizer" and target.attr not in _TOKENIZER:
-        at.draft.drop(where, None, "a tokenizer is used as it is saved", True, ("tokenizer.source",))
-    elif kind == "model" and target.attr not in ("is_parallelizable", "model_parallel", "generation_config"):
+    elif kind == "tokenizer" and target.attr not in NAMES["tokenizer_fields"]:
+        at.draft.lacks(where, "a tokenizer is used as it is saved", "tokenizer.source")
+    elif kind == "model" and target.attr not in NAMES["model_fields"]:
         at.draft.unclear(where, "what it changes of the model is not known")
 
 
 def model_method(call: Call, at: Reading) -> None:
     """A method of a model that none of the above knows."""
-    if call.name not in _METHODS and call.name not in HANDLERS:
+    if call.name not in NAMES["model_methods"] and call.name not in HANDLERS:
         at.draft.unclear(str(call), "what it changes of the model is not known")
     elif call.name == "requires_grad_":
-        at.draft.drop(str(call), None, "model.freeze names the weights that are not trained", True, ("model.freeze",))
+        at.draft.lacks(str(call), "model.freeze names the weights that are not trained", "model.freeze")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _ROWS = 1000  # looked at of the training split, from its beginning to its end
 _NO_SEMICOLON = "LS2225"  # lines of text that are not `text;label`
 _FEW = 200  # different values that a column of labels may have, at most
+_SPLIT_NAMES = {*chain.from_iterable(source.USUAL.values())}
 _COUNTED = ("text", "label", "number", "decimal", "true/false")  # kinds whose values are counted
 
 
@@ -40,9 +42,8 @@ class Look:
 
     source: str
     sizes: dict[str, int]  # split -> examples
-    kinds: dict[
-        str, str
-    ]  # column -> text, texts, label, labels, number, decimal, true/false, messages, image or another
+    # column -> text, texts, label, labels, number, decimal, true/false, messages, image or another
+    kinds: dict[str, str]
     few: dict[str, int]  # column of few different values -> how many
     characters: dict[str, int]  # text column -> the 99th percentile of its characters
     languages: tuple[str, ...] = ()  # of a column of pairs
@@ -167,17 +168,15 @@ def _leaves(path: str, feature: Any) -> Iterator[str]:
 def _are_splits(values: set[str]) -> bool:
     """Whether all values are what splits are called."""
     words = {value.strip().lower() for value in values}
-    known = {word for usual in source.USUAL.values() for word in usual}
-    return len(words) > 1 and words <= known and bool(words & set(source.USUAL["train"]))
+    return len(words) > 1 and words <= _SPLIT_NAMES and bool(words & set(source.USUAL["train"]))
 
 
 def _no_splits(values: set[str]) -> tuple[str, ...]:
     """What else is said where train and another split are named."""
-    known = {word for usual in source.USUAL.values() for word in usual}
     words = {value.strip().lower() for value in values}
-    odd = tuple(sorted(value for value in values if value.strip().lower() not in known))
-    near = len(words & known) > 1 and words & set(source.USUAL["train"])
-    return odd if near and len(odd) <= len(words & known) else ()
+    odd = tuple(sorted(value for value in values if value.strip().lower() not in _SPLIT_NAMES))
+    near = len(words & _SPLIT_NAMES) > 1 and words & set(source.USUAL["train"])
+    return odd if near and len(odd) <= len(words & _SPLIT_NAMES) else ()
 
 
 def _kind(rows: Dataset, name: str) -> str:
@@ -190,13 +189,9 @@ def _kind(rows: Dataset, name: str) -> str:
         inner = feature[0]
     if inner is not None:
         if isinstance(inner, dict):
-            return (
-                "messages"
-                if {"role", "content"} <= set(inner)
-                else "turns"
-                if {"from", "value"} <= set(inner)
-                else "list"
-            )
+            if {"role", "content"} <= set(inner):
+                return "messages"
+            return "turns" if {"from", "value"} <= set(inner) else "list"
         dtype = str(getattr(inner, "dtype", ""))
         if getattr(inner, "names", None):
             return "labels"
@@ -214,8 +209,8 @@ def _kind(rows: Dataset, name: str) -> str:
     dtype = str(getattr(feature, "dtype", ""))
     if "string" in dtype:
         return "text"
-    known = {"int": "number", "uint": "number", "bool": "true/false", "float": "decimal", "double": "decimal"}
-    return next((kind for start, kind in known.items() if dtype.startswith(start)), dtype or type(feature).__name__)
+    kinds = {"int": "number", "uint": "number", "bool": "true/false", "float": "decimal", "double": "decimal"}
+    return next((kind for start, kind in kinds.items() if dtype.startswith(start)), dtype or type(feature).__name__)
 
 
 def _is_few(values: int, rows: int) -> bool:
@@ -362,61 +357,56 @@ def _several_labels(look: Look) -> dict[str, Any] | None:
     return None
 
 
-def _numbers(look: Look) -> tuple[dict[str, Any], str] | None:
+def _numbers(look: Look) -> tuple[dict[str, Any], dict[str, str]] | None:
     """The keys of a column of numbers that are foretold, and why it might be another, if it might."""
     decimal = [c for c, kind in look.kinds.items() if kind == "decimal" and _might_be_read(c, look)]
     called = [c for c in decimal if c.lower() in SCORE]
     if called:
-        return {"label": called[0], "regression": True}, _might_be(unlike(called[0], called), "the number")
+        return {"label": called[0], "regression": True}, _doubts("label", unlike(called[0], called), "the number")
     if len(decimal) == 1:
-        return {"label": decimal[0], "regression": True}, "its name does not say that it is to be foretold"
+        doubt = "its name does not say that it is to be foretold"
+        return {"label": decimal[0], "regression": True}, {"label": doubt}
     return None
 
 
-def _might_be(columns: list[str], what: str) -> str:
-    return f"{', '.join(columns)} might be {what} as well" if columns else ""
+def _doubts(key: str, columns: list[str], what: str) -> dict[str, str]:
+    """Why a key might name another column: one of these."""
+    return {key: f"{', '.join(columns)} might be {what} as well"} if columns else {}
 
 
 def _classification(look: Look) -> Fit | None:
     if look.texts and not _of_one_label(look):
+        keys, doubts = _read_fit(look.texts, look)
         if (several := _several_labels(look)) is not None:
-            keys, doubts = _read_fit(look.texts, look)
             return Fit(keys | several, doubts)
         if (numbers := _numbers(look)) is not None:
-            keys, doubts = _read_fit(look.texts, look)
-            return Fit(keys | numbers[0], doubts | ({"label": numbers[1]} if numbers[1] else {}))
-    named = [c for c in look.few if is_label(c)]
+            return Fit(keys | numbers[0], doubts | numbers[1])
+    by_name = [c for c in look.few if is_label(c)]
     labels = [c for c, kind in look.kinds.items() if kind == "label"]
     truths = [c for c in look.few if look.kinds[c] == "true/false"]
     others = sorted((c for c in look.texts if c in look.few), key=lambda c: look.few[c])
-    exact = [c for name in LABEL for c in [*labels, *named] if c.lower() == name]
-    label = first(exact, labels, named, truths, others)
+    exact = [c for name in LABEL for c in [*labels, *by_name] if c.lower() == name]
+    label = first(exact, labels, by_name, truths, others)
     texts = [c for c in look.texts if c != label]
     if label is None or not texts:
         return None
-    doubts = {}
     short = [c for c in others if look.few[c] <= CLASSES]
-    rivals = unlike(label, exact) or ([] if exact else unlike(label, [*labels, *named, *truths, *short]))
-    if rivals:
-        doubts["label"] = f"{', '.join(rivals)} might be the label as well"
+    rivals = unlike(label, exact) or ([] if exact else unlike(label, [*labels, *by_name, *truths, *short]))
     keys, of_texts = _read_fit(texts, look)
-    return Fit(keys | {"label": label}, doubts | of_texts)
+    return Fit(keys | {"label": label}, _doubts("label", rivals, "the label") | of_texts)
 
 
 def _read_fit(texts: list[str], look: Look) -> tuple[dict[str, Any], dict[str, str]]:
     """The keys of the columns that are read, one or two, and why each might be another."""
-    doubts = {}
     if pair := pair_of(texts):
         rest = [c for c in texts if _might_be_read(c, look) and c not in (*pair, *look.few)]
-        if rest:
-            doubts["text"] = f"{', '.join(rest)} might be a text as well"
-        return {"text": pair[0], "text_pair": pair[1]}, doubts
+        return {"text": pair[0], "text_pair": pair[1]}, _doubts("text", rest, "a text")
     free = [c for c in texts if c not in look.few] or texts
     longest = sorted(free, key=lambda c: -look.characters[c])
     text = first([c for name in TEXT for c in free if c.lower() == name], longest)
-    if others := unlike(text, [c for c in free if _might_be_read(c, look)]):
-        doubts["text"] = f"{', '.join(others)} might be the text as well, or a second one (task.text_pair)"
-    return {"text": text}, doubts
+    others = unlike(text, [c for c in free if _might_be_read(c, look)])
+    doubts = _doubts("text", others, "the text")
+    return {"text": text}, {key: f"{why}, or a second one (task.text_pair)" for key, why in doubts.items()}
 
 
 def _image_classification(look: Look) -> Fit | None:
@@ -426,9 +416,8 @@ def _image_classification(look: Look) -> Fit | None:
     if not images or label is None:
         return None
     rivals = unlike(label, [*dict.fromkeys([*_of_one_label(look), *labels])])
-    doubts = {"label": f"{', '.join(rivals)} might be the label as well"} if rivals else {}
-    more = {"image": f"{', '.join(images[1:])} might be the image as well"} if images[1:] else {}
-    return Fit({"image": images[0], "label": label}, doubts | more)
+    doubts = _doubts("label", rivals, "the label") | _doubts("image", images[1:], "the image")
+    return Fit({"image": images[0], "label": label}, doubts)
 
 
 def _token_classification(look: Look) -> Fit | None:
@@ -438,10 +427,7 @@ def _token_classification(look: Look) -> Fit | None:
     tag = first([c for c in TAGS if c in tags], [c for c in tags if look.kinds[c] == "labels"])
     if not word or not tag:
         return None
-    others = unlike(tag, tags)
-    return Fit(
-        {"words": word, "tags": tag}, {"tags": f"{', '.join(others)} might be the tags as well"} if others else {}
-    )
+    return Fit({"words": word, "tags": tag}, _doubts("tags", unlike(tag, tags), "the tags"))
 
 
 def _translation(look: Look) -> Fit | None:
@@ -514,16 +500,15 @@ def _language_modeling(look: Look) -> Fit | None:
             if more in texts and prompt != more and look.characters[more]:
                 doubts["prompt"] = f"the column {more} is not read; to learn from both, join them into one column first"
         if "rejected" in texts:
-            doubts["response"] = (
-                "rejected is not read: only the response is learned; --task preference learns from both"
-            )
+            why = "only the response is learned; --task preference learns from both"
+            doubts["response"] = f"rejected is not read: {why}"
         return Fit({"prompt": prompt, "response": response}, doubts)
     longest = sorted(texts, key=lambda c: -look.characters[c])
     text = first([c for name in TEXT for c in texts if c.lower() == name], longest)
     if not text:
         return None
     others = [c for c in unlike(text, texts) if _might_be_read(c, look) and c not in look.few]
-    return Fit({"text": text}, {"text": f"{', '.join(others)} might be the text as well"} if others else {})
+    return Fit({"text": text}, _doubts("text", others, "the text"))
 
 
 def _answer_pairs(look: Look) -> Fit | None:
@@ -583,36 +568,30 @@ SUMMARIES = (
     ("article", "highlights"),
     ("document", "abstract"),
 )
+_IDENTIFYING = {"id", "idx", "index", "url", "link", "uuid", "guid", "hash", "date", "time", "timestamp", "file"}
 SECOND = {"1": "2", "a": "b", "A": "B"}  # what the second column of a pair ends in
 
 
 def is_known(column: str) -> bool:
     """Whether a name is one that columns have, and texts are not."""
-    known = (
-        *TEXT,
-        *SCORE,
-        *WORDS,
-        *TAGS,
-        *PROMPT,
-        *RESPONSE,
-        *MESSAGES,
-        *(each for pair in FIRSTS for each in pair),
-    )
-    return column.strip().lower() in known or is_name(column)
+    names = {*TEXT, *SCORE, *WORDS, *TAGS, *PROMPT, *RESPONSE, *MESSAGES, *chain.from_iterable(FIRSTS)}
+    return column.strip().lower() in names or is_name(column)
 
 
 def is_label(column: str) -> bool:
     """Whether a name says that a column is a label: label, airline_sentiment, is_spam, classLabel."""
-    parts = [part.lower() for part in re.split(r"[_\W]+|(?<=[a-z])(?=[A-Z])", column)]
+    parts = _parts(column)
     return parts[0] == "is" or any(part in LABEL for part in parts)
 
 
 def is_name(column: str) -> bool:
     """Whether a name says that a column tells rows apart, and is not read."""
-    parts = {part.lower() for part in re.split(r"[_\W]+|(?<=[a-z])(?=[A-Z])", column)}
-    return bool(
-        parts & {"id", "idx", "index", "url", "link", "uuid", "guid", "hash", "date", "time", "timestamp", "file"}
-    )
+    return not _IDENTIFYING.isdisjoint(_parts(column))
+
+
+def _parts(column: str) -> list[str]:
+    """The words of a name: airline_sentiment, classLabel."""
+    return [part.lower() for part in re.split(r"[_\W]+|(?<=[a-z])(?=[A-Z])", column)]
 
 
 def pair_of(texts: list[str]) -> tuple[str, str] | None:

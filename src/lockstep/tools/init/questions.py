@@ -35,14 +35,11 @@ CHAT = (
 _T5 = {"en": "English", "de": "German", "fr": "French", "ro": "Romanian"}  # what it was trained to be asked
 _SMALL_GPT2 = {"n_layer": 3, "n_head": 4, "n_embd": 128}
 _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
-_SMALL_MARIAN = {
-    "d_model": 128,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 512,
-    "decoder_ffn_dim": 512,
+_SMALL_MARIAN = {"d_model": 128}
+_SMALL_MARIAN |= {
+    f"{side}_{name}": size
+    for side in ("encoder", "decoder")
+    for name, size in {"layers": 2, "attention_heads": 4, "ffn_dim": 512}.items()
 }
 _SMALL_OTHERS = {
     "num_key_value_heads": 4,

@@ -30,6 +30,7 @@ from lockstep.distributed import job_record
 from lockstep.launchers import slurm, start
 from lockstep.launchers.local import processes_of
 from lockstep.tools.subprocess_job import Child, asked_to_stop
+from lockstep.tools.sweep import sweep_file
 from lockstep.tools.sweep.sweep_file import Sweep, name_of
 from lockstep.track.console import Console, clock
 from lockstep.track.report import history
@@ -115,11 +116,9 @@ class Leaderboard:
         search = self.sweep.search
         if search is None or len(self.trials) >= search.trials:
             return None
-        from lockstep.tools.sweep.sweep_file import propose
-
         results = [(t.keys, self.metric(t)) for t in self.trials if t.state in ("done", "running")]
         for seed in range(search.seed, search.seed + 100 * search.trials, search.trials):
-            keys = propose(self.sweep.over, results, seed, not self.sweep.metric.startswith("-"))
+            keys = sweep_file.propose(self.sweep.over, results, seed, not self.sweep.metric.startswith("-"))
             if all(dict(t.keys) != keys for t in self.trials):
                 trial = self.add(keys)
                 self._tried.add(trial.name)
@@ -209,8 +208,6 @@ class Leaderboard:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Columns and cells, the best trial first."""
-        from lockstep.tools.sweep.sweep_file import format_value
-
         keys = list(dict.fromkeys(key for trial in self.trials for key in trial.keys))
         first = self.sweep.metric.removeprefix("-")
         others = dict.fromkeys(k for t in self.trials for k in t.scores if k not in (first, "examples"))
@@ -221,7 +218,7 @@ class Leaderboard:
         for trial in self.ranked():
             scores = [f"{trial.scores[k]:.4f}" if k in trial.scores else "-" for k in (first, *others)]
             state = f"{trial.state}: {trial.reason}" if trial.reason else trial.state
-            key_cells = [format_value(trial.keys[k]) if k in trial.keys else "-" for k in keys]
+            key_cells = [sweep_file.format_value(trial.keys[k]) if k in trial.keys else "-" for k in keys]
             cells.append([*key_cells, *scores, state])
         return columns, cells
 
@@ -247,8 +244,6 @@ def planned(sweep: Sweep, keys: Mapping[str, Any], name: str) -> Run:
 def _known(sweep: Sweep) -> list[Mapping[str, Any]]:
     """The trials that a search has begun with before, after trying whether all it may propose makes a run file. Errors:
     `RunError`."""
-    from lockstep.tools.sweep import sweep_file
-
     sweep_file.check()
     for keys in sweep_file.corners(sweep.over):
         planned(sweep, keys, name_of(keys, set()))
@@ -325,15 +320,15 @@ def _array(board: Leaderboard) -> bool:
     for trial in board.trials:
         if trial.state != "done" and (word := live(trial.run.folder)) is not None:
             trial.state = word
-    left = [trial for trial in board.trials if trial.state in ("begun", "to do")]
-    for trial in left:
+    waiting = [trial for trial in board.trials if trial.state in ("begun", "to do")]
+    for trial in waiting:
         keep(trial.run)
-    if left:
+    if waiting:
         at_most = request.parallel if request.parallel > 1 else None
-        job = submit(request.base, [trial.run for trial in left], request.folder, at_most)
-        for trial in left:
+        job = submit(request.base, [trial.run for trial in waiting], request.folder, at_most)
+        for trial in waiting:
             trial.state = "submitted"
-        board.console.say(f"array job {job} is queued: {len(left)} trial(s). The same command, later, collects them")
+        board.console.say(f"array job {job} is queued: {len(waiting)} trial(s). The same command, later, collects them")
     board.write()
     return False
 
@@ -500,8 +495,8 @@ class Tree:
         if not self.begins:
             return ""
         alone = sum(len(each.rates) for each in self.courses.values())
-        left = alone - sum(step for _, step in self.begins.values())
-        return f"{len(self.begins)} trial(s) begin with steps of another one: {left:,} steps instead of {alone:,}"
+        together = alone - sum(step for _, step in self.begins.values())
+        return f"{len(self.begins)} trial(s) begin with steps of another one: {together:,} steps instead of {alone:,}"
 
     def begin(self, name: str, runs: Mapping[str, Run]) -> str:
         """Give a trial the checkpoint that it begins with. Returns what is told. Errors: `RunError`, where the other

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from . import fsdp1, workers
 from .fingerprint import measure, whole
-from .placement import is_plain_tensor, plain_name
+from .placement import is_plain_tensor, local, plain_name
 from .recorder import Recorder, generators
 from .writer import warn
 
@@ -98,11 +98,15 @@ class Hooks:
         return (args[0], wrapped, *args[2:]), kwargs
 
     def _makes_state(self, optimizer: Any) -> bool:
-        """Whether a step only lets the optimizer make its state, as `torch.distributed.checkpoint` has it before it
-        loads: the first one, at the rate 0, before any backward."""
+        """Whether a step only lets the optimizer make its state: the first one, before any backward, at the rate 0, as
+        `torch.distributed.checkpoint` has it before it loads, or with gradients of zeros before the model was called,
+        as Megatron-FSDP has it."""
         if optimizer.state or self.recorder is None or self.recorder.since.backwards:
             return False
-        return all("lr" in group and float(group["lr"]) == 0 for group in optimizer.param_groups)
+        if all("lr" in group and float(group["lr"]) == 0 for group in optimizer.param_groups):
+            return True
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return bool(grads) and not self.recorder.roots and not any(bool(local(g)[0].count_nonzero()) for g in grads)
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         here = self._stepping.pop(id(optimizer), None)

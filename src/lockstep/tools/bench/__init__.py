@@ -1,1 +1,0 @@
-"""`lockstep bench`: a job's speed and memory over processes, strategies and micro-batches."""
