@@ -87,6 +87,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     Options = EmbeddingOptions
     head = heads.EMBEDDING
     column_keys = ("anchor", "positive")
+    input_keys = ("anchor",)
     column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "anchor": ("anchor", "query", "question", "sentence"),
         "positive": ("positive", "pos", "positive_passage"),
@@ -356,10 +357,6 @@ class Embedding(TextTask, Predicts, GivesPredictions):
             | {"right": texts[count + i]}
             for i in sampled
         ]
-
-    @classmethod
-    def input_columns(cls, run: Run) -> tuple[str, ...]:
-        return (cls.options_of(run).anchor,)
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:

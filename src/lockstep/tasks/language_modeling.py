@@ -143,6 +143,7 @@ class LanguageModeling(PerToken, Generates):
     Options = LanguageModelingOptions
     head = heads.CAUSAL
     column_keys = ("text",)
+    answer_name = "written"
     column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "prompt": ("prompt", "instruction", "question", "input", "query"),
         "response": ("response", "completion", "output", "answer", "answers", "chosen", "target"),
@@ -382,10 +383,6 @@ class LanguageModeling(PerToken, Generates):
         template = as_message if options.messages is not None else None
         most = options.block_size, options.sample_tokens
         return inference.continuations(model, tok, rows, template, *most, options.temperature, run.seed)
-
-    @classmethod
-    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
-        return str(answer["written"])
 
 
 # -- preparing -------------------------------------------------------------------------------------------------------

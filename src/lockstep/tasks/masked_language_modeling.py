@@ -60,6 +60,7 @@ class MaskedLanguageModeling(PerToken):
     Options = MaskedLanguageModelingOptions
     head = heads.MASKED
     column_keys = ("text",)
+    input_keys = ("text",)
     default_model = "distilbert/distilroberta-base"
     small_model = "bert"
     pipeline = "fill-mask"
@@ -189,10 +190,6 @@ class MaskedLanguageModeling(PerToken):
         """A text with its masks, without other special tokens."""
         left = {*self.vocabulary.special.tolist()} - {self.vocabulary.mask}
         return str(self.tokenizer.decode([token for token in ids if token not in left])).strip()
-
-    @classmethod
-    def input_columns(cls, run: Run) -> tuple[str, ...]:
-        return (cls.options_of(run).text,)
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:

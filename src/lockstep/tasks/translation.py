@@ -10,7 +10,7 @@ scores of the gathered corpus. They need the extra `lockstep-train[translation]`
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -65,29 +65,6 @@ class WritingOptions(Section):
         return {"task.source": self.source, "task.target": self.target}
 
 
-def pairs(dataset: Dataset, options: WritingOptions, split: str, name: str, drop: bool) -> Dataset:
-    """The two sides as columns `source` and `target`. Errors: `RunError`."""
-    sides = {"source": options.source, "target": options.target}
-    if PAIR in dataset.column_names and not {options.source, options.target} <= set(dataset.column_names):
-        dataset = dataset.select_columns([PAIR]).flatten()
-        languages = [column.removeprefix(f"{PAIR}.") for column in dataset.column_names]
-        for key, language in sides.items():
-            if language not in languages:
-                raise RunError(
-                    "LS3370",
-                    f"task.{key}: the {split} split of {name} has no language {language!r}; it has "
-                    f"{', '.join(languages)}",
-                )
-        sides = {key: f"{PAIR}.{language}" for key, language in sides.items()}
-    dataset = usable_rows.texts(dataset, {f"task.{key}": column for key, column in sides.items()}, split, name, drop)
-    if options.source == options.target:
-        raise RunError(
-            "LS3371", f"task.target: {options.target!r} is also task.source; name the column of translations"
-        )
-    selection = dataset.select_columns([*sides.values(), *(c for c in dataset.column_names if c == source.SOURCE)])
-    return selection.rename_columns({column: key for key, column in sides.items() if column != key})
-
-
 def tokenizers(run: Run, train: Dataset | Stream, hashed: str, options: WritingOptions) -> Path:
     """The folder of both. The caller holds the lock. `hashed` stands for the texts. Errors: `RunError`."""
 
@@ -121,33 +98,6 @@ def target_tokenizer(run: Run, folder: Path, shared: Any) -> Any:
     """That of the targets, in the folder of `tokenizers`, where they have one of their own."""
     own = folder / tokenizer.TARGET
     return tokenizer.load(str(own), run.model.trust_remote_code) if own.is_dir() else shared
-
-
-def encoder_of(
-    run: Run, folder: str, options: WritingOptions
-) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
-    """What makes tokens of pairs, and what these are."""
-    import datasets
-
-    sources: Any = tokenizer.load(folder, run.model.trust_remote_code)
-    targets = target_tokenizer(run, Path(folder), sources)
-    numbers = datasets.List(datasets.Value("int32"))
-    text = datasets.Value("string")
-    features = datasets.Features({"input_ids": numbers, "target_ids": numbers, "reference": text})
-    limit = {"truncation": True, "max_length": run.data.max_length, "return_attention_mask": False}
-
-    def closed(rows: list[list[int]], known: Any) -> list[list[int]]:
-        """A target without any token could not be learned: it has its end token at least."""
-        end = lm_documents.end_of(known)
-        return [row or [end if end is not None else known.pad_token_id] for row in rows]
-
-    def encoder(rows: dict[str, list]) -> dict[str, list]:
-        source_ids = sources([options.prefix + text for text in rows["source"]], **limit)["input_ids"]
-        target_ids = targets(text_target=rows["target"], **limit | {"max_length": most(run, options)})["input_ids"]
-        ids = {"input_ids": closed(source_ids, sources), "target_ids": closed(target_ids, targets)}
-        return ids | {"reference": rows["target"]}
-
-    return encoder, features
 
 
 def most(run: Run, options: WritingOptions) -> int:
@@ -229,7 +179,8 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     row_is_example = True
     pipeline = "translation"
     display_keys: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
-    answer: ClassVar[str] = "translation"  # what `predict` calls what is written
+    input_keys = ("source",)
+    answer_name: ClassVar[str] = "translation"
     metric_inputs = ("written",)
     metric_names: tuple[str, ...] = ("accuracy", "perplexity", "bleu", "chrf")
 
@@ -253,7 +204,26 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def usable(cls, rows: Dataset, options: WritingOptions, split: str, name: str, drop: bool) -> Dataset:
-        return pairs(rows, options, split, name, drop)
+        """The two sides as columns `source` and `target`. Errors: `RunError`."""
+        sides = {"source": options.source, "target": options.target}
+        if PAIR in rows.column_names and not {options.source, options.target} <= set(rows.column_names):
+            rows = rows.select_columns([PAIR]).flatten()
+            languages = [column.removeprefix(f"{PAIR}.") for column in rows.column_names]
+            for key, language in sides.items():
+                if language not in languages:
+                    raise RunError(
+                        "LS3370",
+                        f"task.{key}: the {split} split of {name} has no language {language!r}; it has "
+                        f"{', '.join(languages)}",
+                    )
+            sides = {key: f"{PAIR}.{language}" for key, language in sides.items()}
+        rows = usable_rows.texts(rows, {f"task.{key}": column for key, column in sides.items()}, split, name, drop)
+        if options.source == options.target:
+            raise RunError(
+                "LS3371", f"task.target: {options.target!r} is also task.source; name the column of translations"
+            )
+        selection = rows.select_columns([*sides.values(), *(c for c in rows.column_names if c == source.SOURCE)])
+        return selection.rename_columns({column: key for key, column in sides.items() if column != key})
 
     @classmethod
     def compared(cls, options: WritingOptions) -> tuple[list[str], list[str]]:
@@ -276,7 +246,29 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
-        return encoder_of(run, folder, cls.options_of(run))
+        """What makes tokens of pairs, and what these are."""
+        import datasets
+
+        options = cls.options_of(run)
+        sources: Any = tokenizer.load(folder, run.model.trust_remote_code)
+        targets = target_tokenizer(run, Path(folder), sources)
+        numbers = datasets.List(datasets.Value("int32"))
+        text = datasets.Value("string")
+        features = datasets.Features({"input_ids": numbers, "target_ids": numbers, "reference": text})
+        limit = {"truncation": True, "max_length": run.data.max_length, "return_attention_mask": False}
+
+        def closed(rows: list[list[int]], known: Any) -> list[list[int]]:
+            """A target without any token could not be learned: it has its end token at least."""
+            end = lm_documents.end_of(known)
+            return [row or [end if end is not None else known.pad_token_id] for row in rows]
+
+        def encoder(rows: dict[str, list]) -> dict[str, list]:
+            source_ids = sources([options.prefix + text for text in rows["source"]], **limit)["input_ids"]
+            target_ids = targets(text_target=rows["target"], **limit | {"max_length": most(run, options)})["input_ids"]
+            ids = {"input_ids": closed(source_ids, sources), "target_ids": closed(target_ids, targets)}
+            return ids | {"reference": rows["target"]}
+
+        return encoder, features
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -405,11 +397,6 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return [text.strip() for text in texts]
 
     @classmethod
-    def input_columns(cls, run: Run) -> tuple[str, ...]:
-        options = cls.options_of(run)
-        return (options.source,)
-
-    @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The `translation`, or what else is written."""
         from lockstep.tasks.models import inference, models
@@ -425,13 +412,9 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
             read = [sources(options.prefix + row[0], truncation=True, max_length=limit) for row in rows]
             tokens = by_transformers(model, inference.padded(read, {"input_ids": int(sources.pad_token_id)}), how)
             written = targets.batch_decode(tokens.tolist(), skip_special_tokens=True)
-            return [{cls.answer: text.strip()} for text in written]
+            return [{cls.answer_name: text.strip()} for text in written]
 
         return inference.answers(rows, answer)
-
-    @classmethod
-    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
-        return str(answer[cls.answer])
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         super().write(folder, weights)
