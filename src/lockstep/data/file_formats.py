@@ -114,9 +114,9 @@ def unpacked(files: list[Path], key: str, encoding: str = "utf-8") -> Iterator[l
     if not changed:
         yield files
         return
-    known: list[Any] = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    known += [source] if source else []
-    name = hashlib.sha256(repr(known).encode()).hexdigest()[:24]
+    identity: list[Any] = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    identity += [source] if source else []
+    name = hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
     with ExitStack() as stack:
         stack.enter_context(locked(f"unpacked-{name}"))
         folder = cache_folder() / "unpacked" / name

@@ -196,8 +196,8 @@ class ShardCache:
             os.utime(about)
             return
         with locked("shards"):
-            for left in _all().glob("*.gone"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
+            for remains in _all().glob("*.gone"):  # by a process that was killed
+                shutil.rmtree(remains, ignore_errors=True)
             cached_shards = sorted(
                 (file.stat().st_mtime_ns, int(file.read_text()), file.parent) for file in _all().glob(f"*/{_ABOUT}")
             )
@@ -413,8 +413,8 @@ def _objects(store: Readable, address: Address, folder: bool) -> list[Object]:
         start = re.split(r"[*?\[]", address.path)[0].rpartition("/")[0]
         listed = store.inside(Address(address.scheme, address.place, start))
         depth = address.path.count("/")
-        named = [each for each in listed if each.address.path.count("/") == depth]
-        return [each for each in named if fnmatchcase(each.address.path, address.path)]
+        same_depth = [each for each in listed if each.address.path.count("/") == depth]
+        return [each for each in same_depth if fnmatchcase(each.address.path, address.path)]
     if not folder and address.path and (item := store.find(address)) is not None:
         return [item]
     if address.scheme in ("https", "http") and not folder:  # where there is nothing to list

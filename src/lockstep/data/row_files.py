@@ -130,9 +130,9 @@ def without_index(rows: Dataset) -> Dataset:
     return rows.remove_columns(INDEX) if INDEX in rows.column_names else rows
 
 
-def _table(files: list[Path], key: str, data: DataSection, known: dict[Path, file_formats.Table]) -> Dataset:
+def _table(files: list[Path], key: str, data: DataSection, table_of: dict[Path, file_formats.Table]) -> Dataset:
     """Tables of one dialect. Errors: `RunError`."""
-    tables = [known[file] for file in files]
+    tables = [table_of[file] for file in files]
     options = tables[0].dialect.options
     if data.columns is not None:
         options |= {"column_names": data.columns}
@@ -221,15 +221,15 @@ def agreeing(parts: Sequence[tuple[Any, Dataset]], key: str, what: str = "files 
 def _common(kinds: list[Any]) -> Any:
     """The type that stands for all of these without a loss, or None."""
     names = [getattr(kind, "dtype", None) for kind in kinds]
-    known = [kind for kind, name in zip(kinds, names, strict=True) if name != "null"]
-    if not known or all(kind == known[0] for kind in known):
-        return known[0] if known else kinds[0]
-    dtypes = {str(getattr(kind, "dtype", kind)) for kind in known}
-    if any(getattr(kind, "names", None) for kind in known):
+    typed = [kind for kind, name in zip(kinds, names, strict=True) if name != "null"]
+    if not typed or all(kind == typed[0] for kind in typed):
+        return typed[0] if typed else kinds[0]
+    dtypes = {str(getattr(kind, "dtype", kind)) for kind in typed}
+    if any(getattr(kind, "names", None) for kind in typed):
         return None
     for alike, to in ((("string", "large_string"), "large_string"), (("int8", "int16", "int32", "int64"), "int64")):
         if dtypes <= set(alike):
-            return next((kind for kind in known if getattr(kind, "dtype", "") == to), None) or _value(to)
+            return next((kind for kind in typed if getattr(kind, "dtype", "") == to), None) or _value(to)
     return None
 
 
@@ -242,11 +242,11 @@ def _value(dtype: str) -> Any:
 def _kind(feature: Any) -> str:
     """A type for a person."""
     dtype = str(getattr(feature, "dtype", ""))
-    known = {"string": "texts", "large_string": "texts", "bool": "true and false"}
+    descriptions = {"string": "texts", "large_string": "texts", "bool": "true and false"}
     starts = {"int": "whole numbers", "uint": "whole numbers", "float": "numbers with decimals"}
     if getattr(feature, "names", None):
         return "labels with names"
-    return known.get(dtype) or next(
+    return descriptions.get(dtype) or next(
         (description for start, description in starts.items() if dtype.startswith(start)), str(feature)
     )
 
@@ -341,8 +341,8 @@ def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[st
                 f"data.source: {root} is not a folder; layout: class_folders expects a folder with one "
                 "subfolder per label",
             )
-        named = {s: next((root / w for w in words if classes_in(root / w)), None) for s, words in usual.items()}
-        files = {split: _of_classes(classes_in(folder)) for split, folder in named.items() if folder is not None}
+        folder_of = {s: next((root / w for w in words if classes_in(root / w)), None) for s, words in usual.items()}
+        files = {split: _of_classes(classes_in(folder)) for split, folder in folder_of.items() if folder is not None}
         if not files and "train" not in named_splits:
             files = {"train": _of_classes(classes_in(root))}
             if not files["train"]:

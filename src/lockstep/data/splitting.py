@@ -102,8 +102,8 @@ def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> di
     of = {split: usable_rows.numbers(dataset, SOURCE) for split, dataset in splits.items()}
     for number, name in enumerate(read.sources):
         rows = {split: np.flatnonzero(numbers == number) for split, numbers in of.items()}
-        own = {split: splits[split].select(places) for split, places in rows.items() if len(places)}
-        for split, dataset in _cut_one(own, run, cut, name, False).items():
+        groups = {split: splits[split].select(places) for split, places in rows.items() if len(places)}
+        for split, dataset in _cut_one(groups, run, cut, name, False).items():
             pieces.setdefault(split, []).append(dataset)
     return {split: datasets.concatenate_datasets(parts) for split, parts in pieces.items()}
 
@@ -302,10 +302,10 @@ class EvalHashes:
         numbers = np.full(len(rows), -1, dtype=np.int64)
         if not len(self.hashes):
             return numbers
-        own = hashed(rows[:], self.columns)
-        at = np.minimum(np.searchsorted(self.hashes[:, 0], own[:, 0]), len(self.hashes) - 1)
-        for row in np.flatnonzero(self.hashes[at, 0] == own[:, 0]):  # few, or the split is of no use
-            numbers[row] = self._numbers.get((int(own[row, 0]), int(own[row, 1])), -1)
+        hashes = hashed(rows[:], self.columns)
+        at = np.minimum(np.searchsorted(self.hashes[:, 0], hashes[:, 0]), len(self.hashes) - 1)
+        for row in np.flatnonzero(self.hashes[at, 0] == hashes[:, 0]):  # few, or the split is of no use
+            numbers[row] = self._numbers.get((int(hashes[row, 0]), int(hashes[row, 1])), -1)
         return numbers
 
     def overlap(self, splits: Mapping[str, Dataset], places: Mapping[int, str]) -> dict[str, dict[str, Any]]:

@@ -272,8 +272,8 @@ class Stream:
         be streamed."""
         parts = [each.with_files() for each in self._sources()]
         held_out = EvalHashes.of(splits, texts, self.data.decontaminate)
-        known = tuple(replace(each, held_out=held_out if held_out.drop else None) for each in parts)
-        return replace(self, parts=known, held_out=held_out, splits=splits)
+        parts_with_hashes = tuple(replace(each, held_out=held_out if held_out.drop else None) for each in parts)
+        return replace(self, parts=parts_with_hashes, held_out=held_out, splits=splits)
 
     def of_index(self, folder: Path) -> Stream:
         """A copy whose files are those of an index."""
@@ -441,10 +441,10 @@ class Stream:
         if 0 in of_each:
             empty = of_each.index(0)
             mine = summaries[bounds[empty] : bounds[empty + 1]]
-            left = any(each.get("filtered") or each.get("dropped") for each in mine)
-            which = " that data.filter and data.decontaminate leave" if left else ""
+            selective = any(each.get("filtered") or each.get("dropped") for each in mine)
+            which = " that data.filter and data.decontaminate leave" if selective else ""
             raise self._nothing(self.parts[empty], f"make no example{which}")
-        named = next(each["names"] for each in summaries if each["names"])
+        names = next(each["names"] for each in summaries if each["names"])
         rows = sum(int(numbers_of(each, "rows").sum()) for each in tables)
         fewer = {key: sum(each.get(key, 0) for each in summaries) for key in ("used", "filtered", "dropped")}
         places: dict[int, str] = {}
@@ -464,7 +464,7 @@ class Stream:
             "texts": self.held_out.columns,
             "tokens": int(numbers_of(whole, "tokens").sum()),
             "longest": int(numbers_of(whole, "longest").argmax()),  # the chunk that has it
-            "names": named,
+            "names": names,
             "content": hashlib.sha256(numbers_of(whole, "hash").tobytes() + examples.tobytes()).hexdigest()[:24],
         }
         _write(whole, folder / CHUNKS)

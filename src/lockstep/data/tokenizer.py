@@ -50,9 +50,9 @@ def save(tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    own = values.get("auto_map")
-    if isinstance(own, dict) and isinstance(name := own.get("AutoTokenizer"), str):
-        own["AutoTokenizer"] = [None, name] if tokenizer.is_fast else [name, None]
+    auto_map = values.get("auto_map")
+    if isinstance(auto_map, dict) and isinstance(name := auto_map.get("AutoTokenizer"), str):
+        auto_map["AutoTokenizer"] = [None, name] if tokenizer.is_fast else [name, None]
         path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

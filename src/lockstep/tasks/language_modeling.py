@@ -206,8 +206,8 @@ class LanguageModeling(PerToken, Generates):
 
     @classmethod
     def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
-        own = digest(f"with openings{' and what was cut' * data.options.cut}", key)
-        file, counts = source.each_alone(data.splits[split], own, partial(_encode, tok=tok, options=data.options))
+        full_key = digest(f"with openings{' and what was cut' * data.options.cut}", key)
+        file, counts = source.each_alone(data.splits[split], full_key, partial(_encode, tok=tok, options=data.options))
         if examples_in(file) == 0:
             discard(Path(file))
             raise RunError(
@@ -422,9 +422,9 @@ def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[
     if not options.cut:
         return {}
     columns = Columns(file)
-    left = columns.flat("left")[np.arange(len(columns))]
+    cuts = columns.flat("left")[np.arange(len(columns))]
     of = conversations.documents_in(dataset, options.writing) if options.messages is not None else len(dataset)
-    cut_off = {"texts": int((left > 0).sum()), "tokens": int(left.sum()), "nothing": of - len(columns), "of": of}
+    cut_off = {"texts": int((cuts > 0).sum()), "tokens": int(cuts.sum()), "nothing": of - len(columns), "of": of}
     if not cut_off["texts"] and not cut_off["nothing"]:
         return {}
     return cut_off | {"most": options.block_size, "key": "task.block_size"}

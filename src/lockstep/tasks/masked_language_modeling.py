@@ -188,8 +188,8 @@ class MaskedLanguageModeling(PerToken):
 
     def _decode(self, ids: list[int]) -> str:
         """A text with its masks, without other special tokens."""
-        left = {*self.vocabulary.special.tolist()} - {self.vocabulary.mask}
-        return str(self.tokenizer.decode([token for token in ids if token not in left])).strip()
+        specials = {*self.vocabulary.special.tolist()} - {self.vocabulary.mask}
+        return str(self.tokenizer.decode([token for token in ids if token not in specials])).strip()
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:

@@ -52,11 +52,11 @@ def parts(tags: Iterable[str]) -> dict[str, tuple[str, str]]:
     for form in (_PREFIX, *_OTHERS):
         matches = {tag: match for tag in marks if (match := re.fullmatch(form, tag))}
         letters = {tag: match["letter"].upper() for tag, match in matches.items()}
-        known = {tag: letter for tag, letter in letters.items() if letter in _READ}
-        if not {"B", "I"} & set(known.values()) or (form != _PREFIX and known.keys() != marks):
+        letter_of = {tag: letter for tag, letter in letters.items() if letter in _READ}
+        if not {"B", "I"} & set(letter_of.values()) or (form != _PREFIX and letter_of.keys() != marks):
             continue
         _refuse_others(letters, {tag: match["kind"] for tag, match in matches.items()})
-        read = {tag: (_READ[letter], matches[tag]["kind"] or "_") for tag, letter in known.items()}
+        read = {tag: (_READ[letter], matches[tag]["kind"] or "_") for tag, letter in letter_of.items()}
         outside = {tag: _OUTSIDE for tag, letter in letters.items() if letter == "O"}
         return {tag: (read | outside).get(tag, _alone(tag)) for tag in names}
     return {tag: _alone(tag) for tag in names}

@@ -96,8 +96,8 @@ def tokenizers(run: Run, train: Dataset | Stream, hashed: str, options: WritingO
 
 def target_tokenizer(run: Run, folder: Path, shared: Any) -> Any:
     """That of the targets, in the folder of `tokenizers`, where they have one of their own."""
-    own = folder / tokenizer.TARGET
-    return tokenizer.load(str(own), run.model.trust_remote_code) if own.is_dir() else shared
+    target_folder = folder / tokenizer.TARGET
+    return tokenizer.load(str(target_folder), run.model.trust_remote_code) if target_folder.is_dir() else shared
 
 
 def most(run: Run, options: WritingOptions) -> int:
@@ -435,10 +435,10 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
     from lockstep.tasks.models import model_configs
 
     config = model_configs.load_config(run)
-    known = config.to_dict()
+    values = config.to_dict()
     if run.model.type is None:
-        start = known.get("decoder_start_token_id")
-        start = start if start is not None else known.get("bos_token_id")
+        start = values.get("decoder_start_token_id")
+        start = start if start is not None else values.get("bos_token_id")
         return {"use_cache": False, "decoder_start_token_id": sources.pad_token_id if start is None else start}
     # BART begins with its end token, T5Gemma with the first of texts; Marian, T5 and the others with padding
     from_end = config.model_type in model_configs.FROM_END_TOKEN
@@ -446,7 +446,7 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
     if config.model_type in model_configs.FROM_FIRST_TOKEN and targets.bos_token_id is not None:
         start = targets.bos_token_id
     entries = {"use_cache": False, "decoder_start_token_id": start, "forced_eos_token_id": None}
-    if "decoder_vocab_size" in known:
+    if "decoder_vocab_size" in values:
         separate = targets is not sources
         entries |= {"decoder_vocab_size": len(targets), "share_encoder_decoder_embeddings": not separate}
     return entries
@@ -457,10 +457,10 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
 
     key = "task.target_length" if (options.target_length or 0) > run.data.max_length else "data.max_length"
     models.check(run, heads.SEQ2SEQ, max(run.data.max_length, most(run, options)), key, use_cache=False)
-    known = model_configs.load_config(run).to_dict()
+    entries = model_configs.load_config(run).to_dict()
     known_to = tokenizer.load(str(folder), run.model.trust_remote_code)
     two = (folder / tokenizer.TARGET).is_dir() or getattr(known_to, "separate_vocabs", False)
-    if run.model.source is not None and known.get("share_encoder_decoder_embeddings") is False and not two:
+    if run.model.source is not None and entries.get("share_encoder_decoder_embeddings") is False and not two:
         raise RunError(
             "LS3376",
             f"model.source: {run.model.source} has a separate vocabulary for targets, but no tokenizer for it "
@@ -470,14 +470,14 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
     check_start(run)
     padding.check_foresight(run, "seq2seq")
     check_start_is_read(run, known_to)
-    if "num_layers" in known and known.get("num_decoder_layers", 0) > known["num_layers"]:
+    if "num_layers" in entries and entries.get("num_decoder_layers", 0) > entries["num_layers"]:
         raise RunError(
             "LS3377",
-            f"model.config: transformers cannot decode a {known['model_type']} with "
-            f"{known['num_decoder_layers']} decoder layers and only {known['num_layers']} encoder layers; set "
-            f"num_decoder_layers to {known['num_layers']} or less",
+            f"model.config: transformers cannot decode a {entries['model_type']} with "
+            f"{entries['num_decoder_layers']} decoder layers and only {entries['num_layers']} encoder layers; set "
+            f"num_decoder_layers to {entries['num_layers']} or less",
         )
-    if options.tokenizers == "separate" and "decoder_vocab_size" not in known:
+    if options.tokenizers == "separate" and "decoder_vocab_size" not in entries:
         raise RunError(
             "LS3378",
             f"task.tokenizers: a {run.model.type or 'pretrained'} model has one vocabulary for both "
@@ -509,12 +509,12 @@ def check_start(run: Run) -> None:
     config = model_configs.load_config(run)
     if run.model.source is None or config.model_type not in model_configs.FROM_FIRST_TOKEN:
         return
-    start, own = getattr(config, "decoder_start_token_id", None), config.decoder.bos_token_id
+    start, trained_from = getattr(config, "decoder_start_token_id", None), config.decoder.bos_token_id
     start = config.bos_token_id if start is None else start
-    if start != own:
+    if start != trained_from:
         raise RunError(
             "LS3380",
             f"model.source: the decoder of this {config.model_type} starts from token {start} when it "
-            f"generates, and from {own} when transformers trains it (decoder.bos_token_id of its config); set "
-            f"model.config.decoder_start_token_id={own}, or write one token for both into its config.json",
+            f"generates, and from {trained_from} when transformers trains it (decoder.bos_token_id of its config); set "
+            f"model.config.decoder_start_token_id={trained_from}, or write one token for both into its config.json",
         )

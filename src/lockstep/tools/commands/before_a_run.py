@@ -180,7 +180,7 @@ def listed(kind: str) -> list[dict[str, Any]]:
     """An object for each plug-in: its name and what it is; of a strategy also `results` beside one process; of these,
     of trackers and of optimizers whether what it needs is installed, else the command that installs it. No plug-in is
     imported: all of torch and transformers would be, too."""
-    rows, own = [], plugins.built_in(kind)
+    rows, ours = [], plugins.built_in(kind)
     for name in plugins.names(kind):
         row: dict[str, Any] = {"name": name}
         try:
@@ -193,9 +193,9 @@ def listed(kind: str) -> list[dict[str, Any]]:
         if kind in _NEEDS:
             missing = plugins.lacking(attributes.get("needs") or attributes.get("packages") or ())
             extra = attributes.get("extra") or (name if kind == "track" else missing[0] if missing else "")
-            what = f"'lockstep-train[{extra}]'" if name in own else " ".join(missing)
+            what = f"'lockstep-train[{extra}]'" if name in ours else " ".join(missing)
             row |= {"ready": not missing, "install": f"pip install {what}" if missing else None}
-        rows.append(row | {"summary": summary} | ({} if name in own else {"distribution": plugins.origin(kind, name)}))
+        rows.append(row | {"summary": summary} | ({} if name in ours else {"distribution": plugins.origin(kind, name)}))
     return rows
 
 

@@ -165,11 +165,11 @@ def data_table(x_name: str, series: Mapping[str, Series]) -> str:
     for points in series.values():
         count = min(ROWS, len(points))
         chosen |= {points[round(i * (len(points) - 1) / max(1, count - 1))][0] for i in range(count)}
-    known = {name: dict(points) for name, points in series.items()}
+    points_of = {name: dict(points) for name, points in series.items()}
     head = "".join(f"<th>{escape(name)}</th>" for name in (x_name, *series))
     rows = ""
     for x in sorted(chosen):
-        values = [number(float(f"{points[x]:.5g}")) if x in points else "" for points in known.values()]
+        values = [number(float(f"{points[x]:.5g}")) if x in points else "" for points in points_of.values()]
         rows += f"<tr>{''.join(f'<td>{text}</td>' for text in (number(x), *values))}</tr>"
     many = max(map(len, series.values()))
     note = f'<p class="soft">{len(chosen)} of {many:,} points</p>' if many > ROWS else ""

@@ -250,17 +250,17 @@ def memory(history: History) -> list[str]:
 
 def facts(history: History) -> list[tuple[str, str]]:
     """What was run, in words: (name, text)."""
-    known = history.facts
-    rows = list(known.get("opening", {}).items())
-    if known:
+    facts = history.facts
+    rows = list(facts.get("opening", {}).items())
+    if facts:
         hosts: dict[str, list[int]] = {}
-        for rank, host in enumerate(known.get("hosts", [])):
+        for rank, host in enumerate(facts.get("hosts", [])):
             hosts.setdefault(host, []).append(rank)
-        rows.append(("started by", str(known.get("launch", ""))))
+        rows.append(("started by", str(facts.get("launch", ""))))
         rows.append(("hosts", "; ".join(f"{host}: {_ranks(ranks)}" for host, ranks in hosts.items())))
-        rows.append(("hardware", "; ".join(dict.fromkeys(known.get("devices", [])))))
-        rows.append(("versions", ", ".join(f"{k} {v}" for k, v in known.get("versions", {}).items())))
-        git = known.get("git")
+        rows.append(("hardware", "; ".join(dict.fromkeys(facts.get("devices", [])))))
+        rows.append(("versions", ", ".join(f"{k} {v}" for k, v in facts.get("versions", {}).items())))
+        git = facts.get("git")
         rows.append(("git", _git(git) if git else "not in a git repository"))
         rows.append(("starts", _starts(history)))
     return [(name, text) for name, text in rows if text]
