@@ -30,9 +30,7 @@ class Vocabulary:
     mask: int
     special: np.ndarray  # int64: tokens that stand for no text
     begins: np.ndarray | None  # bool [size]: a word begins with it, whatever comes before; None: not known
-    joins: (
-        np.ndarray | None
-    )  # int8 [size]: the next token never (0), possibly (1) or always (2) continues this token's word
+    joins: np.ndarray | None  # int8 [size]: the next token never (0), possibly (1), always (2) continues its word
 
 
 def vocabulary(tokenizer: Any) -> Vocabulary:

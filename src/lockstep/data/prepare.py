@@ -88,7 +88,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
                 with made_by(digest(code)), remote.as_found(elsewhere):
                     prepared = task.prepare(run)
             except RunError as error:
-                raise RunError(error.code, remote.named(error.message)) from error
+                raise RunError(error.code, remote.with_addresses(error.message)) from error
             # the key that a task of the user's own gives may follow its code, or its paths
             if user_code.is_own(plugins.path_of("tasks", run.task.name)):
                 prepared = replace(prepared, key=_content_of(prepared))

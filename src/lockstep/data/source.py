@@ -483,9 +483,7 @@ def _from_hub(data: DataSection) -> Source:
     try:
         with downloading(data.source, "dataset"):
             dataset = datasets.load_dataset(data.source, data.config, revision=data.revision)
-    except (
-        Exception
-    ) as error:  # network, authorisation, no such data set, a config to choose: all are the user's to mend
+    except Exception as error:  # network, permission, no such data set, a config to choose: all the user's to mend
         raise RunError(
             "LS2252",
             f"data.source: {data.source!r} is not a local file or folder, and loading it from the Hub failed: "

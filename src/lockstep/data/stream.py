@@ -30,7 +30,7 @@ from lockstep.config.sections import DataSection
 from lockstep.data import arrow_cache, file_formats, remote, row_reader, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Make, digest, encoded, table_of
 from lockstep.data.cache import cached, discard, folder_of
-from lockstep.data.remote import ShardCache, Unfetched, named, unpinned
+from lockstep.data.remote import ShardCache, Unfetched, unpinned, with_addresses
 from lockstep.data.row_reader import Chunk, RowReader, Rows
 from lockstep.data.splitting import EvalHashes
 
@@ -113,7 +113,7 @@ class StreamingSource:
 
     def called(self, file: Path) -> str:
         """A shard, for a person."""
-        return named(str(file)) if self.copies else str(file)
+        return with_addresses(str(file)) if self.copies else str(file)
 
     def opened(self, file: Path) -> RowReader:
         """A shard. Errors: `RunError` where it is none that can be streamed."""

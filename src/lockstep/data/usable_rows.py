@@ -82,9 +82,6 @@ def rows_where(dataset: Dataset, column: str, predicate: Callable[[pa.ChunkedArr
     return np.concatenate([np.empty(0, bool), *masks])
 
 
-_ROWS = 10_000  # looked at together
-
-
 def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -> Dataset:
     """Add a column for each path that `columns` (by their keys in the run file) names and that leads into a
     column which is there. Errors: `RunError`."""
@@ -108,7 +105,7 @@ def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -
         only = inner.map(
             reached,
             batched=True,
-            batch_size=_ROWS,
+            batch_size=ROWS,
             remove_columns=[root],
             features=datasets.Features({path: feature}),
             load_from_cache_file=False,
@@ -127,9 +124,9 @@ def values(dataset: Dataset, key: str, path: str, split: str, name: str) -> Iter
         )
     root, parts = column_and_path
     column = dataset.select_columns([root]).with_format("arrow")
-    for start in range(0, len(dataset), _ROWS):
+    for start in range(0, len(dataset), ROWS):
         yield _reach(
-            column[start : start + _ROWS].column(0).combine_chunks(), parts, _PathOrigin(key, path, split, name)
+            column[start : start + ROWS].column(0).combine_chunks(), parts, _PathOrigin(key, path, split, name)
         )
 
 

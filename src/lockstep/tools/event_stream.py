@@ -21,9 +21,8 @@ from typing import Any, Literal
 from lockstep.distributed import job_record
 from lockstep.track.best import Best
 
-Kind = Literal[
-    "prepared", "start", "step", "evaluation", "samples", "checkpoint", "stop", "failed", "finish", "end"
-]  # docs/how-to/python.md says what each is
+# docs/how-to/python.md says what each is
+Kind = Literal["prepared", "start", "step", "evaluation", "samples", "checkpoint", "stop", "failed", "finish", "end"]
 _ORDER: tuple[Kind, ...] = ("step", "evaluation", "samples", "checkpoint", "stop", "failed", "finish")
 
 

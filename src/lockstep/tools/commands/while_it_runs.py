@@ -184,9 +184,8 @@ def advice(run: Run, state: State, finished: bool, newest: int | None) -> str:
         return f"nothing is left to do; the model is in {run.folder / 'export'}"
     words = ["lockstep", "train", str(run.folder / "run.yaml")]
     if Path(str(read_yaml((run.folder / "run.yaml").read_text(encoding="utf-8")).get("output"))) != run.folder:
-        words.append(
-            override_of("output", str(run.folder))
-        )  # as one says it here: the run was started in another folder
+        # As one says it here: the run was started in another folder.
+        words.append(override_of("output", str(run.folder)))
     again = shlex.join(words)
     if state.live:
         where = f"step {newest}" if newest else "the start"

@@ -316,9 +316,8 @@ class Loop:
         at = Reading(self.script, self.draft)
         loading.task_first(self.script, self.draft)
         for call in self.script.calls:
-            if (
-                call.name not in (*NAMES["optimizers"], "set_seed") and "schedule" not in call.name
-            ):  # which are read above
+            # Optimizers, schedules and seeds are read before.
+            if call.name not in (*NAMES["optimizers"], "set_seed") and "schedule" not in call.name:
                 trainer_script.read_call(call, at)
         trainer_script.settings(at)
         trainer_script.own_tokenizer(at)

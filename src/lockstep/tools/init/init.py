@@ -404,9 +404,8 @@ def write(filled: Mapping[str, Any], header: list[str], comments: Mapping[str, s
     rows: list[tuple[str, str]] = []
     for key, value in filled.items():
         if not isinstance(value, dict):
-            about = (
-                Run.model_fields[key].description if key in Run.model_fields else ""
-            )  # then it is refused as a whole
+            # A key that a run file does not have is refused with the whole.
+            about = Run.model_fields[key].description if key in Run.model_fields else ""
             rows.append((f"{key}: {scalar(value)}", _comment(key, comments, about)))
             continue
         rows.append((f"{key}:", comments.get(key, "")))

@@ -76,9 +76,8 @@ class SweepTrial:
                 self.scores = {k: v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
         if finished(self.run, newest):
             self.state = "done"
-            exported = (
-                history.scores_of(self.run.folder).get("splits", {}).get(split)
-            )  # which may not be the last model
+            # What was exported may not be the last model.
+            exported = history.scores_of(self.run.folder).get("splits", {}).get(split)
             self.scores = exported if isinstance(exported, dict) else self.scores
         elif newest is not None:
             self.state = "begun"
