@@ -5,6 +5,7 @@ in --out, which a later call goes on with, and a Markdown table with --table. Ra
 processes and run family after family.
 Example: python benchmarks/families.py --out families.jsonl; then the same with --table
 python benchmarks/families.py --ways zero1:2 zero2:2 zero3:2 --precision bf16 --out zero.jsonl
+python benchmarks/families.py --ways zero3:2 --recompute --out recomputed.jsonl
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "classification": {"name": "classification"},
     "token_classification": {"name": "token_classification"},
     "causal": {"name": "language_modeling", "block_size": 16, "samples": 0},
+    "masked": {"name": "masked_language_modeling", "samples": 0},
     "seq2seq": {"name": "translation", "source": "en", "target": "de", "samples": 0, "bleu": False},
 }
 WAYS = ["ddp:2", "ddp:3", "fsdp2:1", "fsdp2:2", "fsdp2:3"]  # strategies and processes
@@ -156,7 +158,7 @@ def sizes(usual: Any, also: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_data(folder: Path) -> None:
-    """Sentences that all four tasks can read."""
+    """Sentences that all tasks can read."""
     draw = random.Random(0)
     words = ["a", "the", "dog", "cat", "bird", "runs", "sees", "likes", "big", "small", "red", "old", "house"]
     for split, count in (("train", 36), ("validation", 7)):
@@ -178,13 +180,14 @@ def run_of(
     precision: str = "fp32",
     exact: bool | str = True,
     threads: int = 1,
+    recompute: bool = False,
 ) -> Run:
     """A run of two steps."""
     values = {
         "name": family,
         "task": TASKS[head],
         "data": {"source": str(folder), "max_length": 16},
-        "model": {"type": family, "config": small(family)},
+        "model": {"type": family, "config": small(family), "checkpoint_activations": recompute},
         "tokenizer": {"train": "wordpiece" if head == "token_classification" else "bpe", "vocab_size": 120},
         "steps": 2,
         "batch_size": 9,
@@ -280,10 +283,19 @@ class Ranks:
 
 
 def tried(
-    head: str, family: str, folder: Path, ranks: dict[int, Ranks], timeout_s: float, ways: list[str], precision: str
+    head: str,
+    family: str,
+    folder: Path,
+    ranks: dict[int, Ranks],
+    timeout_s: float,
+    ways: list[str],
+    precision: str,
+    recompute: bool = False,
 ) -> dict[str, Any]:
-    """One line of the table."""
+    """One line of the table. `recompute`: the ways beside single compute activations again."""
     line: dict[str, Any] = {"head": head, "family": family, "precision": precision}
+    if recompute:
+        line["recompute"] = True
     try:
         single = ranks[1].do(run_of(head, family, folder, "single", precision), timeout_s)
     except Exception as caught:
@@ -293,7 +305,7 @@ def tried(
     line["single"] = "trains" if single["trains"] else "no gradient"
     for way in ways:
         name, count = way.split(":")
-        found = ranks[int(count)].do(run_of(head, family, folder, name, precision), timeout_s)
+        found = ranks[int(count)].do(run_of(head, family, folder, name, precision, recompute=recompute), timeout_s)
         line[way.replace(":", " ")] = found if isinstance(found, str) else "bits" if found == single else "other bits"
     return line
 
@@ -355,6 +367,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="*")
     parser.add_argument("--ways", nargs="*", default=WAYS, metavar="STRATEGY:PROCESSES", help="beside single")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="one for each file of --out")
+    parser.add_argument("--recompute", action="store_true", help="model.checkpoint_activations, likewise")
     parser.add_argument("--out", type=Path, default=Path("families.jsonl"))
     parser.add_argument("--timeout", type=float, default=60, help="seconds for one family under one strategy")
     parser.add_argument("--single", action="store_true", help="only whether one process trains")
@@ -366,6 +379,8 @@ def main() -> None:
         return
     if any(x.get("precision", "fp32") != options.precision for x in known):
         parser.error(f"{options.out} is of another --precision")
+    if any(x.get("recompute", False) != options.recompute for x in known):
+        parser.error(f"{options.out} is of runs with and without --recompute")
     done = {(x["head"], x["family"]) for x in known}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "data"
@@ -378,7 +393,7 @@ def main() -> None:
                 if (head, family) in done or family not in families(head):
                     continue
                 ways = [] if options.single else options.ways
-                line = tried(head, family, folder, ranks, options.timeout, ways, options.precision)
+                line = tried(head, family, folder, ranks, options.timeout, ways, options.precision, options.recompute)
                 print(" ".join(f"{k}={v}" for k, v in line.items()), flush=True)
                 with options.out.open("a") as out:
                     out.write(json.dumps(line) + "\n")

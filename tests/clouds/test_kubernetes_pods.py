@@ -4,7 +4,6 @@ variables, mounts and names. One is told to go, as at an eviction; both are star
 import hashlib
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from lockstep.config.run import Run, load
 from lockstep_clouds.kubernetes import Kubernetes
 from lockstep_clouds.kubernetes_manifests import name_of, output_of
 from support.command import finish, until, write
-from support.harness import LEAN, TINY
+from support.forked import programs
+from support.harness import TINY
 from support.hosts import Hosts, cluster, hosts
 from support.kubernetes import LAUNCH
 from support.places import TESTS_PATH
@@ -60,11 +60,12 @@ class Pods:
 
     def start(self, host: int) -> Any:
         variables = {e["name"]: e["value"] for e in self.container["env"] if "value" in e}
-        variables |= {"LOCKSTEP_NODE_RANK": str(host), "PYTHONPATH": f"{LEAN}:/mnt/etc:{TESTS_PATH}", "HOME": "/mnt"}
-        variables |= {"LOCKSTEP_CACHE": str(self.made.cache), "HF_HOME": "/mnt/huggingface"}
+        variables |= {"LOCKSTEP_NODE_RANK": str(host), "PYTHONPATH": f"/mnt/etc:{TESTS_PATH}", "HOME": "/mnt"}
+        variables["LOCKSTEP_CACHE"] = str(self.made.cache)
+        del variables["HF_HOME"]  # nothing comes from the Hub, and with another one no process could be forked
         words = [word.replace("$(LOCKSTEP_NODE_RANK)", str(host)) for word in self.container["command"]]
         assert words[0] == "python"
-        words = [sys.executable, *words[1:]]
+        words = [str(programs(self.made.root / "programs") / "python"), *words[1:]]
         script = CONTAINER.format(
             run=self.run,
             names=self.names,

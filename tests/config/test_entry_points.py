@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from lockstep.config import entry_points, plugins, user_code
 from lockstep.config.run import load
 from lockstep.tools import commands
 from lockstep.tools.commands.before_a_run import listed
+from support.command import LOCKSTEP, Process, ended, start, start_anew
 from support.contributed import distribution, example
 from support.messages import raises
 
@@ -178,20 +179,20 @@ def test_the_distribution_of_contributing_is_installed_and_trains(tmp_path: Path
     subprocess.run([*pip, *alone, "--target", str(site), str(source)], check=True)
     (found,) = importlib.metadata.distributions(name="lockstep-gossip", path=[str(site)])
     assert {entry.group for entry in found.entry_points} <= set(entry_points.GROUPS.values())
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(Path(lockstep.__file__).parents[1])])}
+    path = os.pathsep.join([str(site), str(Path(lockstep.__file__).parents[1])])
     model = "model={type: gpt2, config: {n_layer: 1, n_head: 2, n_embd: 16, n_positions: 16}}"
     words = ["name=x", "data={source: builtin/emotion, max_length: 16, limit: 40}", "steps=2", "batch_size=8", model]
     words += ["micro_batches=4", "launch={device: cpu, threads: 1}", "tokenizer={train: bpe, vocab_size: 300}"]
 
-    def command(*arguments: str) -> str:
-        words = [sys.executable, "-m", "lockstep", *arguments]
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    def command(*arguments: str, begin: Callable[..., Process] = start) -> str:
+        status, out, err = ended(begin([*LOCKSTEP, *arguments], tmp_path, cache, PYTHONPATH=path))
+        assert status == 0, out + err
+        return out
 
     hashes = []
-    for name, processes in (("single", 1), ("gossip", 2)):
-        command("train", *words, f"strategy.name={name}", f"launch.processes={processes}", f"output={name}")
+    for name, processes, begin in (("single", 1, start), ("gossip", 2, start_anew)):
+        keys = (f"strategy.name={name}", f"launch.processes={processes}", f"output={name}")
+        command("train", *words, *keys, begin=begin)
         hashes.append((tmp_path / name / "export/model.safetensors").read_bytes())
     assert hashes[0] == hashes[1]
     assert "lm_head" in (shown := command("weights", "gossip")) or "wte.weight" in shown

@@ -201,6 +201,26 @@ def test_sources_of_different_formats_are_one_data_set(tmp_path: Path) -> None:
     assert "book says" in words
 
 
+def test_a_source_whose_validation_rows_are_all_left_out_gets_none_of_train(tmp_path: Path) -> None:
+    """It came with a split of its own; only one that has none has a share cut off."""
+    rows = {"text": [f"a {word} day" for word in ["good", "bad", "warm", "cold", "long", "short", "calm", "wild"]]}
+    for name, held_out in (("web", [" ", ""]), ("book", [" ", "a fine day", "a dull day"])):
+        texts_of = {"train": [f"{name} {text}" for text in rows["text"]], "validation": held_out}
+        (tmp_path / name).mkdir()
+        for split, some in texts_of.items():
+            lines = [json.dumps({"text": text, "label": number % 2}) for number, text in enumerate(some)]
+            (tmp_path / name / f"{split}.jsonl").write_text("\n".join(lines))
+    sources = [{"name": name, "source": str(tmp_path / name)} for name in ("web", "book")]
+    run = tiny(data={"sources": sources, "max_length": 16, "drop_missing": True})
+    facts = prepared(run).facts
+    assert facts["sources"]["rows"] == {"train": [8, 8], "validation": [0, 2]}
+    assert facts["left_out"] == {"validation": 3}
+    world = World(run)
+    built, strategy, _ = build_with_feed(run, world)
+    scores = evaluate(run, world, built, strategy, built.splits["validation"])
+    assert np.isfinite(scores["loss"])
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_all_ranks_together_hold_the_step_s_examples(ranks: int, tmp_path: Path) -> None:
     run = mixed(tmp_path, "steps=40", "epochs=null", weights=(1, 1, [[0, 1], [20, 8]]))

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from lockstep.distributed import job_record
 from lockstep.launchers.slurm import array_plan, submit
 from support import slurm_cluster
 from support.command import LOCKSTEP, bits, each_step_once, ended, saved, start, step_of, write
-from support.harness import LEAN
 from support.places import TESTS_PATH
 
 reason = slurm_cluster.missing()
@@ -41,13 +39,11 @@ def job(
     """Submits a job that waits at step 25; returns its id and folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
-    monkeypatch.setenv(
-        "PYTHONPATH", f"{LEAN}{os.pathsep}{TESTS_PATH}", prepend=os.pathsep
-    )  # of the strategy that waits
+    monkeypatch.setenv("PYTHONPATH", TESTS_PATH, prepend=os.pathsep)  # of the strategy that waits
 
     def submitted(*options: str, at: int = 25, **launch: object) -> tuple[str, Path]:
         if not (tmp_path / "run.yaml").exists():
-            write(tmp_path, launch=PLAIN | launch, strategy={"name": "support.held.Held"})
+            write(tmp_path, launch=PLAIN | {"python": cluster.python} | launch, strategy={"name": "support.held.Held"})
         assert main(["train", "run.yaml", "--detach", *options]) == 0
         record = job_record.read(tmp_path / "out")
         assert record is not None
@@ -76,6 +72,7 @@ def requeued(cluster: slurm_cluster.Cluster, job: str, folder: Path) -> None:
 def test_two_nodes_have_the_bits_of_one_machine(
     tmp_path: Path, cache: Path, cluster: slurm_cluster.Cluster, untouched: Path
 ) -> None:
+    """In interpreters of their own; the other jobs' processes are forked from one that has imported everything."""
     write(tmp_path, launch=PLAIN)
     status, out, err = ended(start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **cluster.variables))
     assert status == 0, out + err
@@ -168,7 +165,7 @@ def test_cancelled_is_not_queued_again(job: Callable, cluster: slurm_cluster.Clu
 @pytest.mark.processes
 def test_srun_without_a_launcher(tmp_path: Path, cache: Path, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
     write(tmp_path, launch={"device": "cpu", "threads": 1})
-    command = ["srun", "-N2", "-n3", *LOCKSTEP, "train", "run.yaml"]
+    command = ["srun", "-N2", "-n3", cluster.python, "-m", "lockstep", "train", "run.yaml"]
     status, out, err = ended(start(command, tmp_path, cache, **cluster.variables))
     assert status == 0, err
     assert "3 (ddp, exact)" in out
@@ -179,7 +176,7 @@ def test_srun_without_a_launcher(tmp_path: Path, cache: Path, cluster: slurm_clu
 @pytest.mark.long
 def test_torchrun_inside_srun(tmp_path: Path, cache: Path, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
     write(tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun = [cluster.python, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:13377", "--rdzv-id=7", "-m", "lockstep"]
     command = ["srun", "-N2", "--ntasks-per-node=1", *torchrun, "train", "run.yaml"]
     status, out, err = ended(start(command, tmp_path, cache, **cluster.variables))
@@ -195,7 +192,7 @@ def test_an_array_of_runs(
     for name, value in cluster.variables.items():
         monkeypatch.setenv(name, value)
     for trial in ("a", "b"):
-        write(here / trial, launch=PLAIN | {"machines": 1}, output=f"{trial}/out")
+        write(here / trial, launch=PLAIN | {"machines": 1, "python": cluster.python}, output=f"{trial}/out")
     files = [Path("a/run.yaml"), Path("b/run.yaml")]
     number = submit(array_plan(load("a/run.yaml", []), files, Path("trials"), at_most=1))
     for index, trial in enumerate(("a", "b")):

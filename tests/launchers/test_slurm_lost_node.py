@@ -13,7 +13,6 @@ from lockstep.cli import main
 from lockstep.distributed import job_record
 from support import slurm_cluster
 from support.command import bits, each_step_once, saved, step_of, write
-from support.harness import LEAN
 from support.places import TESTS_PATH
 
 reason = slurm_cluster.missing()
@@ -43,8 +42,12 @@ def submitted(folder: Path, cluster: slurm_cluster.Cluster, monkeypatch: pytest.
     """A job that is held at a step. Returns its number."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
-    monkeypatch.setenv("PYTHONPATH", f"{LEAN}{os.pathsep}{TESTS_PATH}", prepend=os.pathsep)
-    write(folder, launch=LAUNCH | CONTINUE, strategy={"name": "support.held_steps.HeldTogether"})
+    monkeypatch.setenv("PYTHONPATH", TESTS_PATH, prepend=os.pathsep)
+    write(
+        folder,
+        launch=LAUNCH | CONTINUE | {"python": cluster.python},
+        strategy={"name": "support.held_steps.HeldTogether"},
+    )
     (folder / "hold").write_text(str(hold))
     assert main(["train", "run.yaml", "--detach"]) == 0
     record = job_record.read(folder / "out")

@@ -1,16 +1,18 @@
 """The museum: every silent fault is found, with its cause first, and healthy scripts have no finding. A few of them
 here, all of them by `pytest -m long`. Starts processes."""
 
-import os
 import re
-import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from museum.exhibits import FAULTS, HEALTHY
 from museum.patches import PATCHES
 from museum.reports import REPORTS
+from support.command import Process, ended, start, start_anew
+from support.forked import FORK_TRACED
 from support.places import ROOT
 
 QUICK = ("no-set-epoch", "around-wrapper", "summed", "stale-optimizer", "mean-of-ranks", "one-shard", "numpy-workers")
@@ -30,11 +32,10 @@ def test_every_finding_has_an_exhibit() -> None:
     assert codes() - {e.expected for e in FAULTS if e.reference is None} == set()
 
 
-def run(*arguments: str) -> None:
+def run(cache: Path, *arguments: str, begin: Callable[..., Process] = start_anew, **variables: str) -> None:
     words = [sys.executable, str(ROOT / "benchmarks" / "silent_faults.py"), "run", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    status, out, err = ended(begin(words, ROOT, cache, **variables), 3500)
+    assert status == 0, out + err[-2000:]
 
 
 def test_the_page_has_every_exhibit() -> None:
@@ -51,25 +52,27 @@ def test_the_page_has_every_exhibit() -> None:
 
 
 @pytest.mark.processes
-def test_a_few_faults_are_found_and_named() -> None:
-    run("--only", *QUICK)
+def test_a_few_faults_are_found_and_named(cache: Path) -> None:
+    """With the libraries that are installed, in processes that have imported them."""
+    assert not [e.name for e in FAULTS if e.name in QUICK and e.libraries]
+    run(cache, "--only", *QUICK, begin=start, **{FORK_TRACED: "1"})
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_few_healthy_scripts_have_no_finding() -> None:
-    run("--healthy", "--only", *QUICK_HEALTHY)
+def test_a_few_healthy_scripts_have_no_finding(cache: Path) -> None:
+    run(cache, "--healthy", "--only", *QUICK_HEALTHY, begin=start, **{FORK_TRACED: "1"})
 
 
 @pytest.mark.processes
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_every_fault_is_found_and_named() -> None:
-    run()
+def test_every_fault_is_found_and_named(cache: Path) -> None:
+    run(cache)
 
 
 @pytest.mark.processes
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_healthy_scripts_have_no_finding() -> None:
-    run("--healthy")
+def test_healthy_scripts_have_no_finding(cache: Path) -> None:
+    run(cache, "--healthy")

@@ -47,3 +47,8 @@ def test_every_file_of_tests_is_in_a_room_and_its_name_is_there_once() -> None:
     assert {path.name for path in TESTS.iterdir() if path.is_dir() and path.name[0] not in "_."} - {
         file.parts[0] for file in files
     } == BESIDE
+
+
+def test_the_mark_of_extras_is_written_where_the_tests_are() -> None:
+    """`.ci/run` looks for the files that have such tests by this word."""
+    assert [file for file in (TESTS / "support").rglob("*.py") if "mark.extras" in file.read_text()] == []

@@ -303,6 +303,18 @@ def test_a_layer_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
         here(COMPILE)
 
 
+def test_embeddings_that_are_kept_in_one_piece_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BERT's word embeddings, which are not shared with a classifier, give a gradient of rows, and no graph can say how
+    many: transformers names their module beside the layers. The steps are those of layers that are traced alone."""
+    model = {"type": "bert", "config": {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}}
+    monkeypatch.setattr(blocks, "BACKEND", "aot_eager")  # forward and backward are traced, and nothing is made of it
+    traced = here(COMPILE, model=model)
+    assert traced["norm"] == pytest.approx(here(model=model)["norm"], rel=1e-4)
+    monkeypatch.setattr(blocks, "_looks_up_tokens", lambda block: False)
+    with raises("LS4048"):
+        here(COMPILE, model=model)
+
+
 def test_it_is_a_part_of_what_a_checkpoint_agrees_on() -> None:
     assert tiny(COMPILE).arithmetic()["model.compile"] is True
     assert tiny().arithmetic()["model.compile"] is tiny().default("model.compile") is False

@@ -9,12 +9,16 @@ import pytest
 import torch
 import transformers
 
+from crossed import families as small
 from lockstep.data import tokenizer
 from lockstep.data.arrow_cache import Columns
+from lockstep.strategies.engines import layers
+from lockstep.strategies.engines.side_effects import effects_of
 from lockstep.strategies.pipeline import Pipeline
+from lockstep.strategies.strategy import strategy_class
 from lockstep.tasks import translation
 from lockstep.tasks.classification import Classification
-from lockstep.tasks.models import model_configs, models
+from lockstep.tasks.models import heads, model_configs, models
 from support.fsdp2_runs import steps_of
 from support.harness import run_on, tiny
 from support.messages import raises
@@ -108,6 +112,66 @@ def test_a_config_within_a_config_takes_entries() -> None:
 def test_what_a_config_within_a_config_does_not_take_is_refused(encoder: Any, said: tuple[str, ...]) -> None:
     with raises(*said):
         config_of("t5gemma", {"encoder": encoder})
+
+
+SHARDS: list[tuple[str, dict[str, Any]]] = [
+    ("fsdp2", {"gather": "micro_batch"}),
+    ("hf_accelerate", {"fsdp": {}}),
+    ("zero3", {}),
+    ("hf_accelerate", {"deepspeed": {"zero_stage": 3}}),
+]
+
+
+def written_by(head: str, family: str, entries: dict[str, Any]) -> set[str]:
+    """The trained weights that the forward of a small model writes to, in training or in evaluation."""
+    config = transformers.CONFIG_MAPPING[family](**small.config_of(family, dropout=False) | entries)
+    config.architectures = config.architectures or []  # which transformers walks through for a Funnel
+    if hasattr(config, "vocab_size"):
+        config.vocab_size, config.pad_token_id = 64, 1
+    model = getattr(transformers, heads.of(head).auto).from_config(config).train()
+    ids = torch.arange(24).view(2, 12) + 5
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    try:
+        effects = effects_of(model, [lambda: model(**inputs)], ())
+    except TypeError:  # no entry of that name
+        effects = effects_of(model, [lambda: model(ids)], ())
+    return {name for name, _ in model.named_parameters()} & (effects.written | effects.evaluated)
+
+
+@pytest.mark.slow
+@pytest.mark.processes  # a library looks for ninja
+@pytest.mark.parametrize("head", ["causal", "masked"])
+def test_no_other_family_writes_to_its_weights(head: str) -> None:
+    found, tried = set(), 0
+    for family in small.known()[head]:
+        try:
+            found |= {family} if written_by(head, family, {}) else set()
+            tried += 1
+        except Exception:  # it wants other inputs than ids and a mask
+            continue
+    assert found == ({*layers.WRITES_WEIGHTS} if head == "causal" else set())
+    assert tried > 0.9 * len(small.known()[head])
+
+
+@pytest.mark.processes  # a library looks for ninja
+@pytest.mark.parametrize(("name", "options"), SHARDS)
+@pytest.mark.parametrize("family", layers.WRITES_WEIGHTS)
+def test_shards_would_lose_what_a_family_writes_to_its_weights(family: str, name: str, options: dict[str, Any]) -> None:
+    if name == "zero3" or "deepspeed" in options:
+        pytest.importorskip("deepspeed")
+    entry = layers.WRITES_WEIGHTS[family]
+    assert written_by("causal", family, {})
+    task = {"name": "language_modeling", "block_size": 16, "samples": 0}
+
+    def check(**entries: Any) -> None:
+        run = tiny(task=task, model={"type": family, "config": entries}, strategy={"name": name, "options": options})
+        strategy_class(run).check(run, 2)
+
+    with raises("LS4106", family, entry or "use"):
+        check()
+    if entry is not None:
+        assert not written_by("causal", family, {entry: 0})
+        check(**{entry: 0})
 
 
 class Words:

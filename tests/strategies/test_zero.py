@@ -430,6 +430,35 @@ def test_weights_that_are_used_within_are_not_computed_with_again(
         class_of(run).check(run, 2)
 
 
+@pytest.mark.parametrize(("head", "family"), sorted(layers.NEVER_IN_TIME))
+def test_weights_that_are_never_gathered_in_time_are_refused(head: str, family: str) -> None:
+    tasks: dict[str, dict[str, Any]] = {
+        "causal": {"name": "language_modeling", "block_size": 16},
+        "masked": {"name": "masked_language_modeling"},
+    }
+    for name, options in (("zero3", {}), ("hf_accelerate", {"deepspeed": {"zero_stage": 3}})):
+        run = tiny(model={"type": family}, task=tasks[head], strategy={"name": name, "options": options})
+        with raises("LS4107", "fsdp2"):
+            class_of(run).check(run, 2)
+    run = tiny("strategy.name=zero2", model={"type": family}, task=tasks[head])
+    class_of(run).check(run, 2)
+
+
+def tried(world: World, run: Run) -> None:
+    """The first step, and what comes before it."""
+    _, strategy, feed = build_with_feed(run, world)
+    strategy.dry_run(feed.longest())
+    strategy.train_step(feed.make(0), 1e-3)
+
+
+def test_weights_in_another_order_than_deepspeed_recorded_are_told_in_one_line() -> None:
+    """Of a family that nobody has listed, where DeepSpeed first follows what it has recorded."""
+    sizes = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "num_hidden_layers": 2, "state_size": 16, "n_groups": 2}
+    task = {"name": "language_modeling", "block_size": 16, "samples": 0}
+    with raises("LS4107", "fsdp2", error=AssertionError):
+        run_on(2, tried, tiny("strategy.name=zero3", model={"type": "mamba2", "config": sizes}, task=task))
+
+
 def test_activations_that_all_models_share_are_made_the_models_own() -> None:
     """Else DeepSpeed hooks them in other models too, on one rank alone, and the ranks wait for each other."""
     from transformers import FlaubertConfig, FlaubertModel

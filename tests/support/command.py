@@ -46,7 +46,7 @@ def start(command: list[str], folder: Path, cache: Path, **variables: str) -> Pr
     """A command in a session of its own; where it is `lockstep` or torchrun, without the seconds of its imports."""
     environment = environment_of(cache, **variables)
     words = words_of(command)
-    if sys.platform == "linux" and words is not None and can_fork(environment, server_environment()):
+    if sys.platform == "linux" and words is not None and can_fork(words, environment, server_environment()):
         return Forked(words, folder, environment)
     return start_anew(command, folder, cache, **variables)
 

@@ -1,5 +1,5 @@
-"""What the fork server does once for all tests: import engines, which takes seconds, also of what they leave for their
-first use, and lockstep's own plug-ins, which every rank would import anew."""
+"""What the fork server does once for all tests: import engines and what scores are made with, which takes seconds, also
+of what they leave for their first use, and what every rank or command would import anew of lockstep."""
 
 import contextlib
 import gc
@@ -23,6 +23,20 @@ for engine in (
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.utils.pin_memory",
+    "torch.profiler._cupti_monitor",
+    "transformers.models.marian.modeling_marian",
+    "sacrebleu.tokenizers.tokenizer_13a",
+    "scipy.io",
+    "scipy.stats",
+    "sklearn.metrics",
+    "rich._emoji_codes",
+    "lockstep.checkpoint.export",
+    "lockstep.launchers.local",
+    "lockstep.launchers.start",
+    "lockstep.plain.scores",
+    "lockstep.tasks.models.models",
+    "lockstep.tools.commands.first_steps",
+    "lockstep.training.checkpoint_model",
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(engine)

@@ -70,12 +70,14 @@ LATER = (
     *(f"ACCELERATE_DYNAMO_{name}" for name in ("BACKEND", "MODE", "USE_FULLGRAPH", "USE_DYNAMIC")),
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
     "PYTHONPATH",
+    "PYTHONUNBUFFERED",
     "TOKENIZERS_PARALLELISM",
     "TORCH_CPP_LOG_LEVEL",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )  # seen to, or read when they are used
 SET = {"DS_ACCELERATOR": "cpu"}  # by `engines` for what it imports, and by commands for what they start
+FORK_TRACED = "LOCKSTEP_TESTS_FORK_TRACED"  # a variable: scripts that are traced need no interpreter of their own
 # that are run as `python -m`
 MODULES = ("lockstep", "lockstep.tools.subprocess_job", "torch.distributed.run", "accelerate.commands.launch")
 _NEW_NET, _NEW_MOUNTS, _NEW_NAMES = 0x40000000, 0x20000, 0x4000000  # of <sched.h>
@@ -86,11 +88,21 @@ _executed = subprocess._fork_exec  # type: ignore[attr-defined]
 _imported_with: dict[str, str] = {}  # in the process of a command: what it began with
 
 
-def can_fork(environment: dict[str, str], server: dict[str, str]) -> bool:
+def can_fork(words: Sequence[str], environment: dict[str, str], server: dict[str, str]) -> bool:
     """Whether no import would read in `environment` what it did not read in the server's, and nothing is to be traced
-    from its first import on."""
-    traced = any(Path(folder).name == INJECT for folder in environment.get("PYTHONPATH", "").split(os.pathsep))
-    return not traced and not read_differently(environment, server)
+    from its first import on, unless `FORK_TRACED` says that torch may be there when the tracer begins. What a traced
+    process starts itself would have two tracers."""
+    if (folder := _injected(environment)) is not None:
+        traces = not words[0].startswith("lockstep") and "lockstep_tracer" not in sys.modules
+        if not traces or not folder.is_dir() or not environment.get(FORK_TRACED):
+            return False
+    return not read_differently(environment, server)
+
+
+def _injected(environment: dict[str, str]) -> Path | None:
+    """The folder with the tracer that is on a process's path."""
+    folders = map(Path, environment.get("PYTHONPATH", "").split(os.pathsep))
+    return next((folder for folder in folders if folder.name == INJECT), None)
 
 
 def read_differently(one: dict[str, str], other: dict[str, str]) -> list[str]:
@@ -215,7 +227,11 @@ def programs(folder: Path) -> Path:
     client = shlex.join([sys.executable, "-I", "-S", f"{TESTS_PATH}/support/warm_python.py", address()])
     modules = {"lockstep": "lockstep", "torchrun": "torch.distributed.run"}
     modules["accelerate"] = "accelerate.commands.accelerate_cli"
-    for name, module in {"python": "", **{name: f"-m {module} " for name, module in modules.items()}}.items():
+    for name, module in {
+        "python": "",
+        "python3": "",
+        **{name: f"-m {module} " for name, module in modules.items()},
+    }.items():
         (folder / name).write_text(f'#!/bin/sh\nexec {client} {module}"$@"\n')
         (folder / name).chmod(0o755)
     return folder
@@ -246,12 +262,14 @@ def _stand_in(connection: socket.socket, variables: dict[str, str]) -> None:
         body += connection.recv(size - len(body))
     asked, folder, environment, ignored = json.loads(body)
     words = words_of([sys.executable, *asked])
-    if words is None or not can_fork(environment, variables):
+    if words is None or not can_fork(words, environment, variables):
         connection.sendall(b"n")  # a new interpreter is needed
         os._exit(0)
     connection.sendall(b"y")
+    (client,) = struct.unpack("i8x", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if (pid := os.fork()) == 0:
         os.setsid()
+        _move_beside(client)
         os.chdir(folder)
         for place, descriptor in enumerate(descriptors):
             os.dup2(descriptor, place)
@@ -268,8 +286,10 @@ def _stand_in(connection: socket.socket, variables: dict[str, str]) -> None:
     for place in (ended, connection.fileno()):
         poll.register(place, select.POLLIN)
     while ended not in [place for place, _ in poll.poll()]:
-        for number in connection.recv(64) or [signal.SIGKILL]:
-            os.kill(pid, number)
+        numbers = connection.recv(64)
+        for number in numbers or [signal.SIGKILL]:
+            # a node of SLURM that is lost takes with it what the task has started
+            (os.kill if numbers or "SLURMD_NODENAME" not in environment else os.killpg)(pid, number)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):
         connection.sendall(struct.pack("i", status))
@@ -317,6 +337,7 @@ def _become(
 def _run(words: list[str], environment: dict[str, str]) -> None:
     """What a new interpreter does in this folder, with these handlers and descriptors. Never returns."""
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stdout.reconfigure(write_through=bool(environment.get("PYTHONUNBUFFERED")))
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     script = words[0].endswith(".py")
     _path(os.path.dirname(os.path.abspath(words[0])) if script else os.getcwd(), environment.get("PYTHONPATH", ""))
@@ -329,6 +350,8 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
     if environment.get("TQDM_DISABLE"):  # which tqdm has read
         tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)  # type: ignore[method-assign]
     _alone()
+    if script or words[0] == "-c":
+        _trace(environment)
     if words[0] == "-c":
         code, main = compile(words[1], "<string>", "exec"), ModuleType("__main__")
         sys.argv[1:2], sys.modules["__main__"] = [], main
@@ -340,21 +363,35 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
     _end(lambda: runpy.run_module(words[0], run_name="__main__", alter_sys=True))
 
 
+def _trace(environment: dict[str, str]) -> None:
+    """As Python's start does where the tracer is on the path: torch is there, so it begins at once."""
+    if (folder := _injected(environment)) is not None:
+        start = runpy.run_path(str(folder / "sitecustomize.py"))["start"]
+        sys.meta_path.pop(0)  # what waits for torch
+        start()
+
+
 def _move_to(space: str, name: str) -> None:
     """As `ip netns exec SPACE unshare --uts` and `hostname NAME` do."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def done(result: int) -> None:
-        if result:
-            raise OSError(ctypes.get_errno(), f"cannot move to {space}")
-
-    with open(f"/run/netns/{space}") as place:
-        done(libc.setns(place.fileno(), _NEW_NET))
-    done(libc.unshare(_NEW_MOUNTS | _NEW_NAMES))
+    _called("setns", os.open(f"/run/netns/{space}", os.O_RDONLY), _NEW_NET)
+    _called("unshare", _NEW_MOUNTS | _NEW_NAMES)
     socket.sethostname(name)
-    done(libc.mount(b"", b"/", b"none", _SLAVE, None))  # /sys tells of this network's devices, and of no other place
-    done(libc.umount2(b"/sys", _DETACH))
-    done(libc.mount(space.encode(), b"/sys", b"sysfs", 0, None))
+    _called("mount", b"", b"/", b"none", _SLAVE, None)  # /sys tells of this network's devices, and of no other place
+    _called("umount2", b"/sys", _DETACH)
+    _called("mount", space.encode(), b"/sys", b"sysfs", 0, None)
+
+
+def _move_beside(pid: int) -> None:
+    """To the network, the name and the mounts of another process, such as one in a container."""
+    for space, kind in (("net", _NEW_NET), ("uts", _NEW_NAMES), ("mnt", _NEW_MOUNTS)):
+        if os.readlink(place := f"/proc/{pid}/ns/{space}") != os.readlink(f"/proc/self/ns/{space}"):
+            _called("setns", os.open(place, os.O_RDONLY), kind)
+
+
+def _called(function: str, *arguments: Any) -> None:
+    """Of the C library. Errors: OSError."""
+    if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments):
+        raise OSError(ctypes.get_errno(), f"{function}{arguments}")
 
 
 def _path(folder: str, given: str) -> None:
@@ -459,7 +496,7 @@ def _forked_module(
     pairs = [os.fsdecode(each).partition("=") for each in variables or ()]
     environment = dict(os.environ) if variables is None else {name: value for name, _, value in pairs}
     stdin, _, _, stdout, _, stderr, _, failed, _, session, group, _, _, _, _, before_it = more[:16]
-    if words is None or before_it is not None or not can_fork(environment, _imported_with):
+    if words is None or before_it is not None or not can_fork(words, environment, _imported_with):
         return int(_executed(args, executables, close_others, kept, folder, variables, *more))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

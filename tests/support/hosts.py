@@ -185,7 +185,7 @@ class Hosts:
         environment |= {"PATH": SEARCHED, "TMPDIR": str(self.temporary(host))} | variables
         process: Process
         told = words_of(command)
-        if told is not None and can_fork(environment, server_environment()):
+        if told is not None and can_fork(told, environment, server_environment()):
             place = self.space(host), f"host-{host}"
             process = Forked(told, folder or self.folder(host), environment, host=place)
             self.started.append(job := Job(process))

@@ -53,7 +53,7 @@ from lockstep.cli import takes_run_file
 from lockstep.config.run import Run, RunError, load
 from lockstep.tools import commands
 from lockstep.tools.commands import run_file
-from support.forked import programs
+from support.forked import FORK_TRACED, programs
 from support.hub_server import Hub
 from support.places import ROOT, TESTS_PATH
 
@@ -410,6 +410,7 @@ def environment(folder: Path, cache: Path) -> dict[str, str]:
     """Variables of commands of a page: `lockstep`, `python` and `torchrun` are those of this interpreter."""
     return {
         **os.environ,
+        FORK_TRACED: "1",
         "PATH": f"{programs(cache / 'programs')}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), TESTS_PATH]),
         "LOCKSTEP_CACHE": str(cache),

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from support.forked import programs
 from support.harness import LEAN
 from support.places import TESTS_PATH
 
@@ -69,6 +70,7 @@ class Cluster:
     def __init__(self, folder: Path, grace_s: int = 60) -> None:
         self.folder = folder
         self.config = folder / "slurm.conf"
+        self.python = str(programs(folder / "programs") / "python")  # which has imported everything
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         for name in ("state", "spool-n1", "spool-n2"):
             (folder / name).mkdir(parents=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.command import LOCKSTEP, ended, start, start_anew
+from support.forked import FORK_TRACED
 from support.places import TESTS
 
 pytestmark = pytest.mark.processes
@@ -19,15 +20,16 @@ PLAIN = [sys.executable, str(LOOP), "--batch", "32", "--epochs", "1"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def call(words: list[str], folder: Path) -> tuple[int, str, str]:
-    return ended(start(words, folder, folder / "cache"), 250)  # what is traced is a new interpreter
+def call(words: list[str], folder: Path, **variables: str) -> tuple[int, str, str]:
+    return ended(start(words, folder, folder / "cache", **variables), 250)
 
 
 def test_torchrun_is_compared_with_one_process_and_a_fault_is_named(tmp_path: Path) -> None:
     """The control is the fault: gradients that are summed."""
     ddp = [*TORCHRUN, str(LOOP), "--batch", "16", "--epochs", "1", "--wrap", "hand"]
     for name, command in (("a", PLAIN), ("b", ddp), ("c", [*ddp, "--fault", "summed"])):
-        status, out, err = call([*LOCKSTEP, "trace", "-o", name, "--", *command], tmp_path)
+        # from its first import on: test_trace_launchers.py, and below
+        status, out, err = call([*LOCKSTEP, "trace", "-o", name, "--", *command], tmp_path, **{FORK_TRACED: "1"})
         assert status == 0, err
         assert "steps 4" in out
         assert "4 steps of AdamW" in err

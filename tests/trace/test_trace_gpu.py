@@ -14,7 +14,11 @@ from lockstep.trace.findings import findings
 from lockstep.trace.read import read
 from support.harness import lockstep_environment
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.processes,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 SCRIPT = """
 import hashlib, sys

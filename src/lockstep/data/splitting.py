@@ -93,17 +93,18 @@ def _counts(rows: Dataset, read: Source) -> list[int]:
 
 def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> dict[str, Dataset]:
     """Cut a validation split, and a test split where one is asked for, off the training split; in a mixture off each
-    source."""
+    source that came without one. One that lost all of its rows of a split has none there: they are not replaced."""
     import datasets
 
     if not read.sources:
         return _cut_one(splits, run, cut, read.name, True)
     pieces: dict[str, list[Dataset]] = {}
     of = {split: usable_rows.numbers(dataset, SOURCE) for split, dataset in splits.items()}
+    came_with = {split: _counts(dataset, read) for split, dataset in read.splits.items()}
     for number, name in enumerate(read.sources):
-        rows = {split: np.flatnonzero(numbers == number) for split, numbers in of.items()}
-        groups = {split: splits[split].select(places) for split, places in rows.items() if len(places)}
-        for split, dataset in _cut_one(groups, run, cut, name, False).items():
+        rows = {split: np.flatnonzero(of[split] == number) for split in of if came_with[split][number]}
+        groups = {split: splits[split].select(places) for split, places in rows.items()}
+        for split, dataset in (_cut_one(groups, run, cut, name, False) if len(groups["train"]) else groups).items():
             pieces.setdefault(split, []).append(dataset)
     return {split: datasets.concatenate_datasets(parts) for split, parts in pieces.items()}
 

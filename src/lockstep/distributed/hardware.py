@@ -26,7 +26,8 @@ def gpus_of(run: Run) -> int:
 
 def share_gpus(run: Run) -> bool:
     """Whether several of its processes compute on one GPU; on a CPU, `launch.processes_per_gpu` means nothing."""
-    return run.launch.processes_per_gpu > 1 and (run.launch.device == "cuda" or gpus_of(run) > 0)
+    several = run.launch.processes_per_gpu > 1 and run.launch.processes != 1
+    return several and (run.launch.device == "cuda" or gpus_of(run) > 0)
 
 
 def available_cores() -> int:

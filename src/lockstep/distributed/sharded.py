@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep.config.errors import CodedError
 from lockstep.config.run import Run
-from lockstep.distributed.torch_internals import is_dtensor
+from lockstep.distributed.torch_internals import by_host, is_dtensor
 from lockstep.distributed.world import World
 
 
@@ -104,7 +104,11 @@ def local(tensor: Tensor | None) -> Tensor:
 def whole(tensor: Tensor | None) -> Tensor:
     """All of it, on every rank. Collective."""
     assert tensor is not None
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+    if not is_dtensor(tensor):
+        return tensor
+    if by_host(tensor, tensor.device_mesh.get_group(0)):  # the functional collective of CUDA over gloo crashes (2.11)
+        return tensor.detach().cpu().full_tensor().to(tensor.device)
+    return tensor.full_tensor()
 
 
 def fill(own: Tensor, whole_tensor: Tensor) -> None:

@@ -36,6 +36,12 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def by_host(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Whether a tensor goes to other ranks of a group by way of the host: ranks that share a GPU meet over gloo, which
+    knows no CUDA but in its own all_reduce, all_gather and broadcast."""
+    return tensor.device.type == "cuda" and dist.get_backend(group) == "gloo"
+
+
 def rows_of(gradient: Tensor) -> Tensor:
     """Which rows a row-sparse tensor has: int64 [N], with repetitions where it is not coalesced."""
     return gradient._indices()[0]

@@ -256,6 +256,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
         fsdp.check_options(run, processes)
+        if not cls.needs_memory_to_resolve(run):
+            layers.check_writes(run, "strategy.options.gather", "FSDP", fsdp.INSTEAD)
 
     @classmethod
     def resolve_class(cls, run: Run) -> type[Strategy]:

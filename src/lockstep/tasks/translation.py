@@ -278,8 +278,8 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         super().__init__(run, prepared)
         self.target_tokenizer = target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
         self.entries = _entries(run, self.tokenizer, self.target_tokenizer)
-        self.unpadded = self.padded_because is None
-        self.starts_from_first = model_configs.load_config(run).model_type in model_configs.FROM_FIRST_TOKEN
+        family = model_configs.load_config(run).model_type
+        self.masks_targets = self.padded_because is None or family in model_configs.NEEDS_DECODER_MASK
         self.overlap = self.overlap_of(self.options)
         self.smoothing = self.options.label_smoothing
 
@@ -295,7 +295,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         read = np.roll(target_ids, 1, axis=1)
         read[:, 0] = self.entries["decoder_start_token_id"]
         inputs = self.padded_texts(columns, rows) | {"decoder_input_ids": read}  # [B, S]
-        if self.unpadded or self.starts_from_first:  # which would take a start for padding that has its number
+        if self.masks_targets:
             inputs["decoder_attention_mask"] = real
         return inputs, np.where(real == 1, target_ids, IGNORED)
 

@@ -37,6 +37,7 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
             )
         require(cls.needs, key)
         layers.check_layers(run, "FSDP2 through Accelerate")
+        layers.check_writes(run, key, "FSDP", "strategy.name=ddp")
         from accelerate import FullyShardedDataParallelPlugin
 
         known = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
@@ -117,7 +118,8 @@ class AcceleratedZero(Accelerated, Sharded):
                 "LS4034", f"{key}.zero_stage: invalid value {section.get('zero_stage')!r}; expected 1, 2 or 3"
             )
         if section["zero_stage"] == 3:
-            layers.check_recomputed(run)
+            layers.check_gathered(run)
+            layers.check_writes(run, f"{key}.zero_stage", "ZeRO-3", "stage 2")
         options = {k: v for k, v in section.items() if k != "zero_stage"}
         zero_config.check(run, processes, section["zero_stage"], options, key)
 

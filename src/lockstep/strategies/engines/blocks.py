@@ -41,6 +41,7 @@ from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.engines import layers, tensor_plans
 from lockstep.strategies.engines.side_effects import Writes
+from lockstep.strategies.exact.rows import SMALL as FEW_ROWS
 from lockstep.strategies.exact.statistics import averaged
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.tasks.models.model_configs import load_config
@@ -130,13 +131,20 @@ def prepare(run: Run, model: nn.Module, ranks: LeafRanks | None = None) -> None:
     layer_options = [key for key in KEYS if getattr(run.model, key)]
     for block in _layers_of(model, layer_options) if layer_options else ():
         forward: Forward = block.forward
-        if run.model.compile:
+        if run.model.compile and not _looks_up_tokens(block):
             forward = in_training(block, forward)
         if run.model.checkpoint_activations:
             forward = partial(_again, block, forward)
         if run.model.offload_activations:
             forward = partial(_on_host, block, forward)
         block.forward = forward
+
+
+def _looks_up_tokens(block: nn.Module) -> bool:
+    """Whether a block holds a large embedding, as transformers' BertEmbeddings does, which it also does not split over
+    devices. On a CPU its gradient is one of rows (`row_sparse`), whose number no compiler knows; and so that a run has
+    the same bits everywhere it is compiled nowhere."""
+    return any(isinstance(module, nn.Embedding) and module.num_embeddings > FEW_ROWS for module in block.modules())
 
 
 def saves(block: nn.Module) -> bool:

@@ -71,22 +71,64 @@ def check_layers(run: Run, engine: str) -> None:
         )
 
 
-# Families whose layers read the weight of a module within without calling it, or before they call it.
-READS_WITHIN = ("falcon_h1", "longt5", "nllb-moe", "seamless_m4t_v2", "switch_transformers", "t5")
+# Families whose layers read the weight of a module within without calling it, or before they call it: found by
+# `benchmarks/families.py --ways zero3:2 --recompute`, which tries all.
+READS_WITHIN = (
+    *("falcon_h1", "hunyuan_v1_moe", "inkling_text", "jamba", "longt5", "nllb-moe", "qwen3_next", "seamless_m4t_v2"),
+    *("switch_transformers", "t5"),
+)
+# Heads and families of which the same holds whether or not activations are computed again.
+NEVER_IN_TIME = {("causal", "mamba2"), ("masked", "mobilebert"), ("masked", "neomme")}
 
 
-def check_recomputed(run: Run) -> None:
-    """Refuse activations that are computed again under ZeRO-3 where a layer uses weights that are another module's:
-    DeepSpeed gathers those at the first forward, and at the second has let go of them, or meets them in another order
-    than it recorded. Errors: `RunError`."""
-    if not run.model.checkpoint_activations or own_model(run):
+def not_in_time(recomputes: bool) -> RunError:
+    """Why ZeRO-3 cannot compute a model. `recomputes`: it may be because activations are computed again."""
+    instead = "remove model.checkpoint_activations, or " * recomputes
+    return RunError(
+        "LS4107",
+        "strategy.name: DeepSpeed's ZeRO-3 cannot gather this model's weights in time, because they are used in "
+        "another order than it recorded, or without a call of the module that holds them; "
+        f"{instead}use strategy.name=fsdp2 or zero2",
+    )
+
+
+def check_gathered(run: Run) -> None:
+    """Refuse for ZeRO-3 a family whose weights are not gathered in time, and activations that are computed again where
+    a layer uses weights that are another module's: DeepSpeed gathers those at the first forward, and at the second has
+    let go of them, or meets them in another order than it recorded. Errors: `RunError`."""
+    if own_model(run):
         return
-    if (family := load_config(run).model_type) in READS_WITHIN:
+    task: Any = plugins.find("tasks", run.task.name)
+    family = load_config(run).model_type
+    if (task.head, family) in NEVER_IN_TIME:
+        raise not_in_time(recomputes=False)
+    if run.model.checkpoint_activations and family in READS_WITHIN:
         raise RunError(
             "LS4105",
             f"model.checkpoint_activations: under ZeRO-3 a {family} cannot recompute its activations, because "
             "its layers read weights of modules within, which DeepSpeed does not gather in time; remove it, or use "
             "strategy.name=fsdp2",
+        )
+
+
+# Families whose forward writes to weights that are trained, with the entry of their config that switches it off at 0:
+# RWKV divides them by powers of two for evaluation, Gemma 3n limits some in training, which nothing switches off.
+WRITES_WEIGHTS: dict[str, str | None] = {"gemma3n_text": None, "rwkv": "rescale_every"}
+
+
+def check_writes(run: Run, key: str, engine: str, instead: str) -> None:
+    """Refuse a family whose forward writes to its weights, for an engine that has shards in their place. What a model
+    of any other kind writes is seen in its first forward. Errors: `RunError`."""
+    config = None if own_model(run) else load_config(run)
+    if config is None or config.model_type not in WRITES_WEIGHTS:
+        return
+    entry = WRITES_WEIGHTS[config.model_type]
+    if entry is None or getattr(config, entry, None):
+        switched_off = f"set model.config.{entry}=0, under which it writes nothing, or " if entry else ""
+        raise RunError(
+            "LS4106",
+            f"{key}: {engine} replaces weights by shards, and would lose what a {config.model_type}'s forward writes "
+            f"to them; {switched_off}use {instead}",
         )
 
 

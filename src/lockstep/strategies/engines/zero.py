@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -255,7 +255,8 @@ class Sharded(ShardedRecovery, Recomputes):
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         step = self._step_in_tree_order if self.in_tree_order else self._step_of_engine
-        return step(batch, learning_rate)
+        with self._gathering_in_time():
+            return step(batch, learning_rate)
 
     def _step_in_tree_order(self, batch: StepBatch, learning_rate: float) -> StepResult:
         losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
@@ -379,9 +380,21 @@ class Sharded(ShardedRecovery, Recomputes):
         return [] if self.stage == 3 or self.low_precision else super().forwards(batch)
 
     def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
-        super().dry_run(batch, then)
+        with self._gathering_in_time():  # an evaluation is tried, too
+            super().dry_run(batch, then)
         if self.stage < 3 and not self.in_tree_order:
             self.engine.optimizer._hp_optimizer_states_linked = False  # to the state that was
+
+    @contextmanager
+    def _gathering_in_time(self) -> Iterator[None]:
+        """Errors: `RunError` in the place of DeepSpeed's, of thousands of characters, where weights are used in another
+        order than it recorded in the first step."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not str(error).startswith("tracing error"):
+                raise
+            raise layers.not_in_time(self.run.model.checkpoint_activations) from error
 
     def _levelled(self, batch: StepBatch) -> list[MicroBatch]:
         """This rank's micro-batches, and blank ones where others have more: gradients travel after every
@@ -610,7 +623,8 @@ class Zero(Sharded):
         require(cls.needs, f"strategy.name: zero{cls.stage}")
         layers.check_layers(run, "DeepSpeed")
         if cls.stage == 3:
-            layers.check_recomputed(run)
+            layers.check_gathered(run)
+            layers.check_writes(run, "strategy.name", "ZeRO-3", "strategy.name=zero2 or ddp")
         zero_config.check(run, processes, cls.stage, run.strategy.options)
 
     def options(self) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.run import Run
-from lockstep.distributed.torch_internals import on_device
+from lockstep.distributed.torch_internals import by_host, on_device
 from lockstep.distributed.world import World
 
 Node = tuple[int, int]  # (level, index): the sum of the leaves [index * 2^level, (index + 1) * 2^level) that exist
@@ -253,6 +253,12 @@ class PendingSend:
     ) -> None:
         """Start the messages. `sends`, `receives`: peers in the group, and contiguous tensors; empty ones are not
         sent."""
+        self._arrivals: list[tuple[Tensor, Tensor]] = []  # where it is wanted, and the host's memory that it comes to
+        if any(by_host(tensor, group) for _, tensor in [*sends, *receives]):
+            sends = [(peer, tensor.cpu()) for peer, tensor in sends]
+            hosts = [(peer, torch.empty_like(tensor, device="cpu")) for peer, tensor in receives]
+            self._arrivals = [(tensor, host) for (_, tensor), (_, host) in zip(receives, hosts, strict=True)]
+            receives = hosts
         self._buffers = [tensor for _, tensor in [*sends, *receives]]
         operations = [
             dist.P2POp(how, tensor, group=group, group_peer=peer)
@@ -265,7 +271,9 @@ class PendingSend:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        self._buffers = []
+        for tensor, host in self._arrivals:
+            tensor.copy_(host)
+        self._buffers, self._arrivals = [], []
 
 
 def gather_in_stages(

@@ -195,6 +195,9 @@ def _cuda() -> bool:
 
 FROM_END_TOKEN = ("bart", "mbart", "fsmt")  # families whose decoder starts from the end token of texts
 FROM_FIRST_TOKEN = ("t5gemma", "t5gemma2")  # families whose decoder starts from the first token of texts
+# Families whose decoder needs to know what is padding: one that would take its start for padding that has its number,
+# and ProphetNet, whose relative positions (transformers 5.23) are those of other texts of the batch.
+NEEDS_DECODER_MASK = (*FROM_FIRST_TOKEN, "prophetnet")
 
 
 def load_config(run: Run) -> Any:

@@ -30,6 +30,9 @@ from torch import Tensor
 WIDTHS = (257, 263, 269, 271, 277, 281, 283, 293)
 ROWS = 256  # of a chunk, which has ROWS * P elements
 BATCH = 1 << 20  # elements of small tensors that are measured together
+UNIT = 32  # rows of a unit, of which a chunk has ROWS // UNIT
+DEVICE_BATCH = 1 << 22  # elements that are measured together on a device, where each launch costs the host some 5 us
+CPU = torch.device("cpu")
 _MASK = (1 << 64) - 1
 GOLDEN, M1, M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -82,24 +85,50 @@ def _width_of(shape: tuple[int, ...]) -> int:
 def measure(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool = True) -> list[Tensor]:
     """Of each tensor one int64 vector on its device: fingerprint, sum of squares (float64 bits), and with `sketch` the
     P buckets (float64 bits). Tensors may be of any dtype and device, and not contiguous. Not collective."""
-    results: list[Tensor | None] = [None] * len(tensors)
-    small: dict[tuple[torch.device, torch.dtype, int], list[tuple[int, Tensor, int]]] = {}
+    here = [i for i, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
+    away = [i for i, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
+    vectors: dict[int, Tensor] = {}
     with torch.no_grad():
-        for i, (tensor, block) in enumerate(zip(tensors, blocks, strict=True)):
-            p = width_of(block.shape)
-            place = block.flat
-            if place is not None and tensor.numel() and place[0] // (ROWS * p) == (place[1] - 1) // (ROWS * p):
-                flat = plain(tensor).reshape(-1)
-                small.setdefault((flat.device, flat.dtype, p), []).append((i, flat, place[0]))
-            else:
-                results[i] = _large(tensor, block, p, sketch)
-        for (_, _, p), items in small.items():
-            for batch in _batches(items):
-                layout = tuple((start, flat.numel()) for _, flat, start in batch)
-                measured = _batch([flat for _, flat, _ in batch], layout, p, sketch)
-                for (i, _, _), vector in zip(batch, measured, strict=True):
-                    results[i] = vector
-    return [r for r in results if r is not None]
+        for places, way in ((here, _by_chunks), (away, _by_units)):
+            measured = way([tensors[i] for i in places], [blocks[i] for i in places], sketch)
+            vectors.update(zip(places, measured, strict=True))
+    return [vectors[i] for i in range(len(tensors))]
+
+
+def _by_chunks(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool) -> list[Tensor]:
+    """On a CPU: small tensors together, large ones by chunks that stay in its cache."""
+    vectors: dict[int, Tensor] = {}
+    small: dict[tuple[torch.dtype, int], list[tuple[int, Tensor, int]]] = {}
+    for i, (tensor, block) in enumerate(zip(tensors, blocks, strict=True)):
+        p = width_of(block.shape)
+        place = block.flat
+        if place is not None and tensor.numel() and place[0] // (ROWS * p) == (place[1] - 1) // (ROWS * p):
+            flat = plain(tensor).reshape(-1)
+            small.setdefault((flat.dtype, p), []).append((i, flat, place[0]))
+        else:
+            vectors[i] = _large(tensor, block, p, sketch)
+    for (_, p), items in small.items():
+        for batch in _batches(items, BATCH):
+            layout = tuple((start, flat.numel()) for _, flat, start in batch)
+            measured = _batch([flat for _, flat, _ in batch], layout, p, sketch)
+            vectors |= {i: vector for (i, _, _), vector in zip(batch, measured, strict=True)}
+    return [vectors[i] for i in range(len(tensors))]
+
+
+def _by_units(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool) -> list[Tensor]:
+    """On another device, where every operation costs the host some 5 us: all tensors together, by `DEVICE_BATCH`. The
+    sums of squares and of buckets are those of `_by_chunks` in another order."""
+    vectors: dict[int, Tensor] = {}
+    kinds: dict[tuple[torch.device, torch.dtype, int], list[tuple[int, Tensor, int]]] = {}
+    for i, (tensor, block) in enumerate(zip(tensors, blocks, strict=True)):
+        p, tensor = width_of(block.shape), plain(tensor)
+        pieces = [(i, *piece) for piece in _pieces(tensor, block, p)] or [(i, tensor.reshape(-1), 0)]
+        kinds.setdefault((tensor.device, tensor.dtype, p), []).extend(pieces)
+    for (_, _, p), items in kinds.items():
+        for batch in _batches(items, DEVICE_BATCH):
+            for (i, _, _), vector in zip(batch, _of_units([each[1:] for each in batch], p, sketch), strict=True):
+                vectors[i] = _added(vectors[i], vector) if i in vectors else vector
+    return [vectors[i] for i in range(len(tensors))]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -143,7 +172,12 @@ def shifted(z: Tensor, by: int) -> Tensor:
 
 def mixed(count: int, first: int = 0) -> Tensor:
     """`mix` of `first` and the next ones, int64 [count]."""
-    z = (torch.arange(first, first + count, dtype=torch.int64) + 1) * signed(GOLDEN)
+    return mixed_of(torch.arange(first, first + count, dtype=torch.int64))
+
+
+def mixed_of(indices: Tensor) -> Tensor:
+    """`mix` of each, int64."""
+    z = (indices + 1) * signed(GOLDEN)
     z = (z ^ shifted(z, 30)) * signed(M1)
     z = (z ^ shifted(z, 27)) * signed(M2)
     return z ^ shifted(z, 31)
@@ -158,12 +192,12 @@ def _tables(p: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _chunk_signs(p: int, chunk: int, device: torch.device) -> Tensor:
+def _chunk_signs(p: int, chunk: int) -> Tensor:
     """Signs of a chunk's buckets, float64 [p]: with the same table for all chunks, these keep them apart."""
     if chunk == 0:
-        return torch.ones(p, dtype=torch.float64, device=device)
+        return torch.ones(p, dtype=torch.float64)
     numbers = mixed(p, first=(1 << 40) + chunk * 512)
-    return ((shifted(numbers, 40) & 1) * 2 - 1).double().to(device)
+    return ((shifted(numbers, 40) & 1) * 2 - 1).double()
 
 
 def _chunk_number(chunk: int) -> int:
@@ -174,11 +208,11 @@ def _chunk_number(chunk: int) -> int:
 # -- small tensors, together -----------------------------------------------------------------------------------------
 
 
-def _batches(items: list[tuple[int, Tensor, int]]) -> Iterator[list[tuple[int, Tensor, int]]]:
+def _batches(items: list[tuple[int, Tensor, int]], most: int) -> Iterator[list[tuple[int, Tensor, int]]]:
     batch: list[tuple[int, Tensor, int]] = []
     total = 0
     for item in items:
-        if batch and total + item[1].numel() > BATCH:
+        if batch and total + item[1].numel() > most:
             yield batch
             batch, total = [], 0
         batch.append(item)
@@ -195,16 +229,16 @@ class _Layout:
 
 
 @functools.lru_cache(maxsize=32)
-def _layout(places: tuple[tuple[int, int], ...], p: int, device: torch.device) -> _Layout:
+def _layout(places: tuple[tuple[int, int], ...], p: int) -> _Layout:
     """Tables for tensors that lie, each within one chunk, at (start, numel)."""
-    table_signs, table_odd = _tables(p, device)
+    table_signs, table_odd = _tables(p, CPU)
     signs, odd, pads, owner = [], [], [], []
     for k, (start, count) in enumerate(places):
         chunk, begin = divmod(start, ROWS * p)
         first, lead = divmod(begin, p)
         n = -(-(lead + count) // p)
         part = slice(first * p, (first + n) * p)
-        signs.append(table_signs[part].view(n, p) * _chunk_signs(p, chunk, device).float())
+        signs.append(table_signs[part].view(n, p) * _chunk_signs(p, chunk).float())
         odd.append(table_odd[part] * _chunk_number(chunk))
         pads.append((lead, n * p - lead - count))
         owner += [k] * n
@@ -212,29 +246,102 @@ def _layout(places: tuple[tuple[int, int], ...], p: int, device: torch.device) -
         torch.cat([s.reshape(-1) for s in signs]),
         torch.cat(odd),
         tuple(pads),
-        torch.tensor(owner, device=device),
+        torch.tensor(owner),
     )
 
 
 def _batch(flats: list[Tensor], places: tuple[tuple[int, int], ...], p: int, sketch: bool) -> list[Tensor]:
-    device, n = flats[0].device, len(flats)
-    layout = _layout(places, p, device)
-    zeros = torch.zeros(p, dtype=flats[0].dtype, device=device)
+    n, layout = len(flats), _layout(places, p)
+    zeros = torch.zeros(p, dtype=flats[0].dtype)
     parts = [t for flat, (a, b) in zip(flats, layout.pads, strict=True) for t in (zeros[:a], flat, zeros[:b])]
     buffer = torch.cat(parts)
     products = (_bits(buffer) * layout.odd).view(-1, p).sum(1)
-    prints = torch.zeros(n, dtype=torch.int64, device=device).index_add_(0, layout.owner, products)
+    prints = torch.zeros(n, dtype=torch.int64).index_add_(0, layout.owner, products)
     numbers = _numbers(buffer)
-    squares = torch.zeros(n, dtype=torch.float64, device=device)
+    squares = torch.zeros(n, dtype=torch.float64)
     squares.index_add_(0, layout.owner, numbers.double().square().view(-1, p).sum(1))
-    out = torch.empty(n, 2 + p * sketch, dtype=torch.int64, device=device)
+    out = torch.empty(n, 2 + p * sketch, dtype=torch.int64)
     out[:, 0] = prints
     out[:, 1] = squares.view(torch.int64)
     if sketch:
         signed = (numbers * layout.signs).view(-1, p)
-        buckets = torch.zeros(n, p, dtype=torch.float64, device=device)
+        buckets = torch.zeros(n, p, dtype=torch.float64)
         out[:, 2:] = buckets.index_add_(0, layout.owner, signed.double()).view(torch.int64)
     return list(out.unbind(0))
+
+
+# -- on a device, many at a time ---------------------------------------------------------------------------------------
+
+
+def _pieces(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]]:
+    """Flat parts of at most `DEVICE_BATCH` elements, with their starts in the flattened whole tensor. All but the first
+    begin with a unit."""
+    unit = UNIT * p
+    for flat, start in _ranges(tensor, block, p):
+        at = 0
+        while at < flat.numel():
+            count = min(flat.numel() - at, DEVICE_BATCH // unit * unit - (start + at) % unit)
+            yield flat[at : at + count], start + at
+            at += count
+
+
+@dataclass(frozen=True)
+class _Units:
+    """What each unit [K] of some pieces is multiplied with, on their device."""
+
+    inside: Tensor  # int64 [K]: which unit of its chunk it is
+    odd: Tensor  # int64 [K]: the odd number of its chunk
+    signs: Tensor  # float64 [K, p]: of its chunk's buckets
+    owner: Tensor  # int64 [K]: its piece
+    owners: Tensor  # float64 [n, K]: 1 where a piece owns a unit
+    pads: tuple[tuple[int, int], ...]  # zeros before and behind each piece
+
+
+@functools.lru_cache(maxsize=64)
+def _units(places: tuple[tuple[int, int], ...], p: int, device: torch.device) -> _Units:
+    """For pieces that lie at (start, numel). Does not wait for the device."""
+    unit, every, owner, pads = UNIT * p, [], [], []
+    for k, (start, count) in enumerate(places):
+        first, lead = divmod(start, unit)
+        n = max(-(-(lead + count) // unit), 1)
+        every += range(first, first + n)
+        owner += [k] * n
+        pads.append((lead, n * unit - lead - count))
+    units, owners = (_sent(torch.tensor(numbers), device) for numbers in (every, owner))
+    chunk = units // (ROWS // UNIT)
+    numbers = mixed_of(chunk[:, None] * 512 + torch.arange(1 << 40, (1 << 40) + p, device=device))
+    signs = ((shifted(numbers, 40) & 1) * 2 - 1).double().masked_fill_((chunk == 0)[:, None], 1)
+    odd = (mixed_of(chunk + (1 << 50)) | 1).masked_fill_(chunk == 0, 1)
+    one = (torch.arange(len(places), device=device)[:, None] == owners).double()
+    return _Units(units % (ROWS // UNIT), odd, signs, owners, one, tuple(pads))
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _of_units(pieces: list[tuple[Tensor, int]], p: int, sketch: bool) -> list[Tensor]:
+    """The vectors of flat pieces of one device and dtype, with their starts."""
+    device, unit = pieces[0][0].device, UNIT * p
+    units = _units(tuple((start, flat.numel()) for flat, start in pieces), p, device)
+    signs, odd = _tables(p, device)
+    zeros = torch.zeros(unit, dtype=pieces[0][0].dtype, device=device)
+    parts = [t for (flat, _), (a, b) in zip(pieces, units.pads, strict=True) for t in (zeros[:a], flat, zeros[:b])]
+    buffer = torch.cat([part for part in parts if part.numel()]).view(-1, unit)
+    products = (_bits(buffer) * odd.view(-1, unit)[units.inside]).sum(1) * units.odd
+    prints = torch.zeros(len(pieces), dtype=torch.int64, device=device).index_add_(0, units.owner, products)
+    numbers = _numbers(buffer)
+    sums = numbers.double().square().sum(1, keepdim=True)
+    if sketch:
+        signed_numbers = (numbers * signs.view(-1, unit)[units.inside]).view(-1, UNIT, p)
+        sums = torch.cat([sums, signed_numbers.sum(1, dtype=torch.float64).mul_(units.signs)], 1)
+    return list(torch.cat([prints[:, None], (units.owners @ sums).view(torch.int64)], 1).unbind(0))
+
+
+def _added(one: Tensor, other: Tensor) -> Tensor:
+    """The vector of two parts of a tensor together."""
+    floats = one[1:].view(torch.float64) + other[1:].view(torch.float64)
+    return torch.cat([one[:1] + other[:1], floats.view(torch.int64)])
 
 
 # -- large tensors, chunk by chunk -----------------------------------------------------------------------------------
@@ -242,10 +349,9 @@ def _batch(flats: list[Tensor], places: tuple[tuple[int, int], ...], p: int, ske
 
 def _large(tensor: Tensor, block: Block, p: int, sketch: bool) -> Tensor:
     tensor = plain(tensor)
-    device = tensor.device
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    buckets = torch.zeros(p, dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.int64)
+    square = torch.zeros((), dtype=torch.float64)
+    buckets = torch.zeros(p, dtype=torch.float64)
     for flat, start in _ranges(tensor, block, p):
         at = 0
         while at < flat.numel():
@@ -308,20 +414,19 @@ class _Scratch:
 
 
 @functools.lru_cache(maxsize=16)
-def _scratch(p: int, device: torch.device, thread: int) -> _Scratch:
+def _scratch(p: int, thread: int) -> _Scratch:
     kinds = (torch.int64, torch.float64, torch.float32)
-    return _Scratch(*(torch.empty(ROWS * p, dtype=kind, device=device) for kind in kinds))
+    return _Scratch(*(torch.empty(ROWS * p, dtype=kind) for kind in kinds))
 
 
 def _add(flat: Tensor, chunk: int, begin: int, p: int, sums: tuple[Tensor, Tensor, Tensor | None]) -> None:
     total, square, buckets = sums
     n = flat.numel()
-    signs, odd = _tables(p, flat.device)
-    scratch = _scratch(p, flat.device, threading.get_ident())
+    signs, odd = _tables(p, CPU)
+    scratch = _scratch(p, threading.get_ident())
     bits = scratch.integers[:n].copy_(flat.view(_INTEGERS[flat.element_size()]))
     weights = odd[begin : begin + n]
-    product = torch.dot(bits, weights) if flat.device.type == "cpu" else (bits * weights).sum()
-    total.add_(product * _chunk_number(chunk))
+    total.add_(torch.dot(bits, weights) * _chunk_number(chunk))
     numbers = _numbers(flat)
     double = scratch.doubles[:n].copy_(numbers)
     square.add_(torch.dot(double, double))
@@ -335,4 +440,4 @@ def _add(flat: Tensor, chunk: int, begin: int, p: int, sums: tuple[Tensor, Tenso
     room[:lead] = 0
     torch.mul(numbers, signs[begin : begin + n], out=room[lead : lead + n])
     room[lead + n :] = 0
-    buckets.add_(room.view(-1, p).sum(0, dtype=torch.float64) * _chunk_signs(p, chunk, flat.device))
+    buckets.add_(room.view(-1, p).sum(0, dtype=torch.float64) * _chunk_signs(p, chunk))
