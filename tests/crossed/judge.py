@@ -165,8 +165,11 @@ def _check(overrides: list[str], which: str) -> None:
     if status != 2 or "Traceback" in err.getvalue() or not said:
         raise Finding("what cannot be is refused with a message", f"{which}: status {status}: {err.getvalue()}")
     head, *more = text.splitlines()
+    each = all(
+        re.search(r" \[LS\d+\]$", line) for line in (head, *more)
+    )  # of several keys of the run file, a line each
     head = re.sub(r" \[LS\d+\]$", "", head)
-    if more and not (head.endswith(":") and all(line.startswith("  ") for line in more)):  # else a list of keys
+    if more and not each and not (head.endswith(":") and all(line.startswith("  ") for line in more)):
         raise Finding("a refusal is one line", f"{which}: {text}")
     raise Refused(f"{which}: {text.removeprefix('lockstep: ')}")
 

@@ -84,6 +84,11 @@ def test_tasks_that_cannot_stream_are_refused(tmp_path: Path) -> None:
         streamed(tmp_path, task={"name": "preference"})
     with raises("LS1119", "data.stream", "multi_label"):
         streamed(tmp_path, task={"multi_label": True})
+    with pytest.raises(RunError) as caught:  # a line each, which all have the code
+        streamed(tmp_path, "batch_size=5", "micro_batches=4", task={"name": "embedding"})
+    each = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in each] == ["batch_size", "data.stream"]
+    assert all(mentions(line, "LS1119") for line in each)
 
 
 def said(folder: Path, *overrides: str, **values: Any) -> str:

@@ -26,7 +26,7 @@ from pydantic import Field, ValidationError, model_validator
 from lockstep.config import error_messages as messages
 from lockstep.config import key_aliases, model_selection, plugins, processor, redaction
 from lockstep.config.data_sources import Mirror, PathText, is_address
-from lockstep.config.errors import InvalidValue
+from lockstep.config.errors import InvalidValue, coded
 from lockstep.config.errors import RunError as RunError
 from lockstep.config.model_selection import AverageSection, EvaluateSection, choose_best
 from lockstep.config.optim import REVISION, OptimSection, revised
@@ -333,7 +333,8 @@ def check_plugins(
     if imports or "." not in run.task.name:
         task: Any = plugins.find("tasks", run.task.name)
         if wrong := unusable_keys(run, task):
-            raise RunError("LS1119", "\n".join(f"{key}: {why} ({source.where(key)})" for key, why in wrong.items()))
+            each = [coded("LS1119", f"{key}: {why} ({source.where(key)})") for key, why in wrong.items()]
+            raise RunError.read("\n".join(each))
     return run.model_copy(update=own)
 
 

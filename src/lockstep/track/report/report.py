@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 from urllib.parse import quote
 
@@ -118,7 +119,7 @@ def _tiles(history: History, final: Mapping[str, Any]) -> list[tuple[str, str]]:
     if attempts := history.attempts:
         tiles.append(("running time", charts.seconds(sum(a.ended - a.began for a in attempts))))
     if rate := history.series("train", "examples_per_s"):
-        tiles.append(("examples per second", charts.number(round(panels.middle([y for _, y in rate]), 1))))
+        tiles.append(("examples per second", charts.number(round(median([y for _, y in rate]), 1))))
     if history.peak_bytes is not None:
         tiles.append(("most memory on a rank", charts.size(history.peak_bytes)))
     if final.get("weights"):
@@ -218,7 +219,7 @@ def _side_by_side(histories: Mapping[str, History]) -> list[tuple[str, list[str]
                 column[f"{split} {name}"] = charts.number(history.results.get(split, {}).get(name, ""))
         for name, key in (("examples per second", "examples_per_s"), ("seconds a step", "seconds_per_step")):
             if points := history.series("train", key):
-                column[name] = charts.number(float(f"{panels.middle([y for _, y in points]):.4g}"))
+                column[name] = charts.number(float(f"{median([y for _, y in points]):.4g}"))
         if history.attempts:
             column["running time"] = charts.seconds(sum(a.ended - a.began for a in history.attempts))
             column["starts"] = str(len(history.attempts))
