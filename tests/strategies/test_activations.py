@@ -66,7 +66,7 @@ def test_the_control_other_numbers_have_other_bits(monkeypatch: pytest.MonkeyPat
 
 
 def each(world: World, runs: list[Run]) -> list[dict[str, Any]]:
-    return [steps_of(world, run) for run in runs]
+    return [steps_of(world, run, 3) for run in runs]
 
 
 @pytest.mark.processes

@@ -24,6 +24,7 @@ for engine in (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.utils.pin_memory",
     "torch.profiler._cupti_monitor",
+    "transformers.models.llama.modeling_llama",
     "transformers.models.marian.modeling_marian",
     "sacrebleu.tokenizers.tokenizer_13a",
     "scipy.io",
